@@ -1,0 +1,65 @@
+"""Tree paths and selection, partition, gradients, the layer stack, units and errors."""
+
+from ._errors import ConfigError as ConfigError
+from ._errors import DataError as DataError
+from ._errors import DonationError as DonationError
+from ._errors import LowtideError as LowtideError
+from ._errors import ModelFileError as ModelFileError
+from ._errors import OutputError as OutputError
+from ._errors import SelectionError as SelectionError
+from ._errors import StructureError as StructureError
+from ._errors import TargetError as TargetError
+from ._grad import accumulate as accumulate
+from ._grad import value_and_grad as value_and_grad
+from ._linear import LinearWeight as LinearWeight
+from ._linear import linear as linear
+from ._partition import combine as combine
+from ._partition import partition as partition
+from ._partition import shared_leaves as shared_leaves
+from ._paths import Tree as Tree
+from ._paths import leaf_bytes as leaf_bytes
+from ._paths import leaves_with_paths as leaves_with_paths
+from ._paths import path_str as path_str
+from ._paths import tree_bytes as tree_bytes
+from ._select import Where as Where
+from ._select import mask_tree as mask_tree
+from ._select import match_names as match_names
+from ._select import match_path as match_path
+from ._select import select as select
+from ._stack import LayerStack as LayerStack
+from ._stack import num_layers as num_layers
+from ._units import format_bytes as format_bytes
+from ._units import parse_bytes as parse_bytes
+
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DonationError",
+    "LayerStack",
+    "LinearWeight",
+    "LowtideError",
+    "ModelFileError",
+    "OutputError",
+    "SelectionError",
+    "StructureError",
+    "TargetError",
+    "Tree",
+    "Where",
+    "accumulate",
+    "combine",
+    "format_bytes",
+    "leaf_bytes",
+    "leaves_with_paths",
+    "linear",
+    "mask_tree",
+    "match_names",
+    "match_path",
+    "num_layers",
+    "parse_bytes",
+    "partition",
+    "path_str",
+    "select",
+    "shared_leaves",
+    "tree_bytes",
+    "value_and_grad",
+]

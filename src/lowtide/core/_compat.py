@@ -1,0 +1,33 @@
+"""The only file that touches JAX outside its public, stable interface.
+
+| use | checked on | replaced by |
+|---|---|---|
+| `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def tpu_topology_devices(topology_name: str) -> list[Any]:
+    """Devices of a TPU topology that need not be present, for ahead-of-time compilation.
+
+    Args:
+        topology_name: ``name:AxB[xC]``, such as ``v5e:2x2``.
+
+    Returns:
+        Compile-only JAX devices.
+
+    Raises:
+        Exception: whatever libtpu raises for a topology it does not know.
+    """
+    from jax.experimental import topologies
+
+    # Without these libtpu asks the (absent) TPU metadata server, and refuses to load in two processes at once.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices)

@@ -1,0 +1,88 @@
+"""Errors that name the thing, say what was expected, and end with a remedy.
+
+Every class has a stable `code`; `docs/reference/errors.md` lists the same codes, and a test keeps the two equal.
+User mistakes derive from `ValueError`; broken invariants of Lowtide itself are `assert`s, never one of these.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LowtideError(Exception):
+    """Base of every error that Lowtide raises on purpose.
+
+    Args:
+        message: what is wrong, in one sentence, naming the tree path, file or field.
+        expected: what would have been right.
+        got: what was found instead.
+        hint: the remedy, printed on its own line after ``hint:``.
+    """
+
+    code: ClassVar[str] = "LT000"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        expected: object = None,
+        got: object = None,
+        hint: str | None = None,
+    ) -> None:
+        lines = [f"[{self.code}] {message}"]
+        if expected is not None:
+            lines.append(f"  expected: {expected}")
+        if got is not None:
+            lines.append(f"  got: {got}")
+        if hint is not None:
+            lines.append(f"hint: {hint}")
+        super().__init__("\n".join(lines))
+        self.hint = hint
+
+
+class SelectionError(LowtideError, ValueError):
+    """A pattern or predicate that selects nothing, too much, or a leaf that cannot train."""
+
+    code = "LT001"
+
+
+class StructureError(LowtideError, ValueError):
+    """Trees or arrays whose structure, shape or dtype do not fit together."""
+
+    code = "LT002"
+
+
+class ConfigError(LowtideError, ValueError):
+    """A configuration value out of range, unknown, or in conflict with another."""
+
+    code = "LT003"
+
+
+class ModelFileError(LowtideError, ValueError):
+    """A model or adapter directory that is missing, truncated, unknown or contradicts itself."""
+
+    code = "LT004"
+
+
+class DataError(LowtideError, ValueError):
+    """Training data that is missing, empty, unreadable or too short."""
+
+    code = "LT005"
+
+
+class OutputError(LowtideError, ValueError):
+    """An output folder that exists already, cannot be written, or holds another run."""
+
+    code = "LT006"
+
+
+class DonationError(LowtideError, ValueError):
+    """A donated buffer that the compiled program did not reuse, so that two copies would live."""
+
+    code = "LT007"
+
+
+class TargetError(LowtideError, ValueError):
+    """A compile target that is unknown, or whose compiler is not installed."""
+
+    code = "LT008"

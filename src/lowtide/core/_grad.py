@@ -1,0 +1,167 @@
+"""Gradients of what trains, and of nothing else.
+
+`jax.value_and_grad` of a whole model builds a cotangent for every leaf: a full array of zeros for each frozen
+weight (JAX issue 23316). Here only the selected leaves are differentiated; the frozen ones enter the function as
+constants, so no cotangent, zero or accumulator for them ever exists, eagerly or under jit.
+
+The other way to get there, `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)`, was measured beside this one
+(benchmarks/LOG.md): equal bytes under jit, but eagerly it linearises frozen leaves too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._errors import SelectionError, StructureError
+from ._partition import combine, partition
+from ._paths import Tree, leaves_with_paths, path_str
+from ._select import Where
+
+
+def value_and_grad(
+    fn: Callable[..., Any], wrt: Where = "**", *, has_aux: bool = False
+) -> Callable[..., tuple[Any, Tree]]:
+    """Like `jax.value_and_grad` of the first argument, for the selected leaves only.
+
+    Args:
+        fn: a function ``fn(model, *args, **kwargs)`` that returns a scalar loss, or ``(loss, aux)`` with `has_aux`.
+        wrt: which leaves of `model` to differentiate: glob patterns on tree paths, or a predicate
+            ``(path, leaf) -> bool``.
+        has_aux: whether `fn` returns auxiliary values beside the loss.
+
+    Returns:
+        A function with the arguments of `fn` that returns ``(loss, grads)``, or ``((loss, aux), grads)``. `grads`
+        has the structure of `model` with `None` at every leaf that was not selected.
+
+    Raises:
+        SelectionError: when `wrt` selects nothing, or an integer or boolean leaf.
+
+    Memory:
+        Gradients take exactly the bytes of the selected leaves. Values equal those of `jax.value_and_grad` at the
+        selected leaves.
+
+    Example:
+        >>> model = {"base": jnp.ones((3,)), "lora_a": jnp.ones((3,))}
+        >>> loss_fn = lambda model, x: jnp.sum(model["base"] * model["lora_a"] * x)
+        >>> loss, grads = value_and_grad(loss_fn, wrt="lora_*")(model, jnp.arange(3.0))
+        >>> grads["base"] is None, grads["lora_a"].tolist()
+        (True, [0.0, 1.0, 2.0])
+
+    References:
+        JAX issue 23316, "Full zero arrays allocated for gradients of stop_gradient parameters".
+    """
+
+    @functools.wraps(fn)
+    def wrapped(model: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        trainable, frozen = partition(model, wrt)
+        _check_differentiable(trainable)
+
+        def split(trainable: Tree) -> Any:
+            return fn(combine(trainable, frozen), *args, **kwargs)
+
+        return jax.value_and_grad(split, has_aux=has_aux)(trainable)
+
+    return wrapped
+
+
+def accumulate(
+    grad_fn: Callable[..., tuple[Any, Tree]],
+    num_microbatches: int,
+    *,
+    weight: Callable[[Tree], Any] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Tree]]:
+    """Run a gradient function over microbatches, adding into one accumulator in place.
+
+    Args:
+        grad_fn: a function ``(model, batch, *args) -> (loss, grads)`` such as `value_and_grad` returns; with
+            `has_aux`, ``((loss, aux), grads)``.
+        num_microbatches: into how many equal parts the leading axis of every batch leaf is split.
+        weight: a function of a microbatch that gives its weight, for instance its number of target tokens. The
+            result is then the weighted mean, which equals the full batch's for a loss that is a mean over tokens,
+            however unevenly the tokens fall. By default all microbatches weigh the same.
+        has_aux: whether `grad_fn` returns auxiliary values.
+
+    Returns:
+        A function with the arguments and results of `grad_fn` for the whole batch; auxiliary values come stacked
+        with a leading axis of length `num_microbatches`.
+
+    Raises:
+        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`.
+
+    Memory:
+        One accumulator for the leaves that have gradients, float32 at least, carried through `lax.scan` and so
+        updated in place; activations of one microbatch at a time.
+
+    Example:
+        >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model["w"] * x))
+        >>> loss, grads = accumulate(grad_fn, num_microbatches=2)({"w": jnp.array(2.0)}, jnp.arange(4.0))
+        >>> float(loss), float(grads["w"])
+        (3.0, 1.5)
+    """
+    if num_microbatches < 1:
+        raise StructureError(
+            "num_microbatches has to be at least 1", got=num_microbatches, hint="1 means no accumulation"
+        )
+    if num_microbatches == 1 and not has_aux:
+        return grad_fn
+
+    @functools.wraps(grad_fn)
+    def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        microbatches = _split_batch(batch, num_microbatches)
+
+        def call(microbatch: Tree) -> tuple[Any, Any, Tree, Any]:
+            value, grads = grad_fn(model, microbatch, *args, **kwargs)
+            loss, aux = value if has_aux else (value, None)
+            return loss, aux, grads, jnp.float32(1) if weight is None else jnp.asarray(weight(microbatch), jnp.float32)
+
+        shapes = jax.eval_shape(call, jax.tree.map(lambda x: x[0], microbatches))
+        loss_shape, _, grads_shape, _ = shapes
+        wide = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
+
+        def body(carry: Any, microbatch: Tree) -> tuple[Any, Any]:
+            total_loss, total_grads, total_weight = carry
+            loss, aux, grads, w = call(microbatch)
+            total_grads = jax.tree.map(lambda acc, g: acc + w.astype(acc.dtype) * g.astype(acc.dtype), total_grads, grads)
+            return (total_loss + w * loss, total_grads, total_weight + w), aux
+
+        zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
+        (loss, grads, total), aux = jax.lax.scan(body, (zero, wide, jnp.float32(0)), microbatches)
+        scale = 1 / jnp.where(total == 0, 1, total)
+        loss = (loss * scale).astype(loss_shape.dtype)
+        grads = jax.tree.map(lambda acc, s: (acc * scale.astype(acc.dtype)).astype(s.dtype), grads, grads_shape)
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def _check_differentiable(trainable: Tree) -> None:
+    for path, leaf in leaves_with_paths(trainable):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            raise SelectionError(
+                f"{path}: a leaf of dtype {dtype} cannot be differentiated",
+                expected="floating-point leaves",
+                got=dtype,
+                hint=f'leave it out of the selection, for instance with the pattern "!{path}"',
+            )
+
+
+def _split_batch(batch: Tree, num_microbatches: int) -> Tree:
+    def split(path: Any, leaf: Any) -> Any:
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % num_microbatches:
+            raise StructureError(
+                f"batch leaf {path_str(path) or '(root)'}: leading axis does not split into microbatches",
+                expected=f"a leading axis that is a multiple of {num_microbatches}",
+                got=f"shape {shape}",
+                hint="change num_microbatches or the batch size; pass what has no batch axis as a separate argument",
+            )
+        return jnp.reshape(leaf, (num_microbatches, shape[0] // num_microbatches, *shape[1:]))
+
+    return jax.tree_util.tree_map_with_path(split, batch)

@@ -1,0 +1,42 @@
+"""The seam between models and what replaces a weight: ``linear(x, weight)``.
+
+Models multiply through this function. An adapter or a quantised weight is a pytree node in the place of the array
+that knows how to multiply itself (`LinearWeight`), so models know nothing of adapters, and a factored weight is never
+multiplied out on the way.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import jax
+from jaxtyping import Array, Float
+
+
+@runtime_checkable
+class LinearWeight(Protocol):
+    """Something that stands where a weight matrix of shape [out, in] stood."""
+
+    def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """The product x Wᵀ, in the dtype of `x`."""
+        ...
+
+
+def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[Array, "*batch out"]:
+    """Multiply activations by a weight stored as [out, in]: y = x Wᵀ.
+
+    Args:
+        x: activations, shape [..., in]; their dtype is the compute dtype.
+        weight: an array of shape [out, in], cast to the dtype of `x`, or a `LinearWeight`.
+
+    Returns:
+        Shape [..., out], in the dtype of `x`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> linear(jnp.ones((2, 3)), jnp.ones((4, 3))).shape
+        (2, 4)
+    """
+    if isinstance(weight, LinearWeight):
+        return weight.linear(x)
+    return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))

@@ -1,0 +1,113 @@
+"""Split a tree into what trains and what is frozen, and put it together again.
+
+Both halves keep the structure of the tree, with `None` (an empty subtree to JAX) where the other half holds the
+leaf. So a half has only its own leaves, and everything that maps over it costs only those. The idea is Equinox's
+`partition`/`combine`; the deviations: selection by path, and refusals instead of silent surprises.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._errors import SelectionError, StructureError
+from ._paths import Tree, leaves_with_paths
+from ._select import Where, select
+
+
+def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
+    """Split a tree into the selected leaves and the rest.
+
+    Args:
+        tree: any pytree (a dictionary, an Equinox module, NNX state, ...).
+        where: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
+
+    Returns:
+        ``(selected, rest)``, both with the structure of `tree`, `None` where the other has the leaf.
+
+    Raises:
+        SelectionError: when a pattern matches nothing, or when one array stands at a selected and at an unselected
+            path: training would silently untie the two, and donating one would delete the other.
+
+    Memory:
+        No copy: both trees refer to the arrays of `tree`.
+
+    Example:
+        >>> partition({"base": 1.0, "lora_a": 2.0}, "lora_*")
+        ({'base': None, 'lora_a': 2.0}, {'base': 1.0, 'lora_a': None})
+    """
+    mask = select(tree, where)
+    leaves, treedef = jax.tree.flatten(tree)
+    _refuse_split_sharing(tree, mask)
+    selected = treedef.unflatten([leaf if chosen else None for leaf, chosen in zip(leaves, mask, strict=True)])
+    rest = treedef.unflatten([None if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)])
+    return selected, rest
+
+
+def combine(*trees: Tree) -> Tree:
+    """Put the halves of `partition` (or any trees with disjoint leaves) together.
+
+    Args:
+        *trees: trees of one structure, `None` where a tree lacks a leaf.
+
+    Returns:
+        The tree with every leaf of every argument.
+
+    Raises:
+        StructureError: when the structures differ, or two trees hold a leaf at the same path.
+
+    Memory:
+        No copy.
+
+    Example:
+        >>> combine({"a": None, "b": 2.0}, {"a": 1.0, "b": None})
+        {'a': 1.0, 'b': 2.0}
+    """
+
+    def pick(path: Any, *leaves: Any) -> Any:
+        present = [leaf for leaf in leaves if leaf is not None]
+        if len(present) > 1:
+            raise StructureError(
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {len(present)} trees hold this leaf",
+                expected="each leaf in exactly one tree",
+                hint="combine the two halves that partition returned",
+            )
+        return present[0] if present else None
+
+    try:
+        return jax.tree_util.tree_map_with_path(pick, *trees, is_leaf=lambda leaf: leaf is None)
+    except StructureError:
+        raise
+    except ValueError as error:
+        raise StructureError(
+            "the trees to combine have different structures",
+            got=str(error).splitlines()[0],
+            hint="combine the two halves that partition returned, without changing their structure",
+        ) from error
+
+
+def shared_leaves(tree: Tree) -> list[list[str]]:
+    """Groups of paths at which the very same array stands (tied weights)."""
+    by_identity: dict[int, list[str]] = {}
+    for path, leaf in leaves_with_paths(tree):
+        if isinstance(leaf, (jax.Array, np.ndarray)):
+            by_identity.setdefault(id(leaf), []).append(path)
+    return [paths for paths in by_identity.values() if len(paths) > 1]
+
+
+def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
+    groups = shared_leaves(tree)
+    if not groups:
+        return
+    chosen = {path for (path, _), keep in zip(leaves_with_paths(tree), mask, strict=True) if keep}
+    for paths in groups:
+        inside = [path for path in paths if path in chosen]
+        if inside and len(inside) < len(paths):
+            outside = [path for path in paths if path not in chosen]
+            raise SelectionError(
+                f"{inside[0]} is selected but the same array at {outside[0]} is not",
+                expected="both paths selected, neither, or two separate arrays",
+                hint=f"select {outside[0]} too, or untie them first with jnp.array(leaf, copy=True)",
+            )

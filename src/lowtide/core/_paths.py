@@ -1,0 +1,70 @@
+"""Tree paths as text: ``layers/attn/q_proj/weight``.
+
+One spelling for dictionaries, dataclasses, sequences, Equinox modules and NNX state, so that patterns, messages,
+checkpoints and reports all name a leaf the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any  # any JAX pytree; JAX itself has no type for one
+
+
+def path_str(key_path: tuple[Any, ...]) -> str:
+    """The text form of a JAX key path, segments joined by ``/``; the root is the empty string."""
+    return jax.tree_util.keystr(key_path, simple=True, separator="/")
+
+
+def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path, in JAX's flattening order.
+
+    Args:
+        tree: any pytree.
+        is_leaf: as in `jax.tree.flatten`.
+
+    Returns:
+        Pairs of path and leaf.
+
+    Example:
+        >>> leaves_with_paths({"layers": [1.0, 2.0]})
+        [('layers/0', 1.0), ('layers/1', 2.0)]
+    """
+    return [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+
+
+def is_array_like(leaf: Any) -> bool:
+    """Whether a leaf holds numbers: arrays, shape structs, tracers and Python scalars, but not functions or text."""
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, (bool, int, float, complex))
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Logical bytes of one leaf: elements times item size, without a device's padding; 0 for a non-array."""
+    if not is_array_like(leaf):
+        return 0
+    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(type(leaf))), jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    aval = leaf if hasattr(leaf, "shape") else jax.eval_shape(jnp.asarray, leaf)
+    bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else aval.dtype.itemsize * 8
+    return (int(np.prod(aval.shape, dtype=np.int64)) * bits + 7) // 8
+
+
+def tree_bytes(tree: Tree) -> int:
+    """Logical bytes of all array leaves of a tree.
+
+    Args:
+        tree: any pytree of arrays or `jax.ShapeDtypeStruct`s; other leaves count 0.
+
+    Returns:
+        Bytes without a device's layout padding (`lowtide.memory.analyze` gives the padded figure).
+
+    Example:
+        >>> tree_bytes({"w": np.zeros((4, 2), np.float32)})
+        32
+    """
+    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))

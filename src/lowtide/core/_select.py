@@ -1,0 +1,134 @@
+"""Which leaves: glob patterns on tree paths, or predicates.
+
+Globs follow the shell's rules on ``/``-separated paths (`*` within a segment, `**` any number of segments, `{a,b}`
+alternatives, `?`, `[...]`), matched by wcmatch against the whole path. A leading ``!`` excludes. Nothing is silent:
+a pattern that matches no leaf is an error that lists near misses.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+from wcmatch import glob
+
+from ._errors import SelectionError
+from ._paths import Tree, is_array_like, leaves_with_paths
+
+Where = str | Sequence[str] | Callable[[str, Any], bool]
+"""Glob pattern, patterns, or a predicate ``(path, leaf) -> bool``."""
+
+_FLAGS = glob.GLOBSTAR | glob.BRACE | glob.DOTGLOB | glob.CASE | glob.FORCEUNIX
+
+
+def match_path(path: str, pattern: str) -> bool:
+    """Whether a glob matches a whole path.
+
+    Args:
+        path: a tree path such as ``layers/attn/q_proj/weight``.
+        pattern: a glob.
+
+    Returns:
+        True when the pattern covers the path from start to end.
+
+    Example:
+        >>> match_path("layers/attn/q_proj/weight", "**/{q,v}_proj/*")
+        True
+    """
+    return glob.globmatch(path, pattern, flags=_FLAGS)
+
+
+def select(tree: Tree, where: Where) -> list[bool]:
+    """Say for every leaf, in flattening order, whether `where` selects it.
+
+    Args:
+        tree: any pytree. Leaves that hold no numbers (functions, text) are never selected by a pattern.
+        where: a glob on tree paths, several (a leaf is selected when any matches; patterns that start with ``!``
+            then exclude), or a predicate ``(path, leaf) -> bool``.
+
+    Returns:
+        One boolean a leaf.
+
+    Raises:
+        SelectionError: when a pattern matches no leaf, or nothing at all is selected.
+
+    Example:
+        >>> select({"a": 1.0, "b": {"lora_a": 2.0}}, "**/lora_*")
+        [False, True]
+    """
+    leaves = leaves_with_paths(tree)
+    if callable(where):
+        mask = [bool(where(path, leaf)) for path, leaf in leaves]
+        if not any(mask):
+            raise SelectionError(
+                f"the predicate {getattr(where, '__name__', where)!r} selects no leaf",
+                got=f"{len(leaves)} leaves: {_some(path for path, _ in leaves)}",
+                hint="a predicate receives (path, leaf), with the path as text such as 'layers/attn/q_proj/weight'",
+            )
+        return mask
+    names = [path for path, leaf in leaves if is_array_like(leaf)]
+    matched = set(match_names(names, where))
+    return [is_array_like(leaf) and path in matched for path, leaf in leaves]
+
+
+def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
+    """The names that glob patterns select; every pattern has to match at least one.
+
+    Args:
+        names: the candidates (tree paths of leaves or of modules).
+        where: a glob or several; patterns that start with ``!`` exclude.
+
+    Returns:
+        The selected names, in their given order.
+
+    Raises:
+        SelectionError: when `where` is empty, a pattern matches nothing, or the exclusions leave nothing.
+    """
+    patterns = [where] if isinstance(where, str) else list(where)
+    includes = [pattern for pattern in patterns if not pattern.startswith("!")]
+    if not includes:
+        raise SelectionError(
+            "no pattern to select with", got=repr(where), hint='give at least one glob; "**" selects every leaf'
+        )
+    hits: dict[str, set[str]] = {}
+    for pattern in patterns:
+        hits[pattern] = {name for name in names if match_path(name, pattern.removeprefix("!"))}
+        if not hits[pattern]:
+            raise SelectionError(
+                f"pattern {pattern!r} matches nothing",
+                expected="a glob on whole paths, segments separated by '/'",
+                got=f"{len(names)} candidates: {_some(names)}",
+                hint=_near_misses(pattern.removeprefix("!"), names),
+            )
+    selected = set[str]().union(*(hits[p] for p in includes)).difference(*(hits[p] for p in patterns if p[:1] == "!"))
+    if not selected:
+        raise SelectionError(
+            "the exclusions leave nothing selected", got=repr(where), hint="narrow the patterns that start with '!'"
+        )
+    return [name for name in names if name in selected]
+
+
+def mask_tree(tree: Tree, where: Where) -> Tree:
+    """The selection as a tree of booleans with the structure of `tree`; arguments and errors as in `select`."""
+    return jax.tree.unflatten(jax.tree.structure(tree), select(tree, where))
+
+
+def _near_misses(pattern: str, names: Sequence[str]) -> str:
+    """A remedy: a variant of the pattern that does match, else the closest spellings, else what there is."""
+    for variant in (f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
+        if any(match_path(name, variant) for name in names):
+            return f"did you mean {variant!r}?"
+    segments = sorted({segment for name in names for segment in name.split("/")})
+    parts = [segment for segment in pattern.split("/") if segment.strip("*")]
+    close = [miss for part in parts for miss in difflib.get_close_matches(part, segments, n=2, cutoff=0.6)]
+    close += difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.5)
+    if close:
+        return f"near misses: {', '.join(dict.fromkeys(close))}"
+    return f"paths look like: {_some(names)}"
+
+
+def _some(names: Iterable[str], most: int = 6) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f", … ({len(listed) - most} more)" if len(listed) > most else "")

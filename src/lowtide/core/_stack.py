@@ -1,0 +1,95 @@
+"""The one shared view of a model: something before, a stack of equal blocks, something after.
+
+Streaming, layerwise updates, remat policies, planning and pipelines all work on this type. Parameters are two
+trees: `outer` (embedding, final norm, head) and `layers`, whose leaves all have a leading axis of length
+`num_layers`. A tied head needs no special case, because `first` and `last` both receive all of `outer`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._errors import StructureError
+from ._paths import Tree, leaves_with_paths
+
+First = Callable[[Tree, Tree], Any]
+Block = Callable[[Tree, Any, Tree], Any]
+Last = Callable[[Tree, Any, Tree], tuple[Any, Tree]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """A model as three pure functions over `outer` and `layers` parameters.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stack = LayerStack(
+        ...     first=lambda outer, batch: batch["x"],
+        ...     block=lambda layer, h, batch: jnp.tanh(layer["w"] * h),
+        ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
+        ... )
+        >>> batch = {"x": jnp.ones(3), "y": jnp.zeros(3)}
+        >>> loss, metrics = stack.apply({}, {"w": jnp.ones((2, 1))}, batch)
+        >>> loss.shape
+        ()
+    """
+
+    first: First
+    """``first(outer, batch) -> h``: the activations that enter the first block."""
+    block: Block
+    """``block(layer, h, batch) -> h``: one block; `layer` is one slice of `layers`, without the leading axis."""
+    last: Last
+    """``last(outer, h, batch) -> (loss, metrics)``: the loss of the activations that leave the last block."""
+
+    def hidden(self, outer: Tree, layers: Tree, batch: Tree, *, remat: bool | Callable[..., bool] = False) -> Any:
+        """Run `first` and all blocks; the activations that enter `last`.
+
+        Args:
+            outer: parameters outside the stack.
+            layers: parameters of the blocks, every leaf with a leading axis of length `num_layers`.
+            batch: whatever the three functions read.
+            remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
+                `jax.checkpoint_policies` recomputes what it does not save.
+
+        Returns:
+            The activations, of the shape that `first` and `block` return.
+
+        Memory:
+            With ``remat=True``, one activation a layer plus one block's residuals.
+        """
+        num_layers(layers)
+        block = self.block
+        if remat is not False:
+            block = jax.checkpoint(block, policy=None if remat is True else remat, prevent_cse=False)
+
+        def body(h: Any, layer: Tree) -> tuple[Any, None]:
+            return block(layer, h, batch), None
+
+        return jax.lax.scan(body, self.first(outer, batch), layers)[0]
+
+    def apply(
+        self, outer: Tree, layers: Tree, batch: Tree, *, remat: bool | Callable[..., bool] = False
+    ) -> tuple[Any, Tree]:
+        """Run the whole stack; arguments as in `hidden`, result as of `last`: ``(loss, metrics)``."""
+        return self.last(outer, self.hidden(outer, layers, batch, remat=remat), batch)
+
+
+def num_layers(layers: Tree) -> int:
+    """The common length of the leading axes of stacked layer parameters.
+
+    Raises:
+        StructureError: when there is no leaf, or the leading axes differ.
+    """
+    lengths = {path: leaf.shape[0] if getattr(leaf, "shape", ()) else None for path, leaf in leaves_with_paths(layers)}
+    if not lengths or None in lengths.values() or len(set(lengths.values())) > 1:
+        raise StructureError(
+            "stacked layers need leaves with one common leading axis",
+            expected="every leaf of shape [num_layers, ...]",
+            got=", ".join(f"{path}: {length}" for path, length in list(lengths.items())[:6]) or "no leaf",
+            hint="stack the layers with jax.tree.map(lambda *x: jnp.stack(x), *layers)",
+        )
+    return int(next(iter(lengths.values())))  # pyright: ignore[reportArgumentType]

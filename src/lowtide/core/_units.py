@@ -1,0 +1,71 @@
+"""Sizes: the only place where bytes are parsed from text and printed as text.
+
+Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal units (KB, MB, GB, TB) powers of 1000. A bare number
+is bytes. Everything that `format_bytes` prints, `parse_bytes` reads back within half of the last digit printed.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from ._errors import ConfigError
+
+_BINARY = {"KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "TiB": 1024**4}
+_DECIMAL = {"KB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
+_UNITS = {unit.lower(): factor for unit, factor in {"B": 1, **_BINARY, **_DECIMAL}.items()}
+_SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a size such as ``"14 GiB"``, ``"512MB"`` or ``1024``.
+
+    Args:
+        text: a number and a unit (case does not matter, white space is optional); an integer or a bare number is
+            bytes.
+
+    Returns:
+        The size in bytes, rounded to the nearest integer.
+
+    Raises:
+        ConfigError: for a negative size, an unknown unit, or text that is no size.
+
+    Example:
+        >>> parse_bytes("1.5 KiB")
+        1536
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        if text < 0:
+            raise ConfigError("a size cannot be negative", got=text, hint='give bytes, or text such as "14 GiB"')
+        return text
+    match = _SIZE.fullmatch(str(text))
+    unit = match[2].lower() or "b" if match else ""
+    if match is None or unit not in _UNITS:
+        raise ConfigError(
+            f"{text!r} is not a size",
+            expected="a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB",
+            got=repr(text),
+            hint='write it like "14 GiB" (1024-based) or "14 GB" (1000-based)',
+        )
+    return int((Decimal(match[1].replace("_", "")) * _UNITS[unit]).to_integral_value())
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Print a size with a binary unit: ``"512 B"``, ``"1.50 KiB"``, ``"13.42 GiB"``.
+
+    Args:
+        num_bytes: the size in bytes; a negative number (a saving) keeps its sign.
+
+    Returns:
+        The size with two decimals in the largest unit in which it is at least 1.
+
+    Example:
+        >>> format_bytes(1536)
+        '1.50 KiB'
+    """
+    sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    for unit, factor in reversed(_BINARY.items()):
+        # The unit is chosen on the rounded figure, so that 1 MiB - 1 B prints as 1.00 MiB, not 1024.00 KiB.
+        if round(size / factor, 2) >= 1:
+            return f"{sign}{size / factor:.2f} {unit}"
+    return f"{sign}{size} B"
