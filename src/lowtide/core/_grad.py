@@ -127,7 +127,9 @@ def accumulate(
         def body(carry: Any, microbatch: Tree) -> tuple[Any, Any]:
             total_loss, total_grads, total_weight = carry
             loss, aux, grads, w = call(microbatch)
-            total_grads = jax.tree.map(lambda acc, g: acc + w.astype(acc.dtype) * g.astype(acc.dtype), total_grads, grads)
+            total_grads = jax.tree.map(
+                lambda acc, g: acc + w.astype(acc.dtype) * g.astype(acc.dtype), total_grads, grads
+            )
             return (total_loss + w * loss, total_grads, total_weight + w), aux
 
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))

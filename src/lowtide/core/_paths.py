@@ -47,7 +47,7 @@ def leaf_bytes(leaf: Any) -> int:
     """Logical bytes of one leaf: elements times item size, without a device's padding; 0 for a non-array."""
     if not is_array_like(leaf):
         return 0
-    if jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(type(leaf))), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(type(leaf))), jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     aval = leaf if hasattr(leaf, "shape") else jax.eval_shape(jnp.asarray, leaf)
     bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else aval.dtype.itemsize * 8

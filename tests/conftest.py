@@ -1,0 +1,75 @@
+"""What every test shares: the platform, strict JAX settings, skips that say why, and a compile counter."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+
+# Set before JAX is imported. `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Without these libtpu asks an absent metadata server, and refuses to load in two test processes at once.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _missing(*modules: str) -> list[str]:
+    return [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def _reason_to_skip(marker: str) -> str | None:
+    if marker == "tpu_aot" and _missing("libtpu"):
+        return "needs libtpu: install the tpu-aot extra"
+    if marker == "gpu_aot" and _missing("jax_cuda13_plugin"):
+        return "needs the CUDA plugin: install the gpu-aot extra"
+    if marker == "gpu_aot" and _missing("nvidia.cu13") and shutil.which("ptxas") is None:
+        return "needs ptxas: install the gpu-aot extra or put a CUDA toolkit on PATH"
+    if marker == "gpu" and jax.default_backend() != "gpu":
+        return "needs a GPU: run with JAX_PLATFORMS=cuda,cpu on a machine that has one"
+    if marker == "peers" and (missing := _missing("torch", "transformers", "peft")):
+        return f"needs {', '.join(missing)}: install the peers extra"
+    return None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in ("tpu_aot", "gpu_aot", "gpu", "peers"):
+        if item.get_closest_marker(marker) and (reason := _reason_to_skip(marker)):
+            pytest.skip(reason)
+
+
+class Compilations:
+    """Counts programs that XLA compiled, eager operations included."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def listen(self, event: str, duration_secs: float, **kwargs: object) -> None:
+        self.count += event == "/jax/core/compile/backend_compile_duration"
+
+    @contextlib.contextmanager
+    def none(self) -> Iterator[None]:
+        """Fail when anything is compiled inside the block."""
+        before = self.count
+        yield
+        assert self.count == before, f"{self.count - before} programs were compiled where none should be"
+
+
+@pytest.fixture
+def compilations() -> Iterator[Compilations]:
+    """A counter of compiled programs: call once, then again inside ``with compilations.none():``."""
+    counter = Compilations()
+    jax.monitoring.register_event_duration_secs_listener(counter.listen)
+    yield counter
+    jax.monitoring.unregister_event_duration_listener(counter.listen)
