@@ -1,0 +1,186 @@
+"""Cross-entropy of a language-model head that never holds logits of shape [tokens, vocabulary].
+
+The sequence is cut into chunks; each chunk's logits live only while its loss is taken. The gradient is formed in the
+forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989): the logits are then not computed twice, and what
+waits for the backward pass is d loss / d h, of the size of h, instead of h itself.
+
+Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded.
+
+Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary.
+
+Deviations and limits: first derivatives only; the mean is over all tokens that are not ignored.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..core import ConfigError, LinearWeight, StructureError, linear
+
+_Carry = Any
+
+
+def chunked_cross_entropy(
+    h: Float[Array, "*B T D"],
+    head: Array | LinearWeight,
+    labels: Int[Array, "*B T"],
+    *,
+    ignore_index: int = -100,
+    chunk_size: int = 1024,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Float[Array, ""]:
+    """Softmax cross-entropy of ``h @ head.T`` with integer labels, in chunks.
+
+    Args:
+        h: activations that enter the head, shape [..., T, D], any floating dtype.
+        head: the head, shape [V, D] (an embedding serves as it is), or a `LinearWeight` in its place.
+        labels: the class of each position, shape [..., T]. A label outside [0, V) other than `ignore_index` gives
+            NaN.
+        ignore_index: the label of positions that count neither in the loss nor in the mean.
+        chunk_size: how many tokens (over all batch axes) have logits at the same time; at least one position of
+            every sequence.
+        reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
+
+    Returns:
+        The loss, a float32 scalar. Logits are formed and reduced in float32.
+
+    Raises:
+        StructureError: when shapes or dtypes do not fit.
+        ConfigError: for an unknown reduction or a chunk size below 1.
+
+    Memory:
+        Logits of one chunk in float32 (``chunk_size * V * 4`` bytes, a small multiple of it in the gradient) instead
+        of all; under differentiation one array of the size of `h` waits for the backward pass, and one float32 array
+        of the size of `head` if the head trains. A frozen head gets no cotangent.
+
+    Example:
+        >>> h, head = jnp.ones((2, 8, 4)), jnp.zeros((10, 4))
+        >>> loss = chunked_cross_entropy(h, head, jnp.zeros((2, 8), jnp.int32), chunk_size=4)
+        >>> bool(jnp.isclose(loss, jnp.log(10.0)))
+        True
+
+    References:
+        Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
+    """
+    _check(h, labels, chunk_size, reduction)
+    num_sequences = max(1, labels.size // max(1, labels.shape[-1]))
+    chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
+    leaves, treedef = jax.tree.flatten(head)
+    total = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)
+    if reduction == "sum":
+        return total
+    return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sum_cross_entropy(static: tuple[Any, int, int], h: Array, leaves: tuple[Array, ...], labels: Array) -> Array:
+    treedef, ignore_index, chunk = static
+
+    def body(start: Any, size: int, total: Array) -> Array:
+        h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
+        return total + _chunk_loss(h_BCD, treedef.unflatten(leaves), labels_BC, ignore_index)
+
+    return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
+
+
+def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
+    """The sum, and its gradients for those inputs that are being differentiated, scaled later by the cotangent."""
+    treedef, ignore_index, chunk = static
+    wants_h, wanted = h.perturbed, [leaf.perturbed for leaf in leaves]
+    h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
+
+    def body(start: Any, size: int, carry: _Carry) -> _Carry:
+        total, dh, dleaves = carry
+        h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
+
+        def loss(h_BCD: Array, trained: list[Array]) -> Array:
+            return _chunk_loss(h_BCD, treedef.unflatten(_fill(leaves, wanted, trained)), labels_BC, ignore_index)
+
+        trained = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+        if wants_h:
+            value, (grad_h, grads) = jax.value_and_grad(loss, argnums=(0, 1))(h_BCD, trained)
+            dh = jax.lax.dynamic_update_slice_in_dim(dh, grad_h.astype(dh.dtype), start, axis=dh.ndim - 2)
+        else:
+            value, grads = jax.value_and_grad(functools.partial(loss, h_BCD))(trained)
+        return total + value, dh, [acc + grad.astype(acc.dtype) for acc, grad in zip(dleaves, grads, strict=True)]
+
+    zeros = [
+        jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+        for leaf, want in zip(leaves, wanted, strict=True)
+        if want
+    ]
+    carry = (jnp.float32(0), jnp.zeros_like(h) if wants_h else None, zeros)
+    total, dh, dleaves = _over_chunks(labels.shape[-1], chunk, body, carry)
+    dtypes = [jnp.zeros((0,), leaf.dtype) for leaf, want in zip(leaves, wanted, strict=True) if want]
+    return total, (dh, _fill((None,) * len(leaves), wanted, dleaves), dtypes)
+
+
+def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+    dh, dleaves, dtypes = residuals
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
+    dh = None if dh is None else (dh * cotangent.astype(dh.dtype))
+    like = iter(dtypes)
+    scaled = tuple(None if g is None else (g * cotangent.astype(g.dtype)).astype(next(like).dtype) for g in dleaves)
+    return dh, scaled, None
+
+
+_sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int) -> Array:
+    if isinstance(head, LinearWeight):
+        logits_BCV = linear(h_BCD, head).astype(jnp.float32)
+    else:
+        contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
+        logits_BCV = jax.lax.dot_general(
+            h_BCD, head.astype(h_BCD.dtype), contract, preferred_element_type=jnp.float32
+        )
+    keep_BC = labels_BC != ignore_index
+    safe_BC = jnp.where(keep_BC, labels_BC, 0)
+    gold_BC = jnp.take_along_axis(logits_BCV, safe_BC[..., None], axis=-1, mode="fill")[..., 0]
+    # take_along_axis wraps negative indices like NumPy, which would hide a wrong label.
+    gold_BC = jnp.where(safe_BC < 0, jnp.nan, gold_BC)
+    return jnp.sum(jnp.where(keep_BC, jax.nn.logsumexp(logits_BCV, axis=-1) - gold_BC, 0.0))
+
+
+def _over_chunks(length: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
+    """Run body(start, size, carry) over all full chunks in a loop, then over the shorter rest, if there is one."""
+    full = length // chunk
+    carry = jax.lax.fori_loop(0, full, lambda i, c: body(i * chunk, chunk, c), carry)
+    return body(full * chunk, length - full * chunk, carry) if length % chunk else carry
+
+
+def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim + axis)
+
+
+def _fill(leaves: tuple[Any, ...], wanted: list[bool], values: list[Any]) -> tuple[Any, ...]:
+    """`leaves` with those that are wanted replaced, in order, by `values`."""
+    replacements = iter(values)
+    return tuple(next(replacements) if want else leaf for leaf, want in zip(leaves, wanted, strict=True))
+
+
+def _check(h: Array, labels: Array, chunk_size: int, reduction: str) -> None:
+    if h.ndim < 2 or h.shape[:-1] != labels.shape:
+        raise StructureError(
+            "activations and labels do not fit together",
+            expected="h of shape [..., T, D] and labels of shape [..., T]",
+            got=f"h {h.shape}, labels {labels.shape}",
+            hint="labels have one entry for each position of h",
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
+    if chunk_size < 1 or reduction not in ("mean", "sum"):
+        raise ConfigError(
+            "chunked_cross_entropy got an unusable option",
+            expected='chunk_size >= 1, reduction "mean" or "sum"',
+            got=f"chunk_size={chunk_size}, reduction={reduction!r}",
+            hint="the default chunk_size is 1024 tokens",
+        )

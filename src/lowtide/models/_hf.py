@@ -1,0 +1,261 @@
+"""Reading and writing a Hugging Face model directory.
+
+`config.json`, weights in `model.safetensors` or in shards listed by `model.safetensors.index.json`. All names and
+shapes are checked against the configuration from the files' headers before any weight is read, so a wrong directory
+fails at once and by name. Weights are stacked one leaf at a time: the host never holds a second copy of the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from ..core import ModelFileError, OutputError, Tree, format_bytes, leaves_with_paths
+from ._config import LlamaConfig, config_from_hf, config_to_hf
+from ._llama import EXTERNAL, Llama, parameter_shapes
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32") -> Llama:
+    """Read a Llama model from a Hugging Face directory.
+
+    Args:
+        directory: the folder with `config.json` and safetensors weights.
+        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in.
+        compute_dtype: dtype of activations and products.
+
+    Returns:
+        The decoder, on JAX's default device.
+
+    Raises:
+        ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
+            configuration disagree; the message names the file and the tensor.
+
+    Memory:
+        The parameters on the device, and one stacked leaf at a time on the host.
+    """
+    directory = Path(directory)
+    config = load_config(directory)
+    files = _weight_files(directory)
+    with _open_all(files) as tensors:
+        _check_tensors(tensors, config, directory)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(
+            parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
+        )
+        leaves: list[jax.Array] = []
+        for path, shape in flat:
+            names = _tensor_names(path, config)
+            stored = _DTYPES[tensors[names[0]][1].get_slice(names[0]).get_dtype()]
+            host = np.empty(shape, jnp.dtype(stored if dtype == "auto" else dtype))
+            for index, name in enumerate(names):
+                value = _read(tensors, name)
+                if len(names) == 1 and shape == value.shape:
+                    host[...] = value
+                else:
+                    host[index] = value
+            leaves.append(jnp.asarray(host))
+    params = treedef.unflatten(leaves)
+    return Llama(params["outer"], params["layers"], config, jnp.dtype(compute_dtype).name)
+
+
+def load_config(directory: str | Path) -> LlamaConfig:
+    """Read only the sizes of a model directory.
+
+    Args:
+        directory: the folder with `config.json`.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ModelFileError: when `config.json` is missing, malformed, or not of a Llama decoder.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise ModelFileError(
+            f"{path}: no such file",
+            expected="a Hugging Face model directory with config.json and model.safetensors",
+            hint="--model takes a local folder; download the model there first",
+        )
+    return config_from_hf(_json(path), str(path))
+
+
+def save(
+    model: Llama, directory: str | Path, *, tokenizer: str | Path | None = None, max_shard_bytes: int = 5 * 1024**3
+) -> None:
+    """Write a model as a Hugging Face directory that `transformers` loads.
+
+    Args:
+        model: a decoder of plain arrays (merge adapters first).
+        directory: the folder; made when missing.
+        tokenizer: a `tokenizer.json` to copy beside the weights.
+        max_shard_bytes: the most bytes in one file; a larger model is sharded with an index.
+
+    Raises:
+        ModelFileError: when the parameters are not those of ``model.config`` (adapters, for instance).
+        OutputError: when the folder cannot be written.
+
+    Memory:
+        One shard on the host at a time.
+    """
+    directory = Path(directory)
+    expected = {path: shape for path, shape in _flat_shapes(model.config)}
+    params = {"outer": model.outer, "layers": model.layers}
+    got = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
+    if got != expected:
+        wrong = sorted(set(got.items()) ^ set(expected.items()))[0]
+        raise ModelFileError(
+            f"{wrong[0]}: the parameters are not those of the model's configuration",
+            got=f"shape {wrong[1]}",
+            hint="merge adapters with lt.lora.merge, or save them alone with lt.lora.save",
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _write_shards(params, model.config, directory, max_shard_bytes)
+        dtype = jnp.dtype(model.outer["embed"]["weight"].dtype).name
+        (directory / "config.json").write_text(json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n")
+        if tokenizer is not None:
+            (directory / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
+    except OSError as error:
+        raise OutputError(
+            f"{directory}: cannot write the model", got=str(error), hint="choose a folder that you may write to"
+        ) from error
+
+
+def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_bytes: int) -> None:
+    shards: list[list[tuple[str, Any, int | None]]] = [[]]
+    size = total = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        names = _tensor_names(path, config)
+        for index, name in enumerate(names):
+            tensor_bytes = leaf.nbytes // len(names)
+            if size and size + tensor_bytes > max_shard_bytes:
+                shards.append([])
+                size = 0
+            shards[-1].append((name, leaf, index if _is_stacked(path) else None))
+            size, total = size + tensor_bytes, total + tensor_bytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: np.ascontiguousarray(leaf if i is None else leaf[i]) for name, leaf, i in shard}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _is_stacked(path: Any) -> bool:
+    return path[0].key == "layers"
+
+
+def _tensor_names(path: Any, config: LlamaConfig) -> list[str]:
+    """Hugging Face names of the tensors of one leaf, in stacking order."""
+    *module, leaf = (entry.key for entry in path)
+    template = f"{EXTERNAL['/'.join(module)]}.{leaf}"
+    return [template.format(layer=i) for i in range(config.num_layers if _is_stacked(path) else 1)]
+
+
+def _flat_shapes(config: LlamaConfig) -> list[tuple[str, tuple[int, ...]]]:
+    return leaves_with_paths(parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / _INDEX).is_file():
+        weight_map = _json(directory / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelFileError(f"{directory / _INDEX}: no weight_map", hint="copy the index from its source again")
+        return [directory / name for name in sorted(set(weight_map.values()))]
+    return [directory / _SINGLE]
+
+
+@contextlib.contextmanager
+def _open_all(files: list[Path]) -> Iterator[dict[str, tuple[Path, Any]]]:
+    """All tensors of some safetensors files: name to file and open handle."""
+    with contextlib.ExitStack() as stack:
+        tensors: dict[str, tuple[Path, Any]] = {}
+        for file in files:
+            if not file.is_file():
+                raise ModelFileError(
+                    f"{file}: no such file",
+                    expected=f"{_SINGLE}, or the shards that {_INDEX} lists",
+                    hint="Lowtide reads safetensors only; convert pickled weights with transformers' save_pretrained",
+                )
+            try:
+                handle = stack.enter_context(safe_open(file, framework="numpy"))
+            except SafetensorError as error:
+                raise ModelFileError(
+                    f"{file}: not a complete safetensors file",
+                    got=f"{error} ({format_bytes(file.stat().st_size)} on disk)",
+                    hint="the file is truncated or damaged; download it again",
+                ) from error
+            tensors |= dict.fromkeys(handle.keys(), (file, handle))
+        yield tensors
+
+
+def _read(tensors: dict[str, tuple[Path, Any]], name: str) -> np.ndarray:
+    return tensors[name][1].get_tensor(name)
+
+
+def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, directory: Path) -> None:
+    flat = jax.tree_util.tree_leaves_with_path(
+        parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
+    )
+    expected = {
+        name: shape[1:] if _is_stacked(path) else shape
+        for path, shape in flat
+        for name in _tensor_names(path, config)
+    }
+    missing = [name for name in expected if name not in tensors]
+    if missing:
+        raise ModelFileError(
+            f"{directory}: config.json asks for tensors that the weights lack",
+            got=f"{len(missing)} of {len(expected)} missing, first {missing[0]}",
+            hint="config.json and weights are of different models, or a shard is missing",
+        )
+    # A tied checkpoint may repeat the embedding as lm_head; older ones store RoPE's constant frequencies.
+    ignored = {"lm_head.weight"} if config.tie_embeddings else set[str]()
+    for name in sorted(tensors):
+        if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq"):
+            raise ModelFileError(
+                f"{directory}: the weights hold {name}, which config.json has no place for",
+                hint="config.json and weights are of different models",
+            )
+    for name, shape in expected.items():
+        view = tensors[name][1].get_slice(name)
+        if tuple(view.get_shape()) != shape:
+            raise ModelFileError(
+                f"{tensors[name][0]}: {name} has another shape than config.json says",
+                expected=shape,
+                got=tuple(view.get_shape()),
+                hint="config.json and weights are of different models",
+            )
+        if view.get_dtype() not in _DTYPES:
+            raise ModelFileError(
+                f"{tensors[name][0]}: {name} has dtype {view.get_dtype()}",
+                expected=f"one of {', '.join(_DTYPES)}",
+                hint="load the unquantised checkpoint",
+            )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"{path}: not readable as JSON", got=str(error), hint="copy the file from the model's source again"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: not a JSON object", got=type(value).__name__, hint="copy the file again")
+    return value
