@@ -9,10 +9,12 @@ from ._errors import OutputError as OutputError
 from ._errors import SelectionError as SelectionError
 from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
+from ._files import write_files as write_files
 from ._grad import accumulate as accumulate
 from ._grad import value_and_grad as value_and_grad
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
+from ._naming import ExternalNames as ExternalNames
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import shared_leaves as shared_leaves
@@ -35,6 +37,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DonationError",
+    "ExternalNames",
     "LayerStack",
     "LinearWeight",
     "LowtideError",
@@ -62,4 +65,5 @@ __all__ = [
     "shared_leaves",
     "tree_bytes",
     "value_and_grad",
+    "write_files",
 ]

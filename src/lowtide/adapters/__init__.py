@@ -1,0 +1,5 @@
+"""Small trainable weights beside frozen ones, on any pytree."""
+
+from . import lora as lora
+
+__all__ = ["lora"]

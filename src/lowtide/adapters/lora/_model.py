@@ -1,0 +1,177 @@
+"""Put adapters into a model, and fold them into its weights."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ...core import ConfigError, ExternalNames, StructureError, Tree
+from ._config import Config
+from ._sites import Site, adapted_sites, layer_names, replace, select_sites
+from ._weight import LoRAWeight
+
+
+def add(model: Tree, config: Config, *, key: Array) -> Tree:
+    """Give chosen weights a low-rank adapter that starts as no change.
+
+    A is uniform in ±1/sqrt(in), as in PEFT, and B is zero, both float32 whatever the weight's dtype. A module's draw
+    depends on `key` and on its path only, not on what else is adapted.
+
+    Args:
+        model: any pytree that multiplies its weights through `lowtide.core.linear`. Weights have shape [out, in], or
+            [num_layers, out, in] for stacked layers. `jax.ShapeDtypeStruct` leaves give abstract adapters.
+        config: rank, scale and targets.
+        key: a JAX random key.
+
+    Returns:
+        The model with a `LoRAWeight` in place of each target; ``"**/lora_*"`` selects exactly the adapters.
+
+    Raises:
+        SelectionError: when a target pattern matches nothing.
+        StructureError: for a target that is no floating-point matrix, or has an adapter already.
+        ConfigError: when the rank exceeds a target's smaller dimension.
+
+    Memory:
+        ``4 * rank * (out + in)`` bytes for each matrix. The weights are referred to, not copied. Adapters of a weight
+        with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
+
+    Example:
+        >>> model = {"q_proj": {"weight": jnp.ones((8, 8))}}
+        >>> model = add(model, Config(rank=2, targets="q_proj"), key=jax.random.key(0))
+        >>> model["q_proj"]["weight"].lora_a.shape
+        (2, 8)
+
+    References:
+        Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
+    """
+    targets = select_sites(model, config.targets)
+    for site in targets:
+        _check_target(model, site, config.rank)
+    return replace(model, {site.index: _start(site, config, key) for site in targets})
+
+
+def merge(model: Tree) -> Tree:
+    """Fold every adapter into its weight: W + scaling B A, in float32, rounded once to the dtype of W.
+
+    Args:
+        model: a model with adapters.
+
+    Returns:
+        The model with plain weights, without any `LoRAWeight`. Rounding to bfloat16 loses the part of a correction
+        that is below half a unit in the last place of W.
+
+    Raises:
+        StructureError: when there is no adapter, or a base weight is no array.
+
+    Memory:
+        A new array for each adapted weight, made one at a time; while one is made, a float32 copy of one layer of it.
+        The given model is not changed: drop it to free its weights.
+
+    Example:
+        >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
+        >>> merge({"w": node})["w"].tolist()
+        [[3.0, 3.0], [3.0, 3.0]]
+    """
+    adapted = adapted_sites(model)
+    if not adapted:
+        raise StructureError(
+            "the model has no adapter to merge",
+            expected="at least one LoRAWeight",
+            hint="add one with lt.lora.add or lt.lora.load; a merged model is merged already",
+        )
+    for site in adapted:
+        if not site.is_matrix or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+            raise StructureError(
+                f"{site.path}: cannot merge into a {type(site.weight).__name__}",
+                expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
+                hint="merge into an unquantised base weight",
+            )
+    return replace(model, {site.index: _fold(site.node) for site in adapted})
+
+
+def attach(weight: Any, lora_a: Any, lora_b: Any, alpha: float) -> LoRAWeight:
+    """The node for a weight and its factors; these are sharded like the weight along the axes they share."""
+    sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        *layers, out, inner = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
+        lora_a = _place(lora_a, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, None, inner)))
+        lora_b = _place(lora_b, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, out, None)))
+    return LoRAWeight(weight, lora_a, lora_b, alpha)
+
+
+def _check_target(model: Tree, site: Site, rank: int) -> None:
+    if isinstance(site.node, LoRAWeight):
+        raise StructureError(
+            f"{site.path}: already has an adapter of rank {site.node.rank}",
+            expected="a weight without one",
+            hint="fold the old one in with lt.lora.merge, or leave this target out",
+        )
+    shape = tuple(site.weight.shape)
+    if not site.is_matrix:
+        raise StructureError(
+            f"{site.path}: no weight matrix to adapt",
+            expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
+            got=f"{site.weight.dtype}{list(shape)}",
+            hint=f'narrow the targets, for instance with the pattern "!{site.module}"',
+        )
+    if isinstance(model, ExternalNames):
+        layer_names(model, site)  # refuses vectors of stacked layers, which look like a matrix [num_layers, dim]
+    if rank > min(shape[-2:]):
+        raise ConfigError(
+            f"rank: {rank} is more than {site.path} can use",
+            expected=f"at most {min(shape[-2:])}, the smaller side of {list(shape)}",
+            got=rank,
+            hint="lower the rank, or train the whole weight",
+        )
+
+
+def _start(site: Site, config: Config, key: Array) -> LoRAWeight:
+    """A fresh adapter: A random, B zero; both abstract when the weight is."""
+    *layers, out, inner = site.weight.shape
+    shape_a, shape_b = (*layers, config.rank, inner), (*layers, out, config.rank)
+    if isinstance(site.weight, jax.ShapeDtypeStruct):
+        lora_a, lora_b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape_a, shape_b))
+    else:
+        # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
+        bound = float(inner) ** -0.5
+        key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+        lora_a = jax.random.uniform(key, shape_a, jnp.float32, -bound, bound)
+        lora_b = jnp.zeros(shape_b, jnp.float32)
+    return attach(site.weight, lora_a, lora_b, config.alpha)
+
+
+def _place(factor: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    if isinstance(factor, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(factor.shape, factor.dtype, sharding=sharding)
+    return jax.device_put(factor, sharding)
+
+
+def _fold(node: LoRAWeight) -> Any:
+    if isinstance(node.weight, jax.ShapeDtypeStruct):
+        return node.weight
+    merged = _merged(node.weight, node.lora_a, node.lora_b, node.scaling)
+    sharding = None if isinstance(merged, jax.core.Tracer) else getattr(node.weight, "sharding", None)
+    return jax.device_put(merged, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else merged
+
+
+@jax.jit
+def _merged(
+    weight: Float[Array, "*layers out in"],
+    lora_a: Float[Array, "*layers r in"],
+    lora_b: Float[Array, "*layers out r"],
+    scaling: float,
+) -> Float[Array, "*layers out in"]:
+    def one(factors: tuple[Array, Array, Array]) -> Array:
+        w, a, b = factors
+        # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
+        delta = jnp.matmul(b.astype(jnp.float32), a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+        return (w.astype(jnp.float32) + scaling * delta).astype(w.dtype)
+
+    factors = (weight, lora_a, lora_b)
+    return one(factors) if weight.ndim == 2 else jax.lax.map(one, factors)

@@ -1,0 +1,255 @@
+"""PEFT's adapter format: what its configuration says, and which names its tensors have.
+
+An adapter is a directory with `adapter_config.json` and `adapter_model.safetensors`. A module ``m`` has the tensors
+``base_model.model.m.lora_A.weight`` [r, in] and ``base_model.model.m.lora_B.weight`` [out, r]. Module names in the
+configuration are matched as PEFT 0.21 does (`tuners_utils.check_target_module_exists`, `other.get_pattern_key`):
+entries of a list equal a name or end it after a dot, a text is a regular expression for the whole name, and the keys
+of `rank_pattern` and `alpha_pattern` are regular expressions for the end of a name, the first that fits deciding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core import ModelFileError
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+# Options that say nothing about the values a loaded adapter computes with.
+_NO_EFFECT = frozenset(
+    "auto_mapping base_model_name_or_path corda_config eva_config inference_mode layers_pattern loftq_config "
+    "lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config task_type".split()
+)
+_READ = frozenset(
+    "alpha_pattern bias exclude_modules init_lora_weights lora_alpha lora_dropout peft_type r rank_pattern "
+    "target_modules use_rslora".split()
+)
+# Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change them.
+_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+
+def tensor_names(module: str) -> tuple[str, str]:
+    """The names of a module's A and B in the file."""
+    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeftConfig:
+    """What `adapter_config.json` says about the adapted modules."""
+
+    rank: int
+    """Rank of modules that no pattern names."""
+    alpha: float
+    """Alpha of modules that no pattern names."""
+    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    """Other ranks, by regular expression for the end of a module's name."""
+    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    """Other alphas, likewise."""
+    use_rslora: bool = False
+    """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
+    target_modules: str | Sequence[str] | None = None
+    """Which modules have an adapter; None when the file does not say."""
+    exclude_modules: str | Sequence[str] | None = None
+    """Which of them have none after all."""
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module."""
+        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.rank)
+
+    def alpha_of(self, module: str) -> float:
+        """The alpha with which ``alpha / rank`` is the scale that the file asks for."""
+        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha)
+        return float(alpha * math.sqrt(self.rank_of(module))) if self.use_rslora else float(alpha)
+
+    def targets(self, module: str) -> bool:
+        """Whether a module has an adapter; True when the file does not say."""
+        if self.exclude_modules and _matches(self.exclude_modules, module):
+            return False
+        return self.target_modules is None or _matches(self.target_modules, module)
+
+
+def describe(
+    adapted: Mapping[str, tuple[int, float]],
+    modules: Sequence[str],
+    *,
+    base_model_name_or_path: str | None,
+    task_type: str | None,
+) -> dict[str, Any]:
+    """The contents of `adapter_config.json`.
+
+    Args:
+        adapted: rank and alpha of every adapted module.
+        modules: the names of all modules of the model that could be adapted.
+        base_model_name_or_path: where the base model is.
+        task_type: PEFT's name of the kind of model.
+
+    Returns:
+        A dictionary with the keys PEFT writes.
+    """
+    rank, rank_pattern = _default_and_pattern({name: rank for name, (rank, _) in adapted.items()})
+    alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, (_, alpha) in adapted.items()})
+    return {
+        "alpha_pattern": alpha_pattern,
+        "auto_mapping": None,
+        "base_model_name_or_path": base_model_name_or_path,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": rank,
+        "rank_pattern": rank_pattern,
+        "revision": None,
+        "target_modules": _target_modules(list(adapted), modules),
+        "task_type": task_type,
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def read_config(directory: Path) -> PeftConfig:
+    """Read and check `adapter_config.json`.
+
+    Raises:
+        ModelFileError: when it is missing, no JSON object, lacks or garbles a value, or asks for something that would
+            change the result and is not supported.
+    """
+    path = directory / CONFIG_FILE
+    raw = _read_json(path)
+    _refuse_unsupported(path, raw)
+    try:
+        config = PeftConfig(
+            rank=int(raw["r"]),
+            alpha=float(raw["lora_alpha"]),
+            rank_pattern={str(key): int(rank) for key, rank in (raw.get("rank_pattern") or {}).items()},
+            alpha_pattern={str(key): float(alpha) for key, alpha in (raw.get("alpha_pattern") or {}).items()},
+            use_rslora=bool(raw.get("use_rslora", False)),
+            target_modules=_names(raw.get("target_modules")),
+            exclude_modules=_names(raw.get("exclude_modules")),
+        )
+        for pattern in (*config.rank_pattern, *config.alpha_pattern):
+            re.compile(pattern)
+        for pattern in (config.target_modules, config.exclude_modules):
+            re.compile(pattern if isinstance(pattern, str) else "")
+    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
+        raise ModelFileError(
+            f"{path}: not a LoRA configuration",
+            expected="r, lora_alpha, target_modules and optional patterns, as PEFT writes them",
+            got=f"{type(error).__name__}: {error}",
+            hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",
+        ) from error
+    alphas = (config.alpha, *config.alpha_pattern.values())
+    if min(config.rank, *config.rank_pattern.values(), 1) < 1 or not all(map(math.isfinite, alphas)):
+        raise ModelFileError(
+            f"{path}: a rank below 1, or an alpha that is not finite",
+            got=f"r {config.rank}, rank_pattern {config.rank_pattern}, lora_alpha {config.alpha}",
+            hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",
+        )
+    if raw.get("lora_dropout"):
+        warnings.warn(
+            f"{path}: lora_dropout {raw['lora_dropout']} is not applied; results are those of PEFT's eval mode, and "
+            "training goes on without dropout",
+            stacklevel=3,
+        )
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFileError(
+            f"{path}: no such file",
+            expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
+            hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelFileError(
+            f"{path}: cannot be read as JSON", got=str(error), hint="copy or write the adapter again"
+        ) from error
+    if not isinstance(raw, dict):
+        raise ModelFileError(f"{path}: not a JSON object", got=type(raw).__name__, hint="copy the adapter again")
+    return raw  # pyright: ignore[reportReturnType]
+
+
+def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
+    """Refuse every option, known or not, that is switched on and would change what the adapter computes."""
+    wrong = {
+        name: raw.get(name, default)
+        for name, default in (("peft_type", "LORA"), ("bias", "none"))
+        if raw.get(name, default) != default
+    }
+    if raw.get("init_lora_weights") not in _PURE_INITS:
+        wrong["init_lora_weights"] = raw["init_lora_weights"]
+    wrong |= {name: value for name, value in raw.items() if value and name not in _NO_EFFECT | _READ}
+    if wrong:
+        raise ModelFileError(
+            f"{path}: option {next(iter(wrong))!r} is not supported",
+            expected="a plain or rank-stabilised LoRA adapter without biases",
+            got=", ".join(f"{name}={value!r}" for name, value in wrong.items()),
+            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
+        )
+
+
+def _names(value: Any) -> str | tuple[str, ...] | None:
+    if value is None or isinstance(value, str):
+        return value
+    return tuple(str(name) for name in value)
+
+
+def _matches(patterns: str | Sequence[str], module: str) -> bool:
+    if isinstance(patterns, str):
+        return re.fullmatch(patterns, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in patterns)
+
+
+def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+
+
+def _integral(number: float) -> float:
+    return int(number) if float(number).is_integer() else number
+
+
+def _short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
+    """Names that stand for `chosen` among `modules`: the last segment where all that share it are chosen."""
+    wanted = set(chosen)
+    last = {name: name.rpartition(".")[2] for name in {*chosen, *modules}}
+    partly = {last[name] for name in last if name not in wanted}
+    return sorted({name if last[name] in partly else last[name] for name in chosen})
+
+
+def _target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
+    names = _short_names(adapted, modules)
+    if {name for name in (*adapted, *modules) if _matches(names, name)} == set(adapted):
+        return names
+    # A full name that is the end of another one: only a regular expression tells the two apart.
+    return "|".join(re.escape(name) for name in sorted(adapted))
+
+
+def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The most common value, and a pattern for the modules that differ, longest names first."""
+    default = Counter(values.values()).most_common(1)[0][0]
+    pattern: dict[str, Any] = {}
+    for value in dict.fromkeys(values.values()):
+        if value != default:
+            names = _short_names([name for name in values if values[name] == value], list(values))
+            pattern |= dict.fromkeys(names, value)
+    pattern = {name: pattern[name] for name in sorted(pattern, key=lambda name: (-len(name), name))}
+    if all(pattern.get(_pattern_key(pattern, name), default) == value for name, value in values.items()):
+        return default, pattern
+    return default, {name: values[name] for name in sorted(values, key=lambda name: (-len(name), name))}

@@ -1,0 +1,73 @@
+"""The node that stands where a weight stood: the frozen weight and its two thin factors.
+
+Shapes: L layers, r rank; ``out`` and ``in`` are the weight's. Every leaf has the same leading axis as the weight, so
+a stacked node is sliced by `jax.lax.scan` like the array it replaced.
+
+The product is computed as x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ; W + BA never exists, neither forward nor backward.
+
+Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685). Deviation from PEFT: it
+multiplies in the adapter's dtype (float32) and rounds the sum; here the factors are cast to the dtype of `x`, so a
+bfloat16 model multiplies in bfloat16 throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from ...core import linear
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_a", "lora_b"], meta_fields=["alpha"])
+@dataclasses.dataclass(frozen=True)
+class LoRAWeight:
+    """A weight with a low-rank adapter; a pytree node that multiplies like the weight it replaced.
+
+    Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``. They are not checked: after
+    `lowtide.partition` some are None, and JAX puts other things there, too.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> node = LoRAWeight(jnp.ones((4, 3)), jnp.ones((1, 3)), jnp.zeros((4, 1)), alpha=1.0)
+        >>> node.linear(jnp.ones((2, 3))).shape
+        (2, 4)
+    """
+
+    weight: Any
+    """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
+    lora_a: Any
+    """The factor A that reads the input, [r, in] or [L, r, in], float32."""
+    lora_b: Any
+    """The factor B that writes the output, [out, r] or [L, out, r], float32."""
+    alpha: float
+    """Numerator of the scale of the correction (static)."""
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension r of B A."""
+        return int(self.lora_a.shape[-2])
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A: ``alpha / rank``."""
+        return self.alpha / self.rank
+
+    def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """The product x (W + scaling B A)ᵀ, in the dtype of `x`, without forming W + scaling B A.
+
+        Args:
+            x: activations, shape [..., in]; their dtype is the compute dtype, to which the adapter is cast.
+
+        Returns:
+            Shape [..., out].
+
+        Memory:
+            Beside the result, activations of width r. The backward pass keeps `x` and those; nothing of shape
+            [out, in] unless W itself trains or has to be cast to the dtype of `x`.
+        """
+        low_rank = linear(x, self.lora_a) * self.scaling
+        return linear(x, self.weight) + linear(low_rank, self.lora_b)

@@ -1,0 +1,59 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from ._errors import OutputError
+
+
+def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]) -> None:
+    """Write files that belong together into a folder, replacing older ones of the same names.
+
+    All are written under temporary names first and renamed when every one is on disk, so a reader never sees half a
+    file, and a full disk leaves the older files as they were.
+
+    Args:
+        directory: the folder; it and its parents are made when they are not there.
+        contents: file name to content, in the order of renaming.
+
+    Raises:
+        OutputError: when the folder or a file in it cannot be written; no temporary file remains.
+    """
+    folder = Path(directory)
+    staged: dict[Path, Path] = {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
+            staged[Path(temporary)] = folder / name
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o666 & ~_umask())
+        for temporary, final in list(staged.items()):
+            os.replace(temporary, final)
+            del staged[temporary]
+    except OSError as error:
+        raise OutputError(
+            f"{folder}: cannot write {', '.join(contents)}",
+            expected="a folder that can be written, with room for the files",
+            got=f"{type(error).__name__}: {error}",
+            hint="choose another folder, or change its permissions",
+        ) from error
+    finally:
+        for temporary in staged:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    """The permissions new files lack; Python can only read them by setting them."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
