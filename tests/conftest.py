@@ -73,3 +73,11 @@ def compilations() -> Iterator[Compilations]:
     jax.monitoring.register_event_duration_secs_listener(counter.listen)
     yield counter
     jax.monitoring.unregister_event_duration_listener(counter.listen)
+
+
+@pytest.fixture(scope="session")
+def tpu_device() -> jax.Device:
+    """One chip of a v5e that is not there, to compile for (mark the test `tpu_aot`)."""
+    from lowtide.core import _compat
+
+    return _compat.tpu_topology_devices("v5e:2x2")[0]

@@ -11,11 +11,13 @@ import os
 from typing import Any
 
 
-def tpu_topology_devices(topology_name: str) -> list[Any]:
+def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = None) -> list[Any]:
     """Devices of a TPU topology that need not be present, for ahead-of-time compilation.
 
     Args:
         topology_name: ``name:AxB[xC]``, such as ``v5e:2x2``.
+        chip_config_name: how a chip's cores appear, where libtpu's default is not what a machine shows: ``megacore``
+            makes the two cores of a v4 chip one device.
 
     Returns:
         Compile-only JAX devices.
@@ -30,4 +32,5 @@ def tpu_topology_devices(topology_name: str) -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name).devices)
+    options = {} if chip_config_name is None else {"chip_config_name": chip_config_name}
+    return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options).devices)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from ._errors import SelectionError, StructureError
 from ._partition import combine, partition
-from ._paths import Tree, leaves_with_paths, path_str
+from ._paths import Tree, is_array_like, leaves_with_paths, path_str
 from ._select import Where
 
 
@@ -84,7 +84,8 @@ def accumulate(
         num_microbatches: into how many equal parts the leading axis of every batch leaf is split.
         weight: a function of a microbatch that gives its weight, for instance its number of target tokens. The
             result is then the weighted mean, which equals the full batch's for a loss that is a mean over tokens,
-            however unevenly the tokens fall. By default all microbatches weigh the same.
+            however unevenly the tokens fall; a microbatch of weight 0 contributes nothing. By default all
+            microbatches weigh the same.
         has_aux: whether `grad_fn` returns auxiliary values.
 
     Returns:
@@ -120,17 +121,16 @@ def accumulate(
             loss, aux = value if has_aux else (value, None)
             return loss, aux, grads, jnp.float32(1) if weight is None else jnp.asarray(weight(microbatch), jnp.float32)
 
-        shapes = jax.eval_shape(call, jax.tree.map(lambda x: x[0], microbatches))
-        loss_shape, _, grads_shape, _ = shapes
+        loss_shape, _, grads_shape, _ = jax.eval_shape(
+            lambda all: call(jax.tree.map(lambda x: x[0], all)), microbatches
+        )
         wide = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
 
         def body(carry: Any, microbatch: Tree) -> tuple[Any, Any]:
             total_loss, total_grads, total_weight = carry
             loss, aux, grads, w = call(microbatch)
-            total_grads = jax.tree.map(
-                lambda acc, g: acc + w.astype(acc.dtype) * g.astype(acc.dtype), total_grads, grads
-            )
-            return (total_loss + w * loss, total_grads, total_weight + w), aux
+            add = functools.partial(_add_weighted, w)
+            return (add(total_loss, loss), jax.tree.map(add, total_grads, grads), total_weight + w), aux
 
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
         (loss, grads, total), aux = jax.lax.scan(body, (zero, wide, jnp.float32(0)), microbatches)
@@ -142,12 +142,17 @@ def accumulate(
     return wrapped
 
 
+def _add_weighted(weight: Any, total: Any, value: Any) -> Any:
+    # A mean over no tokens is 0/0: a microbatch of weight 0 contributes nothing, whatever its value.
+    return total + jnp.where(weight == 0, 0, weight.astype(total.dtype) * value.astype(total.dtype))
+
+
 def _check_differentiable(trainable: Tree) -> None:
     for path, leaf in leaves_with_paths(trainable):
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.inexact):
+        dtype = jnp.result_type(leaf) if is_array_like(leaf) else type(leaf).__name__
+        if not is_array_like(leaf) or not jnp.issubdtype(dtype, jnp.inexact):
             raise SelectionError(
-                f"{path}: a leaf of dtype {dtype} cannot be differentiated",
+                f"{path}: a leaf of type {dtype} cannot be differentiated",
                 expected="floating-point leaves",
                 got=dtype,
                 hint=f'leave it out of the selection, for instance with the pattern "!{path}"',

@@ -50,8 +50,14 @@ def leaf_bytes(leaf: Any) -> int:
     if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(type(leaf))), jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     aval = leaf if hasattr(leaf, "shape") else jax.eval_shape(jnp.asarray, leaf)
-    bits = jnp.iinfo(aval.dtype).bits if jnp.issubdtype(aval.dtype, jnp.integer) else aval.dtype.itemsize * 8
-    return (int(np.prod(aval.shape, dtype=np.int64)) * bits + 7) // 8
+    return (int(np.prod(aval.shape, dtype=np.int64)) * _item_bits(aval.dtype) + 7) // 8
+
+
+def _item_bits(dtype: Any) -> int:
+    """Bits of one element on a device; NumPy's item size cannot say less than a byte, XLA packs int4 and float4."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits
+    return jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
 
 
 def tree_bytes(tree: Tree) -> int:

@@ -121,7 +121,7 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"
     segments = sorted({segment for name in names for segment in name.split("/")})
-    parts = [segment for segment in pattern.split("/") if segment.strip("*")]
+    parts = [segment for segment in pattern.split("/") if segment.strip("*") and segment not in segments]
     close = [miss for part in parts for miss in difflib.get_close_matches(part, segments, n=2, cutoff=0.6)]
     close += difflib.get_close_matches(pattern, list(names), n=3, cutoff=0.5)
     if close:

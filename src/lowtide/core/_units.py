@@ -1,7 +1,7 @@
 """Sizes: the only place where bytes are parsed from text and printed as text.
 
 Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal units (KB, MB, GB, TB) powers of 1000. A bare number
-is bytes. Everything that `format_bytes` prints, `parse_bytes` reads back within half of the last digit printed.
+is bytes. What `format_bytes` prints for a size, `parse_bytes` reads back within half of the last digit printed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,10 @@ def format_bytes(num_bytes: int) -> str:
         '1.50 KiB'
     """
     sign, size = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
-    for unit, factor in reversed(_BINARY.items()):
+    if size < 1024:
+        return f"{sign}{size} B"
+    for unit, factor in _BINARY.items():
         # The unit is chosen on the rounded figure, so that 1 MiB - 1 B prints as 1.00 MiB, not 1024.00 KiB.
-        if round(size / factor, 2) >= 1:
+        if round(size / factor, 2) < 1024:
             return f"{sign}{size / factor:.2f} {unit}"
-    return f"{sign}{size} B"
+    return f"{sign}{size / _BINARY['TiB']:.2f} TiB"

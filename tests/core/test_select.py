@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from lowtide.core import SelectionError, mask_tree, match_names, match_path, select
+
+TREE = {
+    "embed": {"weight": 1.0},
+    "layers": {
+        "attn": {"q_proj": {"weight": 2.0, "lora_a": 3.0}, "v_proj": {"weight": 4.0, "lora_a": 5.0}},
+        "mlp": {"up_proj": {"weight": 6.0}},
+    },
+}
+PATHS = [
+    "embed/weight",
+    "layers/attn/q_proj/lora_a",
+    "layers/attn/q_proj/weight",
+    "layers/attn/v_proj/lora_a",
+    "layers/attn/v_proj/weight",
+    "layers/mlp/up_proj/weight",
+]
+
+
+def selected(where: object) -> list[str]:
+    return [path for path, chosen in zip(PATHS, select(TREE, where), strict=True) if chosen]
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern", "matches"),
+    [
+        ("a/b/c", "a/b/c", True),
+        ("a/b/c", "a/*/c", True),
+        ("a/b/c", "a/*", False),
+        ("a/b/c", "a/**", True),
+        ("a/b/c", "**/c", True),
+        ("c", "**/c", True),
+        ("a/b/c", "**", True),
+        ("", "**", True),
+        ("a/b/c", "c", False),
+        ("a/bb", "a/b?", True),
+        ("a/b1", "a/b[0-9]", True),
+        ("a/b", "A/b", False),
+        ("a/.hidden", "a/*", True),
+        ("a/q_proj/w", "a/{q,v}_proj/w", True),
+        ("a/k_proj/w", "a/{q,v}_proj/w", False),
+        ("layers/10/w", "layers/{8..11}/w", True),
+    ],
+)
+def test_globs_cover_whole_paths(path: str, pattern: str, matches: bool) -> None:
+    assert match_path(path, pattern) is matches
+
+
+@pytest.mark.parametrize(
+    ("where", "paths"),
+    [
+        ("**", PATHS),
+        ("**/lora_*", [PATHS[1], PATHS[3]]),
+        ("layers/attn/q_proj/*", [PATHS[1], PATHS[2]]),
+        (["embed/*", "**/lora_a"], [PATHS[0], PATHS[1], PATHS[3]]),
+        (["**", "!layers/**"], [PATHS[0]]),
+        (["!**/weight", "layers/attn/**"], [PATHS[1], PATHS[3]]),
+        (lambda path, leaf: leaf > 4.0, [PATHS[3], PATHS[5]]),
+        (lambda path, leaf: path.endswith("lora_a"), [PATHS[1], PATHS[3]]),
+    ],
+)
+def test_what_is_selected(where: object, paths: list[str]) -> None:
+    assert selected(where) == paths
+
+
+def test_a_pattern_never_selects_what_holds_no_numbers() -> None:
+    assert select({"act": jnp.tanh, "name": "mlp", "w": 1.0}, "**") == [False, False, True]
+
+
+def test_names_keep_their_order() -> None:
+    assert match_names(["b", "a", "c"], ["c", "b"]) == ["b", "c"]
+
+
+def test_a_mask_has_the_structure_of_the_tree() -> None:
+    assert mask_tree({"a": 1.0, "b": [2.0, None]}, "b/*") == {"a": False, "b": [True, None]}
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "hint"),
+    [
+        ("attn/q_proj/*", "pattern 'attn/q_proj/*' matches nothing", "did you mean '**/attn/q_proj/*'?"),
+        ("layers/attn", "pattern 'layers/attn' matches nothing", "did you mean 'layers/attn/**'?"),
+        ("q_proj", "pattern 'q_proj' matches nothing", "did you mean '**/q_proj/**'?"),
+        ("**/lora_x", "pattern '**/lora_x' matches nothing", "near misses: lora_a"),
+        ("layers/*/q_prj/weight", "pattern 'layers/*/q_prj/weight' matches nothing", "near misses: q_proj"),
+        ("zzz", "pattern 'zzz' matches nothing", "paths look like: embed/weight, layers/attn/q_proj/lora_a"),
+        (["**", "!**/bias"], "pattern '!**/bias' matches nothing", "paths look like: embed/weight"),
+        (["embed/*", "!**"], "the exclusions leave nothing selected", "narrow the patterns that start with '!'"),
+        ([], "no pattern to select with", 'give at least one glob; "**" selects every leaf'),
+        ("!embed/*", "no pattern to select with", 'give at least one glob; "**" selects every leaf'),
+        (lambda path, leaf: False, "selects no leaf", "a predicate receives (path, leaf)"),
+    ],
+)
+def test_a_selection_of_nothing_says_what_there_is(where: object, text: str, hint: str) -> None:
+    with pytest.raises(SelectionError, match=re.escape(text)) as error:
+        select(TREE, where)
+    assert f"hint: {hint}" in str(error.value)
+
+
+def test_a_predicate_is_named() -> None:
+    def is_bias(path: str, leaf: object) -> bool:
+        return "bias" in path
+
+    with pytest.raises(SelectionError, match="the predicate 'is_bias' selects no leaf"):
+        select(TREE, is_bias)
+
+
+def test_long_lists_are_cut() -> None:
+    with pytest.raises(SelectionError, match=re.escape("40 candidates: w0, w1, w2, w3, w4, w5, … (34 more)")):
+        match_names([f"w{i}" for i in range(40)], "zzz")
+
+
+def test_an_empty_tree_has_nothing_to_select() -> None:
+    with pytest.raises(SelectionError, match="0 candidates"):
+        select({}, "**")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide.core import LayerStack, StructureError, num_layers
+
+DIM = 8
+STACK = LayerStack(
+    first=lambda outer, batch: batch["x"] * outer["scale"],
+    block=lambda layer, h, batch: jnp.tanh(h @ layer["w"] + layer["b"][None]),
+    last=lambda outer, h, batch: (jnp.mean((h * outer["scale"] - batch["y"]) ** 2), {"h_max": jnp.max(h)}),
+)
+
+
+def parameters(layers: int = 3) -> tuple[dict, dict, dict]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    stacked = {
+        "w": jax.random.normal(keys[0], (layers, DIM, DIM)) / DIM**0.5,
+        "b": jax.random.normal(keys[1], (layers, DIM)),
+    }
+    batch = {"x": jax.random.normal(keys[2], (4, DIM)), "y": jax.random.normal(keys[3], (4, DIM))}
+    return {"scale": jnp.float32(1.5)}, stacked, batch
+
+
+def unrolled(outer: dict, layers: dict, batch: dict) -> tuple[jax.Array, dict]:
+    h = STACK.first(outer, batch)
+    for i in range(layers["w"].shape[0]):
+        h = STACK.block(jax.tree.map(lambda leaf, i=i: leaf[i], layers), h, batch)
+    return STACK.last(outer, h, batch)
+
+
+@pytest.mark.parametrize("remat", [False, True, jax.checkpoint_policies.dots_saveable])
+def test_the_stack_is_its_blocks_in_a_row(remat: object) -> None:
+    args = parameters()
+
+    def apply(*args: dict) -> tuple[jax.Array, dict]:
+        return STACK.apply(*args, remat=remat)
+
+    (loss, metrics), grads = jax.jit(jax.value_and_grad(apply, argnums=(0, 1), has_aux=True))(*args)
+    (loss_ref, metrics_ref), grads_ref = jax.jit(jax.value_and_grad(unrolled, argnums=(0, 1), has_aux=True))(*args)
+    for got, want in zip(
+        jax.tree.leaves((loss, metrics, grads)), jax.tree.leaves((loss_ref, metrics_ref, grads_ref)), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
+
+
+def test_hidden_is_what_enters_last() -> None:
+    outer, layers, batch = parameters()
+    h = STACK.hidden(outer, layers, batch)
+    assert h.shape == (4, DIM)
+    np.testing.assert_array_equal(STACK.last(outer, h, batch)[0], STACK.apply(outer, layers, batch)[0])
+
+
+def temporaries(remat: bool, device: jax.Device | None = None) -> int:
+    args = parameters(layers=16)
+    outer, layers, batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct((512, DIM), a.dtype), batch)
+    wide = LayerStack(
+        STACK.first,
+        # Two activations eight times as wide inside the block: what remat has to save.
+        lambda layer, h, batch: STACK.block(
+            layer, jnp.mean(jnp.sin(jnp.exp(jnp.tile(h, (1, 8)))).reshape(-1, 8, DIM), 1), batch
+        ),
+        STACK.last,
+    )
+    step = jax.jit(jax.grad(lambda layers, outer, batch: wide.apply(outer, layers, batch, remat=remat)[0]))
+    return step.trace(layers, outer, batch).lower().compile().memory_analysis().temp_size_in_bytes
+
+
+def test_remat_keeps_one_activation_a_layer() -> None:
+    activation = 512 * DIM * 4
+    kept, recomputed = temporaries(remat=False), temporaries(remat=True)
+    assert recomputed <= 16 * activation + 30 * activation
+    assert kept > 16 * 8 * activation > recomputed
+
+
+def test_stacked_layers_share_a_leading_axis() -> None:
+    assert num_layers({"w": jnp.ones((3, 2)), "b": jax.ShapeDtypeStruct((3,), jnp.float32), "none": None}) == 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "got"),
+    [
+        ({}, "got: no leaf"),
+        ({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, "b: 2, w: 3"),
+        ({"w": jnp.ones((3, 2)), "scale": jnp.float32(1)}, "scale: None, w: 3"),
+        ({"w": 1.0}, "w: None"),
+    ],
+)
+def test_layers_that_do_not_stack_are_named(layers: dict, got: str) -> None:
+    with pytest.raises(StructureError, match="one common leading axis") as error:
+        num_layers(layers)
+    assert got in str(error.value)
+    assert "hint: stack the layers with" in str(error.value)
+
+
+def test_a_stack_that_does_not_stack_is_refused_before_it_runs() -> None:
+    outer, layers, batch = parameters()
+    with pytest.raises(StructureError, match="one common leading axis"):
+        STACK.apply(outer, {**layers, "b": layers["b"][:2]}, batch)
