@@ -1,0 +1,111 @@
+"""Donation that is checked: a donated buffer that the program did not reuse means two copies of it.
+
+JAX donates what it can and at most warns about the rest. Here the executable is asked instead: every donated leaf has
+to be aliased to an output in ``input_output_alias``. A buffer may serve any output of the same size and layout, so of
+several equal leaves the one that is named need not be the one whose output is missing; the bytes are right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from lowtide.core import DonationError, format_bytes
+
+from ._executable import ArgumentLeaf, aliased, argument_leaves
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UndonatedLeaf:
+    """A donated leaf whose buffer no output reuses."""
+
+    path: str
+    """The argument's number, name or keyword, then the tree path: ``0/params/w``."""
+    num_bytes: int
+    """Its compiled bytes on one device; for a leaf the program does not read, its logical bytes."""
+    is_read: bool
+    """Whether the program reads it (else `jit` dropped it, and its buffer stays with the caller)."""
+
+
+def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple[UndonatedLeaf, ...]:
+    """The donated leaves that a compiled program did not reuse for an output.
+
+    Args:
+        compiled: a `jax.stages.Compiled` of a function jitted with `donate_argnums` or `donate_argnames`; with
+            ``keep_unused=True`` also leaves that the program does not read can be donated.
+        arg_names: names for the positional arguments in paths, in place of their numbers.
+
+    Returns:
+        The leaves, in flattening order; empty when every donated buffer is reused (or nothing was donated:
+        `check_donation` refuses that). Leaves of zero bytes are never listed.
+
+    Memory:
+        Reads the executable's text; allocates nothing on a device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> step = jax.jit(lambda state, x: jax.tree.map(lambda s: s + x, state), donate_argnums=0)
+        >>> undonated(step.lower({"w": jnp.ones(3)}, 1.0).compile())
+        ()
+    """
+    return _undonated(compiled, argument_leaves(compiled), arg_names)
+
+
+def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> None:
+    """Raise unless a compiled program reuses every donated buffer for an output.
+
+    Args:
+        compiled: as in `undonated`.
+        arg_names: as in `undonated`.
+
+    Raises:
+        DonationError: when a donated leaf was not reused, with paths and bytes, or when nothing is donated at all.
+
+    Memory:
+        Reads the executable's text; allocates nothing on a device.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> check_donation(jax.jit(lambda w: w * 2, donate_argnums=0).lower(jnp.ones(3)).compile())
+    """
+    leaves = argument_leaves(compiled)
+    if not any(leaf.donated for leaf in leaves):
+        raise DonationError(
+            "nothing is donated to the compiled program",
+            expected="at least one donated argument with a leaf",
+            got=f"{len(leaves)} argument leaves, none donated",
+            hint="jit the function with donate_argnums, and donate an argument that holds arrays",
+        )
+    kept_back = _undonated(compiled, leaves, arg_names)
+    if not kept_back:
+        return
+    total = sum(leaf.num_bytes for leaf in kept_back)
+    largest = sorted(kept_back, key=lambda leaf: -leaf.num_bytes)[:8]
+    listed = ", ".join(
+        f"{leaf.path} ({format_bytes(leaf.num_bytes)}{'' if leaf.is_read else ', not read'})" for leaf in largest
+    )
+    more = f", and {len(kept_back) - len(largest)} more" if len(kept_back) > len(largest) else ""
+    raise DonationError(
+        f"{largest[0].path}: donated, but no output reuses its buffer",
+        expected="an output of the same shape, dtype, sharding and memory kind for every donated leaf",
+        got=f"{len(kept_back)} donated leaves ({format_bytes(total)}) that would live twice: {listed}{more}",
+        hint="return an updated value for each of them without changing its dtype or shape, or do not donate them",
+    )
+
+
+def _undonated(
+    compiled: Any, leaves: Sequence[ArgumentLeaf], arg_names: Sequence[str] | None
+) -> tuple[UndonatedLeaf, ...]:
+    found = zip(leaves, aliased(compiled, leaves), strict=True)
+    return tuple(
+        UndonatedLeaf(path=_named(leaf, arg_names), num_bytes=leaf.num_bytes or leaf.logical_bytes, is_read=leaf.kept)
+        for leaf, hit in found
+        if leaf.donated and not hit and leaf.logical_bytes
+    )
+
+
+def _named(leaf: ArgumentLeaf, arg_names: Sequence[str] | None) -> str:
+    if arg_names is None or not isinstance(leaf.argument, int) or leaf.argument >= len(arg_names):
+        return leaf.path
+    return "/".join([arg_names[leaf.argument], *leaf.path.split("/")[1:]])

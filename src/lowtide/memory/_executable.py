@@ -1,0 +1,198 @@
+"""What a compiled executable says about its arguments: padded bytes, memory space, donation and aliasing.
+
+Only public interfaces of `jax.stages.Compiled` are read: `input_formats` (layout and sharding per leaf), `args_info`
+(shape, dtype, donation) and the header line of `as_text()`, whose `input_output_alias` entries name parameters.
+
+How the pieces meet:
+
+- A leaf that the program does not read is dropped by `jit` (unless `keep_unused`); its format then has no layout, it
+  is no parameter of the program and costs no bytes in XLA's figures.
+- Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. With thousands of
+  arguments TPU programs take one tuple parameter, and leaves are indices into it.
+- A layout lists dimensions from major to minor and then tiles: ``{0,1:T(8,128)(2,1)}`` of ``bf16[1000,5]`` pads 5 to
+  8 and 1000 to 1024. Tile sizes are XLA's choice, so they are read and never assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowtide.core import leaf_bytes, path_str
+
+_ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
+_BRACKETS = {"{": "}", "(": ")", "[": "]"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArgumentLeaf:
+    """One leaf of a compiled function's arguments."""
+
+    path: str
+    """Where it is: the argument's number or keyword, then the tree path (``0/params/w``)."""
+    argument: int | str
+    """The argument it belongs to: position among the arguments that are not static, or keyword."""
+    num_bytes: int
+    """Compiled bytes on one device: padded, tiled, this device's shard; 0 when the program dropped the leaf."""
+    logical_bytes: int
+    """Elements times item size of the whole leaf."""
+    on_host: bool
+    """Whether the program takes it in host memory."""
+    donated: bool
+    """Whether the caller gives the buffer away."""
+    kept: bool
+    """Whether the program reads it."""
+
+
+def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
+    """The leaves of a compiled function's arguments, in flattening order.
+
+    Args:
+        compiled: a `jax.stages.Compiled`.
+
+    Returns:
+        One entry a leaf, those that the program dropped included.
+    """
+    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    formats = jax.tree.leaves(compiled.input_formats)
+    leaves: list[ArgumentLeaf] = []
+    for (path, info), fmt in zip(infos, formats, strict=True):
+        kept = fmt.layout is not None
+        leaves.append(
+            ArgumentLeaf(
+                path=path_str(path[1:]),
+                argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
+                num_bytes=_compiled_bytes(info, fmt) if kept else 0,
+                logical_bytes=leaf_bytes(info),
+                on_host=kept and is_host(fmt.sharding),
+                donated=bool(info.donated),
+                kept=kept,
+            )
+        )
+    return leaves
+
+
+def host_output_bytes(compiled: Any) -> int:
+    """Compiled bytes of the outputs whose sharding names host memory."""
+    shapes = jax.tree.leaves(compiled.out_info)
+    formats = jax.tree.leaves(compiled.output_formats)
+    return sum(
+        _compiled_bytes(info, fmt)
+        for info, fmt in zip(shapes, formats, strict=True)
+        if fmt.layout is not None and is_host(fmt.sharding)
+    )
+
+
+def is_host(sharding: Any) -> bool:
+    """Whether a sharding puts arrays in host memory."""
+    return "host" in (getattr(sharding, "memory_kind", None) or "")
+
+
+def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
+    """Say for every leaf whether the executable writes an output into its buffer.
+
+    Args:
+        compiled: the `jax.stages.Compiled` that `leaves` was read from.
+        leaves: the result of `argument_leaves`.
+
+    Returns:
+        One boolean a leaf; False for dropped ones.
+    """
+    header = (compiled.as_text() or "").split("\n", 1)[0]
+    parameters = aliased_parameters(header)
+    kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
+    shapes = _entry_parameters(header)
+    tupled = len(shapes) == 1 and shapes[0].startswith("(")
+    if tupled:
+        shapes = _split_top_level(shapes[0][1:-1])
+    # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
+    offset = max(len(shapes) - len(kept), 0)
+    result = [False] * len(leaves)
+    for position, index in enumerate(kept, start=offset):
+        result[index] = ((0, (position,)) if tupled else (position, ())) in parameters
+    return result
+
+
+def aliased_parameters(header: str) -> set[tuple[int, tuple[int, ...]]]:
+    """Parameters that an HLO module header aliases to an output.
+
+    Args:
+        header: the first line of an executable's text.
+
+    Returns:
+        Parameter numbers, each with its index inside the parameter (empty unless the parameter is a tuple); empty
+        when the header has no ``input_output_alias``.
+
+    Example:
+        >>> sorted(aliased_parameters("HloModule f, input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }"))
+        [(0, (5,)), (2, ())]
+    """
+    body = _bracketed(header, "input_output_alias=")
+    return {
+        (int(parameter), tuple(int(part) for part in index.split(",") if part.strip()))
+        for _, parameter, index in _ALIAS_ENTRY.findall(body)
+    }
+
+
+def padded_bytes(shape: Sequence[int], item_bits: int, layout: Any) -> int:
+    """Bytes of an array in an XLA layout.
+
+    Args:
+        shape: the physical shape on one device, logical dimension order.
+        item_bits: bits of an element as it is stored.
+        layout: a `jax.experimental.layout.Layout`: `major_to_minor` and `tiling`, outermost tile first.
+
+    Returns:
+        Bytes including the padding to whole tiles.
+    """
+    dims = [shape[dim] for dim in layout.major_to_minor]
+    tiling = layout.tiling or ()
+    if any(size <= 0 for tile in tiling for size in tile):
+        tiling = ()  # a negative tile size means "combine with the next dimension": no padding to compute
+    for tile in tiling:
+        dims = [1] * (len(tile) - len(dims)) + dims
+        head, tail = dims[: -len(tile)], dims[-len(tile) :]
+        dims = [*head, *(-(-dim // size) for dim, size in zip(tail, tile, strict=True)), *tile]
+    return (math.prod(dims) * item_bits + 7) // 8
+
+
+def _compiled_bytes(info: Any, fmt: Any) -> int:
+    shape, dtype = fmt.sharding.shard_shape(tuple(info.shape)), info.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        physical = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = physical.shape, physical.dtype
+    return padded_bytes(shape, fmt.layout.sub_byte_element_size_in_bits or dtype.itemsize * 8, fmt.layout)
+
+
+def _entry_parameters(header: str) -> list[str]:
+    layout = _bracketed(header, "entry_computation_layout=")
+    return _split_top_level(_bracketed(layout, "", start=layout.find("(")))
+
+
+def _bracketed(text: str, key: str, start: int | None = None) -> str:
+    """What stands between the bracket that follows `key` (or opens at `start`) and the one that closes it."""
+    at = text.find(key) + len(key) if start is None else start
+    if at < len(key) or at < 0 or at >= len(text) or text[at] not in _BRACKETS:
+        return ""
+    depth = 0
+    for end in range(at, len(text)):
+        depth += (text[end] in _BRACKETS) - (text[end] in _BRACKETS.values())
+        if depth == 0:
+            return text[at + 1 : end]
+    return ""
+
+
+def _split_top_level(text: str) -> list[str]:
+    parts, depth, begin = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char in _BRACKETS) - (char in _BRACKETS.values())
+        if char == "," and depth == 0:
+            parts.append(text[begin:at])
+            begin = at + 1
+    return [part.strip() for part in [*parts, text[begin:]] if part.strip()]

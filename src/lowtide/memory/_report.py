@@ -1,0 +1,158 @@
+"""The bytes of one compiled program: per memory space, and per role.
+
+Every figure is compiled: it is XLA's own, or derived from the executable's layouts so that the parts add up to XLA's
+total exactly. `peak_memory_in_bytes` is not used; on a TPU it mixes host into device bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lowtide.core import OutputError, format_bytes
+
+from ._targets import Target
+
+SCHEMA_VERSION = 1
+"""Version of the JSON that `MemoryReport.to_json` writes; it changes when a key changes its meaning or goes."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpaceBytes:
+    """What one program needs in one memory space of one device.
+
+    Example:
+        >>> SpaceBytes(argument_bytes=10, output_bytes=6, alias_bytes=4, temp_bytes=3, code_bytes=1).total_bytes
+        16
+    """
+
+    argument_bytes: int = 0
+    """Arguments, padded as they are stored."""
+    output_bytes: int = 0
+    """Outputs, those written into donated arguments included."""
+    alias_bytes: int = 0
+    """Outputs that are written into donated arguments, and so take no bytes of their own."""
+    temp_bytes: int = 0
+    """What the program allocates while it runs, fragmentation included."""
+    code_bytes: int = 0
+    """The program itself and its constants."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in this space while the program runs: argument + output - alias + temp + code."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Where a compiled program's bytes go, on one device of a target; made by `analyze`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.memory import analyze
+        >>> report = analyze(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)), roles={"params": 0})
+        >>> report.by_role["params"], report.device_bytes == sum(report.by_role.values())
+        (64, True)
+    """
+
+    target: Target
+    """The hardware the program was compiled for."""
+    device: SpaceBytes
+    """The device's own memory (HBM on an accelerator)."""
+    host: SpaceBytes
+    """Memory of the machine that holds the device, where arrays are offloaded to."""
+    by_role: Mapping[str, int]
+    """Device bytes per role; the values add up to `device_bytes`. Arguments stand under the roles that `analyze` was
+    given and under ``other``; ``unattributed`` is what XLA counts beside the leaves (tables of pointers);
+    ``outputs`` are those not written into arguments; ``temporaries``; ``code``."""
+    host_by_role: Mapping[str, int]
+    """The same for host memory; the values add up to `host_bytes`."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know to trust the figures."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on one device while the program runs."""
+        return self.device.total_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, for one device, while the program runs."""
+        return self.host.total_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether one device can hold it; None when the target's capacity is unknown."""
+        return None if self.target.device_bytes is None else self.device_bytes <= self.target.device_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, the content of `to_json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "figures": "compiled",
+            "target": dataclasses.asdict(self.target),
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "fits": self.fits,
+            "device": {**dataclasses.asdict(self.device), "total_bytes": self.device_bytes},
+            "host": {**dataclasses.asdict(self.host), "total_bytes": self.host_bytes},
+            "by_role": dict(self.by_role),
+            "host_by_role": dict(self.host_by_role),
+            "notes": list(self.notes),
+            "versions": versions(),
+        }
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the report as JSON, integer bytes throughout.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"{path}: the report cannot be written",
+                got=error.strerror or error,
+                hint="give a file in an existing folder that you may write to",
+            ) from error
+
+    def table(self) -> Any:
+        """The report as a table for a terminal.
+
+        Returns:
+            A `rich.table.Table`; roles without bytes are left out.
+        """
+        from rich.table import Table
+
+        table = Table(title=f"Compiled bytes on one device of {self.target.name}", show_footer=True)
+        capacity = self.target.device_bytes
+        limit = f" of {format_bytes(capacity)}" if capacity is not None else ""
+        table.add_column("role", footer="total")
+        table.add_column("device", justify="right", footer=f"{format_bytes(self.device_bytes)}{limit}")
+        table.add_column("host", justify="right", footer=format_bytes(self.host_bytes))
+        for role, num_bytes in self.by_role.items():
+            host_bytes = self.host_by_role.get(role, 0)
+            if num_bytes or host_bytes:
+                table.add_row(role, format_bytes(num_bytes), format_bytes(host_bytes))
+        if self.notes:
+            table.caption = "\n".join(self.notes)
+        return table
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides a compiled figure; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("lowtide", "jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
