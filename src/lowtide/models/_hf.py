@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+from tokenizers import Tokenizer
 
 from ..core import ModelFileError, OutputError, Tree, format_bytes, leaves_with_paths
 from ._config import LlamaConfig, config_from_hf, config_to_hf
@@ -89,6 +90,37 @@ def load_config(directory: str | Path) -> LlamaConfig:
             hint="--model takes a local folder; download the model there first",
         )
     return config_from_hf(_json(path), str(path))
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Read the tokenizer of a model directory.
+
+    Args:
+        directory: the folder with `tokenizer.json`.
+
+    Returns:
+        The tokenizer, of the `tokenizers` library.
+
+    Raises:
+        ModelFileError: when `tokenizer.json` is missing or damaged.
+    """
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise ModelFileError(
+            f"{path}: no such file",
+            hint="save the tokenizer in the fast format: transformers' AutoTokenizer(...).save_pretrained writes it",
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises bare Exception
+        raise ModelFileError(
+            f"{path}: not a tokenizer", got=str(error), hint="the file is damaged; copy it from its source again"
+        ) from error
+
+
+def base_path() -> Path:
+    """The folder of the model embedded in Lowtide: a small Llama, pretrained on Python's standard library."""
+    return Path(__file__).parent / "base"
 
 
 def save(

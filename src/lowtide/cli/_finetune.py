@@ -1,0 +1,172 @@
+"""``lowtide finetune``: tune a language model with LoRA and account for every byte."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..core import format_bytes
+
+_FLAGS: dict[str, tuple[str, Any, str]] = {
+    "model": ("--model", str, "Hugging Face directory of a Llama model (default: the embedded base)"),
+    "data": ("--data", str, "text file, folder of text or source, or JSONL with `text` (default: Python's reference)"),
+    "num_steps": ("--steps", int, "optimizer steps (default: 300)"),
+    "rank": ("--rank", int, "LoRA rank (default: 16)"),
+    "batch_size": ("--batch-size", int, "sequences in a batch (default: 8)"),
+    "seq_len": ("--seq-len", int, "tokens in a sequence (default: 128)"),
+    "seed": ("--seed", int, "of data order, adapters and sample (default: 0)"),
+}
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "finetune",
+        help="tune a language model with LoRA",
+        description="Tune a Llama model with LoRA: gradients and optimizer state only for the adapters. Writes a PEFT "
+        "adapter, metrics and the bytes of every role. All other settings are keys of the TOML file.",
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags win over it")
+    for field, (flag, kind, text) in _FLAGS.items():
+        metavar = {"model": "DIR", "data": "PATH"}.get(field, "N")
+        parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=text)
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from ..core import ConfigError
+    from ..train import Finetune, open_run, read_config
+
+    console = Console(highlight=False)
+    if args.resume and args.out is None:
+        raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
+    values = read_config(args.config) if args.config else {}
+    values |= {field: value for field in _FLAGS if (value := getattr(args, field)) is not None}
+    out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
+    config = open_run(out, values, args.config or "the command line", resume=args.resume)
+
+    with _progress(console) as progress:
+        task = progress.add_task("reading model and data", total=None)
+        job = Finetune(config, out, on_tokenise=lambda done, total: progress.update(task, completed=done, total=total))
+        progress.update(task, description="compiling the step, and the naive one", total=None)
+        table = job.memory()
+        progress.remove_task(task)
+    _print_plan(console, job, table)
+    before = job.sample(job.base) if config.sample_tokens else None
+    try:
+        _train(console, job)
+    except KeyboardInterrupt:
+        console.print(f"\nStopped. Continue with: lowtide finetune --out {out} --resume", soft_wrap=True)
+        raise
+    job.finish(table)
+    if before is not None:
+        _print_samples(console, before, job.sample(job.trainer.model))
+    _print_bytes(console, table)
+    losses = job.eval_losses()
+    (_, first), (_, last) = losses[0], losses[-1]
+    console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
+    console.print(f"Adapter, metrics and memory table are in {out}", soft_wrap=True)
+    return 0
+
+
+def _train(console: Console, job: Any) -> None:
+    tokens = job.config.batch_size * job.config.seq_len
+    with _progress(console) as progress:
+        task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
+
+        def show(record: dict[str, Any]) -> None:
+            if "eval_loss" in record:
+                console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")
+            else:
+                rate = tokens / record["seconds"]
+                text = f"training  loss {record['loss']:.3f}  {rate:,.0f} tokens/s"
+                progress.update(task, completed=record["step"], description=text)
+
+        job.run(show)
+
+
+def _print_plan(console: Console, job: Any, table: Any) -> None:
+    config, base, data = job.config, job.base, job.data
+    target = table.ours.target
+    grid = Table.grid(padding=(0, 2))
+    rows = {
+        "model": f"{config.model or 'embedded base'}: {base.config.num_layers} layers of {base.config.hidden_size}, "
+        f"{format_bytes(table.frozen_bytes)} frozen, computing in {base.compute_dtype}",
+        "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
+        f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
+        "adapter": f"LoRA rank {config.rank} on {_targets(config)}, {format_bytes(table.trainable_bytes)} trainable",
+        "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
+        + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""),
+        "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
+        + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
+        + ")",
+        "out": str(job.out),
+    }
+    for name, text in rows.items():
+        grid.add_row(Text(name, style="bold"), Text(text))
+    console.print(grid)
+    if table.ours.fits is False:
+        console.print("[bold yellow]warning[/] this does not fit: lower --batch-size or --seq-len, or set remat = true")
+
+
+def _targets(config: Any) -> str:
+    return config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
+
+
+def _print_samples(console: Console, before: tuple[str, str], after: tuple[str, str]) -> None:
+    for title, (prompt, text) in (("before", before), ("after", after)):
+        console.rule(f"sample {title}", align="left")
+        console.print(Text(prompt, style="dim") + Text(text))
+    console.rule()
+
+
+def _print_bytes(console: Console, table: Any) -> None:
+    naive = table.naive
+    ours_roles = table.ours.by_role
+    naive_roles = {} if naive is None else naive.by_role
+    view = Table(title="Bytes on the device", show_footer=True)
+    view.add_column("role", footer="total (compiled)")
+    total = "does not fit" if naive is None else format_bytes(naive.device_bytes)
+    view.add_column("AdamW + stop_gradient", justify="right", footer=total)
+    view.add_column("Lowtide", justify="right", footer=format_bytes(table.ours.device_bytes))
+    view.add_column("", justify="right", footer="" if naive is None else _ratio(table.ours.device_bytes, naive.device_bytes))
+    names = {
+        "frozen": "frozen weights",
+        "trainable": "adapters",
+        "optimizer": "optimizer state",
+        "batch": "batch",
+        "temporaries": "temporaries (activations, gradients)",
+        "outputs": "outputs not written in place",
+    }
+    rest = {role: "everything else" for role in {*ours_roles, *naive_roles} - set(names)}
+    shown = {**{role: (role,) for role in names}, "everything else": tuple(rest)}
+    for label, roles in shown.items():
+        was, now = (sum(report.get(role, 0) for role in roles) for report in (naive_roles, ours_roles))
+        view.add_row(
+            names.get(label, label), "" if naive is None else format_bytes(was), format_bytes(now), _ratio(now, was)
+        )
+    view.add_section()
+    grads, naive_grads = table.gradient_bytes, table.naive_gradient_bytes
+    view.add_row("gradient tree (counted)", format_bytes(naive_grads), format_bytes(grads), _ratio(grads, naive_grads))
+    console.print(view)
+
+
+def _ratio(now: int, was: int) -> str:
+    return f"{now / was:.0%}" if was else ""
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True)

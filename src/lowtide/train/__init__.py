@@ -1,0 +1,33 @@
+"""The training loop, its state, data and checkpoints, and the fine-tuning job made of them."""
+
+from ._checkpoint import Checkpoints as Checkpoints
+from ._config import FinetuneConfig as FinetuneConfig
+from ._config import config_from_dict as config_from_dict
+from ._config import config_to_toml as config_to_toml
+from ._config import read_config as read_config
+from ._finetune import Finetune as Finetune
+from ._finetune import MemoryTable as MemoryTable
+from ._naive import analyze_naive as analyze_naive
+from ._runs import open_run as open_run
+from ._text import TextData as TextData
+from ._text import read_documents as read_documents
+from ._text import text_data as text_data
+from ._trainer import Trainer as Trainer
+from ._trainer import TrainState as TrainState
+
+__all__ = [
+    "Checkpoints",
+    "Finetune",
+    "FinetuneConfig",
+    "MemoryTable",
+    "TextData",
+    "TrainState",
+    "Trainer",
+    "analyze_naive",
+    "config_from_dict",
+    "config_to_toml",
+    "open_run",
+    "read_config",
+    "read_documents",
+    "text_data",
+]

@@ -1,0 +1,89 @@
+"""Checkpoints of the trainable state, written by Orbax: asynchronous, atomic, a few kept.
+
+The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
+and its contents can be listed by name. Frozen leaves are never in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..core import StructureError, Tree, leaves_with_paths
+
+# Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
+logging.getLogger("absl").setLevel(logging.ERROR)
+
+
+class Checkpoints:
+    """Numbered checkpoints in one folder.
+
+    Args:
+        directory: the folder; made when missing.
+        max_to_keep: how many of the newest to keep.
+    """
+
+    def __init__(self, directory: str | Path, *, max_to_keep: int = 2) -> None:
+        import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
+
+        self._ocp = ocp
+        self.directory = Path(directory).resolve()
+        options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def latest_step(self) -> int | None:
+        """Step of the newest complete checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, step: int, state: Tree) -> None:
+        """Begin to write a checkpoint; the arrays are copied to the host before this returns, so they may be donated.
+
+        Args:
+            step: its number.
+            state: any pytree of arrays.
+
+        Memory:
+            One copy of the state on the host until the write ends; none on the device.
+        """
+        if step != self._manager.latest_step():
+            self._manager.save(step, args=self._ocp.args.StandardSave(_flat(state)))
+
+    def restore(self, step: int, like: Tree) -> Tree:
+        """Read a checkpoint.
+
+        Args:
+            step: its number.
+            like: a pytree with the structure, shapes and dtypes that the checkpoint has to have.
+
+        Returns:
+            The state, arrays placed as in `like`.
+
+        Raises:
+            StructureError: when the checkpoint holds other leaves.
+        """
+        expected = _flat(like)
+        stored = self._manager.item_metadata(step)
+        shapes = {name: tuple(meta.shape) for name, meta in dict(stored.tree if hasattr(stored, "tree") else stored).items()}
+        wanted = {name: tuple(leaf.shape) for name, leaf in expected.items()}
+        if shapes != wanted:
+            name, shape = sorted(set(shapes.items()) ^ set(wanted.items()))[0]
+            raise StructureError(
+                f"{name}: the checkpoint of step {step} is not of this model and optimizer",
+                expected=wanted.get(name, "no such leaf"),
+                got=shapes.get(name, f"no such leaf (the run has shape {shape})"),
+                hint=f"resume with the configuration that wrote {self.directory}",
+            )
+        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
+        values: dict[str, Any] = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+        return jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in expected])
+
+    def wait(self) -> None:
+        """Wait until all begun checkpoints are complete on disk."""
+        self._manager.wait_until_finished()
+
+
+def _flat(state: Tree) -> dict[str, Any]:
+    return {path.replace("/", "."): leaf for path, leaf in leaves_with_paths(state)}

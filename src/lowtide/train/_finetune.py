@@ -1,0 +1,274 @@
+"""Tune a language model with LoRA: the whole job, from files to an adapter that other software reads.
+
+Everything here is the public interface put together; `lowtide finetune` parses arguments, calls this and prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tokenizers import Tokenizer
+
+from .. import models
+from ..adapters import lora
+from ..core import ModelFileError, Tree, tree_bytes, value_and_grad
+from ..memory import MemoryReport, Target, versions
+from ._config import FinetuneConfig
+from ._naive import analyze_naive
+from ._runs import (
+    ADAPTER,
+    CHECKPOINTS,
+    MEMORY,
+    METRICS,
+    MetricsFile,
+    check_same_data,
+    read_records,
+    write_atomically,
+    write_config,
+)
+from ._text import IGNORE, TextData, read_documents, text_data
+from ._trainer import Record, Trainer
+
+_WRT = "**/lora_*"
+_PROMPT_TOKENS = 24
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryTable:
+    """Bytes of a fine-tuning step, ours beside the naive one; all figures compiled or counted from shapes."""
+
+    ours: MemoryReport
+    """The step that runs."""
+    naive: MemoryReport | None
+    """AdamW over the whole model with the base behind stop_gradient; None when it does not compile for lack of
+    memory."""
+    trainable_bytes: int
+    """Adapters, without padding."""
+    frozen_bytes: int
+    """The base, without padding."""
+    gradient_bytes: int
+    """The gradient tree of our step."""
+    naive_gradient_bytes: int
+    """The gradient tree of the naive step."""
+    optimizer_bytes: int
+    """The optimizer's state."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `memory.json`."""
+        counted = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
+        return {
+            "target": self.ours.target.name,
+            **counted,
+            "device_bytes": self.ours.device_bytes,
+            "naive_device_bytes": None if self.naive is None else self.naive.device_bytes,
+            "by_role": dict(self.ours.by_role),
+            "naive_by_role": None if self.naive is None else dict(self.naive.by_role),
+            "measured_peak_bytes": measured_peak_bytes(),
+            "chip": self.ours.target.chip,
+            "versions": versions(),
+        }
+
+
+class Finetune:
+    """A fine-tuning run.
+
+    Args:
+        config: what to do.
+        out: the run's folder, checked by `open_run`.
+        on_tokenise: called with documents done and documents in all.
+
+    Raises:
+        ModelFileError: for an unusable model directory.
+        DataError: for unusable data.
+        SelectionError: when ``config.targets`` matches no module.
+        ConfigError: when a resumed run's data changed.
+        StructureError: when a checkpoint does not fit.
+    """
+
+    def __init__(
+        self, config: FinetuneConfig, out: str | Path, *, on_tokenise: Callable[[int, int], None] | None = None
+    ) -> None:
+        self.config, self.out = config, Path(out)
+        directory = Path(config.model) if config.model is not None else models.base_path()
+        self.base, self.tokenizer = _load(config, directory)
+        self.data = _data(config, self.base, self.tokenizer, on_tokenise)
+        adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
+        self._model = lora.add(self.base, adapter, key=jax.random.key(config.seed))
+        self.schedule = _schedule(config)
+        self._loss = partial(models.loss, remat=config.remat)
+        self.trainer = Trainer(
+            self._model,
+            self._loss,
+            _optimizer(config, self.schedule),
+            wrt=_WRT,
+            num_microbatches=config.num_microbatches,
+            weight=_num_targets,
+            checkpoint_dir=self.out / CHECKPOINTS,
+        )
+        write_config(self.out, config)
+        check_same_data(self.out, _digest(self.data))
+        self.resumed_at = self.trainer.restore()
+
+    def memory(self, target: Target | str | None = None) -> MemoryTable:
+        """Compile our step and the naive one, and say where their bytes go.
+
+        Args:
+            target: what to compile for; None for the hardware at hand.
+
+        Returns:
+            The table.
+
+        Memory:
+            Compiles; allocates nothing on the device.
+        """
+        state, batch = self.trainer.state, self.data.train[0]
+        ours = self.trainer.memory(batch, target=target)
+        tx = _optimizer(self.config, self.schedule)
+        try:
+            naive = analyze_naive(self._model, self._loss, tx, _WRT, batch, target=target)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            naive = None
+        grad_fn = value_and_grad(self._loss, _WRT, has_aux=True)
+        _, grads = jax.eval_shape(grad_fn, self.trainer.model, batch)
+        return MemoryTable(
+            ours=ours,
+            naive=naive,
+            trainable_bytes=tree_bytes(state.trainable),
+            frozen_bytes=tree_bytes(self.trainer.frozen),
+            gradient_bytes=tree_bytes(grads),
+            naive_gradient_bytes=tree_bytes(self.trainer.model),
+            optimizer_bytes=tree_bytes(state.opt_state),
+        )
+
+    def run(self, on_record: Callable[[Record], None] | None = None) -> None:
+        """Train to the last step, writing metrics and checkpoints as it goes.
+
+        Args:
+            on_record: called with every record, the learning rate included.
+        """
+        metrics = MetricsFile(self.out / METRICS, self.resumed_at)
+
+        def record_step(record: Record) -> None:
+            if "loss" in record:
+                record = {**record, "learning_rate": float(self.schedule(record["step"] - 1))}
+            metrics.append(record)
+            if on_record is not None:
+                on_record(record)
+
+        try:
+            self.trainer.fit(
+                self.data.train,
+                num_steps=self.config.num_steps,
+                eval_data=self.data.held_out,
+                eval_every=self.config.eval_every,
+                checkpoint_every=self.config.checkpoint_every,
+                on_record=record_step,
+            )
+        finally:
+            metrics.close()
+
+    def finish(self, table: MemoryTable) -> None:
+        """Write the adapter and `memory.json`.
+
+        Args:
+            table: the result of `memory`.
+        """
+        lora.save(self.trainer.model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
+        write_atomically(self.out / MEMORY, json.dumps(table.to_dict(), indent=2) + "\n")
+
+    def eval_losses(self) -> list[tuple[int, float]]:
+        """Held-out losses so far: step and mean nats per token."""
+        records = read_records(self.out / METRICS)
+        return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+
+    def sample(self, model: Tree) -> tuple[str, str]:
+        """Continue the beginning of a held-out sequence.
+
+        Args:
+            model: the model to sample from: `base`, or ``trainer.model``.
+
+        Returns:
+            The prompt and its continuation.
+        """
+        prompt = self.data.held_out[0]["tokens"][0, : min(_PROMPT_TOKENS, self.config.seq_len)]
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
+        tokens = np.asarray(models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key))
+        return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
+
+
+def measured_peak_bytes() -> int | None:
+    """The most bytes JAX's allocator has held on the first device so far; None where it keeps no count (CPU)."""
+    stats = jax.local_devices()[0].memory_stats()
+    return None if not stats else stats.get("peak_bytes_in_use")
+
+
+def _load(config: FinetuneConfig, directory: Path) -> tuple[models.Llama, Tokenizer]:
+    dtype = config.compute_dtype
+    if dtype == "auto":
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    tokenizer = models.load_tokenizer(directory)
+    base = models.load(directory, dtype=config.param_dtype, compute_dtype=dtype)
+    if tokenizer.get_vocab_size() > base.config.vocab_size:
+        raise ModelFileError(
+            f"{directory}: tokenizer.json has more tokens than the model has embeddings",
+            expected=f"at most {base.config.vocab_size}",
+            got=tokenizer.get_vocab_size(),
+            hint="tokenizer.json and config.json are of different models",
+        )
+    return base, tokenizer
+
+
+def _data(
+    config: FinetuneConfig,
+    base: models.Llama,
+    tokenizer: Tokenizer,
+    on_tokenise: Callable[[int, int], None] | None,
+) -> TextData:
+    end = base.config.eos_token_id
+    return text_data(
+        read_documents(config.data),
+        tokenizer,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        end_token=end[0] if isinstance(end, tuple) else end,
+        held_out_fraction=config.held_out_fraction,
+        on_progress=on_tokenise,
+    )
+
+
+def _schedule(config: FinetuneConfig) -> optax.Schedule:
+    peak = config.learning_rate or (2e-4 if config.model is not None else 5e-3)
+    warmup = min(config.warmup_steps, config.num_steps - 1)
+    return optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, max(config.num_steps, warmup + 1), end_value=peak / 10
+    )
+
+
+def _optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    adamw = optax.adamw(schedule, weight_decay=config.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
+
+
+def _num_targets(batch: Tree) -> Any:
+    return jnp.sum(batch["labels"] != IGNORE)
+
+
+def _digest(data: TextData) -> str:
+    sha = hashlib.sha256()
+    for batch in (data.train[0], *data.held_out):
+        sha.update(np.ascontiguousarray(batch["tokens"]).tobytes())
+    sha.update(str(data.num_train_tokens).encode())
+    return sha.hexdigest()

@@ -1,0 +1,163 @@
+"""The folder of a run: is it free, is it the run to resume, and the metrics in it.
+
+    config.toml     what was run
+    metrics.jsonl   one record a line
+    checkpoints/    trainable state only
+    adapter/        the adapter in PEFT's format
+    memory.json     where the bytes went
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core import ConfigError, OutputError
+from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
+
+CONFIG, METRICS, CHECKPOINTS, ADAPTER, MEMORY, DATA = (
+    "config.toml",
+    "metrics.jsonl",
+    "checkpoints",
+    "adapter",
+    "memory.json",
+    "data.json",
+)
+
+
+def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
+    """Settle a run's configuration, and check that its folder can be used.
+
+    Args:
+        out: the run's folder.
+        values: configuration values that were asked for.
+        where: where they come from, for messages.
+        resume: continue the run in `out`: its own `config.toml` holds, and `values` must not contradict it.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        OutputError: when `out` holds something and `resume` is not set, cannot be written, or has nothing to resume.
+        ConfigError: for unusable values, or values that differ from those of the run to resume.
+    """
+    out = Path(out)
+    config = config_from_dict(values, where)
+    if resume:
+        if not (out / CONFIG).is_file():
+            raise OutputError(
+                f"{out}: no run to resume", expected=f"{out / CONFIG}", hint="start the run without --resume"
+            )
+        saved = read_config(out / CONFIG)
+        _refuse_other_config(config_from_dict(saved, str(out / CONFIG)), config, values, out)
+        config = config_from_dict(saved, str(out / CONFIG))
+    elif out.is_dir() and any(out.iterdir()):
+        raise OutputError(
+            f"{out}: the folder is not empty",
+            hint="continue that run with --resume, or choose another --out; nothing in it was changed",
+        )
+    _check_writable(out)
+    return config
+
+
+def write_config(out: Path, config: FinetuneConfig) -> None:
+    """Write `config.toml`, whole or not at all."""
+    write_atomically(out / CONFIG, config_to_toml(config))
+
+
+def check_same_data(out: Path, digest: str) -> None:
+    """Refuse to resume over other data; the first call of a run records which data it is.
+
+    Raises:
+        ConfigError: when the tokens differ from those the run began with.
+    """
+    path = out / DATA
+    if not path.is_file():
+        write_atomically(path, json.dumps({"sha256_of_tokens": digest}) + "\n")
+    elif json.loads(path.read_text())["sha256_of_tokens"] != digest:
+        raise ConfigError(
+            f"{out}: the data or the tokenizer changed since this run began",
+            hint="resume needs the same data, or its losses would not be those of one run; start another --out",
+        )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all.
+
+    Raises:
+        OutputError: when it cannot be written.
+    """
+    try:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be written", got=error.strerror or error, hint="choose an --out that you may write to"
+        ) from error
+
+
+class MetricsFile:
+    """`metrics.jsonl`: records appended and flushed line by line.
+
+    Args:
+        path: the file.
+        keep_through: keep earlier records up to this step (of a run that continues there) and drop later ones, so
+            that the file reads as if the run had never stopped; None drops all.
+    """
+
+    def __init__(self, path: Path, keep_through: int | None) -> None:
+        kept = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a metrics file; a line that a kill cut off is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: Mapping[str, Any], out: Path) -> None:
+    differing = {
+        name: (was, now)
+        for name, was in dataclasses.asdict(saved).items()
+        if name in values and was != (now := getattr(asked, name))
+    }
+    if differing:
+        raise ConfigError(
+            f"{out}: --resume with another configuration",
+            expected=", ".join(f"{name} = {was!r}" for name, (was, _) in differing.items()),
+            got=", ".join(f"{name} = {now!r}" for name, (_, now) in differing.items()),
+            hint=f"leave them out to continue as {out / CONFIG} says, or start another run with another --out",
+        )
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{out}: cannot be written", got=error.strerror or error, hint="choose an --out that you may write to"
+        ) from error

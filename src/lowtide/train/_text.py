@@ -1,0 +1,200 @@
+"""Text to training batches: read, tokenise, pack, split, shuffle.
+
+Documents are tokenised with the model's own tokenizer, shuffled once by seed, joined with the end-of-document token
+and cut into windows of ``seq_len + 1`` tokens; the last part of the stream is held out. Order, repetition and
+batching are Grain's: a `MapDataset` that gives the batch of any step, which is what makes a run resumable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ..core import ConfigError, DataError
+
+IGNORE = -100
+_ENCODE_AT_ONCE = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextData:
+    """Tokenised text, ready for `Trainer`."""
+
+    train: Any
+    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]."""
+    held_out: list[dict[str, np.ndarray]]
+    """Evaluation batches; rows that fill up the last one have all labels ignored."""
+    num_documents: int
+    """Documents read."""
+    num_train_tokens: int
+    """Tokens in training windows."""
+    num_held_out_tokens: int
+    """Tokens in held-out windows."""
+
+
+def read_documents(path: str | Path | None) -> list[str]:
+    """Read documents from a text file, a folder of text or source, or JSONL; or the built-in corpus.
+
+    Args:
+        path: a file (``.jsonl``: one object with a ``text`` field a line; anything else: one document), a folder
+            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are left out), or
+            None for the language reference that ships inside Python (`pydoc_data.topics`).
+
+    Returns:
+        The documents that are not blank.
+
+    Raises:
+        DataError: when the path does not exist, cannot be read, or holds no text.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+
+        return [text for _, text in sorted(topics.items())]
+    path = Path(path)
+    if path.is_dir():
+        files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f.relative_to(path))]
+        documents = [text for file in files if (text := _utf8(file)) is not None]
+    elif not path.exists():
+        raise DataError(f"{path}: no such file or folder", hint="--data takes a text file, a folder, or a .jsonl file")
+    elif path.suffix == ".jsonl":
+        documents = list(_jsonl(path))
+    else:
+        text = _utf8(path)
+        if text is None:
+            raise DataError(f"{path}: not UTF-8 text", hint="convert it, or give a folder or a .jsonl file")
+        documents = [text]
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        raise DataError(f"{path}: no text in it", expected="at least one document that is not blank", hint="check --data")
+    return documents
+
+
+def text_data(
+    documents: list[str],
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    end_token: int | None = None,
+    held_out_fraction: float = 0.1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TextData:
+    """Tokenise, pack, split and shuffle documents.
+
+    Args:
+        documents: texts.
+        tokenizer: the model's tokenizer.
+        seq_len: tokens in a training sequence, T.
+        batch_size: sequences in a batch, B.
+        seed: of the document order and the batch order.
+        end_token: appended to each document, if any.
+        held_out_fraction: part of the windows kept for evaluation, at least one window.
+        on_progress: called with documents done and documents in all.
+
+    Returns:
+        The batches.
+
+    Raises:
+        DataError: when there are fewer tokens than two windows (one to train on, one held out).
+        ConfigError: for a sequence length, batch size or fraction out of range.
+    """
+    import grain  # takes a second; `import lowtide` does not need it
+
+    if seq_len < 1 or batch_size < 1 or not 0 < held_out_fraction < 1:
+        raise ConfigError(
+            "sequence length, batch size or held-out fraction out of range",
+            expected="seq_len >= 1, batch_size >= 1, 0 < held_out_fraction < 1",
+            got=f"seq_len={seq_len}, batch_size={batch_size}, held_out_fraction={held_out_fraction}",
+            hint="check --seq-len and --batch-size",
+        )
+    order = np.random.default_rng(seed).permutation(len(documents))
+    stream = _tokenise([documents[i] for i in order], tokenizer, end_token, on_progress)
+    window = seq_len + 1
+    count = len(stream) // window
+    if count < 2:
+        raise DataError(
+            f"the data has {len(stream)} tokens, too few for one training and one held-out sequence",
+            expected=f"at least {2 * window} tokens (2 × (seq_len {seq_len} + 1))",
+            got=f"{len(stream)} tokens",
+            hint="give more text or a smaller --seq-len",
+        )
+    windows = stream[: count * window].reshape(count, window)
+    num_held_out = min(count - 1, max(1, round(count * held_out_fraction)))
+    train, held_out = windows[:-num_held_out], windows[-num_held_out:]
+    dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_next_token)  # pyright: ignore
+    return TextData(
+        train=dataset,
+        held_out=[_next_token(_pad_rows(rows, batch_size)) for rows in _rows(held_out, batch_size)],
+        num_documents=len(documents),
+        num_train_tokens=train.size,
+        num_held_out_tokens=held_out.size,
+    )
+
+
+def _tokenise(
+    documents: list[str], tokenizer: Tokenizer, end_token: int | None, on_progress: Callable[[int, int], None] | None
+) -> np.ndarray:
+    pieces: list[np.ndarray] = []
+    end = [] if end_token is None else [end_token]
+    for start in range(0, len(documents), _ENCODE_AT_ONCE):
+        for encoding in tokenizer.encode_batch_fast(documents[start : start + _ENCODE_AT_ONCE]):
+            pieces.append(np.asarray(encoding.ids + end, np.int32))
+        if on_progress is not None:
+            on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
+    return np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
+
+
+def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:
+    tokens, labels = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+    return {"tokens": np.maximum(tokens, 0), "labels": labels}
+
+
+def _pad_rows(rows: np.ndarray, batch_size: int) -> np.ndarray:
+    return np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), constant_values=IGNORE)
+
+
+def _rows(windows: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(windows), batch_size):
+        yield windows[start : start + batch_size]
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _utf8(path: Path) -> str | None:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read", got=str(error), hint="check the file's permissions") from error
+    if b"\0" in data:
+        return None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _jsonl(path: Path) -> Iterator[str]:
+    text = _utf8(path)
+    if text is None:
+        raise DataError(f"{path}: not UTF-8 text", expected="JSON lines in UTF-8", hint="convert the file")
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number}: not JSON", got=str(error), hint="one JSON object a line") from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            raise DataError(
+                f"{path}:{number}: no text", expected='an object with a string field "text"', hint="one object a line"
+            )
+        yield record["text"]

@@ -1,0 +1,307 @@
+"""The training loop: one jitted step over what trains, with frozen leaves as a plain argument.
+
+The step receives ``(trainable, opt_state, step, frozen, batch)`` and returns only what changed: the first three and
+the metrics. Those three are donated, and the compiled program is checked to reuse every donated buffer, so exactly
+one copy of the state lives on the device. Frozen leaves are never donated, copied or returned.
+
+The trainer owns the trainable leaves from its construction on: the arrays it was given are consumed by the first
+step. Read the current ones from `Trainer.model`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core import (
+    ConfigError,
+    SelectionError,
+    Tree,
+    Where,
+    accumulate,
+    combine,
+    partition,
+    shared_leaves,
+    value_and_grad,
+)
+from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
+from ._checkpoint import Checkpoints
+
+LossFn = Callable[[Tree, Tree], tuple[Any, Tree]]
+Record = dict[str, float | int]
+
+STEP_ARGUMENTS = ("trainable", "optimizer", "step", "frozen", "batch")
+"""Names of the step's arguments, in order; the roles of its memory report."""
+
+
+class StepData(Protocol):
+    """Batches by step number, such as a `grain.MapDataset`: what makes a run resumable at any step."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The batch of a step."""
+        ...
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "trainable", "opt_state"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes."""
+
+    step: Any
+    """Steps taken, an int32 scalar."""
+    trainable: Tree
+    """The trainable leaves, `None` elsewhere."""
+    opt_state: Tree
+    """The optimizer's state for them."""
+
+
+class Trainer:
+    """Train the selected leaves of any pytree with any Optax optimizer.
+
+    Args:
+        model: the model, a pytree. Its trainable arrays belong to the trainer from now on.
+        loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``, a scalar and a dictionary of scalars.
+        tx: the optimizer, with clipping and schedules chained in as Optax has them.
+        wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
+        num_microbatches: into how many parts a batch is split for gradient accumulation.
+        weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
+            instance its number of target tokens. By default all weigh the same.
+        checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
+        max_to_keep: how many checkpoints to keep.
+
+    Raises:
+        SelectionError: when `wrt` selects nothing, or one array stands at two trainable paths.
+
+    Memory:
+        Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
+        an accumulator of the same size with microbatches), activations of one microbatch.
+
+    Example:
+        >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
+        >>> loss_fn = lambda m, x: (jnp.mean((m["base"] + m["lora_a"] - x) ** 2), {})
+        >>> trainer = Trainer(model, loss_fn, optax.sgd(0.5), wrt="lora_*")
+        >>> history = trainer.fit([jnp.ones(2)] * 3, num_steps=3)
+        >>> float(trainer.model["lora_a"])
+        -1.0
+    """
+
+    def __init__(
+        self,
+        model: Tree,
+        loss_fn: LossFn,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Where = "**",
+        num_microbatches: int = 1,
+        weight: Callable[[Tree], Any] | None = None,
+        checkpoint_dir: str | Path | None = None,
+        max_to_keep: int = 2,
+    ) -> None:
+        trainable, self.frozen = partition(model, wrt)
+        for paths in shared_leaves(trainable):
+            raise SelectionError(
+                f"{paths[0]} and {paths[1]} are the same array and both train",
+                expected="one array at each trainable path, because each is donated to the step",
+                hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
+            )
+        # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
+        self.state = TrainState(jnp.int32(0), trainable, jax.jit(tx.init)(trainable))
+        self._weight = weight or (lambda batch: jnp.float32(1))
+        self._step = functools.partial(_train_step, loss_fn, tx, wrt, num_microbatches, self._weight)
+        self._evaluate = jax.jit(functools.partial(_eval_step, loss_fn, self._weight))
+        self._compiled: tuple[Any, Any] | None = None
+        self.checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
+
+    @property
+    def model(self) -> Tree:
+        """The model as it is now; its trainable arrays are consumed by the next step."""
+        return combine(self.state.trainable, self.frozen)
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return int(self.state.step)
+
+    @property
+    def step_fn(self) -> Callable[..., tuple[Tree, Tree, Any, Tree]]:
+        """The pure step ``(trainable, opt_state, step, frozen, batch) -> (trainable, opt_state, step, metrics)``.
+
+        Jitted with the first three arguments donated; `lowtide.memory.analyze` takes it as it is.
+        """
+        return jax.jit(self._step, donate_argnums=(0, 1, 2), keep_unused=True)
+
+    def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
+        """Compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
+
+        Args:
+            batch: a batch, or shapes of one.
+            target: what to compile for; None for the hardware at hand, whose compiled step `fit` then uses.
+
+        Returns:
+            The report for one device.
+        """
+        roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
+        if target is None:
+            return analyze_compiled(self._compile(batch), roles=roles)
+        return analyze(self.step_fn, *self._arguments(batch), target=target, roles=roles)
+
+    def fit(
+        self,
+        data: StepData,
+        *,
+        num_steps: int,
+        eval_data: Iterable[Tree] | None = None,
+        eval_every: int | None = None,
+        checkpoint_every: int | None = None,
+        on_record: Callable[[Record], None] | None = None,
+    ) -> list[Record]:
+        """Train up to `num_steps` steps, counted from the beginning of the run.
+
+        Args:
+            data: batches by step number; step k (from 0) trains on ``data[k]``, so a resumed run sees what an
+                uninterrupted one would.
+            num_steps: the step to stop at; a restored trainer continues from its own step.
+            eval_data: batches for held-out evaluation, at the first and last step and every `eval_every`.
+            eval_every: steps between evaluations.
+            checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved.
+            on_record: called with every record as soon as its values are known.
+
+        Returns:
+            The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step`` and
+            ``eval_loss``. Norms cover trainable leaves only.
+
+        Raises:
+            DonationError: when the compiled step would keep a second copy of a donated leaf.
+            ConfigError: when `checkpoint_every` is given without a `checkpoint_dir`.
+        """
+        if checkpoint_every is not None and self.checkpoints is None:
+            raise ConfigError("checkpoint_every needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+        records: list[Record] = []
+        pending: list[tuple[int, Tree, float]] = []
+
+        def emit(record: Record) -> None:
+            records.append(record)
+            if on_record is not None:
+                on_record(record)
+
+        def flush() -> None:
+            # One step late, so that reading a loss never keeps the device from starting the next step.
+            for step, metrics, started in pending:
+                values = {name: float(value) for name, value in metrics.items()}
+                emit({"step": step, **values, "seconds": time.perf_counter() - started})
+            pending.clear()
+
+        if eval_data is not None and self.step == 0:
+            emit({"step": 0, "eval_loss": self.evaluate(eval_data)})
+        for step in range(self.step, num_steps):
+            started = time.perf_counter()
+            batch = jax.tree.map(jnp.asarray, data[step])
+            *state, metrics = self._compile(batch)(*self._arguments(batch))
+            self.state = TrainState(state[2], state[0], state[1])
+            flush()
+            pending.append((step + 1, metrics, started))
+            last = step + 1 == num_steps
+            if eval_data is not None and (last or (eval_every and (step + 1) % eval_every == 0)):
+                flush()
+                emit({"step": step + 1, "eval_loss": self.evaluate(eval_data)})
+            if self.checkpoints is not None and (last or (checkpoint_every and (step + 1) % checkpoint_every == 0)):
+                flush()
+                self.checkpoints.save(step + 1, self.state)
+        flush()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        return records
+
+    def evaluate(self, data: Iterable[Tree]) -> float:
+        """Mean loss over batches, weighted as `weight` says, without touching the state.
+
+        Args:
+            data: batches, finite.
+
+        Returns:
+            The weighted mean; summed on the device, read once.
+
+        Raises:
+            ConfigError: when there is no batch.
+        """
+        total = weights = None
+        for batch in data:
+            loss, weight = self._evaluate(self.state.trainable, self.frozen, jax.tree.map(jnp.asarray, batch))
+            total = loss * weight if total is None else total + loss * weight
+            weights = weight if weights is None else weights + weight
+        if total is None or weights is None:
+            raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
+        return float(total / weights)
+
+    def restore(self) -> int | None:
+        """Load the newest checkpoint into the trainer.
+
+        Returns:
+            Its step, or None when there is no checkpoint yet.
+
+        Raises:
+            ConfigError: without a `checkpoint_dir`.
+            StructureError: when the checkpoint is of other trainable leaves.
+        """
+        if self.checkpoints is None:
+            raise ConfigError("restore needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+        step = self.checkpoints.latest_step()
+        if step is not None:
+            self.state = self.checkpoints.restore(step, self.state)
+        return step
+
+    def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Any, Tree, Tree]:
+        return self.state.trainable, self.state.opt_state, self.state.step, self.frozen, batch
+
+    def _compile(self, batch: Tree) -> Any:
+        """The compiled step for batches of this shape, checked to reuse every donated buffer."""
+        shapes = jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype)), batch)
+        if self._compiled is None or self._compiled[0] != shapes:
+            with warnings.catch_warnings():
+                # JAX only warns, and without a path; check_donation raises, with one.
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                compiled = self.step_fn.lower(*self._arguments(batch)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+            check_donation(compiled, arg_names=STEP_ARGUMENTS)
+            self._compiled = shapes, compiled
+        return self._compiled[1]
+
+
+def _train_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Where,
+    num_microbatches: int,
+    weight: Callable[[Tree], Any],
+    trainable: Tree,
+    opt_state: Tree,
+    step: Any,
+    frozen: Tree,
+    batch: Tree,
+) -> tuple[Tree, Tree, Any, dict[str, Any]]:
+    def weighted(model: Tree, batch: Tree) -> tuple[Any, tuple[Tree, Any]]:
+        loss, metrics = loss_fn(model, batch)
+        return loss, (metrics, weight(batch))
+
+    grad_fn = accumulate(value_and_grad(weighted, wrt, has_aux=True), num_microbatches, weight=weight, has_aux=True)
+    (loss, (metrics, weights)), grads = grad_fn(combine(trainable, frozen), batch)
+    total = jnp.sum(weights)
+    metrics = {name: jnp.sum(value * weights) / total for name, value in metrics.items()}
+    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    updates, opt_state = tx.update(grads, opt_state, trainable)
+    return optax.apply_updates(trainable, updates), opt_state, step + 1, metrics
+
+
+def _eval_step(
+    loss_fn: LossFn, weight: Callable[[Tree], Any], trainable: Tree, frozen: Tree, batch: Tree
+) -> tuple[Any, Any]:
+    loss, _ = loss_fn(combine(trainable, frozen), batch)
+    return loss, jnp.asarray(weight(batch), jnp.float32)
