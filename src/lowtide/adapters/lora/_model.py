@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from typing import Any
 
@@ -97,8 +98,8 @@ def merge(model: Tree) -> Tree:
 
 def attach(weight: Any, lora_a: Any, lora_b: Any, alpha: float) -> LoRAWeight:
     """The node for a weight and its factors; these are sharded like the weight along the axes they share."""
-    sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
-    if isinstance(sharding, jax.sharding.NamedSharding):
+    sharding = _named_sharding(weight)
+    if sharding is not None:
         *layers, out, inner = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
         lora_a = _place(lora_a, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, None, inner)))
         lora_b = _place(lora_b, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, out, None)))
@@ -155,23 +156,41 @@ def _place(factor: Any, sharding: jax.sharding.NamedSharding) -> Any:
 def _fold(node: LoRAWeight) -> Any:
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
-    merged = _merged(node.weight, node.lora_a, node.lora_b, node.scaling)
-    sharding = None if isinstance(merged, jax.core.Tracer) else getattr(node.weight, "sharding", None)
-    return jax.device_put(merged, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else merged
+    weight, lora_a, lora_b = (jnp.asarray(leaf) for leaf in (node.weight, node.lora_a, node.lora_b))
+    sharding = _named_sharding(weight)
+    if weight.ndim == 2:
+        merged = _fold_matrix(weight, lora_a, lora_b, node.scaling)
+    else:
+        # Layer by layer into one buffer. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
+        merged = jnp.zeros(weight.shape, weight.dtype, device=sharding)
+        for layer in range(weight.shape[0]):
+            merged = _fold_layer(merged, layer, weight, lora_a, lora_b, node.scaling)
+    return merged if sharding is None else jax.device_put(merged, sharding)
 
 
 @jax.jit
-def _merged(
-    weight: Float[Array, "*layers out in"],
-    lora_a: Float[Array, "*layers r in"],
-    lora_b: Float[Array, "*layers out r"],
-    scaling: float,
-) -> Float[Array, "*layers out in"]:
-    def one(factors: tuple[Array, Array, Array]) -> Array:
-        w, a, b = factors
-        # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
-        delta = jnp.matmul(b.astype(jnp.float32), a.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
-        return (w.astype(jnp.float32) + scaling * delta).astype(w.dtype)
+def _fold_matrix(
+    weight: Float[Array, "out in"], lora_a: Float[Array, "r in"], lora_b: Float[Array, "out r"], scaling: float
+) -> Float[Array, "out in"]:
+    # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
+    a, b = lora_a.astype(jnp.float32), lora_b.astype(jnp.float32)
+    delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+    return (weight.astype(jnp.float32) + scaling * delta).astype(weight.dtype)
 
-    factors = (weight, lora_a, lora_b)
-    return one(factors) if weight.ndim == 2 else jax.lax.map(one, factors)
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _fold_layer(
+    merged: Float[Array, "L out in"],
+    layer: int,
+    weight: Float[Array, "L out in"],
+    lora_a: Float[Array, "L r in"],
+    lora_b: Float[Array, "L out r"],
+    scaling: float,
+) -> Float[Array, "L out in"]:
+    one = [jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in (weight, lora_a, lora_b)]
+    return jax.lax.dynamic_update_index_in_dim(merged, _fold_matrix(*one, scaling), layer, 0)
+
+
+def _named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
+    sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
