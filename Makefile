@@ -33,7 +33,7 @@ format: $(VENV)/.installed-dev ## Let ruff rewrite what it can.
 	$(BIN)/ruff format .
 
 docs: $(VENV)/.installed-docs ## Build the documentation into site/; every warning is an error.
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 peers: $(VENV)/.installed-peers ## Compare with torch, transformers and PEFT.
 	$(BIN)/python -m pytest -m peers $(PYTEST_ARGS)

@@ -45,7 +45,7 @@ def value_and_grad(
         Gradients take exactly the bytes of the selected leaves. Values equal those of `jax.value_and_grad` at the
         selected leaves.
 
-    Example:
+    Examples:
         >>> model = {"base": jnp.ones((3,)), "lora_a": jnp.ones((3,))}
         >>> loss_fn = lambda model, x: jnp.sum(model["base"] * model["lora_a"] * x)
         >>> loss, grads = value_and_grad(loss_fn, wrt="lora_*")(model, jnp.arange(3.0))
@@ -99,7 +99,7 @@ def accumulate(
         One accumulator for the leaves that have gradients, float32 at least, carried through `lax.scan` and so
         updated in place; activations of one microbatch at a time.
 
-    Example:
+    Examples:
         >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model["w"] * x))
         >>> loss, grads = accumulate(grad_fn, num_microbatches=2)({"w": jnp.array(2.0)}, jnp.arange(4.0))
         >>> float(loss), float(grads["w"])

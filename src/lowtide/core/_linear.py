@@ -32,7 +32,7 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
     Returns:
         Shape [..., out], in the dtype of `x`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> linear(jnp.ones((2, 3)), jnp.ones((4, 3))).shape
         (2, 4)

@@ -34,7 +34,7 @@ def partition(tree: Tree, where: Where) -> tuple[Tree, Tree]:
     Memory:
         No copy: both trees refer to the arrays of `tree`.
 
-    Example:
+    Examples:
         >>> partition({"base": 1.0, "lora_a": 2.0}, "lora_*")
         ({'base': None, 'lora_a': 2.0}, {'base': 1.0, 'lora_a': None})
     """
@@ -61,7 +61,7 @@ def combine(*trees: Tree) -> Tree:
     Memory:
         No copy.
 
-    Example:
+    Examples:
         >>> combine({"a": None, "b": 2.0}, {"a": 1.0, "b": None})
         {'a': 1.0, 'b': 2.0}
     """

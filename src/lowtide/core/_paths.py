@@ -31,7 +31,7 @@ def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) 
     Returns:
         Pairs of path and leaf.
 
-    Example:
+    Examples:
         >>> leaves_with_paths({"layers": [1.0, 2.0]})
         [('layers/0', 1.0), ('layers/1', 2.0)]
     """
@@ -69,7 +69,7 @@ def tree_bytes(tree: Tree) -> int:
     Returns:
         Bytes without a device's layout padding (`lowtide.memory.analyze` gives the padded figure).
 
-    Example:
+    Examples:
         >>> tree_bytes({"w": np.zeros((4, 2), np.float32)})
         32
     """

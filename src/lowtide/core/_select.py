@@ -33,7 +33,7 @@ def match_path(path: str, pattern: str) -> bool:
     Returns:
         True when the pattern covers the path from start to end.
 
-    Example:
+    Examples:
         >>> match_path("layers/attn/q_proj/weight", "**/{q,v}_proj/*")
         True
     """
@@ -54,7 +54,7 @@ def select(tree: Tree, where: Where) -> list[bool]:
     Raises:
         SelectionError: when a pattern matches no leaf, or nothing at all is selected.
 
-    Example:
+    Examples:
         >>> select({"a": 1.0, "b": {"lora_a": 2.0}}, "**/lora_*")
         [False, True]
     """

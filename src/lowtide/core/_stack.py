@@ -25,7 +25,7 @@ Last = Callable[[Tree, Any, Tree], tuple[Any, Tree]]
 class LayerStack:
     """A model as three pure functions over `outer` and `layers` parameters.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> stack = LayerStack(
         ...     first=lambda outer, batch: batch["x"],

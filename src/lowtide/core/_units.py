@@ -30,7 +30,7 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ConfigError: for a negative size, an unknown unit, or text that is no size.
 
-    Example:
+    Examples:
         >>> parse_bytes("1.5 KiB")
         1536
     """
@@ -59,7 +59,7 @@ def format_bytes(num_bytes: int) -> str:
     Returns:
         The size with two decimals in the largest unit in which it is at least 1.
 
-    Example:
+    Examples:
         >>> format_bytes(1536)
         '1.50 KiB'
     """

@@ -1,0 +1,208 @@
+"""The rules of the house that a linter does not check: sizes, exports, reference pages, imports, examples."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import functools
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lowtide
+from lowtide.core import LowtideError, _errors
+
+ROOT = Path(__file__).parents[1]
+SRC = ROOT / "src" / "lowtide"
+REFERENCE = ROOT / "docs" / "reference"
+OPTIONAL = (
+    "equinox flax hypothesis jax_cuda13_plugin keras libtpu matplotlib peft pytest tensorflow torch transformers"
+).split()
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ROOT_NAMES = 500, 80, 30
+
+
+def python_files(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+ALL_FILES = python_files("src", "tests", "benchmarks", "scripts")
+SRC_FILES = python_files("src")
+INITS = [path for path in SRC_FILES if path.name == "__init__.py"]
+
+
+# --- sizes ---------------------------------------------------------------------------------------------------------
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def num_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from `def` to the end without the docstring: documentation is asked for, not counted."""
+    total = (function.end_lineno or 0) - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return total
+    docstring = function.body[0]
+    return total - ((docstring.end_lineno or 0) - docstring.lineno + 1)
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=name_of)
+def test_files_and_functions_stay_small(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES, "split the file by topic"
+    long = {f"{f.name} (line {f.lineno})": num_lines(f) for f in functions(parsed(path))}
+    assert {name: lines for name, lines in long.items() if lines > MAX_FUNCTION_LINES} == {}
+
+
+# --- exports and reference pages -----------------------------------------------------------------------------------
+
+
+def exported(init: Path) -> set[str]:
+    """Names that an `__init__.py` re-exports (``from ._x import f as f``) or defines."""
+    names = set[str]()
+    for node in parsed(init).body:
+        if isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            names |= {alias.asname for alias in node.names if alias.asname == alias.name}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name for name in names if not name.startswith("_")} | (names & {"__version__"})
+
+
+def dotted(init: Path) -> str:
+    return ".".join(init.parent.relative_to(ROOT / "src").parts)
+
+
+def listed(init: Path) -> list[str]:
+    for node in parsed(init).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+@pytest.mark.parametrize("init", INITS, ids=dotted)
+def test_all_lists_exactly_what_is_re_exported(init: Path) -> None:
+    names = listed(init)
+    assert sorted(names) == sorted(exported(init))
+    module = importlib.import_module(dotted(init))
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("init", INITS, ids=dotted)
+def test_every_public_name_has_a_place_in_the_reference(init: Path) -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted(REFERENCE.glob("*.md")))
+    package = dotted(init)
+    missing = [name for name in listed(init) if not re.search(rf"\b{re.escape(f'{package}.{name}')}\b", text)]
+    assert missing == [], f"add `::: {package}.<name>` to a page of docs/reference"
+
+
+def test_the_root_stays_small() -> None:
+    assert len(lowtide.__all__) <= MAX_ROOT_NAMES
+
+
+def test_code_and_documentation_list_the_same_error_codes() -> None:
+    page = (REFERENCE / "errors.md").read_text(encoding="utf-8")
+    classes = [value for value in vars(_errors).values() if isinstance(value, type) and issubclass(value, LowtideError)]
+    documented = re.findall(r"^\| `(LT\d{3})` \| `(\w+)` \|", page, flags=re.MULTILINE)
+    assert documented == sorted((cls.code, cls.__name__) for cls in classes)
+
+
+# --- imports -------------------------------------------------------------------------------------------------------
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of everything a file imports, at any depth, relative imports resolved."""
+    package = path.relative_to(ROOT / "src").parts[:-1]
+    names = set[str]()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", SRC_FILES, ids=name_of)
+def test_only_compat_touches_private_or_experimental_jax(path: Path) -> None:
+    if path == SRC / "core" / "_compat.py":
+        return
+    used = {ast.unparse(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)} | imported(path)
+    private = {name for name in used if re.match(r"(jax\.(_src|experimental|interpreters)|jaxlib)\b", name)}
+    assert private == set(), "add a function to core/_compat.py, with the version it was checked on"
+
+
+@pytest.mark.parametrize("path", SRC_FILES, ids=name_of)
+def test_nothing_imports_bridges_or_the_pytest_plugin(path: Path) -> None:
+    side = ("lowtide.ext", "lowtide.testing")
+    if path.relative_to(SRC).parts[0] in ("ext", "testing"):
+        return
+    assert [name for name in imported(path) if f"{name}.".startswith(tuple(f"{s}." for s in side))] == []
+
+
+def test_importing_lowtide_imports_no_optional_package() -> None:
+    program = (
+        "import json, sys, lowtide, lowtide.cli; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    )
+    output = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    loaded = set(json.loads(output.splitlines()[-1]))
+    assert "jax" in loaded
+    assert loaded.isdisjoint(OPTIONAL), f"import these inside the functions that need them: {loaded & set(OPTIONAL)}"
+
+
+def test_tests_mirror_the_package() -> None:
+    rooms = {init.parent.name for init in SRC.glob("*/__init__.py")}
+    folders = {path.name for path in (ROOT / "tests").iterdir() if any(path.glob("**/test_*.py"))}
+    assert rooms - folders == set()
+    assert folders - rooms <= {"golden", "integration"}
+
+
+# --- documentation in the code -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", SRC_FILES, ids=name_of)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(parsed(path))
+
+
+@pytest.mark.parametrize("path", SRC_FILES, ids=name_of)
+def test_sections_have_the_names_that_the_reference_renders(path: Path) -> None:
+    docstrings = [
+        ast.get_docstring(node) or ""
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
+    assert not re.search(r"^(Example|Arguments|Return|Raise):$", "\n".join(docstrings), flags=re.MULTILINE)
+
+
+def modules() -> list[str]:
+    walked = pkgutil.walk_packages(lowtide.__path__, "lowtide.")
+    return ["lowtide", *(m.name for m in walked if not m.name.endswith("__main__"))]
+
+
+@pytest.mark.parametrize("module", modules())
+def test_examples_run(module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = importlib.import_module(module)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    report = list[str]()
+    for test in doctest.DocTestFinder(exclude_empty=True).find(loaded, module):
+        runner.run(test, out=report.append)
+    assert runner.summarize(verbose=False).failed == 0, "".join(report)
