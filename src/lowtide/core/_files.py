@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,13 +29,12 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            handle, temporary = tempfile.mkstemp(prefix=f".{name}.", suffix=".tmp", dir=folder)
-            staged[Path(temporary)] = folder / name
-            with os.fdopen(handle, "wb") as file:
+            temporary = folder / f".{name}.{secrets.token_hex(8)}.tmp"
+            staged[temporary] = folder / name
+            with open(temporary, "xb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(temporary, 0o666 & ~_umask())
         for temporary, final in list(staged.items()):
             os.replace(temporary, final)
             del staged[temporary]
@@ -50,10 +49,3 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
         for temporary in staged:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    """The permissions new files lack; Python can only read them by setting them."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask

@@ -59,7 +59,7 @@ def chunked_cross_entropy(
         of all; under differentiation one array of the size of `h` waits for the backward pass, and one float32 array
         of the size of `head` if the head trains. A frozen head gets no cotangent.
 
-    Example:
+    Examples:
         >>> h, head = jnp.ones((2, 8, 4)), jnp.zeros((10, 4))
         >>> loss = chunked_cross_entropy(h, head, jnp.zeros((2, 8), jnp.int32), chunk_size=4)
         >>> bool(jnp.isclose(loss, jnp.log(10.0)))

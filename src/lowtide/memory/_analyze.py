@@ -59,7 +59,7 @@ def analyze(
         the function does not read costs no bytes here, as in a jitted call. Constants that the function closes over
         count as code or temporaries, not as arguments.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> shape = jax.ShapeDtypeStruct((1024,), jnp.float32)
         >>> report = analyze(lambda state, g: state - g, shape, shape, donate_argnums=0, roles={"state": 0, "grads": 1})

@@ -43,7 +43,7 @@ def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple
     Memory:
         Reads the executable's text; allocates nothing on a device.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> step = jax.jit(lambda state, x: jax.tree.map(lambda s: s + x, state), donate_argnums=0)
         >>> undonated(step.lower({"w": jnp.ones(3)}, 1.0).compile())
@@ -65,7 +65,7 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
     Memory:
         Reads the executable's text; allocates nothing on a device.
 
-    Example:
+    Examples:
         >>> import jax, jax.numpy as jnp
         >>> check_donation(jax.jit(lambda w: w * 2, donate_argnums=0).lower(jnp.ones(3)).compile())
     """

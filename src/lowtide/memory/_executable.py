@@ -129,7 +129,7 @@ def aliased_parameters(header: str) -> set[tuple[int, tuple[int, ...]]]:
         Parameter numbers, each with its index inside the parameter (empty unless the parameter is a tuple); empty
         when the header has no ``input_output_alias``.
 
-    Example:
+    Examples:
         >>> sorted(aliased_parameters("HloModule f, input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }"))
         [(0, (5,)), (2, ())]
     """

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 class SpaceBytes:
     """What one program needs in one memory space of one device.
 
-    Example:
+    Examples:
         >>> SpaceBytes(argument_bytes=10, output_bytes=6, alias_bytes=4, temp_bytes=3, code_bytes=1).total_bytes
         16
     """
@@ -51,7 +51,7 @@ class SpaceBytes:
 class MemoryReport:
     """Where a compiled program's bytes go, on one device of a target; made by `analyze`.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> from lowtide.memory import analyze
         >>> report = analyze(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)), roles={"params": 0})

@@ -68,7 +68,7 @@ _FORMS = '"here", "cpu", or a TPU topology such as "v5e:2x2" (chips: ' + ", ".jo
 class Target:
     """Hardware to compile for; made by `target`.
 
-    Example:
+    Examples:
         >>> target("cpu").platform
         'cpu'
     """
@@ -122,7 +122,7 @@ def target(name: str = "here") -> Target:
         None on any device. `device_bytes` is what a program may use, as measured with libtpu 0.0.51, or for hardware
         that is here the limit of JAX's allocator.
 
-    Example:
+    Examples:
         >>> target("cpu").device_bytes is None
         True
     """

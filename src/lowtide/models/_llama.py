@@ -132,7 +132,7 @@ def init(
     Returns:
         The decoder. Under `jax.eval_shape` it allocates nothing.
 
-    Example:
+    Examples:
         >>> config = LlamaConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2,
         ...                      num_kv_heads=1, head_dim=4)
         >>> init(config, key=jax.random.key(0)).layers["attn"]["q_proj"]["weight"].shape

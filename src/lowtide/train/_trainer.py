@@ -85,7 +85,7 @@ class Trainer:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
         an accumulator of the same size with microbatches), activations of one microbatch.
 
-    Example:
+    Examples:
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
         >>> loss_fn = lambda m, x: (jnp.mean((m["base"] + m["lora_a"] - x) ** 2), {})
         >>> trainer = Trainer(model, loss_fn, optax.sgd(0.5), wrt="lora_*")

@@ -18,7 +18,7 @@ class Config:
     Raises:
         ConfigError: for a rank below 1, an alpha that is not positive and finite, or targets that are no patterns.
 
-    Example:
+    Examples:
         >>> Config(rank=8, targets="**/{q,k,v,o}_proj").scaling
         4.0
     """

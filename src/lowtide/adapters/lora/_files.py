@@ -48,7 +48,7 @@ def save(
     Memory:
         The adapters in float32 on the host, twice while they are written.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> with tempfile.TemporaryDirectory() as directory:
@@ -111,7 +111,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     Memory:
         The adapters in float32, as in `add`; on the host, twice those of one weight.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> with tempfile.TemporaryDirectory() as directory:

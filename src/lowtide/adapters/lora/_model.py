@@ -42,7 +42,7 @@ def add(model: Tree, config: Config, *, key: Array) -> Tree:
         ``4 * rank * (out + in)`` bytes for each matrix. The weights are referred to, not copied. Adapters of a weight
         with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
 
-    Example:
+    Examples:
         >>> model = {"q_proj": {"weight": jnp.ones((8, 8))}}
         >>> model = add(model, Config(rank=2, targets="q_proj"), key=jax.random.key(0))
         >>> model["q_proj"]["weight"].lora_a.shape
@@ -74,7 +74,7 @@ def merge(model: Tree) -> Tree:
         A new array for each adapted weight, made one at a time; while one is made, a float32 copy of one layer of it.
         The given model is not changed: drop it to free its weights.
 
-    Example:
+    Examples:
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> merge({"w": node})["w"].tolist()
         [[3.0, 3.0], [3.0, 3.0]]

@@ -30,7 +30,7 @@ class LoRAWeight:
     Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``. They are not checked: after
     `lowtide.partition` some are None, and JAX puts other things there, too.
 
-    Example:
+    Examples:
         >>> import jax.numpy as jnp
         >>> node = LoRAWeight(jnp.ones((4, 3)), jnp.ones((1, 3)), jnp.zeros((4, 1)), alpha=1.0)
         >>> node.linear(jnp.ones((2, 3))).shape
