@@ -6,7 +6,8 @@ ARGS ?=
 PYTEST_ARGS ?= -n 2
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# Without --no-compile pip would compile every module of every package; Python compiles those it imports anyway.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help finetune test pytest lint format docs peers bench clean
