@@ -81,3 +81,37 @@ def tpu_device() -> jax.Device:
     from lowtide.core import _compat
 
     return _compat.tpu_topology_devices("v5e:2x2")[0]
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Hugging Face directory of a random Llama of a few thousand parameters, with a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from lowtide.models import LlamaConfig, init, save
+
+    directory = tmp_path_factory.mktemp("tiny")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the tide goes out and the tide comes in"] * 4, trainer)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        tie_embeddings=True,
+        eos_token_id=0,
+    )
+    save(init(config, key=jax.random.key(0)), directory)
+    return str(directory)

@@ -5,7 +5,8 @@ weight (JAX issue 23316). Here only the selected leaves are differentiated; the 
 constants, so no cotangent, zero or accumulator for them ever exists, eagerly or under jit.
 
 The other way to get there, `jax.vjp(...)[1].with_refs(jax.ad.DontWant(), ...)`, was measured beside this one
-(benchmarks/LOG.md): equal bytes under jit, but eagerly it linearises frozen leaves too.
+(benchmarks/LOG.md): equal bytes under jit, but outside of it `lax.scan` still computes and stacks the gradient of the
+frozen weights before it drops it, and with a `Ref` for what trains a scan raises or gives wrong gradients.
 """
 
 from __future__ import annotations
@@ -109,11 +110,12 @@ def accumulate(
         raise StructureError(
             "num_microbatches has to be at least 1", got=num_microbatches, hint="1 means no accumulation"
         )
-    if num_microbatches == 1 and not has_aux:
-        return grad_fn
 
     @functools.wraps(grad_fn)
     def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        if num_microbatches == 1:  # no accumulator
+            value, grads = grad_fn(model, batch, *args, **kwargs)
+            return ((value[0], jax.tree.map(lambda x: x[None], value[1])) if has_aux else value), grads
         microbatches = _split_batch(batch, num_microbatches)
 
         def call(microbatch: Tree) -> tuple[Any, Any, Tree, Any]:

@@ -32,7 +32,8 @@ class Checkpoints:
         self._ocp = ocp
         self.directory = Path(directory).resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        handler = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handler)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""

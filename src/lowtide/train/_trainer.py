@@ -295,7 +295,7 @@ def _train_step(
     (loss, (metrics, weights)), grads = grad_fn(combine(trainable, frozen), batch)
     total = jnp.sum(weights)
     metrics = {name: jnp.sum(value * weights) / total for name, value in metrics.items()}
-    metrics |= {"loss": loss, "grad_norm": optax.global_norm(grads)}
+    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     updates, opt_state = tx.update(grads, opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state, step + 1, metrics
 

@@ -1,0 +1,172 @@
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lowtide import lora
+from lowtide.core import ModelFileError, OutputError
+from lowtide.models import LlamaConfig, RopeScaling, init, load, load_tokenizer, save
+
+CONFIG = LlamaConfig(
+    vocab_size=30,
+    hidden_size=8,
+    intermediate_size=12,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    rope_scaling=RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64),
+    attention_bias=True,
+    eos_token_id=(3, 4),
+)
+
+
+@pytest.fixture
+def model():
+    return init(CONFIG, key=jax.random.key(0))
+
+
+@pytest.fixture
+def directory(model, tmp_path):
+    save(model, tmp_path / "m")
+    return tmp_path / "m"
+
+
+def _edit_config(directory: Path, **changes):
+    raw = json.loads((directory / "config.json").read_text())
+    raw.update(changes)
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if v != "gone"}))
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 1500])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_directory_round_trips(tmp_path, max_shard_bytes, dtype):
+    model = init(CONFIG, key=jax.random.key(0), dtype=dtype)
+    save(model, tmp_path, max_shard_bytes=max_shard_bytes)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_bytes == 1500)
+    again = load(tmp_path)
+    assert again.config == CONFIG
+    jax.tree.map(np.testing.assert_array_equal, (again.outer, again.layers), (model.outer, model.layers))
+    assert {leaf.dtype for leaf in jax.tree.leaves(again)} == {jnp.dtype(dtype)}
+    if max_shard_bytes == 1500:
+        sizes = [sum(t.nbytes for t in load_file(f).values()) for f in tmp_path.glob("*.safetensors")]
+        assert len(sizes) >= 3
+        assert max(sizes) <= 1500
+
+
+def test_dtypes_are_chosen_on_loading(directory):
+    loaded = load(directory, dtype="bfloat16", compute_dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jnp.dtype("bfloat16")}
+    assert loaded.compute_dtype == "float32"
+
+
+def test_a_tied_checkpoint_may_repeat_its_head(model, tmp_path):
+    import dataclasses
+
+    config = dataclasses.replace(CONFIG, tie_embeddings=True)
+    tied = init(config, key=jax.random.key(0))
+    save(tied, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert "lm_head" not in load(tmp_path).outer
+
+
+def test_missing_files_are_named(directory, tmp_path):
+    with pytest.raises(ModelFileError, match=r"nowhere/config.json: no such file(.|\n)*hint:"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ModelFileError, match=r"tokenizer.json: no such file(.|\n)*hint:"):
+        load_tokenizer(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelFileError, match=r"model.safetensors: no such file(.|\n)*hint:"):
+        load(directory)
+
+
+def test_a_missing_shard_is_named(model, tmp_path):
+    save(model, tmp_path, max_shard_bytes=1500)
+    shard = sorted(tmp_path.glob("model-*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelFileError, match=rf"{shard.name}: no such file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 0.5, 0.99])
+def test_truncated_weights_are_named(directory, keep):
+    file = directory / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: keep if isinstance(keep, int) else int(len(data) * keep)])
+    with pytest.raises(ModelFileError, match=r"model.safetensors: not a complete safetensors file(.|\n)*hint:"):
+        load(directory)
+
+
+def test_config_and_weights_that_disagree_are_named(directory):
+    _edit_config(directory, intermediate_size=13)
+    with pytest.raises(ModelFileError, match=r"mlp.*_proj.weight has another shape(.|\n)*\(8, 13\)(.|\n)*hint:"):
+        load(directory)
+    _edit_config(directory, intermediate_size=12, num_hidden_layers=3)
+    with pytest.raises(ModelFileError, match=r"missing, first model.layers.2(.|\n)*hint:"):
+        load(directory)
+    _edit_config(directory, num_hidden_layers=1)
+    with pytest.raises(ModelFileError, match=r"hold model.layers.1.*no place for(.|\n)*hint:"):
+        load(directory)
+
+
+def test_unknown_models_are_refused(directory):
+    _edit_config(directory, architectures=["MambaForCausalLM"])
+    with pytest.raises(ModelFileError, match=r"unknown architecture 'MambaForCausalLM'(.|\n)*hint:"):
+        load(directory)
+    _edit_config(directory, architectures=["LlamaForCausalLM"], hidden_act="gelu")
+    with pytest.raises(ModelFileError, match=r"unknown activation 'gelu'(.|\n)*hint:"):
+        load(directory)
+    _edit_config(directory, hidden_act="silu", rope_scaling={"rope_type": "yarn", "factor": 2.0})
+    with pytest.raises(ModelFileError, match=r"unknown RoPE scaling 'yarn'(.|\n)*hint:"):
+        load(directory)
+
+
+def test_an_unusable_config_is_refused(directory):
+    _edit_config(directory, hidden_size="gone")
+    with pytest.raises(ModelFileError, match=r"hidden_size is missing(.|\n)*hint:"):
+        load(directory)
+    _edit_config(directory, hidden_size="wide")
+    with pytest.raises(ModelFileError, match=r"an entry has an unusable value(.|\n)*hint:"):
+        load(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(ModelFileError, match=r"config.json: not readable as JSON(.|\n)*hint:"):
+        load(directory)
+
+
+def test_integer_weights_are_refused(directory):
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"] = np.ones((8,), np.int8)
+    save_file(tensors, directory / "model.safetensors")
+    with pytest.raises(ModelFileError, match=r"model.norm.weight has dtype I8(.|\n)*hint:"):
+        load(directory)
+
+
+def test_a_damaged_tokenizer_is_refused(directory):
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFileError, match=r"tokenizer.json: not a tokenizer(.|\n)*hint:"):
+        load_tokenizer(directory)
+
+
+def test_adapters_are_not_saved_as_a_model(model, tmp_path):
+    adapted = lora.add(model, lora.Config(rank=2), key=jax.random.key(0))
+    with pytest.raises(ModelFileError, match=r"not those of the model's configuration(.|\n)*hint: merge"):
+        save(adapted, tmp_path)
+
+
+def test_an_unwritable_folder_is_named(model, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"file/m: cannot write the model(.|\n)*hint:"):
+        save(model, tmp_path / "file" / "m")
+
+
+def test_the_tokenizer_is_copied(model, tiny_model_dir, tmp_path):
+    save(model, tmp_path, tokenizer=Path(tiny_model_dir) / "tokenizer.json")
+    assert load_tokenizer(tmp_path).get_vocab_size() > 0
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,129 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError
+from lowtide.models import LlamaConfig, RopeScaling, generate, init, logits, loss
+
+CONFIG = LlamaConfig(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+)
+
+
+def _batch(seed=0, shape=(2, 9)):
+    tokens = np.random.default_rng(seed).integers(0, CONFIG.vocab_size, (shape[0], shape[1] + 1))
+    return {"tokens": jnp.asarray(tokens[:, :-1], jnp.int32), "labels": jnp.asarray(tokens[:, 1:], jnp.int32)}
+
+
+def test_the_loss_is_the_cross_entropy_of_the_logits():
+    model, batch = init(CONFIG, key=jax.random.key(0)), _batch()
+    table = jax.nn.log_softmax(logits(model, batch["tokens"]))
+    want = -jnp.mean(jnp.take_along_axis(table, batch["labels"][..., None], axis=-1))
+    np.testing.assert_allclose(loss(model, batch)[0], want, rtol=1e-6)
+
+
+def test_a_later_token_never_changes_an_earlier_logit():
+    model, batch = init(CONFIG, key=jax.random.key(0)), _batch()
+    before = logits(model, batch["tokens"])
+    after = logits(model, batch["tokens"].at[:, 5].add(1))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert not np.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_remat_changes_bytes_and_not_values():
+    model, batch = init(CONFIG, key=jax.random.key(0)), _batch(shape=(8, 64))
+
+    def grads(remat):
+        return jax.jit(jax.value_and_grad(lambda m: loss(m, batch, remat=remat)[0]))
+
+    plain, again = grads(False)(model), grads(True)(model)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, again)
+    kept = grads(False).lower(model).compile().memory_analysis().temp_size_in_bytes
+    recomputed = grads(True).lower(model).compile().memory_analysis().temp_size_in_bytes
+    assert recomputed < 0.7 * kept
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute_dtype", ["float32", "bfloat16"])
+def test_parameter_and_compute_dtypes_are_separate(param_dtype, compute_dtype):
+    model = init(CONFIG, key=jax.random.key(0), dtype=param_dtype, compute_dtype=compute_dtype)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(model)} == {param_dtype}
+    h = model.stack.hidden(model.outer, model.layers, _batch())
+    assert h.dtype == compute_dtype
+    reference = init(CONFIG, key=jax.random.key(0))
+    np.testing.assert_allclose(loss(model, _batch())[0], loss(reference, _batch())[0], rtol=2e-2)
+
+
+@pytest.mark.parametrize("wrt", ["layers/attn/q_proj/**", "layers/**", "outer/embed/*"])
+@pytest.mark.parametrize("tie", [True, False])
+def test_selected_gradients_equal_jax_bit_for_bit(wrt, tie):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tie)
+    model, batch = init(config, key=jax.random.key(0)), _batch()
+
+    def loss_fn(model, batch):
+        return loss(model, batch)[0]
+
+    value, grads = lt.value_and_grad(loss_fn, wrt)(model, batch)
+    want_value, want = jax.value_and_grad(loss_fn)(model, batch)
+    selected, _ = lt.partition(want, wrt)
+    assert value == want_value
+    assert jax.tree.structure(grads) == jax.tree.structure(selected)
+    jax.tree.map(np.testing.assert_array_equal, grads, selected)
+
+
+def test_no_recompile_on_the_second_call(compilations):
+    model, batch = init(CONFIG, key=jax.random.key(0)), _batch()
+    step = jax.jit(lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/attn/**"))
+    step(model, batch)
+    model = jax.tree.map(lambda x: x + 0, model)
+    with compilations.none():
+        step(model, batch)
+
+
+def test_rope_scaling_turns_slower():
+    tokens = _batch()["tokens"]
+
+    def strong(config):
+        return jax.tree.map(lambda x: 10 * x, init(config, key=jax.random.key(0)))
+
+    plain = logits(strong(CONFIG), tokens)
+    for scaling in (RopeScaling(rope_type="linear", factor=4.0), RopeScaling(rope_type="llama3", factor=8.0)):
+        config = dataclasses.replace(CONFIG, rope_scaling=scaling)
+        assert np.abs(plain - logits(strong(config), tokens)).max() > 1e-3
+
+
+def test_initialisation_allocates_nothing_abstractly():
+    shapes = jax.eval_shape(lambda key: init(CONFIG, key=key, dtype=jnp.bfloat16), jax.random.key(0))
+    assert shapes.layers["mlp"]["up_proj"]["weight"] == jax.ShapeDtypeStruct((3, 24, 16), jnp.bfloat16)
+
+
+def test_generation_continues_the_prompt_and_repeats_by_key():
+    model = init(CONFIG, key=jax.random.key(0))
+    prompt = jnp.array([3, 1, 4], jnp.int32)
+    first = generate(model, prompt, 6, key=jax.random.key(1))
+    assert first.shape == (9,)
+    np.testing.assert_array_equal(first[:3], prompt)
+    np.testing.assert_array_equal(first, generate(model, prompt, 6, key=jax.random.key(1)))
+    greedy = generate(model, prompt, 2, key=jax.random.key(2), temperature=0.0)
+    assert greedy[3] == jnp.argmax(logits(model, prompt[None])[0, -1])
+    with pytest.raises(ConfigError, match=r"nothing to continue(.|\n)*hint:"):
+        generate(model, prompt[:0], 2, key=jax.random.key(2))
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(ConfigError, match=r"num_kv_heads has to divide(.|\n)*hint:"):
+        dataclasses.replace(CONFIG, num_kv_heads=3)
+    with pytest.raises(ConfigError, match=r"head_dim has to be even(.|\n)*hint:"):
+        dataclasses.replace(CONFIG, head_dim=5)
+    with pytest.raises(ConfigError, match=r"num_layers has to be at least 1(.|\n)*hint:"):
+        dataclasses.replace(CONFIG, num_layers=0)

@@ -1,0 +1,91 @@
+import pytest
+
+from lowtide.core import ConfigError, OutputError
+from lowtide.train import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config
+from lowtide.train._runs import MetricsFile, check_same_data, read_records, write_config
+
+
+def test_toml_round_trips(tmp_path):
+    config = FinetuneConfig(model="m", rank=4, targets=("a", "b"), learning_rate=1e-3, remat=True)
+    (tmp_path / "c.toml").write_text(config_to_toml(config))
+    assert config_from_dict(read_config(tmp_path / "c.toml"), "c.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"rnak": 3}, r"unknown key 'rnak'(.|\n)*hint: did you mean rank"),
+        ({"rank": "8"}, r"rank has the wrong type(.|\n)*hint:"),
+        ({"rank": True}, r"rank has the wrong type(.|\n)*hint:"),
+        ({"targets": [1]}, r"targets has the wrong type(.|\n)*hint:"),
+        ({"rank": 0}, r"rank is out of range(.|\n)*at least 1(.|\n)*hint:.*--rank"),
+        ({"num_steps": 0}, r"num_steps is out of range(.|\n)*hint:.*--steps"),
+        ({"seed": -1}, r"seed is out of range(.|\n)*hint:"),
+        ({"alpha": 0.0}, r"alpha is out of range(.|\n)*hint:"),
+        ({"alpha": float("nan")}, r"alpha is out of range(.|\n)*hint:"),
+        ({"learning_rate": 0}, r"learning_rate is out of range(.|\n)*hint:"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction is out of range(.|\n)*hint:"),
+        ({"compute_dtype": "int8"}, r"compute_dtype is out of range(.|\n)*hint:"),
+        ({"num_microbatches": 3}, r"num_microbatches is out of range(.|\n)*divisor of batch_size 8(.|\n)*hint:"),
+    ],
+)
+def test_wrong_values_are_named(values, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(values, "c.toml")
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"gone.toml: cannot be read(.|\n)*hint:"):
+        read_config(tmp_path / "gone.toml")
+    (tmp_path / "c.toml").write_text("rank = ")
+    with pytest.raises(ConfigError, match=r"c.toml: not TOML(.|\n)*hint:"):
+        read_config(tmp_path / "c.toml")
+
+
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(OutputError, match=r"the folder is not empty(.|\n)*hint: continue that run with --resume"):
+        open_run(tmp_path, {}, "flags", resume=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_unwritable_folder_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"file/run: cannot be written(.|\n)*hint:"):
+        open_run(tmp_path / "file" / "run", {}, "flags", resume=False)
+
+
+def test_resume_takes_the_runs_own_configuration(tmp_path):
+    write_config(tmp_path, FinetuneConfig(rank=4, num_steps=7))
+    assert open_run(tmp_path, {}, "flags", resume=True) == FinetuneConfig(rank=4, num_steps=7)
+    assert open_run(tmp_path, {"rank": 4}, "flags", resume=True).num_steps == 7
+
+
+def test_resume_with_another_configuration_is_refused(tmp_path):
+    write_config(tmp_path, FinetuneConfig(rank=4, num_steps=7))
+    with pytest.raises(ConfigError, match=r"another configuration(.|\n)*rank = 4(.|\n)*rank = 8(.|\n)*hint:"):
+        open_run(tmp_path, {"rank": 8, "num_steps": 7}, "flags", resume=True)
+
+
+def test_nothing_to_resume_is_an_error(tmp_path):
+    with pytest.raises(OutputError, match=r"no run to resume(.|\n)*config.toml(.|\n)*hint:"):
+        open_run(tmp_path / "gone", {}, "flags", resume=True)
+
+
+def test_resume_over_other_data_is_refused(tmp_path):
+    check_same_data(tmp_path, "a")
+    check_same_data(tmp_path, "a")
+    with pytest.raises(ConfigError, match=r"data or the tokenizer changed(.|\n)*hint:"):
+        check_same_data(tmp_path, "b")
+
+
+def test_metrics_continue_after_the_last_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.0}\n{"step": 4, "lo')
+    assert len(read_records(path)) == 3
+    metrics = MetricsFile(path, keep_through=2)
+    metrics.append({"step": 3, "loss": 1.5})
+    metrics.close()
+    assert read_records(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}]
+    MetricsFile(path, keep_through=None).close()
+    assert read_records(path) == []

@@ -1,0 +1,120 @@
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from lowtide.core import ConfigError, DataError
+from lowtide.train import read_documents, text_data
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_dir):
+    return Tokenizer.from_file(f"{tiny_model_dir}/tokenizer.json")
+
+
+def _data(documents, tokenizer, **changes):
+    return text_data(documents, tokenizer, **{"seq_len": 8, "batch_size": 4, "seed": 0, "end_token": 0, **changes})
+
+
+def test_the_built_in_corpus_is_the_language_reference():
+    documents = read_documents(None)
+    assert len(documents) > 50
+    assert any("lambda" in text for text in documents)
+
+
+def test_files_folders_and_json_lines_are_read(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.py").write_text("first")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "c.md").write_text("third \u2028 line")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "image.bin").write_bytes(b"\0\1\2")
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    (tmp_path / "blank.txt").write_text("  \n")
+    assert read_documents(tmp_path) == ["first", "second", "third \u2028 line"]
+    assert read_documents(tmp_path / "a.py") == ["first"]
+    lines = [{"text": "one \u2028 two"}, {"text": "three", "more": 1}]
+    (tmp_path / "d.jsonl").write_text("\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines))
+    assert read_documents(tmp_path / "d.jsonl") == ["one \u2028 two", "three"]
+
+
+def test_unusable_data_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"gone.txt: no such file or folder(.|\n)*hint:"):
+        read_documents(tmp_path / "gone.txt")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match=r"empty.txt: no text in it(.|\n)*hint:"):
+        read_documents(tmp_path / "empty.txt")
+    with pytest.raises(DataError, match=r"no text in it(.|\n)*hint:"):
+        read_documents(tmp_path)
+    (tmp_path / "x.bin").write_bytes(b"\0\1")
+    with pytest.raises(DataError, match=r"x.bin: not UTF-8 text(.|\n)*hint:"):
+        read_documents(tmp_path / "x.bin")
+    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\n{"text": ')
+    with pytest.raises(DataError, match=r"bad.jsonl:2: not JSON(.|\n)*hint:"):
+        read_documents(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_text('{"txt": "fine"}')
+    with pytest.raises(DataError, match=r"bad.jsonl:1: no text(.|\n)*hint:"):
+        read_documents(tmp_path / "bad.jsonl")
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "caf\xe9"}')
+    with pytest.raises(DataError, match=r"bad.jsonl: not UTF-8(.|\n)*hint:"):
+        read_documents(tmp_path / "bad.jsonl")
+
+
+def test_labels_are_the_next_tokens_and_nothing_is_lost(tokenizer):
+    text = "the tide goes out and the tide comes in " * 20
+    data = _data([text], tokenizer, batch_size=2)
+    stream = [*tokenizer.encode(text).ids, 0]
+    windows = [stream[i : i + 9] for i in range(0, len(stream) - 8, 9)]
+    held_out = [row for batch in data.held_out for row in zip(batch["tokens"], batch["labels"], strict=True)]
+    real = [(t.tolist(), l.tolist()) for t, l in held_out if (l >= 0).any()]
+    num_train = data.num_train_tokens // 9
+    assert [t + l[-1:] for t, l in real] == windows[num_train:]
+    per_epoch = [data.train[i] for i in range(num_train // 2)]
+    seen = sorted((*t, l[-1]) for b in per_epoch for t, l in zip(b["tokens"].tolist(), b["labels"].tolist(), strict=True))
+    assert seen == sorted(tuple(w) for w in windows[:num_train])[: len(seen)] or len(seen) == num_train - num_train % 2
+    for batch in per_epoch:
+        np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    assert len(windows) - num_train == max(1, round(len(windows) * 0.1))
+
+
+def test_the_last_held_out_batch_is_filled_with_ignored_rows(tokenizer):
+    data = _data(["the tide goes out " * 60], tokenizer, batch_size=7)
+    last = data.held_out[-1]
+    assert last["tokens"].shape == (7, 8)
+    assert (last["tokens"] >= 0).all()
+    real = sum(int((row >= 0).all()) for batch in data.held_out for row in batch["labels"])
+    assert real == data.num_held_out_tokens // 9
+    assert {int(row[0]) for row in last["labels"] if (row < 0).any()} <= {-100}
+
+
+def test_the_batch_of_a_step_depends_on_the_seed_alone(tokenizer):
+    documents = [f"the tide {i} goes out and comes in" for i in range(40)]
+    one, same, other = (_data(documents, tokenizer, seed=s) for s in (1, 1, 2))
+    for step in (0, 3, 200):
+        np.testing.assert_array_equal(one.train[step]["tokens"], same.train[step]["tokens"])
+    assert (one.train[0]["tokens"] != other.train[0]["tokens"]).any()
+    assert (one.train[0]["tokens"] != one.train[1]["tokens"]).any()
+
+
+def test_a_smaller_corpus_than_a_batch_repeats(tokenizer):
+    data = _data(["the tide goes out and the tide comes in again and again"], tokenizer, batch_size=64)
+    assert data.train[0]["tokens"].shape == (64, 8)
+
+
+def test_data_shorter_than_a_sequence_is_refused(tokenizer):
+    with pytest.raises(DataError, match=r"too few for one training and one held-out(.|\n)*202 tokens(.|\n)*hint:"):
+        _data(["the tide"], tokenizer, seq_len=100)
+
+
+@pytest.mark.parametrize("change", [{"seq_len": 0}, {"batch_size": 0}, {"held_out_fraction": 1.0}])
+def test_sizes_out_of_range_are_refused(tokenizer, change):
+    with pytest.raises(ConfigError, match=r"out of range(.|\n)*hint:"):
+        _data(["the tide " * 50], tokenizer, **change)
+
+
+def test_progress_counts_documents(tokenizer):
+    seen = []
+    _data(["the tide goes out"] * 600, tokenizer, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(256, 600), (512, 600), (600, 600)]
