@@ -26,7 +26,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def _missing(*modules: str) -> list[str]:
-    return [module for module in modules if importlib.util.find_spec(module) is None]
+    def is_there(module: str) -> bool:
+        with contextlib.suppress(ModuleNotFoundError):  # of the parent package
+            return importlib.util.find_spec(module) is not None
+        return False
+
+    return [module for module in modules if not is_there(module)]
 
 
 def _reason_to_skip(marker: str) -> str | None:
