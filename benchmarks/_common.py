@@ -6,6 +6,7 @@ import datetime
 import json
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def header(command: str) -> dict[str, Any]:
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain", "--", *MEASURED)),
         "python": platform.python_version(),
-        "versions": versions(),
+        "versions": {**versions(), "optax": metadata.version("optax")},
     }
 
 
