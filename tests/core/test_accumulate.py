@@ -92,12 +92,13 @@ def test_half_precision_gradients_add_up_in_float32(dtype: Any) -> None:
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_auxiliary_values_come_stacked(num_microbatches: int) -> None:
     def loss(model: Any, batch: Any, scale: float, *, shift: float) -> Any:
-        return jnp.mean(model["w"] * batch) * scale + shift, {"first": batch[0]}
+        return jnp.mean(model["w"] * batch) * scale + shift, {"first": batch[0], "constant": 1.0}
 
     step = accumulate(value_and_grad(loss, has_aux=True), num_microbatches, has_aux=True)
     (value, aux), grads = step({"w": jnp.float32(2)}, jnp.arange(4.0), 10.0, shift=1.0)
     assert (float(value), float(grads["w"])) == (31.0, 15.0)
     np.testing.assert_array_equal(aux["first"], [0.0] if num_microbatches == 1 else [0.0, 2.0])
+    np.testing.assert_array_equal(aux["constant"], [1.0] * num_microbatches)
 
 
 def test_random_keys_split_like_any_batch() -> None:

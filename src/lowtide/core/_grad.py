@@ -115,7 +115,7 @@ def accumulate(
     def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         if num_microbatches == 1:  # no accumulator
             value, grads = grad_fn(model, batch, *args, **kwargs)
-            return ((value[0], jax.tree.map(lambda x: x[None], value[1])) if has_aux else value), grads
+            return ((value[0], jax.tree.map(lambda x: jnp.expand_dims(x, 0), value[1])) if has_aux else value), grads
         microbatches = _split_batch(batch, num_microbatches)
 
         def call(microbatch: Tree) -> tuple[Any, Any, Tree, Any]:
