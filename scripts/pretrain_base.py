@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import lowtide as lt
 from lowtide.models import LlamaConfig, init, load, loss, save
-from lowtide.train import Trainer, text_data
+from lowtide.train import TextData, Trainer, text_data
 
 END = "<|endoftext|>"
 EXCLUDED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data", "encodings", "lib2to3"}
@@ -61,22 +61,8 @@ def train_tokenizer(documents: list[str], path: Path) -> Tokenizer:
     return tokenizer
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="where to write the model directory")
-    parser.add_argument("--work", type=Path, default=Path("runs/pretrain"), help="checkpoints and metrics")
-    parser.add_argument("--steps", type=int, default=3000, help="training steps")
-    args = parser.parse_args()
-
-    documents = corpus()
-    tokenizer = train_tokenizer(documents, args.work / "tokenizer.json")
-    data = text_data(
-        documents, tokenizer, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, seed=SEED, end_token=0, held_out_fraction=0.02
-    )
-    console.print(
-        f"{data.num_documents} files, {data.num_train_tokens:,} training tokens, {data.num_held_out_tokens:,} held out"
-    )
-    config = LlamaConfig(
+def model_config() -> LlamaConfig:
+    return LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=192,
         intermediate_size=512,
@@ -89,21 +75,21 @@ def main() -> None:
         bos_token_id=0,
         eos_token_id=0,
     )
+
+
+def optimizer(num_steps: int) -> optax.GradientTransformation:
+    """AdamW with linear warm-up, cosine decay to a twentieth, and weight decay on matrices only."""
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, PEAK_LEARNING_RATE, WARMUP_STEPS, args.steps, end_value=PEAK_LEARNING_RATE / 20
+        0.0, PEAK_LEARNING_RATE, WARMUP_STEPS, num_steps, end_value=PEAK_LEARNING_RATE / 20
     )
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p)),
-    )
-    trainer = Trainer(init(config, key=jax.random.key(SEED)), loss, tx, checkpoint_dir=args.work / "checkpoints")
-    resumed = trainer.restore()
-    if resumed:
-        console.print(f"continuing from step {resumed}")
-    started = time.perf_counter()
+    decayed = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 2, p))
+    return optax.chain(optax.clip_by_global_norm(1.0), decayed)
+
+
+def train(trainer: Trainer, data: TextData, args: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress, (args.work / "metrics.jsonl").open("a") as metrics:
-        task = progress.add_task("pretraining", total=args.steps, completed=resumed or 0)
+        task = progress.add_task("pretraining", total=args.steps, completed=trainer.step)
 
         def on_record(record: dict[str, float | int]) -> None:
             metrics.write(json.dumps(record) + "\n")
@@ -120,6 +106,30 @@ def main() -> None:
             checkpoint_every=250,
             on_record=on_record,
         )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where to write the model directory")
+    parser.add_argument("--work", type=Path, default=Path("runs/pretrain"), help="checkpoints and metrics")
+    parser.add_argument("--steps", type=int, default=3000, help="training steps")
+    args = parser.parse_args()
+
+    documents = corpus()
+    tokenizer = train_tokenizer(documents, args.work / "tokenizer.json")
+    data = text_data(
+        documents, tokenizer, seq_len=SEQ_LEN, batch_size=BATCH_SIZE, seed=SEED, end_token=0, held_out_fraction=0.02
+    )
+    console.print(
+        f"{data.num_documents} files, {data.num_train_tokens:,} training tokens, {data.num_held_out_tokens:,} held out"
+    )
+    model = init(model_config(), key=jax.random.key(SEED))
+    trainer = Trainer(model, loss, optimizer(args.steps), checkpoint_dir=args.work / "checkpoints")
+    resumed = trainer.restore()
+    if resumed:
+        console.print(f"continuing from step {resumed}")
+    started = time.perf_counter()
+    train(trainer, data, args)
     stored = jax.tree.map(lambda x: x.astype(jnp.bfloat16), trainer.model)
     save(stored, args.out, tokenizer=args.work / "tokenizer.json")
     (args.out / "tokenizer_config.json").write_text(

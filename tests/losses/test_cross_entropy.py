@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide import losses, lora
+from lowtide import lora, losses
 from lowtide.core import ConfigError, StructureError
 
 B, T, D, V = 2, 13, 8, 20

@@ -169,7 +169,10 @@ def test_checkpoints_resume_bit_for_bit(tmp_path):
 def test_checkpoints_hold_trainable_state_only(tmp_path):
     model = {"base": jnp.ones((512, 512)), "lora_a": jnp.zeros((4,))}
     trainer = Trainer(
-        model, lambda m, b: (jnp.sum(m["base"][:4, 0] * m["lora_a"] - b), {}), optax.adam(0.1), wrt="lora_*",
+        model,
+        lambda m, b: (jnp.sum(m["base"][:4, 0] * m["lora_a"] - b), {}),
+        optax.adam(0.1),
+        wrt="lora_*",
         checkpoint_dir=tmp_path,
     )
     trainer.fit([jnp.ones(())], num_steps=1)

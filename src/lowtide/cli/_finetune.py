@@ -141,7 +141,9 @@ def _print_bytes(console: Console, table: Any) -> None:
     total = "does not fit" if naive is None else format_bytes(naive.device_bytes)
     view.add_column("AdamW + stop_gradient", justify="right", footer=total)
     view.add_column("Lowtide", justify="right", footer=format_bytes(table.ours.device_bytes))
-    view.add_column("", justify="right", footer="" if naive is None else _ratio(table.ours.device_bytes, naive.device_bytes))
+    view.add_column(
+        "", justify="right", footer="" if naive is None else _ratio(table.ours.device_bytes, naive.device_bytes)
+    )
     names = {
         "frozen": "frozen weights",
         "trainable": "adapters",
@@ -168,5 +170,11 @@ def _ratio(now: int, was: int) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=console, transient=True)

@@ -32,6 +32,9 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
     Returns:
         Shape [..., out], in the dtype of `x`.
 
+    Memory:
+        A weight of another dtype is cast again in the backward pass; its cast copy never waits for it.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> linear(jnp.ones((2, 3)), jnp.ones((4, 3))).shape
@@ -39,4 +42,11 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
     """
     if isinstance(weight, LinearWeight):
         return weight.linear(x)
+    if weight.dtype == x.dtype:
+        return _product(x, weight)
+    # Else the cast weight would wait for the backward pass: under a scan, a second copy of all stacked weights.
+    return jax.checkpoint(_product, prevent_cse=False)(x, weight)
+
+
+def _product(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))

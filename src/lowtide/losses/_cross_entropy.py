@@ -72,7 +72,7 @@ def chunked_cross_entropy(
     num_sequences = max(1, labels.size // max(1, labels.shape[-1]))
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     leaves, treedef = jax.tree.flatten(head)
-    total = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)
+    total: Array = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
@@ -117,7 +117,7 @@ def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labe
     ]
     carry = (jnp.float32(0), jnp.zeros_like(h) if wants_h else None, zeros)
     total, dh, dleaves = _over_chunks(labels.shape[-1], chunk, body, carry)
-    dtypes = [jnp.zeros((0,), leaf.dtype) for leaf, want in zip(leaves, wanted, strict=True) if want]
+    dtypes = [jnp.zeros_like(leaf, shape=(0,)) for leaf, want in zip(leaves, wanted, strict=True) if want]
     return total, (dh, _fill((None,) * len(leaves), wanted, dleaves), dtypes)
 
 
@@ -139,9 +139,7 @@ def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int) ->
         logits_BCV = linear(h_BCD, head).astype(jnp.float32)
     else:
         contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
-        logits_BCV = jax.lax.dot_general(
-            h_BCD, head.astype(h_BCD.dtype), contract, preferred_element_type=jnp.float32
-        )
+        logits_BCV = jax.lax.dot_general(h_BCD, head.astype(h_BCD.dtype), contract, preferred_element_type=jnp.float32)
     keep_BC = labels_BC != ignore_index
     safe_BC = jnp.where(keep_BC, labels_BC, 0)
     gold_BC = jnp.take_along_axis(logits_BCV, safe_BC[..., None], axis=-1, mode="fill")[..., 0]

@@ -58,5 +58,3 @@ def _run(model: Llama, padded: Array, start: Array, key: Array, temperature: Arr
         return tokens.at[i].set(sampled.astype(tokens.dtype))
 
     return jax.lax.fori_loop(start, padded.shape[0], step, padded)
-
-

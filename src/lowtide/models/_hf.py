@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +213,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _open_all(files: list[Path]) -> Iterator[dict[str, tuple[Path, Any]]]:
+def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None, None]:
     """All tensors of some safetensors files: name to file and open handle."""
     with contextlib.ExitStack() as stack:
         tensors: dict[str, tuple[Path, Any]] = {}
@@ -241,13 +241,9 @@ def _read(tensors: dict[str, tuple[Path, Any]], name: str) -> np.ndarray:
 
 
 def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, directory: Path) -> None:
-    flat = jax.tree_util.tree_leaves_with_path(
-        parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
-    )
+    flat = jax.tree_util.tree_leaves_with_path(parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
     expected = {
-        name: shape[1:] if _is_stacked(path) else shape
-        for path, shape in flat
-        for name in _tensor_names(path, config)
+        name: shape[1:] if _is_stacked(path) else shape for path, shape in flat for name in _tensor_names(path, config)
     }
     missing = [name for name in expected if name not in tensors]
     if missing:

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -116,9 +116,7 @@ def head_logits(model: Llama, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T
     return linear(h_BTD, _head(model.outer)).astype(jnp.float32)
 
 
-def init(
-    config: LlamaConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32
-) -> Llama:
+def init(config: LlamaConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Llama:
     """A decoder with random weights: normal with standard deviation 0.02, norms at one.
 
     Projections that write into the residual stream are scaled down by sqrt(2 L), as in GPT-2.
@@ -240,7 +238,7 @@ def _attention(attn: Tree, x_BTD: Array, config: LlamaConfig) -> Array:
     return _dense(attn["o_proj"], out_BTNH.reshape(batch, length, config.num_heads * config.head_dim))
 
 
-def _attention_implementation(dtype: Any, head_dim: int) -> str:
+def _attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
     """cuDNN's kernel takes half precision and heads up to 128 in multiples of 8; everything else goes to XLA."""
     half = dtype in (jnp.bfloat16, jnp.float16)
     return "cudnn" if jax.default_backend() == "gpu" and half and head_dim <= 128 and head_dim % 8 == 0 else "xla"

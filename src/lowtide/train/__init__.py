@@ -7,7 +7,8 @@ from ._config import config_to_toml as config_to_toml
 from ._config import read_config as read_config
 from ._finetune import Finetune as Finetune
 from ._finetune import MemoryTable as MemoryTable
-from ._naive import analyze_naive as analyze_naive
+from ._preview import analyze_naive as analyze_naive
+from ._preview import analyze_step as analyze_step
 from ._runs import open_run as open_run
 from ._text import TextData as TextData
 from ._text import read_documents as read_documents
@@ -24,6 +25,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "analyze_naive",
+    "analyze_step",
     "config_from_dict",
     "config_to_toml",
     "open_run",

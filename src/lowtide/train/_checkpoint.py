@@ -67,7 +67,9 @@ class Checkpoints:
         """
         expected = _flat(like)
         stored = self._manager.item_metadata(step)
-        shapes = {name: tuple(meta.shape) for name, meta in dict(stored.tree if hasattr(stored, "tree") else stored).items()}
+        shapes = {
+            name: tuple(meta.shape) for name, meta in dict(stored.tree if hasattr(stored, "tree") else stored).items()
+        }
         wanted = {name: tuple(leaf.shape) for name, leaf in expected.items()}
         if shapes != wanted:
             name, shape = sorted(set(shapes.items()) ^ set(wanted.items()))[0]
@@ -78,7 +80,7 @@ class Checkpoints:
                 hint=f"resume with the configuration that wrote {self.directory}",
             )
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
-        values: dict[str, Any] = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+        values: Any = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
         return jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in expected])
 
     def wait(self) -> None:

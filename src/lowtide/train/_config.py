@@ -42,7 +42,7 @@ class FinetuneConfig:
     num_microbatches: int = 1
     """Parts of a batch that are run one after the other, to save activation memory."""
     learning_rate: float | None = None
-    """Peak of the schedule (linear warm-up, then cosine to a tenth); by default 2e-4, or 5e-3 for the embedded model."""
+    """Peak of the schedule: linear warm-up, then cosine to a tenth. By default 2e-4, or 5e-3 for the embedded model."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.0
@@ -50,10 +50,11 @@ class FinetuneConfig:
     max_grad_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to it."""
     param_dtype: str = "auto"
-    """Dtype of the frozen base: auto (as stored), float32, bfloat16 or float16. Adapters are float32."""
+    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. Adapters are always
+    float32."""
     compute_dtype: str = "auto"
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
-    remat: bool = False
+    remat: bool = True
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
     eval_every: int = 100
     """Steps between held-out evaluations; the first and the last step are always evaluated."""
@@ -69,7 +70,15 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
             _check_type(field, getattr(self, field), kind)
-        at_least_one = ("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every")
+        at_least_one = (
+            "num_steps",
+            "rank",
+            "batch_size",
+            "seq_len",
+            "num_microbatches",
+            "eval_every",
+            "checkpoint_every",
+        )
         for field in at_least_one:
             _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
         for field in ("warmup_steps", "weight_decay", "sample_tokens", "seed"):
@@ -107,7 +116,7 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
                 expected=f"one of {', '.join(known)}",
                 hint=f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig",
             )
-    fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return FinetuneConfig(**fixed)
 
 
@@ -128,7 +137,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read", got=str(error), hint="--config takes a TOML file") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML", got=str(error), hint='lines like: rank = 16, targets = "**/q_proj"') from error
+        raise ConfigError(
+            f"{path}: not TOML", got=str(error), hint='lines like: rank = 16, targets = "**/q_proj"'
+        ) from error
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
@@ -140,20 +151,29 @@ def _check(field: str, value: Any, good: bool, expected: str) -> None:
     if not good:
         flag = {"num_steps": "steps"}.get(field, field).replace("_", "-")
         raise ConfigError(
-            f"{field} is out of range", expected=expected, got=value, hint=f"change {field} in the TOML file, or --{flag}"
+            f"{field} is out of range",
+            expected=expected,
+            got=value,
+            hint=f"change {field} in the TOML file, or --{flag}",
         )
 
 
 def _check_type(field: str, value: Any, kind: Any) -> None:
     kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    for each in kinds:
-        plain = typing.get_origin(each) or each
-        if plain is float and isinstance(value, int) and not isinstance(value, bool):
-            return
-        if isinstance(value, plain) and not (plain is int and isinstance(value, bool)):
-            if plain is not tuple or all(isinstance(item, str) for item in value):
-                return
+    if any(_is_a(value, each) for each in kinds):
+        return
     names = " or ".join("nothing" if each is type(None) else str(getattr(each, "__name__", each)) for each in kinds)
     raise ConfigError(
         f"{field} has the wrong type", expected=names, got=f"{value!r}", hint=f"change {field} in the configuration"
     )
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    kind = typing.get_origin(kind) or kind
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, (int, float))
+    if kind is tuple:
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in typing.cast("tuple[Any, ...]", value))
+    return isinstance(value, kind)

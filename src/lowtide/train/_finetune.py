@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
-from ..core import ModelFileError, Tree, tree_bytes, value_and_grad
+from ..core import ModelFileError, Tree, tree_bytes, value_and_grad, write_files
 from ..memory import MemoryReport, Target, versions
 from ._config import FinetuneConfig
-from ._naive import analyze_naive
+from ._preview import analyze_naive
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -33,7 +33,6 @@ from ._runs import (
     MetricsFile,
     check_same_data,
     read_records,
-    write_atomically,
     write_config,
 )
 from ._text import IGNORE, TextData, read_documents, text_data
@@ -162,7 +161,7 @@ class Finetune:
 
         def record_step(record: Record) -> None:
             if "loss" in record:
-                record = {**record, "learning_rate": float(self.schedule(record["step"] - 1))}
+                record = {**record, "learning_rate": float(np.asarray(self.schedule(record["step"] - 1)))}
             metrics.append(record)
             if on_record is not None:
                 on_record(record)
@@ -186,7 +185,7 @@ class Finetune:
             table: the result of `memory`.
         """
         lora.save(self.trainer.model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
-        write_atomically(self.out / MEMORY, json.dumps(table.to_dict(), indent=2) + "\n")
+        write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
 
     def eval_losses(self) -> list[tuple[int, float]]:
         """Held-out losses so far: step and mean nats per token."""
@@ -215,11 +214,12 @@ def measured_peak_bytes() -> int | None:
 
 
 def _load(config: FinetuneConfig, directory: Path) -> tuple[models.Llama, Tokenizer]:
-    dtype = config.compute_dtype
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
+    on_cpu = jax.default_backend() == "cpu"
+    stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
+    compute = ("float32" if on_cpu else "bfloat16") if config.compute_dtype == "auto" else config.compute_dtype
     tokenizer = models.load_tokenizer(directory)
-    base = models.load(directory, dtype=config.param_dtype, compute_dtype=dtype)
+    base = models.load(directory, dtype=stored, compute_dtype=compute)
     if tokenizer.get_vocab_size() > base.config.vocab_size:
         raise ModelFileError(
             f"{directory}: tokenizer.json has more tokens than the model has embeddings",

@@ -1,23 +1,22 @@
 """The folder of a run: is it free, is it the run to resume, and the metrics in it.
 
-    config.toml     what was run
-    metrics.jsonl   one record a line
-    checkpoints/    trainable state only
-    adapter/        the adapter in PEFT's format
-    memory.json     where the bytes went
+config.toml     what was run
+metrics.jsonl   one record a line
+checkpoints/    trainable state only
+adapter/        the adapter in PEFT's format
+memory.json     where the bytes went
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core import ConfigError, OutputError
+from ..core import ConfigError, OutputError, write_files
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
 
 CONFIG, METRICS, CHECKPOINTS, ADAPTER, MEMORY, DATA = (
@@ -67,7 +66,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
 
 def write_config(out: Path, config: FinetuneConfig) -> None:
     """Write `config.toml`, whole or not at all."""
-    write_atomically(out / CONFIG, config_to_toml(config))
+    write_files(out, {CONFIG: config_to_toml(config).encode()})
 
 
 def check_same_data(out: Path, digest: str) -> None:
@@ -78,28 +77,12 @@ def check_same_data(out: Path, digest: str) -> None:
     """
     path = out / DATA
     if not path.is_file():
-        write_atomically(path, json.dumps({"sha256_of_tokens": digest}) + "\n")
+        write_files(out, {DATA: (json.dumps({"sha256_of_tokens": digest}) + "\n").encode()})
     elif json.loads(path.read_text())["sha256_of_tokens"] != digest:
         raise ConfigError(
             f"{out}: the data or the tokenizer changed since this run began",
             hint="resume needs the same data, or its losses would not be those of one run; start another --out",
         )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all.
-
-    Raises:
-        OutputError: when it cannot be written.
-    """
-    try:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OutputError(
-            f"{path}: cannot be written", got=error.strerror or error, hint="choose an --out that you may write to"
-        ) from error
 
 
 class MetricsFile:
@@ -113,7 +96,7 @@ class MetricsFile:
 
     def __init__(self, path: Path, keep_through: int | None) -> None:
         kept = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
-        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+        write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in kept).encode()})
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:

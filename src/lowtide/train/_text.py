@@ -71,7 +71,9 @@ def read_documents(path: str | Path | None) -> list[str]:
         documents = [text]
     documents = [text for text in documents if text.strip()]
     if not documents:
-        raise DataError(f"{path}: no text in it", expected="at least one document that is not blank", hint="check --data")
+        raise DataError(
+            f"{path}: no text in it", expected="at least one document that is not blank", hint="check --data"
+        )
     return documents
 
 
@@ -144,8 +146,8 @@ def _tokenise(
     pieces: list[np.ndarray] = []
     end = [] if end_token is None else [end_token]
     for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        for encoding in tokenizer.encode_batch_fast(documents[start : start + _ENCODE_AT_ONCE]):
-            pieces.append(np.asarray(encoding.ids + end, np.int32))
+        encodings = tokenizer.encode_batch_fast(documents[start : start + _ENCODE_AT_ONCE])
+        pieces.extend(np.asarray(encoding.ids + end, np.int32) for encoding in encodings)
         if on_progress is not None:
             on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
     return np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)

@@ -116,7 +116,7 @@ class Trainer:
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
         self.state = TrainState(jnp.int32(0), trainable, jax.jit(tx.init)(trainable))
         self._weight = weight or (lambda batch: jnp.float32(1))
-        self._step = functools.partial(_train_step, loss_fn, tx, wrt, num_microbatches, self._weight)
+        self._step = functools.partial(train_step, loss_fn, tx, wrt, num_microbatches, self._weight)
         self._evaluate = jax.jit(functools.partial(_eval_step, loss_fn, self._weight))
         self._compiled: tuple[Any, Any] | None = None
         self.checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
@@ -275,7 +275,7 @@ class Trainer:
         return self._compiled[1]
 
 
-def _train_step(
+def train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     wrt: Where,
@@ -287,6 +287,8 @@ def _train_step(
     frozen: Tree,
     batch: Tree,
 ) -> tuple[Tree, Tree, Any, dict[str, Any]]:
+    """One step, pure; `Trainer.step_fn` binds the first five arguments."""
+
     def weighted(model: Tree, batch: Tree) -> tuple[Any, tuple[Tree, Any]]:
         loss, metrics = loss_fn(model, batch)
         return loss, (metrics, weight(batch))

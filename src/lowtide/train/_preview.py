@@ -1,0 +1,110 @@
+"""Training steps compiled from shapes, before anything is allocated: ours, and the one that people write first.
+
+The naive step differentiates and optimises the whole model, with frozen weights behind `jax.lax.stop_gradient`. It is
+there to compare with and never runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core import Tree, Where, combine, partition
+from ..memory import MemoryReport, Target, analyze
+from ._trainer import STEP_ARGUMENTS, LossFn, train_step
+
+
+def analyze_step(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Where,
+    batch: Tree,
+    *,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+    target: Target | str | None = None,
+) -> MemoryReport:
+    """Compiled bytes of the step that `Trainer` would run.
+
+    Args:
+        model: the model, or shapes of it (`jax.eval_shape` of its constructor).
+        loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``.
+        tx: the optimizer.
+        wrt: what trains.
+        batch: a batch, or shapes of one.
+        num_microbatches: as in `Trainer`.
+        weight: as in `Trainer`.
+        target: what to compile for; None for the hardware at hand.
+
+    Returns:
+        The report, with the roles ``trainable``, ``optimizer``, ``step``, ``frozen`` and ``batch``.
+
+    Memory:
+        None: arrays are replaced by their shapes.
+    """
+    trainable, frozen = partition(jax.tree.map(_shape, model), wrt)
+    opt_state = jax.eval_shape(tx.init, trainable)
+    step = partial(train_step, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
+    arguments = (trainable, opt_state, jax.ShapeDtypeStruct((), jnp.int32), frozen, jax.tree.map(_shape, batch))
+    roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
+    return analyze(step, *arguments, target=target, roles=roles, donate_argnums=(0, 1, 2))
+
+
+def analyze_naive(
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Where,
+    batch: Tree,
+    *,
+    target: Target | str | None = None,
+) -> MemoryReport:
+    """Compiled bytes of a training step that differentiates and optimises the whole model.
+
+    Args:
+        model: the model, or shapes of it.
+        loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``.
+        tx: the optimizer.
+        wrt: what is meant to train; all else is put behind `jax.lax.stop_gradient`.
+        batch: a batch, or shapes of one.
+        target: what to compile for; None for the hardware at hand.
+
+    Returns:
+        The report, with the roles ``trainable``, ``optimizer``, ``frozen`` and ``batch``.
+
+    Memory:
+        None: arrays are replaced by their shapes.
+    """
+    trainable, frozen = partition(jax.tree.map(_shape, model), wrt)
+    opt_state = jax.eval_shape(tx.init, combine(trainable, frozen))
+
+    def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:
+        def loss(trainable: Tree, frozen: Tree) -> Any:
+            return loss_fn(combine(trainable, jax.tree.map(jax.lax.stop_gradient, frozen)), batch)
+
+        (value, _), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trainable, frozen)
+        params, whole = combine(trainable, frozen), combine(*grads)
+        updates, opt_state = tx.update(whole, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    roles = {"trainable": 0, "optimizer": 1, "frozen": 2, "batch": 3}
+    return analyze(
+        step,
+        trainable,
+        opt_state,
+        frozen,
+        jax.tree.map(_shape, batch),
+        target=target,
+        roles=roles,
+        donate_argnums=(0, 1, 2),
+    )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)

@@ -1,0 +1,186 @@
+"""`lowtide finetune` from arguments to files, and every way to call it wrongly."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lowtide import lora, models
+from lowtide.cli import main
+from lowtide.train import config_from_dict, read_config
+
+TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "data.txt").write_text(TEXT)
+    return str(tmp_path / "data.txt")
+
+
+@pytest.fixture
+def finetune(tiny_model_dir, data, tmp_path, capfd):
+    """Run the command on tiny things; returns exit status, standard output and standard error."""
+
+    def run(*flags, model=tiny_model_dir, data=data, out="run"):
+        args = ["finetune", "--model", str(model), "--data", str(data), "--out", str(tmp_path / out)]
+        small = [] if "--resume" in flags else ["--seq-len", "8", "--batch-size", "4", "--rank", "2"]
+        if "--config" not in flags and "--resume" not in flags:
+            small += ["--config", _config(tmp_path, sample_tokens=0)]
+        steps = [] if "--steps" in flags or "--resume" in flags else ["--steps", "4"]
+        status = main([*args, *small, *steps, *flags])
+        return (status, *capfd.readouterr())
+
+    return run
+
+
+def _records(out: Path):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, tmp_path, tiny_model_dir):
+    status, printed, _ = finetune("--steps", "40", "--config", _config(tmp_path, learning_rate=2e-2, sample_tokens=8))
+    assert status == 0
+    out = tmp_path / "run"
+    for expected in ("predicted", "sample before", "sample after", "AdamW + stop_gradient", "gradient tree", "→"):
+        assert expected in printed
+    losses = [r["eval_loss"] for r in _records(out) if "eval_loss" in r]
+    assert losses[-1] < losses[0] - 0.05
+    assert [r["step"] for r in _records(out) if "loss" in r] == list(range(1, 41))
+    memory = json.loads((out / "memory.json").read_text())
+    for key in ("trainable", "frozen", "gradient", "optimizer", "device", "naive_device"):
+        assert isinstance(memory[f"{key}_bytes"], int)
+    assert memory["gradient_bytes"] == memory["trainable_bytes"]
+    assert memory["target"] == "here"
+    config = config_from_dict(read_config(out / "config.toml"), "config.toml")
+    assert (config.num_steps, config.rank, config.learning_rate) == (40, 2, 2e-2)
+    assert json.loads((out / "adapter" / "adapter_config.json").read_text())["r"] == 2
+    tensors = load_file(out / "adapter" / "adapter_model.safetensors")
+    assert len(tensors) == 2 * 7 * 2
+    assert all(np.abs(tensors[name]).max() > 0 for name in tensors)
+    adapted = lora.load(models.load(tiny_model_dir), out / "adapter")
+    assert adapted.layers["attn"]["q_proj"]["weight"].lora_b.any()
+
+
+def test_resuming_a_finished_run_changes_nothing(finetune, tmp_path):
+    assert finetune()[0] == 0
+    before = _records(tmp_path / "run")
+    tensors = (tmp_path / "run" / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert finetune("--resume")[0] == 0
+    assert _records(tmp_path / "run") == before
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").read_bytes() == tensors
+
+
+def test_bfloat16_remat_and_microbatches_run(finetune, tmp_path):
+    config = _config(tmp_path, param_dtype="bfloat16", compute_dtype="bfloat16", num_microbatches=2, sample_tokens=0)
+    status, printed, _ = finetune("--config", config)
+    assert status == 0
+    assert "in 2 microbatches" in printed
+
+
+def _config(tmp_path, **values):
+    import tomli_w
+
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(values))
+    return str(tmp_path / "config.toml")
+
+
+def _error(result, *parts):
+    status, _, errors = result
+    assert status == 2, errors
+    assert "Traceback" not in errors
+    for part in (*parts, "hint:"):
+        assert part in errors, errors
+
+
+def _broken(tmp_path, tiny_model_dir, file, content):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model_dir, broken)
+    if content is None:
+        (broken / file).unlink()
+    else:
+        (broken / file).write_bytes(content((broken / file).read_bytes()))
+    return broken
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors", None, "model.safetensors: no such file"),
+        ("model.safetensors", lambda data: data[: len(data) // 2], "not a complete safetensors file"),
+        ("config.json", None, "config.json: no such file"),
+        ("config.json", lambda d: d.replace(b'"num_hidden_layers": 2', b'"num_hidden_layers": 5'), "missing, first"),
+        ("config.json", lambda d: d.replace(b"LlamaForCausalLM", b"GPT2LMHeadModel"), "unknown architecture"),
+        ("tokenizer.json", None, "tokenizer.json: no such file"),
+    ],
+)
+def test_broken_models_are_named(finetune, tmp_path, tiny_model_dir, file, content, message):
+    broken = _broken(tmp_path, tiny_model_dir, file, content)
+    _error(finetune(model=broken), message, str(broken))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_tokenizer_of_another_model_is_named(finetune, tmp_path, tiny_model_dir):
+    other = _broken(tmp_path, tiny_model_dir, "tokenizer.json", lambda data: data)
+    shutil.copy(models.base_path() / "tokenizer.json", other / "tokenizer.json")
+    _error(finetune(model=other), "tokenizer.json has more tokens than the model has embeddings", "2048")
+
+
+def test_empty_and_short_data_are_named(finetune, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n")
+    _error(finetune(data=tmp_path / "empty.txt"), "empty.txt: no text in it")
+    (tmp_path / "short.txt").write_text("tide")
+    _error(finetune("--seq-len", "500", data=tmp_path / "short.txt"), "too few for one training and one held-out")
+    _error(finetune(data=tmp_path / "gone"), "gone: no such file or folder")
+
+
+def test_an_existing_folder_is_left_alone(finetune, tmp_path):
+    assert finetune()[0] == 0
+    before = {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()}
+    _error(finetune(), "the folder is not empty", "--resume")
+    assert {f: f.read_bytes() for f in (tmp_path / "run").rglob("*") if f.is_file()} == before
+
+
+def test_rank_zero_and_targets_that_match_nothing_are_named(finetune, tmp_path):
+    _error(finetune("--rank", "0"), "rank is out of range", "at least 1")
+    _error(finetune("--config", _config(tmp_path, targets="**/query")), "'**/query'", "near")
+
+
+def test_an_unwritable_folder_is_named(finetune, data):
+    _error(finetune(out="data.txt/run"), "data.txt/run: cannot be written")
+
+
+def test_resume_with_another_config_is_refused(finetune, tmp_path):
+    assert finetune()[0] == 0
+    _error(
+        finetune("--resume", "--steps", "9"), "--resume with another configuration", "num_steps = 4", "num_steps = 9"
+    )
+    _error(finetune("--resume", out="never"), "no run to resume")
+
+
+def test_unknown_settings_are_named(finetune, tmp_path):
+    _error(finetune("--config", _config(tmp_path, lerning_rate=1.0)), "unknown key 'lerning_rate'", "learning_rate")
+    _error(finetune("--config", str(tmp_path / "gone.toml")), "gone.toml: cannot be read")
+
+
+def test_help_and_usage(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["finetune", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--model", "--data", "--out", "--steps", "--rank", "--batch-size", "--seq-len", "--seed", "--resume"):
+        assert flag in text
+    with pytest.raises(SystemExit) as stop:
+        main(["finetune", "--steps", "many"])
+    assert stop.value.code == 2
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+
+
+def test_resume_needs_a_folder(capsys):
+    assert main(["finetune", "--resume"]) == 2
+    assert "--resume needs --out" in capsys.readouterr().err

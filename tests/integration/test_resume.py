@@ -1,0 +1,69 @@
+"""Killed without warning at random moments, a run continues as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ["--steps", "60", "--seq-len", "8", "--batch-size", "4", "--rank", "2"]
+
+
+def _command(model, data, out, *flags):
+    return [sys.executable, "-m", "lowtide", "finetune", "--model", model, "--data", data, "--out", str(out), *flags]
+
+
+def _environment():
+    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+
+
+def _losses(out):
+    path = out / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    records = [json.loads(line) for line in lines if line.endswith("}")]
+    steps = {r["step"]: r["loss"] for r in records if "loss" in r}
+    evals = {r["step"]: r["eval_loss"] for r in records if "eval_loss" in r}
+    return steps, evals, len(records)
+
+
+def _kill_after(command, out, num_records):
+    """Start a run and kill it as soon as it has written so many records."""
+    process = subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 300
+    while _losses(out)[2] < num_records and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+
+
+def test_three_kills_leave_the_losses_of_an_uninterrupted_run(tiny_model_dir, tmp_path):
+    (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in and the moon pulls the sea\n" * 60)
+    (tmp_path / "config.toml").write_text(
+        "checkpoint_every = 7\neval_every = 10\nlearning_rate = 0.01\nsample_tokens = 4\n"
+    )
+    flags = [*FLAGS, "--config", str(tmp_path / "config.toml")]
+    model, data = tiny_model_dir, str(tmp_path / "data.txt")
+    subprocess.run(
+        _command(model, data, tmp_path / "whole", *flags), env=_environment(), check=True, capture_output=True
+    )
+
+    out, seed = tmp_path / "killed", random.randrange(10**6)
+    moments = sorted(random.Random(seed).sample(range(1, 60), 3))
+    _kill_after(_command(model, data, out, *flags), out, moments[0])
+    for moment in moments[1:]:
+        _kill_after(_command(model, data, out, "--resume"), out, moment)
+    final = subprocess.run(_command(model, data, out, "--resume"), env=_environment(), capture_output=True)
+    assert final.returncode == 0, final.stderr.decode()
+
+    assert _losses(out) == _losses(tmp_path / "whole"), f"killed after records {moments} (seed {seed})"
+    assert sorted(_losses(out)[0]) == list(range(1, 61))
+    assert (out / "adapter" / "adapter_model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "adapter" / "adapter_model.safetensors"
+    ).read_bytes()
