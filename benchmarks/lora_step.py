@@ -142,7 +142,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel(f"GiB on one device ({rows[0]['target']}, compiled ahead of time)")
     axes.set_xlim(0, max(row["naive"]["device_bytes"] for row in rows) / 2**30 * 1.12)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper right", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 

@@ -124,7 +124,7 @@ def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labe
 def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
     dh, dleaves, dtypes = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        cotangent = jnp.zeros(cotangent.shape, cotangent.dtype)
+        cotangent = jnp.float32(0)
     dh = None if dh is None else (dh * cotangent.astype(dh.dtype))
     like = iter(dtypes)
     scaled = tuple(None if g is None else (g * cotangent.astype(g.dtype)).astype(next(like).dtype) for g in dleaves)
