@@ -118,7 +118,9 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
     if table.ours.fits is False:
-        console.print("[bold yellow]warning[/] this does not fit: lower --batch-size or --seq-len, or set remat = true")
+        console.print(
+            "[bold yellow]warning[/] this does not fit: lower --batch-size or --seq-len, or raise num_microbatches"
+        )
 
 
 def _targets(config: Any) -> str:

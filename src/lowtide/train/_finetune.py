@@ -6,7 +6,6 @@ Everything here is the public interface put together; `lowtide finetune` parses 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable
 from functools import partial
@@ -102,11 +101,11 @@ class Finetune:
         self.base, self.tokenizer = _load(config, directory)
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
         adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
-        self._model = lora.add(self.base, adapter, key=jax.random.key(config.seed))
+        model = lora.add(self.base, adapter, key=jax.random.key(config.seed))
         self.schedule = _schedule(config)
         self._loss = partial(models.loss, remat=config.remat)
         self.trainer = Trainer(
-            self._model,
+            model,
             self._loss,
             _optimizer(config, self.schedule),
             wrt=_WRT,
@@ -115,7 +114,7 @@ class Finetune:
             checkpoint_dir=self.out / CHECKPOINTS,
         )
         write_config(self.out, config)
-        check_same_data(self.out, _digest(self.data))
+        check_same_data(self.out, self.data.digest)
         self.resumed_at = self.trainer.restore()
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
@@ -134,7 +133,7 @@ class Finetune:
         ours = self.trainer.memory(batch, target=target)
         tx = _optimizer(self.config, self.schedule)
         try:
-            naive = analyze_naive(self._model, self._loss, tx, _WRT, batch, target=target)
+            naive = analyze_naive(self.trainer.model, self._loss, tx, _WRT, batch, target=target)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -264,11 +263,3 @@ def _optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.Gradie
 
 def _num_targets(batch: Tree) -> Any:
     return jnp.sum(batch["labels"] != IGNORE)
-
-
-def _digest(data: TextData) -> str:
-    sha = hashlib.sha256()
-    for batch in (data.train[0], *data.held_out):
-        sha.update(np.ascontiguousarray(batch["tokens"]).tobytes())
-    sha.update(str(data.num_train_tokens).encode())
-    return sha.hexdigest()

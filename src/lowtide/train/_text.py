@@ -8,6 +8,7 @@ batching are Grain's: a `MapDataset` that gives the batch of any step, which is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,8 @@ class TextData:
     """Tokens in training windows."""
     num_held_out_tokens: int
     """Tokens in held-out windows."""
+    digest: str
+    """SHA-256 of all tokens in their order, to tell whether a resumed run sees the same data."""
 
 
 def read_documents(path: str | Path | None) -> list[str]:
@@ -137,6 +140,7 @@ def text_data(
         num_documents=len(documents),
         num_train_tokens=train.size,
         num_held_out_tokens=held_out.size,
+        digest=hashlib.sha256(stream.tobytes()).hexdigest(),
     )
 
 
