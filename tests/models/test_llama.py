@@ -97,7 +97,10 @@ def test_rope_scaling_turns_slower():
         return jax.tree.map(lambda x: 10 * x, init(config, key=jax.random.key(0)))
 
     plain = logits(strong(CONFIG), tokens)
-    for scaling in (RopeScaling(rope_type="linear", factor=4.0), RopeScaling(rope_type="llama3", factor=8.0)):
+    for scaling in (
+        RopeScaling(rope_type="linear", factor=4.0),
+        RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=16),
+    ):
         config = dataclasses.replace(CONFIG, rope_scaling=scaling)
         assert np.abs(plain - logits(strong(config), tokens)).max() > 1e-3
 

@@ -52,7 +52,8 @@ def test_no_output_and_no_temporary_has_the_size_of_the_frozen_tree(trainer, bat
     assert frozen_bytes > 20 * trainable_bytes
     assert report.by_role["frozen"] >= frozen_bytes
     assert report.by_role["outputs"] < 4096
-    assert report.device.temp_bytes < frozen_bytes / 3
+    # The CPU's scan copies the slice of one layer, a third of this tree; a TPU's does not.
+    assert report.device.temp_bytes < frozen_bytes / (2 if target == "cpu" else 10)
     assert report.device.alias_bytes >= tree_bytes(trainer.state)
     assert report.host_bytes == 0
 
