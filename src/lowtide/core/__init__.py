@@ -28,6 +28,9 @@ from ._select import mask_tree as mask_tree
 from ._select import match_names as match_names
 from ._select import match_path as match_path
 from ._select import select as select
+from ._spaces import bytes_by_space as bytes_by_space
+from ._spaces import memory_space as memory_space
+from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
 from ._stack import num_layers as num_layers
 from ._units import format_bytes as format_bytes
@@ -49,6 +52,7 @@ __all__ = [
     "Tree",
     "Where",
     "accumulate",
+    "bytes_by_space",
     "combine",
     "format_bytes",
     "leaf_bytes",
@@ -57,7 +61,9 @@ __all__ = [
     "mask_tree",
     "match_names",
     "match_path",
+    "memory_space",
     "num_layers",
+    "on_host",
     "parse_bytes",
     "partition",
     "path_str",

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowtide.core import leaf_bytes, path_str
+from lowtide.core import leaf_bytes, on_host, path_str
 
 _ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _BRACKETS = {"{": "}", "(": ")", "[": "]"}
@@ -70,7 +70,7 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
                 argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
                 num_bytes=_compiled_bytes(info, fmt) if kept else 0,
                 logical_bytes=leaf_bytes(info),
-                on_host=kept and is_host(fmt.sharding),
+                on_host=kept and on_host(fmt.sharding),
                 donated=bool(info.donated),
                 kept=kept,
             )
@@ -85,13 +85,8 @@ def host_output_bytes(compiled: Any) -> int:
     return sum(
         _compiled_bytes(info, fmt)
         for info, fmt in zip(shapes, formats, strict=True)
-        if fmt.layout is not None and is_host(fmt.sharding)
+        if fmt.layout is not None and on_host(fmt.sharding)
     )
-
-
-def is_host(sharding: Any) -> bool:
-    """Whether a sharding puts arrays in host memory."""
-    return "host" in (getattr(sharding, "memory_kind", None) or "")
 
 
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import StructureError, TargetError, path_str
+from lowtide.core import StructureError, TargetError, on_host, path_str
 
-from ._executable import is_host
 from ._targets import Target
 
 
@@ -101,7 +100,7 @@ def _shape(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None, strict: bool)
 
 def _moved(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None) -> Any:
     sharding = _sharding(leaf)
-    kind = sharding.memory_kind if is_host(sharding) else None
+    kind = sharding.memory_kind if on_host(sharding) else None
     if isinstance(sharding, NamedSharding):
         return NamedSharding(mover.mesh(leaf, path), sharding.spec, memory_kind=kind)
     if sharding is not None and len(sharding.device_set) > 1:

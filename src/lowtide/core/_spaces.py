@@ -1,0 +1,57 @@
+"""Memory spaces: does a leaf live on the device or on its host.
+
+JAX has two notions. Concrete arrays and shape structs carry a sharding with a memory kind (``device``,
+``pinned_host``, ``unpinned_host``); tracers carry a `jax.memory.Space` in their type. Both are read here, so nothing
+else has to know which it was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ._paths import Tree, leaf_bytes
+
+
+def memory_space(leaf: Any) -> jax.memory.Space:
+    """The memory space of one leaf.
+
+    Args:
+        leaf: an array, a tracer, a `jax.ShapeDtypeStruct`, or anything else that a tree may hold.
+
+    Returns:
+        `jax.memory.Space.Host` or `jax.memory.Space.Device`. What has no space of its own (a NumPy array, a number, a
+        shape struct without a sharding) counts as device: that is where JAX puts it.
+
+    Examples:
+        >>> memory_space(jax.numpy.ones(3)) == jax.memory.Space.Device
+        True
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.typeof(leaf).memory_space
+    return jax.memory.Space.Host if on_host(getattr(leaf, "sharding", None)) else jax.memory.Space.Device
+
+
+def on_host(sharding: Any) -> bool:
+    """Whether a sharding (or None) puts arrays in host memory."""
+    return "host" in (getattr(sharding, "memory_kind", None) or "")
+
+
+def bytes_by_space(tree: Tree) -> dict[jax.memory.Space, int]:
+    """Logical bytes of a tree's array leaves in each memory space.
+
+    Args:
+        tree: any pytree of arrays, tracers or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+        Bytes without a device's layout padding, for both spaces.
+
+    Examples:
+        >>> bytes_by_space({"w": jax.numpy.ones((4, 2))})[jax.memory.Space.Device]
+        32
+    """
+    totals = {jax.memory.Space.Device: 0, jax.memory.Space.Host: 0}
+    for leaf in jax.tree.leaves(tree):
+        totals[memory_space(leaf)] += leaf_bytes(leaf)
+    return totals
