@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from ._paths import Tree, leaf_bytes
 
 
-def memory_space(leaf: Any) -> jax.memory.Space:
+def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvalidTypeForm]
     """The memory space of one leaf.
 
     Args:
@@ -28,7 +29,7 @@ def memory_space(leaf: Any) -> jax.memory.Space:
         >>> memory_space(jax.numpy.ones(3)) == jax.memory.Space.Device
         True
     """
-    if isinstance(leaf, jax.core.Tracer):
+    if isinstance(leaf, Tracer):
         return jax.typeof(leaf).memory_space
     return jax.memory.Space.Host if on_host(getattr(leaf, "sharding", None)) else jax.memory.Space.Device
 
@@ -38,7 +39,7 @@ def on_host(sharding: Any) -> bool:
     return "host" in (getattr(sharding, "memory_kind", None) or "")
 
 
-def bytes_by_space(tree: Tree) -> dict[jax.memory.Space, int]:
+def bytes_by_space(tree: Tree) -> dict[jax.memory.Space, int]:  # pyright: ignore[reportInvalidTypeForm]
     """Logical bytes of a tree's array leaves in each memory space.
 
     Args:
