@@ -1,3 +1,5 @@
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +7,7 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import ConfigError, DonationError, SelectionError, StructureError
+from lowtide.core import ConfigError, DataError, DonationError, OutputError, SelectionError, StructureError
 from lowtide.train import Trainer
 
 
@@ -185,6 +187,59 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     other = Trainer(_model(), _loss, optax.adam(0.1), wrt="**", checkpoint_dir=tmp_path)
     with pytest.raises(StructureError, match=r"base: the checkpoint of step 1 is not of this(.|\n)*hint:"):
         other.restore()
+
+
+def test_checkpoints_of_a_later_step_are_refused_before_anything_is_lost(tmp_path):
+    def trainer():
+        return Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path)
+
+    trainer().fit(_data(), num_steps=4)
+    with pytest.raises(OutputError, match=r"a later step(.|\n)*none after step 0(.|\n)*step 4(.|\n)*hint:.*restore"):
+        trainer().fit(_data(), num_steps=2)
+    assert trainer().restore() == 4
+
+
+def test_leaves_that_a_checkpoint_could_not_tell_apart_are_refused(tmp_path):
+    model = {"a.b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}
+    trainer = Trainer(
+        model, lambda m, x: (jnp.sum(m["a.b"] + m["a"]["b"]) * x, {}), optax.sgd(0.1), checkpoint_dir=tmp_path
+    )
+    with pytest.raises(StructureError, match=r"another leaf of the state is stored as 'trainable.a.b'(.|\n)*hint:"):
+        trainer.fit([jnp.ones(())], num_steps=1)
+
+
+def test_data_that_ends_early_is_named():
+    trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*")
+    with pytest.raises(DataError, match=r"no batch for step 2(.|\n)*each of 3 steps(.|\n)*hint:"):
+        trainer.fit(_data(2), num_steps=3)
+
+
+def test_the_seconds_of_all_steps_are_no_more_than_the_time_that_passed():
+    model = {"base": jnp.ones((600, 600)), "lora_a": jnp.zeros((600,))}
+
+    def loss(model, x):
+        for _ in range(6):
+            x = jnp.tanh(x @ model["base"] * 0.01 + model["lora_a"][None])
+        return jnp.mean(x), {}
+
+    trainer = Trainer(model, loss, optax.sgd(0.1), wrt="lora_*")
+    started = time.perf_counter()
+    records = trainer.fit([np.ones((200, 600), np.float32)] * 12, num_steps=12)
+    assert sum(record["seconds"] for record in records) <= time.perf_counter() - started
+
+
+def test_what_has_no_weight_counts_nowhere_even_where_its_mean_is_nan():
+    def loss(model, x):
+        mean = jnp.sum(model["lora_a"] * x) / jnp.sum(x != 0)
+        return mean, {"mean": mean}
+
+    def trainer():
+        model = {"lora_a": jnp.ones(())}
+        return Trainer(model, loss, optax.sgd(0.1), num_microbatches=2, weight=lambda x: jnp.sum(x != 0))
+
+    record = trainer().fit([np.array([1.0, 2.0, 0.0, 0.0], np.float32)], num_steps=1)[0]
+    assert (record["loss"], record["mean"]) == (1.5, 1.5)
+    assert trainer().evaluate([np.array([1.0, 2.0], np.float32), np.zeros(2, np.float32)]) == 1.5
 
 
 def test_checkpoint_options_need_a_folder():

@@ -89,4 +89,14 @@ class Checkpoints:
 
 
 def _flat(state: Tree) -> dict[str, Any]:
-    return {path.replace("/", "."): leaf for path, leaf in leaves_with_paths(state)}
+    flat: dict[str, Any] = {}
+    for path, leaf in leaves_with_paths(state):
+        name = path.replace("/", ".")
+        if name in flat:
+            raise StructureError(
+                f"{path}: another leaf of the state is stored as {name!r}, too",
+                expected="tree paths that differ also where '/' is written '.'",
+                hint="rename one of the two keys",
+            )
+        flat[name] = leaf
+    return flat

@@ -24,6 +24,8 @@ import optax
 
 from ..core import (
     ConfigError,
+    DataError,
+    OutputError,
     SelectionError,
     Tree,
     Where,
@@ -182,9 +184,12 @@ class Trainer:
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
             ConfigError: when `checkpoint_every` is given without a `checkpoint_dir`.
+            OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
+            DataError: when `data` ends before `num_steps`.
         """
         if checkpoint_every is not None and self.checkpoints is None:
             raise ConfigError("checkpoint_every needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+        self._refuse_later_checkpoint()
         records: list[Record] = []
         pending: list[tuple[int, Tree, float]] = []
 
@@ -193,18 +198,23 @@ class Trainer:
             if on_record is not None:
                 on_record(record)
 
+        finished = 0.0
+
         def flush() -> None:
-            # One step late, so that reading a loss never keeps the device from starting the next step.
+            # One step late, so that reading a loss never keeps the device from starting the next step. A step begins
+            # on the device when it was sent there and the one before it has ended.
+            nonlocal finished
             for step, metrics, started in pending:
                 values = {name: float(value) for name, value in metrics.items()}
-                emit({"step": step, **values, "seconds": time.perf_counter() - started})
+                begun, finished = max(started, finished), time.perf_counter()
+                emit({"step": step, **values, "seconds": finished - begun})
             pending.clear()
 
         if eval_data is not None and self.step == 0:
             emit({"step": 0, "eval_loss": self.evaluate(eval_data)})
         for step in range(self.step, num_steps):
             started = time.perf_counter()
-            batch = jax.tree.map(jnp.asarray, data[step])
+            batch = jax.tree.map(jnp.asarray, _batch(data, step, num_steps))
             *state, metrics = self._compile(batch)(*self._arguments(batch))
             self.state = TrainState(state[2], state[0], state[1])
             flush()
@@ -236,7 +246,7 @@ class Trainer:
         total = weights = None
         for batch in data:
             loss, weight = self._evaluate(self.state.trainable, self.frozen, jax.tree.map(jnp.asarray, batch))
-            total = loss * weight if total is None else total + loss * weight
+            total = loss if total is None else total + loss
             weights = weight if weights is None else weights + weight
         if total is None or weights is None:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
@@ -258,6 +268,16 @@ class Trainer:
         if step is not None:
             self.state = self.checkpoints.restore(step, self.state)
         return step
+
+    def _refuse_later_checkpoint(self) -> None:
+        latest = None if self.checkpoints is None else self.checkpoints.latest_step()
+        if self.checkpoints is not None and latest is not None and latest > self.step:
+            raise OutputError(
+                f"{self.checkpoints.directory}: holds a checkpoint of a later step than the trainer's",
+                expected=f"none after step {self.step}",
+                got=f"step {latest}",
+                hint="call trainer.restore() to continue that run, or choose another checkpoint_dir",
+            )
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.step, self.frozen, batch
@@ -296,7 +316,7 @@ def train_step(
     grad_fn = accumulate(value_and_grad(weighted, wrt, has_aux=True), num_microbatches, weight=weight, has_aux=True)
     (loss, (metrics, weights)), grads = grad_fn(combine(trainable, frozen), batch)
     total = jnp.sum(weights)
-    metrics = {name: jnp.sum(value * weights) / total for name, value in metrics.items()}
+    metrics = {name: jnp.sum(_weighted(value, weights)) / total for name, value in metrics.items()}
     metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
     updates, opt_state = tx.update(grads, opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state, step + 1, metrics
@@ -306,4 +326,21 @@ def _eval_step(
     loss_fn: LossFn, weight: Callable[[Tree], Any], trainable: Tree, frozen: Tree, batch: Tree
 ) -> tuple[Any, Any]:
     loss, _ = loss_fn(combine(trainable, frozen), batch)
-    return loss, jnp.asarray(weight(batch), jnp.float32)
+    weights = jnp.asarray(weight(batch), jnp.float32)
+    return _weighted(loss, weights), weights
+
+
+def _weighted(value: Any, weight: Any) -> Any:
+    # A mean over no tokens is 0/0: what has weight 0 contributes nothing, whatever its value (as in `accumulate`).
+    return jnp.where(weight == 0, 0, value * weight)
+
+
+def _batch(data: StepData, step: int, num_steps: int) -> Tree:
+    try:
+        return data[step]
+    except IndexError as error:
+        raise DataError(
+            f"the data has no batch for step {step}",
+            expected=f"a batch for each of {num_steps} steps",
+            hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
+        ) from error
