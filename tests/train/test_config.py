@@ -21,7 +21,9 @@ def test_toml_round_trips(tmp_path):
         ({"rank": 0}, r"rank is out of range(.|\n)*at least 1(.|\n)*hint:.*--rank"),
         ({"num_steps": 0}, r"num_steps is out of range(.|\n)*hint:.*--steps"),
         ({"seed": -1}, r"seed is out of range(.|\n)*hint:"),
-        ({"alpha": 0.0}, r"alpha is out of range(.|\n)*hint:"),
+        ({"seed": 2**32}, r"seed is out of range(.|\n)*hint:.*--seed"),
+        ({"alpha": 0.0}, r"alpha is out of range(.|\n)*hint: change alpha in the TOML file$"),
+        ({"weight_decay": float("inf")}, r"weight_decay is out of range(.|\n)*hint:"),
         ({"alpha": float("nan")}, r"alpha is out of range(.|\n)*hint:"),
         ({"learning_rate": 0}, r"learning_rate is out of range(.|\n)*hint:"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction is out of range(.|\n)*hint:"),
@@ -59,6 +61,11 @@ def test_resume_takes_the_runs_own_configuration(tmp_path):
     write_config(tmp_path, FinetuneConfig(rank=4, num_steps=7))
     assert open_run(tmp_path, {}, "flags", resume=True) == FinetuneConfig(rank=4, num_steps=7)
     assert open_run(tmp_path, {"rank": 4}, "flags", resume=True).num_steps == 7
+
+
+def test_resume_checks_a_part_of_the_settings_beside_the_runs_own(tmp_path):
+    write_config(tmp_path, FinetuneConfig(batch_size=6, num_microbatches=3))
+    assert open_run(tmp_path, {"num_microbatches": 3}, "flags", resume=True).batch_size == 6
 
 
 def test_resume_with_another_configuration_is_refused(tmp_path):

@@ -17,6 +17,8 @@ import tomli_w
 from ..core import ConfigError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+# The checked fields that are flags of the command, too, for hints.
+_FLAGS = {"num_steps": "--steps"} | {f: f"--{f.replace('_', '-')}" for f in ("rank", "batch_size", "seq_len", "seed")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +83,9 @@ class FinetuneConfig:
         )
         for field in at_least_one:
             _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
-        for field in ("warmup_steps", "weight_decay", "sample_tokens", "seed"):
-            _check(field, getattr(self, field), getattr(self, field) >= 0, "at least 0")
+        for field in ("warmup_steps", "weight_decay", "sample_tokens"):
+            _check(field, getattr(self, field), 0 <= getattr(self, field) < math.inf, "at least 0")
+        _check("seed", self.seed, 0 <= self.seed < 2**32, "an integer from 0 to 2**32 - 1")
         for field in ("alpha", "max_grad_norm"):
             _check(field, getattr(self, field), 0 < getattr(self, field) < math.inf, "greater than 0")
         rate = self.learning_rate
@@ -149,12 +152,9 @@ def config_to_toml(config: FinetuneConfig) -> str:
 
 def _check(field: str, value: Any, good: bool, expected: str) -> None:
     if not good:
-        flag = {"num_steps": "steps"}.get(field, field).replace("_", "-")
+        flag = f", or {_FLAGS[field]}" if field in _FLAGS else ""
         raise ConfigError(
-            f"{field} is out of range",
-            expected=expected,
-            got=value,
-            hint=f"change {field} in the TOML file, or --{flag}",
+            f"{field} is out of range", expected=expected, got=value, hint=f"change {field} in the TOML file{flag}"
         )
 
 

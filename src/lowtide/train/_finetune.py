@@ -102,6 +102,9 @@ class Finetune:
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
         adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
         model = lora.add(self.base, adapter, key=jax.random.key(config.seed))
+        # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
+        write_config(self.out, config)
+        check_same_data(self.out, self.data.digest)
         self.schedule = _schedule(config)
         self._loss = partial(models.loss, remat=config.remat)
         self.trainer = Trainer(
@@ -113,8 +116,6 @@ class Finetune:
             weight=_num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
         )
-        write_config(self.out, config)
-        check_same_data(self.out, self.data.digest)
         self.resumed_at = self.trainer.restore()
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:

@@ -46,16 +46,18 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
     out = Path(out)
-    config = config_from_dict(values, where)
     if resume:
         if not (out / CONFIG).is_file():
             raise OutputError(
                 f"{out}: no run to resume", expected=f"{out / CONFIG}", hint="start the run without --resume"
             )
         saved = read_config(out / CONFIG)
-        _refuse_other_config(config_from_dict(saved, str(out / CONFIG)), config, values, out)
         config = config_from_dict(saved, str(out / CONFIG))
-    elif out.is_dir() and any(out.iterdir()):
+        _refuse_other_config(config, config_from_dict({**saved, **values}, where), values, out)
+        _check_writable(out)
+        return config
+    config = config_from_dict(values, where)
+    if out.is_dir() and any(out.iterdir()):
         raise OutputError(
             f"{out}: the folder is not empty",
             hint="continue that run with --resume, or choose another --out; nothing in it was changed",
