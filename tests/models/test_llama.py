@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import lowtide as lt
-from lowtide.core import ConfigError
+from lowtide.core import ConfigError, StructureError
 from lowtide.models import LlamaConfig, RopeScaling, generate, init, logits, loss
+from lowtide.models._llama import _attention_implementation
 
 CONFIG = LlamaConfig(
     vocab_size=50,
@@ -130,3 +131,25 @@ def test_impossible_sizes_are_refused():
         dataclasses.replace(CONFIG, head_dim=5)
     with pytest.raises(ConfigError, match=r"num_layers has to be at least 1(.|\n)*hint:"):
         dataclasses.replace(CONFIG, num_layers=0)
+
+
+def test_an_adapted_embedding_is_refused_by_name():
+    model = init(CONFIG, key=jax.random.key(0))
+    model = lt.lora.add(model, lt.lora.Config(rank=2, targets="outer/embed"), key=jax.random.key(1))
+    with pytest.raises(StructureError, match=r"outer/embed: an embedding looks rows up(.|\n)*LoRAWeight(.|\n)*hint:"):
+        loss(model, _batch())
+
+
+@pytest.mark.tpu_aot
+def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeypatch):
+    config = dataclasses.replace(CONFIG, head_dim=8)
+    model = jax.eval_shape(
+        lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
+    )
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert _attention_implementation(jnp.dtype("bfloat16"), 8) == "cudnn"
+    assert _attention_implementation(jnp.dtype("float32"), 8) == "xla"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert _attention_implementation(jnp.dtype("bfloat16"), 8) == "xla"
+    report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, _batch(), target="v5e:2x2")
+    assert report.target.platform == "tpu"

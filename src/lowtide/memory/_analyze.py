@@ -144,9 +144,10 @@ def analyze_compiled(
 
 def _compile(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> Any:
     try:
-        traced = jitted.trace(*args, **kwargs)
-        # Without a placed argument that the program reads, JAX would compile for its own default device instead.
+        # Without a placed argument that the program reads, JAX would compile for its own default device instead; and
+        # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
         with jax.default_device(goal.devices()[0]):
+            traced = jitted.trace(*args, **kwargs)
             lowered = traced.lower(lowering_platforms=(goal.platform,)) if goal.is_ahead_of_time else traced.lower()
         return lowered.compile()
     except ValueError as error:

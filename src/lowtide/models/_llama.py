@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import LayerStack, Tree, linear
+from ..core import LayerStack, LinearWeight, StructureError, Tree, linear
 from ..losses import chunked_cross_entropy
 from ._config import LlamaConfig
 
@@ -189,7 +189,15 @@ def _stack(config: LlamaConfig, compute_dtype: str) -> LayerStack:
     dtype = jnp.dtype(compute_dtype)
 
     def first(outer: Tree, batch: Tree) -> Array:
-        return jnp.take(outer["embed"]["weight"], batch["tokens"], axis=0).astype(dtype)
+        table = outer["embed"]["weight"]
+        if isinstance(table, LinearWeight):
+            raise StructureError(
+                "outer/embed: an embedding looks rows up, and cannot be adapted or factored like a matrix",
+                expected="an array [vocabulary, model]",
+                got=type(table).__name__,
+                hint='leave it out of the targets, for instance with the pattern "!outer/embed"',
+            )
+        return jnp.take(table, batch["tokens"], axis=0).astype(dtype)
 
     def block(layer: Tree, h_BTD: Array, batch: Tree) -> Array:
         h_BTD = h_BTD + _attention(layer["attn"], _rms_norm(h_BTD, layer["attn_norm"]["weight"], eps), config)
@@ -241,7 +249,12 @@ def _attention(attn: Tree, x_BTD: Array, config: LlamaConfig) -> Array:
 def _attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
     """cuDNN's kernel takes half precision and heads up to 128 in multiples of 8; everything else goes to XLA."""
     half = dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if jax.default_backend() == "gpu" and half and head_dim <= 128 and head_dim % 8 == 0 else "xla"
+    # `jax.default_device` says for what the program is traced where that is not the default backend, as in a memory
+    # report for a TPU on a machine with a GPU.
+    config: Any = jax.config
+    device = config.jax_default_device
+    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
+    return "cudnn" if platform in ("gpu", "cuda") and half and head_dim <= 128 and head_dim % 8 == 0 else "xla"
 
 
 def _frequencies(config: LlamaConfig) -> Float[Array, "H/2"]:
