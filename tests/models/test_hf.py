@@ -170,3 +170,27 @@ def test_the_tokenizer_is_copied(model, tiny_model_dir, tmp_path):
     save(model, tmp_path, tokenizer=Path(tiny_model_dir) / "tokenizer.json")
     assert load_tokenizer(tmp_path).get_vocab_size() > 0
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("sizes", [(1500, 2**30), (2**30, 1500)])
+def test_saving_over_another_layout_leaves_none_of_the_older_weights_to_be_read(tmp_path, sizes):
+    older, newer = (init(CONFIG, key=jax.random.key(seed)) for seed in (0, 1))
+    save(older, tmp_path, max_shard_bytes=sizes[0])
+    save(newer, tmp_path, max_shard_bytes=sizes[1])
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).outer, newer.outer)
+    assert (tmp_path / "model.safetensors").exists() != (tmp_path / "model.safetensors.index.json").exists()
+
+
+def test_an_index_that_names_no_files_is_refused(directory):
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
+    with pytest.raises(ModelFileError, match=r"no weight_map(.|\n)*hint:"):
+        load(directory)
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_off(tiny_model_dir, tmp_path):
+    tokenizer = load_tokenizer(tiny_model_dir)
+    want = tokenizer.encode("the tide goes out").ids
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=16)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("the tide goes out").ids == want

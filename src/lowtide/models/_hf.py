@@ -99,7 +99,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         directory: the folder with `tokenizer.json`.
 
     Returns:
-        The tokenizer, of the `tokenizers` library.
+        The tokenizer, of the `tokenizers` library, with the truncation and padding that the file may ask for off.
 
     Raises:
         ModelFileError: when `tokenizer.json` is missing or damaged.
@@ -111,7 +111,11 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             hint="save the tokenizer in the fast format: transformers' AutoTokenizer(...).save_pretrained writes it",
         )
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        # A file may carry the truncation and padding of whoever saved it; text would silently be cut or filled up.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     except Exception as error:  # the tokenizers library raises bare Exception
         raise ModelFileError(
             f"{path}: not a tokenizer", got=str(error), hint="the file is damaged; copy it from its source again"
@@ -183,6 +187,8 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
         tensors = {name: np.ascontiguousarray(leaf if i is None else leaf[i]) for name, leaf, i in shard}
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
+    # Weights of an earlier model in the other layout would be read in place of these, here or by other software.
+    (directory / (_INDEX if len(shards) == 1 else _SINGLE)).unlink(missing_ok=True)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -206,7 +212,7 @@ def _flat_shapes(config: LlamaConfig) -> list[tuple[str, tuple[int, ...]]]:
 def _weight_files(directory: Path) -> list[Path]:
     if (directory / _INDEX).is_file():
         weight_map = _json(directory / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
             raise ModelFileError(f"{directory / _INDEX}: no weight_map", hint="copy the index from its source again")
         return [directory / name for name in sorted(set(weight_map.values()))]
     return [directory / _SINGLE]
