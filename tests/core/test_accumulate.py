@@ -178,3 +178,11 @@ def test_less_than_one_microbatch_is_refused(num_microbatches: int) -> None:
         accumulate(GRAD_FN, num_microbatches)
     assert f"got: {num_microbatches}" in str(error.value)
     assert "hint: 1 means no accumulation" in str(error.value)
+
+
+def test_float64_keeps_its_digits() -> None:
+    with jax.enable_x64(True):
+        model, x = {"w": jnp.float64(1)}, jnp.arange(9.0) / 7
+        grad_fn = value_and_grad(lambda model, x: jnp.mean(model["w"] * x))
+        want, got = grad_fn(model, x), accumulate(grad_fn, 3)(model, x)
+        np.testing.assert_allclose((got[0], got[1]["w"]), (want[0], want[1]["w"]), rtol=1e-15)

@@ -49,6 +49,15 @@ def test_half_precision_inputs_reduce_in_float32():
     np.testing.assert_allclose(loss, _dense(h, head, labels), rtol=1e-5)
 
 
+def test_the_gradient_of_a_mean_keeps_its_scale_in_half_precision():
+    h, head, labels = _case(jnp.bfloat16)
+    labels = jnp.abs(labels)
+    # 1 / 26 is no bfloat16 number: as a factor of that dtype it would shift every gradient the same way.
+    total = jax.grad(functools.partial(losses.chunked_cross_entropy, reduction="sum"))(h, head, labels)
+    mean = jax.grad(losses.chunked_cross_entropy)(h, head, labels)
+    np.testing.assert_array_equal(mean, (total.astype(jnp.float32) * (1 / jnp.float32(labels.size))).astype(mean.dtype))
+
+
 def test_a_vector_of_positions_and_two_batch_axes_are_taken():
     h, head, labels = _case()
     one = losses.chunked_cross_entropy(h[0], head, labels[0])
@@ -142,6 +151,10 @@ def test_bad_input_is_refused_by_name():
     h, head, labels = _case()
     with pytest.raises(StructureError, match=r"activations and labels do not fit(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels[:, 1:])
+    with pytest.raises(StructureError, match=r"activations and labels do not fit(.|\n)*T at least 1(.|\n)*hint:"):
+        losses.chunked_cross_entropy(h[:, :0], head, labels[:, :0])
+    with pytest.raises(StructureError, match=r"activations and head do not fit(.|\n)*\[V, 8\](.|\n)*hint:.*transpose"):
+        losses.chunked_cross_entropy(h, head.T, labels)
     with pytest.raises(StructureError, match=r"labels have to be integers(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels.astype(jnp.float32))
     with pytest.raises(ConfigError, match=r"chunk_size=0(.|\n)*hint:"):

@@ -136,9 +136,12 @@ def accumulate(
 
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
         (loss, grads, total), aux = jax.lax.scan(body, (zero, wide, jnp.float32(0)), microbatches)
-        scale = 1 / jnp.where(total == 0, 1, total)
-        loss = (loss * scale).astype(loss_shape.dtype)
-        grads = jax.tree.map(lambda acc, s: (acc * scale.astype(acc.dtype)).astype(s.dtype), grads, grads_shape)
+        total = jnp.where(total == 0, 1, total)
+
+        def mean(acc: Any, like: Any) -> Any:
+            return (acc * (1 / total.astype(acc.dtype))).astype(like.dtype)
+
+        loss, grads = mean(loss, loss_shape), jax.tree.map(mean, grads, grads_shape)
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped

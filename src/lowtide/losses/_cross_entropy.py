@@ -68,7 +68,7 @@ def chunked_cross_entropy(
     References:
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
     """
-    _check(h, labels, chunk_size, reduction)
+    _check(h, head, labels, chunk_size, reduction)
     num_sequences = max(1, labels.size // max(1, labels.shape[-1]))
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     leaves, treedef = jax.tree.flatten(head)
@@ -125,7 +125,8 @@ def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> t
     dh, dleaves, dtypes = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         cotangent = jnp.float32(0)
-    dh = None if dh is None else (dh * cotangent.astype(dh.dtype))
+    # The cotangent of a mean, 1 / tokens, would lose digits in the dtype of h.
+    dh = None if dh is None else (dh.astype(jnp.float32) * cotangent).astype(dh.dtype)
     like = iter(dtypes)
     scaled = tuple(None if g is None else (g * cotangent.astype(g.dtype)).astype(next(like).dtype) for g in dleaves)
     return dh, scaled, None
@@ -165,11 +166,18 @@ def _fill(leaves: tuple[Any, ...], wanted: list[bool], values: list[Any]) -> tup
     return tuple(next(replacements) if want else leaf for leaf, want in zip(leaves, wanted, strict=True))
 
 
-def _check(h: Array, labels: Array, chunk_size: int, reduction: str) -> None:
-    if h.ndim < 2 or h.shape[:-1] != labels.shape:
+def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str) -> None:
+    if not isinstance(head, LinearWeight) and (head.ndim != 2 or head.shape[1] != h.shape[-1]):
+        raise StructureError(
+            "activations and head do not fit together",
+            expected=f"a head of shape [V, {h.shape[-1]}]",
+            got=f"h {h.shape}, head {head.shape}",
+            hint="a head is stored as [vocabulary, model]; transpose it if it is the other way round",
+        )
+    if h.ndim < 2 or h.shape[:-1] != labels.shape or not labels.shape[-1]:
         raise StructureError(
             "activations and labels do not fit together",
-            expected="h of shape [..., T, D] and labels of shape [..., T]",
+            expected="h of shape [..., T, D] and labels of shape [..., T], T at least 1",
             got=f"h {h.shape}, labels {labels.shape}",
             hint="labels have one entry for each position of h",
         )
