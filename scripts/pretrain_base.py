@@ -86,6 +86,11 @@ def optimizer(num_steps: int) -> optax.GradientTransformation:
     return optax.chain(optax.clip_by_global_norm(1.0), decayed)
 
 
+def num_targets(batch: dict[str, jax.Array]) -> jax.Array:
+    """What a batch weighs in the held-out loss: the last one is not full."""
+    return jnp.sum(batch["labels"] != -100)
+
+
 def train(trainer: Trainer, data: TextData, args: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress, (args.work / "metrics.jsonl").open("a") as metrics:
@@ -124,7 +129,9 @@ def main() -> None:
         f"{data.num_documents} files, {data.num_train_tokens:,} training tokens, {data.num_held_out_tokens:,} held out"
     )
     model = init(model_config(), key=jax.random.key(SEED))
-    trainer = Trainer(model, loss, optimizer(args.steps), checkpoint_dir=args.work / "checkpoints")
+    trainer = Trainer(
+        model, loss, optimizer(args.steps), weight=num_targets, checkpoint_dir=args.work / "checkpoints"
+    )
     resumed = trainer.restore()
     if resumed:
         console.print(f"continuing from step {resumed}")
@@ -135,7 +142,7 @@ def main() -> None:
     (args.out / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": END, "eos_token": END}, indent=2) + "\n"
     )
-    reloaded = Trainer(load(args.out), loss, optax.set_to_zero())
+    reloaded = Trainer(load(args.out), loss, optax.set_to_zero(), weight=num_targets)
     record = {
         "script": "scripts/pretrain_base.py",
         "corpus": f"standard library source of CPython {platform.python_version()} "
