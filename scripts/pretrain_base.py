@@ -129,9 +129,7 @@ def main() -> None:
         f"{data.num_documents} files, {data.num_train_tokens:,} training tokens, {data.num_held_out_tokens:,} held out"
     )
     model = init(model_config(), key=jax.random.key(SEED))
-    trainer = Trainer(
-        model, loss, optimizer(args.steps), weight=num_targets, checkpoint_dir=args.work / "checkpoints"
-    )
+    trainer = Trainer(model, loss, optimizer(args.steps), weight=num_targets, checkpoint_dir=args.work / "checkpoints")
     resumed = trainer.restore()
     if resumed:
         console.print(f"continuing from step {resumed}")
