@@ -11,7 +11,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import tree_bytes
 from lowtide.models import LlamaConfig, init, loss
-from lowtide.train import Finetune, FinetuneConfig, Trainer, analyze_naive
+from lowtide.train import Finetune, FinetuneConfig, Trainer, analyze_naive, analyze_step
 
 # Wide and short, so that the frozen tree (91 MiB in bfloat16) is far larger than all activations.
 CONFIG = LlamaConfig(
@@ -65,6 +65,26 @@ def test_the_naive_step_pays_for_the_whole_model(trainer, batch, target):
     assert naive.by_role["optimizer"] - ours.by_role["optimizer"] >= 2 * frozen_bytes
     assert naive.device_bytes - ours.device_bytes >= 2 * frozen_bytes
     assert naive.by_role["frozen"] == ours.by_role["frozen"]
+
+
+def test_both_steps_are_compared_with_the_same_microbatches():
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        tie_embeddings=True,
+    )
+    base = jax.eval_shape(lambda key: init(config, key=key), jax.random.key(0))
+    model = lt.lora.add(base, lt.lora.Config(rank=4, targets="layers/**/*_proj"), key=jax.random.key(1))
+    batch = {name: jax.ShapeDtypeStruct((16, 128), jnp.int32) for name in ("tokens", "labels")}
+    arguments = (model, loss, optax.adamw(1e-4), WRT, batch)
+    whole, parts = (analyze_naive(*arguments, num_microbatches=n, target="cpu") for n in (1, 8))
+    ours = analyze_step(*arguments, num_microbatches=8, target="cpu")
+    assert ours.device.temp_bytes <= parts.device.temp_bytes < whole.device.temp_bytes / 2
 
 
 def test_the_memory_table_counts_what_trains(tiny_model_dir, tmp_path):

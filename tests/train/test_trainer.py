@@ -69,6 +69,14 @@ def test_frozen_leaves_are_the_very_arrays_that_were_given():
     np.testing.assert_array_equal(model["base"], before)
 
 
+def test_frozen_numpy_arrays_are_moved_to_the_device_once():
+    trainer = Trainer(jax.tree.map(np.asarray, _model()), _loss, optax.adam(0.1), wrt="lora_*")
+    before = trainer.frozen["base"]
+    assert isinstance(before, jax.Array)
+    trainer.fit(_data(), num_steps=2)
+    assert trainer.frozen["base"] is before
+
+
 def test_the_step_returns_only_what_changed_and_reuses_every_donated_buffer():
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*")
     report = trainer.memory(_data()[0])

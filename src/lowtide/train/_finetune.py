@@ -134,7 +134,16 @@ class Finetune:
         ours = self.trainer.memory(batch, target=target)
         tx = _optimizer(self.config, self.schedule)
         try:
-            naive = analyze_naive(self.trainer.model, self._loss, tx, _WRT, batch, target=target)
+            naive = analyze_naive(
+                self.trainer.model,
+                self._loss,
+                tx,
+                _WRT,
+                batch,
+                num_microbatches=self.config.num_microbatches,
+                weight=_num_targets,
+                target=target,
+            )
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import Tree, Where, combine, partition
+from ..core import Tree, Where, accumulate, combine, partition
 from ..memory import MemoryReport, Target, analyze
 from ._trainer import STEP_ARGUMENTS, LossFn, train_step
 
@@ -63,6 +63,8 @@ def analyze_naive(
     wrt: Where,
     batch: Tree,
     *,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
     target: Target | str | None = None,
 ) -> MemoryReport:
     """Compiled bytes of a training step that differentiates and optimises the whole model.
@@ -73,6 +75,8 @@ def analyze_naive(
         tx: the optimizer.
         wrt: what is meant to train; all else is put behind `jax.lax.stop_gradient`.
         batch: a batch, or shapes of one.
+        num_microbatches: as in `Trainer`.
+        weight: as in `Trainer`.
         target: what to compile for; None for the hardware at hand.
 
     Returns:
@@ -85,10 +89,11 @@ def analyze_naive(
     opt_state = jax.eval_shape(tx.init, combine(trainable, frozen))
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:
-        def loss(trainable: Tree, frozen: Tree) -> Any:
-            return loss_fn(combine(trainable, jax.tree.map(jax.lax.stop_gradient, frozen)), batch)
+        def loss(halves: tuple[Tree, Tree], batch: Tree) -> Any:
+            return loss_fn(combine(halves[0], jax.tree.map(jax.lax.stop_gradient, halves[1])), batch)
 
-        (value, _), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(trainable, frozen)
+        grad_fn = accumulate(jax.value_and_grad(loss, has_aux=True), num_microbatches, weight=weight, has_aux=True)
+        (value, _), grads = grad_fn((trainable, frozen), batch)
         params, whole = combine(trainable, frozen), combine(*grads)
         updates, opt_state = tx.update(whole, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value

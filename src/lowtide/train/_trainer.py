@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ..core import (
@@ -108,7 +109,9 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
     ) -> None:
-        trainable, self.frozen = partition(model, wrt)
+        trainable, frozen = partition(model, wrt)
+        # A NumPy array would be copied to the device again in every step.
+        self.frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, frozen)
         for paths in shared_leaves(trainable):
             raise SelectionError(
                 f"{paths[0]} and {paths[1]} are the same array and both train",
