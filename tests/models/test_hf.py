@@ -194,3 +194,22 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_off(tiny_model_dir, tmp_
     tokenizer.enable_padding(length=16)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode("the tide goes out").ids == want
+
+
+@pytest.mark.parametrize(
+    "change", [{"factor": 0}, {"factor": "much"}, {"low_freq_factor": 4.0, "high_freq_factor": 4.0}, {"factor": None}]
+)
+def test_rope_scaling_that_cannot_be_computed_is_refused(directory, change):
+    scaling = json.loads((directory / "config.json").read_text())["rope_scaling"]
+    _edit_config(directory, rope_scaling={**scaling, **change})
+    with pytest.raises(ModelFileError, match=r"config.json: an entry has an unusable value(.|\n)*hint:"):
+        load(directory)
+
+
+def test_layers_of_different_dtypes_stack_without_losing_digits(model, directory):
+    tensors = load_file(directory / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file({**tensors, name: tensors[name].astype(jnp.bfloat16)}, directory / "model.safetensors")
+    loaded = load(directory).layers["attn"]["q_proj"]["weight"]
+    assert loaded.dtype == jnp.float32
+    np.testing.assert_array_equal(loaded[1], model.layers["attn"]["q_proj"]["weight"][1])

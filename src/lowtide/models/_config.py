@@ -26,6 +26,15 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     """llama3: the length of pretraining, in tokens."""
 
+    def __post_init__(self) -> None:
+        if not self.factor > 0 or not self.high_freq_factor > self.low_freq_factor > 0:
+            raise ConfigError(
+                "RoPE scaling is out of range",
+                expected="factor > 0, high_freq_factor > low_freq_factor > 0",
+                got=f"{self.factor}, {self.high_freq_factor}, {self.low_freq_factor}",
+                hint="copy the values of config.json's rope_scaling",
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -189,5 +198,6 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
             expected="default, linear or llama3",
             hint="computing with another frequency rule would give wrong logits, so nothing was loaded",
         )
-    names = [field.name for field in dataclasses.fields(RopeScaling)]
-    return RopeScaling(rope_type=rope_type, **{k: rope[k] for k in names if k in rope and k != "rope_type"})
+    length = "original_max_position_embeddings"
+    numbers = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor") if name in rope}
+    return RopeScaling(rope_type=rope_type, **numbers, **({length: int(rope[length])} if length in rope else {}))

@@ -57,8 +57,9 @@ def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "fl
         leaves: list[jax.Array] = []
         for path, shape in flat:
             names = _tensor_names(path, config)
-            stored = _DTYPES[tensors[names[0]][1].get_slice(names[0]).get_dtype()]
-            host = np.empty(shape, jnp.dtype(stored if dtype == "auto" else dtype))
+            # The layers of a stack may be stored in different dtypes: none of them loses digits.
+            stored = {_DTYPES[tensors[name][1].get_slice(name).get_dtype()] for name in names}
+            host = np.empty(shape, jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype))
             for index, name in enumerate(names):
                 value = _read(tensors, name)
                 if len(names) == 1 and shape == value.shape:
