@@ -120,13 +120,28 @@ def _broken(tmp_path, tiny_model_dir, file, content):
 def test_broken_models_are_named(finetune, tmp_path, tiny_model_dir, file, content, message):
     broken = _broken(tmp_path, tiny_model_dir, file, content)
     _error(finetune(model=broken), message, str(broken))
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_that_is_not_here_is_not_a_tokenizer_problem(finetune):
+    _error(finetune(model="meta-llama/Llama-3.2-1B"), "Llama-3.2-1B/config.json: no such file", "nothing is downloaded")
+
+
+def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tmp_path):
+    _error(finetune("--config", _config(tmp_path, targets="outer/embed")), "outer/embed: an embedding looks rows up")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(finetune, tmp_path):
+    result = finetune("--config", _config(tmp_path, learning_rate=1e30, max_grad_norm=1e30, sample_tokens=0))
+    _error(result, "is not finite", "learning_rate")
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 def test_a_tokenizer_of_another_model_is_named(finetune, tmp_path, tiny_model_dir):
     other = _broken(tmp_path, tiny_model_dir, "tokenizer.json", lambda data: data)
     shutil.copy(models.base_path() / "tokenizer.json", other / "tokenizer.json")
-    _error(finetune(model=other), "tokenizer.json has more tokens than the model has embeddings", "2048")
+    _error(finetune(model=other), "tokenizer.json has more tokens than the model has embeddings", "ids up to 2047")
 
 
 def test_empty_and_short_data_are_named(finetune, tmp_path):

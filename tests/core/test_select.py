@@ -120,3 +120,8 @@ def test_long_lists_are_cut() -> None:
 def test_an_empty_tree_has_nothing_to_select() -> None:
     with pytest.raises(SelectionError, match="0 candidates"):
         select({}, "**")
+
+
+def test_what_is_neither_glob_nor_predicate_is_refused() -> None:
+    with pytest.raises(SelectionError, match=r"by globs or by a predicate(.|\n)*got: 3(.|\n)*hint:"):
+        select({"a": 1.0}, 3)  # pyright: ignore

@@ -202,7 +202,9 @@ def test_truncation_and_padding_of_a_tokenizer_file_are_off(tiny_model_dir, tmp_
 def test_rope_scaling_that_cannot_be_computed_is_refused(directory, change):
     scaling = json.loads((directory / "config.json").read_text())["rope_scaling"]
     _edit_config(directory, rope_scaling={**scaling, **change})
-    with pytest.raises(ModelFileError, match=r"config.json: an entry has an unusable value(.|\n)*hint:"):
+    with pytest.raises(
+        ModelFileError, match=r"config.json: (an entry has an unusable value|RoPE scaling is out of range)(.|\n)*hint:"
+    ):
         load(directory)
 
 
@@ -213,3 +215,27 @@ def test_layers_of_different_dtypes_stack_without_losing_digits(model, directory
     loaded = load(directory).layers["attn"]["q_proj"]["weight"]
     assert loaded.dtype == jnp.float32
     np.testing.assert_array_equal(loaded[1], model.layers["attn"]["q_proj"]["weight"][1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eos_token_id": 99}, r"eos_token_id is no token(.|\n)*0 to 30 - 1(.|\n)*99"),
+        ({"eos_token_id": "</s>"}, r"an entry has an unusable value"),
+        ({"rope_scaling": "llama3"}, r"rope_scaling is not an object"),
+        ({"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling has no factor"),
+        ({"quantization_config": {"bits": 4}}, r"the checkpoint is quantised"),
+        ({"num_key_value_heads": 3}, r"config.json: num_kv_heads has to divide num_heads"),
+        ({"architectures": "GPT2LMHeadModel"}, r"unknown architecture 'GPT2LMHeadModel'"),
+    ],
+)
+def test_unusable_entries_of_the_config_are_named(directory, changes, message):
+    _edit_config(directory, **changes)
+    with pytest.raises(ModelFileError, match=rf"{message}(.|\n)*hint:") as caught:
+        load(directory)
+    assert str(caught.value).count("hint:") == 1
+
+
+def test_an_empty_list_of_end_tokens_means_none(directory):
+    _edit_config(directory, eos_token_id=[])
+    assert load(directory).config.eos_token_id is None

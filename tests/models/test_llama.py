@@ -1,4 +1,5 @@
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -146,10 +147,17 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
     model = jax.eval_shape(
         lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
     )
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert _attention_implementation(jnp.dtype("bfloat16"), 8) == "cudnn"
-    assert _attention_implementation(jnp.dtype("float32"), 8) == "xla"
-    with jax.default_device(jax.devices("cpu")[0]):
-        assert _attention_implementation(jnp.dtype("bfloat16"), 8) == "xla"
+    cpu = jax.devices("cpu")[0]
+
+    def chosen(dtype, capability, head_dim=8):
+        gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+        monkeypatch.setattr(jax, "devices", lambda platform=None: [gpu])
+        return _attention_implementation(jnp.dtype(dtype), head_dim)
+
+    assert chosen("bfloat16", "9.0") == chosen("float16", "8.0") == "cudnn"
+    assert chosen("float32", "9.0") == chosen("bfloat16", "9.0", 12) == "xla"
+    assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "xla"
+    with jax.default_device(cpu):
+        assert chosen("bfloat16", "9.0") == "xla"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, _batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"

@@ -2,7 +2,7 @@ import pytest
 
 from lowtide.core import ConfigError, OutputError
 from lowtide.train import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config
-from lowtide.train._runs import MetricsFile, check_same_data, read_records, write_config
+from lowtide.train._runs import MetricsFile, check_checkpoint, check_same_data, read_records, write_config
 
 
 def test_toml_round_trips(tmp_path):
@@ -96,3 +96,30 @@ def test_metrics_continue_after_the_last_checkpoint(tmp_path):
     assert read_records(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.5}]
     MetricsFile(path, keep_through=None).close()
     assert read_records(path) == []
+
+
+def test_paths_are_stored_for_any_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = open_run("run", {"model": "m", "data": "d.txt"}, "flags", resume=False)
+    assert (config.model, config.data) == (str(tmp_path / "m"), str(tmp_path / "d.txt"))
+    write_config(tmp_path / "run", config)
+    assert open_run("run", {"model": "m"}, "flags", resume=True) == config
+
+
+def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(tmp_path):
+    config = FinetuneConfig(num_steps=30, checkpoint_every=10)
+    lines = [f'{{"step": {step}, "loss": 1.0}}' for step in range(1, 20)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    check_checkpoint(tmp_path, config, None)
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 20, "loss": 1.0}']))
+    check_checkpoint(tmp_path, config, 20)
+    with pytest.raises(OutputError, match=r"no checkpoint in it(.|\n)*recorded 20 steps(.|\n)*hint:"):
+        check_checkpoint(tmp_path, config, None)
+
+
+def test_damaged_files_of_a_run_are_named(tmp_path):
+    (tmp_path / "data.json").write_text("{")
+    with pytest.raises(OutputError, match=r"data.json: damaged(.|\n)*hint:"):
+        check_same_data(tmp_path, "a")
+    (tmp_path / "metrics.jsonl").write_text('[1]\n{"step": 1}\n\n3\n')
+    assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}]

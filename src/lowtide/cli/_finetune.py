@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -46,8 +50,8 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from ..core import ConfigError
-    from ..train import Finetune, open_run, read_config
+    from ..core import ConfigError, LowtideError
+    from ..train import open_run, read_config
 
     console = Console(highlight=False)
     if args.resume and args.out is None:
@@ -56,6 +60,22 @@ def run(args: argparse.Namespace) -> int:
     values |= {field: value for field in _FLAGS if (value := getattr(args, field)) is not None}
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
+    interrupted = _remember_interrupts()
+    try:
+        _finetune(console, config, out, interrupted)
+    except LowtideError:
+        with contextlib.suppress(OSError):
+            out.rmdir()  # only if nothing was written
+        raise
+    except KeyboardInterrupt:
+        if (out / "config.toml").is_file():
+            console.print(f"\nStopped. Continue with: {_program()} finetune --out {out} --resume", soft_wrap=True)
+        raise
+    return 0
+
+
+def _finetune(console: Console, config: Any, out: Path, interrupted: threading.Event) -> None:
+    from ..train import Finetune
 
     with _progress(console) as progress:
         task = progress.add_task("reading model and data", total=None)
@@ -65,28 +85,44 @@ def run(args: argparse.Namespace) -> int:
         progress.remove_task(task)
     _print_plan(console, job, table)
     before = job.sample(job.base) if config.sample_tokens else None
-    try:
-        _train(console, job)
-    except KeyboardInterrupt:
-        console.print(f"\nStopped. Continue with: lowtide finetune --out {out} --resume", soft_wrap=True)
-        raise
+    _train(console, job, interrupted)
     job.finish(table)
     if before is not None:
         _print_samples(console, before, job.sample(job.trainer.model))
     _print_bytes(console, table)
-    losses = job.eval_losses()
-    (_, first), (_, last) = losses[0], losses[-1]
-    console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
+    if losses := job.eval_losses():
+        (_, first), (_, last) = losses[0], losses[-1]
+        console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
     console.print(f"Adapter, metrics and memory table are in {out}", soft_wrap=True)
-    return 0
 
 
-def _train(console: Console, job: Any) -> None:
+def _remember_interrupts() -> threading.Event:
+    """Raise KeyboardInterrupt as always, and remember it: raised in a callback of the runtime, Python drops it."""
+    interrupted = threading.Event()
+
+    def handle(signum: int, frame: Any) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, handle)
+    return interrupted
+
+
+def _program() -> str:
+    """How the command was called, to name it in a hint."""
+    name = Path(sys.argv[0]).name
+    return sys.argv[0] if name == "lowtide" else "python -m lowtide"
+
+
+def _train(console: Console, job: Any, interrupted: threading.Event) -> None:
     tokens = job.config.batch_size * job.config.seq_len
     with _progress(console) as progress:
         task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
 
         def show(record: dict[str, Any]) -> None:
+            if interrupted.is_set():
+                raise KeyboardInterrupt
             if "eval_loss" in record:
                 console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")
             else:
@@ -117,6 +153,11 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     for name, text in rows.items():
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
+    if config.seq_len > base.config.max_position_embeddings:
+        console.print(
+            f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "
+            f"{base.config.max_position_embeddings} positions the model was made for"
+        )
     if table.ours.fits is False:
         console.print(
             "[bold yellow]warning[/] this does not fit: lower --batch-size or --seq-len, or raise num_microbatches"

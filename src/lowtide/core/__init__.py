@@ -19,6 +19,7 @@ from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import shared_leaves as shared_leaves
 from ._paths import Tree as Tree
+from ._paths import is_array_like as is_array_like
 from ._paths import leaf_bytes as leaf_bytes
 from ._paths import leaves_with_paths as leaves_with_paths
 from ._paths import path_str as path_str
@@ -55,6 +56,7 @@ __all__ = [
     "bytes_by_space",
     "combine",
     "format_bytes",
+    "is_array_like",
     "leaf_bytes",
     "leaves_with_paths",
     "linear",

@@ -37,7 +37,7 @@ class LowtideError(Exception):
         if hint is not None:
             lines.append(f"hint: {hint}")
         super().__init__("\n".join(lines))
-        self.hint = hint
+        self.message, self.expected, self.got, self.hint = message, expected, got, hint
 
 
 class SelectionError(LowtideError, ValueError):

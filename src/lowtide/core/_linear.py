@@ -33,7 +33,8 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
         Shape [..., out], in the dtype of `x`.
 
     Memory:
-        A weight of another dtype is cast again in the backward pass; its cast copy never waits for it.
+        A weight of another dtype is cast again in the backward pass; under a scan over layers its cast copy does not
+        wait for it.
 
     Examples:
         >>> import jax.numpy as jnp

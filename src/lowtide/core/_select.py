@@ -86,7 +86,15 @@ def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
     Raises:
         SelectionError: when `where` is empty, a pattern matches nothing, or the exclusions leave nothing.
     """
-    patterns = [where] if isinstance(where, str) else list(where)
+    given: Any = where
+    patterns: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise SelectionError(
+            "a selection is made by globs or by a predicate",
+            expected="a glob, several, or a function (path, leaf) -> bool",
+            got=repr(where),
+            hint='for instance "**/lora_*"',
+        )
     includes = [pattern for pattern in patterns if not pattern.startswith("!")]
     if not includes:
         raise SelectionError(

@@ -170,7 +170,9 @@ def _here() -> Target:
             expected="cpu, gpu or tpu",
             hint='choose another backend with JAX_PLATFORMS, or another target such as "cpu"',
         )
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices] if platform != "cpu" else [None]
+    # Only this process's own devices can be asked.
+    own = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own] if platform != "cpu" else [None]
     known = [limit for limit in limits if limit]
     return Target(
         name="here",

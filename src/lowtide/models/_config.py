@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from ..core import ConfigError, ModelFileError
 
@@ -102,7 +102,8 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
     Raises:
         ModelFileError: for an unknown architecture, activation or RoPE type, or a missing or impossible entry.
     """
-    architectures: list[str] = list(raw.get("architectures") or [])
+    named: Any = raw.get("architectures") or []
+    architectures: list[str] = [named] if isinstance(named, str) else [str(name) for name in named]
     known = [name for name in architectures if name in ARCHITECTURES]
     if not known and not (raw.get("model_type") == "llama" and not architectures):
         raise ModelFileError(
@@ -114,9 +115,17 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
         raise ModelFileError(
             f"{where}: unknown activation {raw['hidden_act']!r}", expected="silu", hint="Llama's MLP is SwiGLU"
         )
-    rope: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    eos = raw.get("eos_token_id")
+    if raw.get("quantization_config"):
+        raise ModelFileError(
+            f"{where}: the checkpoint is quantised",
+            got="quantization_config",
+            hint="load the unquantised checkpoint; Lowtide reads float32, float16 and bfloat16 weights",
+        )
+    rope: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ModelFileError(f"{where}: rope_scaling is not an object", got=repr(rope), hint="copy config.json again")
     try:
+        ends: Any = _token_ids(raw, "eos_token_id")
         return LlamaConfig(
             vocab_size=int(raw["vocab_size"]),
             hidden_size=int(raw["hidden_size"]),
@@ -126,23 +135,27 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
             num_kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
             head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // int(raw["num_attention_heads"])),
             rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(rope, where),
+            rope_scaling=_rope_scaling(cast("Mapping[str, Any]", rope), where),
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             mlp_bias=bool(raw.get("mlp_bias", False)),
             max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-            bos_token_id=raw.get("bos_token_id"),
-            eos_token_id=tuple(int(i) for i in eos) if isinstance(eos, (list, tuple)) else eos,
+            bos_token_id=_token_ids(raw, "bos_token_id")[0],
+            eos_token_id=ends if len(ends) > 1 else ends[0],
         )
     except KeyError as error:
         raise ModelFileError(
             f"{where}: {error.args[0]} is missing",
             hint="a Llama config.json has the sizes of the model; copy it from the model's source again",
         ) from error
+    except ModelFileError:
+        raise
+    except ConfigError as error:
+        raise ModelFileError(
+            f"{where}: {error.message}", expected=error.expected, got=error.got, hint=error.hint
+        ) from error
     except (TypeError, ValueError) as error:
-        if isinstance(error, ModelFileError):
-            raise
         raise ModelFileError(
             f"{where}: an entry has an unusable value", got=str(error), hint="compare the file with the model's source"
         ) from error
@@ -198,6 +211,19 @@ def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
             expected="default, linear or llama3",
             hint="computing with another frequency rule would give wrong logits, so nothing was loaded",
         )
+    if "factor" not in rope:
+        raise ModelFileError(f"{where}: rope_scaling has no factor", got=dict(rope), hint="copy config.json again")
     length = "original_max_position_embeddings"
     numbers = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor") if name in rope}
     return RopeScaling(rope_type=rope_type, **numbers, **({length: int(rope[length])} if length in rope else {}))
+
+
+def _token_ids(raw: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+    """The ids of a special token, which may be absent, a number or a list; each inside the vocabulary."""
+    value: Any = raw.get(name)
+    ids = [int(each) for each in (value if isinstance(value, (list, tuple)) else [] if value is None else [value])]
+    for each in ids:
+        if not 0 <= each < int(raw["vocab_size"]):
+            size = raw["vocab_size"]
+            raise ConfigError(f"{name} is no token", expected=f"0 to {size} - 1", got=each, hint="check config.json")
+    return tuple(ids) or (None,)

@@ -88,7 +88,7 @@ def load_config(directory: str | Path) -> LlamaConfig:
         raise ModelFileError(
             f"{path}: no such file",
             expected="a Hugging Face model directory with config.json and model.safetensors",
-            hint="--model takes a local folder; download the model there first",
+            hint="give a local folder that holds the model; nothing is downloaded",
         )
     return config_from_hf(_json(path), str(path))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -247,14 +248,16 @@ def _attention(attn: Tree, x_BTD: Array, config: LlamaConfig) -> Array:
 
 
 def _attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernel takes half precision and heads up to 128 in multiples of 8; everything else goes to XLA."""
-    half = dtype in (jnp.bfloat16, jnp.float16)
+    """cuDNN's kernel takes half precision, heads up to 128 in multiples of 8, and NVIDIA chips from Ampere on."""
     # `jax.default_device` says for what the program is traced where that is not the default backend, as in a memory
-    # report for a TPU on a machine with a GPU.
+    # report for a TPU on a machine with a GPU. It is a device, the name of a platform, or None.
     config: Any = jax.config
-    device = config.jax_default_device
-    platform = jax.default_backend() if device is None else getattr(device, "platform", device)
-    return "cudnn" if platform in ("gpu", "cuda") and half and head_dim <= 128 and head_dim % 8 == 0 else "xla"
+    chosen = config.jax_default_device
+    device: Any = chosen if hasattr(chosen, "platform") else jax.devices(chosen)[0]
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    modern = device.platform == "gpu" and capability is not None and int(capability[1]) >= 8
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    return "cudnn" if modern and half and head_dim <= 128 and head_dim % 8 == 0 else "xla"
 
 
 def _frequencies(config: LlamaConfig) -> Float[Array, "H/2"]:

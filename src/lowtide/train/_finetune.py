@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
-from ..core import ModelFileError, Tree, tree_bytes, value_and_grad, write_files
+from ..core import ConfigError, ModelFileError, Tree, tree_bytes, value_and_grad, write_files
 from ..memory import MemoryReport, Target, versions
 from ._config import FinetuneConfig
 from ._preview import analyze_naive
@@ -30,6 +30,7 @@ from ._runs import (
     MEMORY,
     METRICS,
     MetricsFile,
+    check_checkpoint,
     check_same_data,
     read_records,
     write_config,
@@ -102,6 +103,8 @@ class Finetune:
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
         adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
         model = lora.add(self.base, adapter, key=jax.random.key(config.seed))
+        # An adapter where the model cannot use one is an error here, before anything is written.
+        jax.eval_shape(models.loss, model, self.data.train[0])
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
         write_config(self.out, config)
         check_same_data(self.out, self.data.digest)
@@ -117,6 +120,7 @@ class Finetune:
             checkpoint_dir=self.out / CHECKPOINTS,
         )
         self.resumed_at = self.trainer.restore()
+        check_checkpoint(self.out, config, self.resumed_at)
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
         """Compile our step and the naive one, and say where their bytes go.
@@ -165,10 +169,14 @@ class Finetune:
 
         Args:
             on_record: called with every record, the learning rate included.
+
+        Raises:
+            ConfigError: when a loss is not finite; the run stops there, and its checkpoints are of earlier steps.
         """
         metrics = MetricsFile(self.out / METRICS, self.resumed_at)
 
         def record_step(record: Record) -> None:
+            _check_finite(record)
             if "loss" in record:
                 record = {**record, "learning_rate": float(np.asarray(self.schedule(record["step"] - 1)))}
             metrics.append(record)
@@ -222,20 +230,32 @@ def measured_peak_bytes() -> int | None:
     return None if not stats else stats.get("peak_bytes_in_use")
 
 
+def _check_finite(record: Record) -> None:
+    for name in ("loss", "eval_loss", "grad_norm"):
+        if not np.isfinite(record.get(name, 0.0)):
+            raise ConfigError(
+                f"step {record['step']}: {name} is not finite, so the run was stopped",
+                got=record[name],
+                hint="lower learning_rate, or look for NaN in the model's weights; checkpoints are from before",
+            )
+
+
 def _load(config: FinetuneConfig, directory: Path) -> tuple[models.Llama, Tokenizer]:
     # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
     on_cpu = jax.default_backend() == "cpu"
     stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
     compute = ("float32" if on_cpu else "bfloat16") if config.compute_dtype == "auto" else config.compute_dtype
+    sizes = models.load_config(directory)
     tokenizer = models.load_tokenizer(directory)
-    base = models.load(directory, dtype=stored, compute_dtype=compute)
-    if tokenizer.get_vocab_size() > base.config.vocab_size:
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= sizes.vocab_size:
         raise ModelFileError(
             f"{directory}: tokenizer.json has more tokens than the model has embeddings",
-            expected=f"at most {base.config.vocab_size}",
-            got=tokenizer.get_vocab_size(),
+            expected=f"ids below {sizes.vocab_size}",
+            got=f"ids up to {largest}",
             hint="tokenizer.json and config.json are of different models",
         )
+    base = models.load(directory, dtype=stored, compute_dtype=compute)
     return base, tokenizer
 
 

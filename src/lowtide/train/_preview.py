@@ -16,7 +16,7 @@ import optax
 
 from ..core import Tree, Where, accumulate, combine, partition
 from ..memory import MemoryReport, Target, analyze
-from ._trainer import STEP_ARGUMENTS, LossFn, train_step
+from ._trainer import STEP_ARGUMENTS, LossFn, bind_static, split_static, train_step
 
 
 def analyze_step(
@@ -48,7 +48,9 @@ def analyze_step(
     Memory:
         None: arrays are replaced by their shapes.
     """
-    trainable, frozen = partition(jax.tree.map(_shape, model), wrt)
+    arrays, static = split_static(model)
+    loss_fn = bind_static(loss_fn, static)
+    trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
     opt_state = jax.eval_shape(tx.init, trainable)
     step = partial(train_step, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
     arguments = (trainable, opt_state, jax.ShapeDtypeStruct((), jnp.int32), frozen, jax.tree.map(_shape, batch))
@@ -85,7 +87,9 @@ def analyze_naive(
     Memory:
         None: arrays are replaced by their shapes.
     """
-    trainable, frozen = partition(jax.tree.map(_shape, model), wrt)
+    arrays, static = split_static(model)
+    loss_fn = bind_static(loss_fn, static)
+    trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
     opt_state = jax.eval_shape(tx.init, combine(trainable, frozen))
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:

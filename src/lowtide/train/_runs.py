@@ -46,6 +46,8 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
     out = Path(out)
+    # Absolute paths, so that the run can be resumed from another working directory.
+    values = {name: str(Path(v).resolve()) if name in ("model", "data") and v else v for name, v in values.items()}
     if resume:
         if not (out / CONFIG).is_file():
             raise OutputError(
@@ -80,10 +82,27 @@ def check_same_data(out: Path, digest: str) -> None:
     path = out / DATA
     if not path.is_file():
         write_files(out, {DATA: (json.dumps({"sha256_of_tokens": digest}) + "\n").encode()})
-    elif json.loads(path.read_text())["sha256_of_tokens"] != digest:
+    elif _digest(path) != digest:
         raise ConfigError(
             f"{out}: the data or the tokenizer changed since this run began",
             hint="resume needs the same data, or its losses would not be those of one run; start another --out",
+        )
+
+
+def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
+    """Refuse to begin again over a run whose checkpoints are gone.
+
+    A kill before the first checkpoint leaves a few records, and the run begins again; later than that there is one.
+
+    Raises:
+        OutputError: when the metrics say that there was a checkpoint and there is none.
+    """
+    recorded = max((record["step"] for record in read_records(out / METRICS)), default=0)
+    if resumed_at is None and recorded >= min(2 * config.checkpoint_every, config.num_steps):
+        raise OutputError(
+            f"{out / CHECKPOINTS}: no checkpoint in it",
+            expected=f"a checkpoint of a run that has recorded {recorded} steps",
+            hint="put the folder back, or start again with another --out; nothing was changed",
         )
 
 
@@ -114,11 +133,13 @@ class MetricsFile:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The complete records of a metrics file; a line that a kill cut off is left out."""
     records: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
     return records
 
 
@@ -146,3 +167,10 @@ def _check_writable(out: Path) -> None:
         raise OutputError(
             f"{out}: cannot be written", got=error.strerror or error, hint="choose an --out that you may write to"
         ) from error
+
+
+def _digest(path: Path) -> str:
+    try:
+        return json.loads(path.read_text())["sha256_of_tokens"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OutputError(f"{path}: damaged", got=str(error), hint="restore it, or start another --out") from error

@@ -32,6 +32,7 @@ from ..core import (
     Where,
     accumulate,
     combine,
+    is_array_like,
     partition,
     shared_leaves,
     value_and_grad,
@@ -39,7 +40,7 @@ from ..core import (
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
 from ._checkpoint import Checkpoints
 
-LossFn = Callable[[Tree, Tree], tuple[Any, Tree]]
+LossFn = Callable[[Tree, Tree], Any]
 Record = dict[str, float | int]
 
 STEP_ARGUMENTS = ("trainable", "optimizer", "step", "frozen", "batch")
@@ -72,7 +73,7 @@ class Trainer:
 
     Args:
         model: the model, a pytree. Its trainable arrays belong to the trainer from now on.
-        loss_fn: ``loss_fn(model, batch) -> (loss, metrics)``, a scalar and a dictionary of scalars.
+        loss_fn: ``loss_fn(model, batch)``: a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars.
         tx: the optimizer, with clipping and schedules chained in as Optax has them.
         wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
         num_microbatches: into how many parts a batch is split for gradient accumulation.
@@ -109,7 +110,8 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
     ) -> None:
-        trainable, frozen = partition(model, wrt)
+        arrays, self._static = split_static(model)
+        trainable, frozen = partition(arrays, wrt)
         # A NumPy array would be copied to the device again in every step.
         self.frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, frozen)
         for paths in shared_leaves(trainable):
@@ -121,6 +123,7 @@ class Trainer:
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
         self.state = TrainState(jnp.int32(0), trainable, jax.jit(tx.init)(trainable))
         self._weight = weight or (lambda batch: jnp.float32(1))
+        loss_fn = bind_static(loss_fn, self._static)
         self._step = functools.partial(train_step, loss_fn, tx, wrt, num_microbatches, self._weight)
         self._evaluate = jax.jit(functools.partial(_eval_step, loss_fn, self._weight))
         self._compiled: tuple[Any, Any] | None = None
@@ -129,7 +132,7 @@ class Trainer:
     @property
     def model(self) -> Tree:
         """The model as it is now; its trainable arrays are consumed by the next step."""
-        return combine(self.state.trainable, self.frozen)
+        return combine(self.state.trainable, self.frozen, self._static)
 
     @property
     def step(self) -> int:
@@ -298,6 +301,22 @@ class Trainer:
         return self._compiled[1]
 
 
+def split_static(model: Tree) -> tuple[Tree, Tree]:
+    """The leaves of a model that hold numbers, and those that do not (an Equinox module's activation function)."""
+    arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
+    return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)
+
+
+def bind_static(loss_fn: LossFn, static: Tree) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
+    """The loss as a function of the leaves that hold numbers, which returns ``(loss, metrics)`` always."""
+
+    def loss(model: Tree, batch: Tree) -> tuple[Any, Tree]:
+        result = loss_fn(combine(model, static), batch)
+        return result if isinstance(result, tuple) else (result, {})  # pyright: ignore[reportReturnType]
+
+    return loss
+
+
 def train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
@@ -321,7 +340,8 @@ def train_step(
     total = jnp.sum(weights)
     metrics = {name: jnp.sum(_weighted(value, weights)) / total for name, value in metrics.items()}
     metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    updates, opt_state = tx.update(grads, opt_state, trainable)
+    update = optax.with_extra_args_support(tx).update
+    updates, opt_state = update(grads, opt_state, trainable, value=loss)  # some schedules read the loss
     return optax.apply_updates(trainable, updates), opt_state, step + 1, metrics
 
 
@@ -339,6 +359,13 @@ def _weighted(value: Any, weight: Any) -> Any:
 
 
 def _batch(data: StepData, step: int, num_steps: int) -> Tree:
+    if not hasattr(data, "__getitem__"):
+        raise DataError(
+            "the data cannot be asked for the batch of a step",
+            expected="batches by step number: a list, or a grain.MapDataset",
+            got=type(data).__name__,
+            hint="a resumed run has to see what an uninterrupted one would; pass list(data) when it is small",
+        )
     try:
         return data[step]
     except IndexError as error:
