@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from lowtide import lora
-from lowtide.core import ModelFileError, OutputError
+from lowtide.core import ConfigError, ModelFileError, OutputError
 from lowtide.models import LlamaConfig, RopeScaling, init, load, load_tokenizer, save
 
 CONFIG = LlamaConfig(
@@ -63,6 +63,12 @@ def test_dtypes_are_chosen_on_loading(directory):
     loaded = load(directory, dtype="bfloat16", compute_dtype="float32")
     assert {leaf.dtype for leaf in jax.tree.leaves(loaded)} == {jnp.dtype("bfloat16")}
     assert loaded.compute_dtype == "float32"
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "bfloat"}, {"compute_dtype": "int8"}])
+def test_dtypes_that_cannot_be_computed_in_are_refused(directory, wrong):
+    with pytest.raises(ConfigError, match=r"is no dtype to compute in(.|\n)*hint:"):
+        load(directory, **wrong)
 
 
 def test_a_tied_checkpoint_may_repeat_its_head(model, tmp_path):

@@ -197,6 +197,14 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
         other.restore()
 
 
+def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
+    Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path).fit(_data(), num_steps=1)
+    half = {**_model(), "lora_a": _model()["lora_a"].astype(jnp.bfloat16)}
+    other = Trainer(half, _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path)
+    with pytest.raises(StructureError, match=r"is not of this(.|\n)*bfloat16\[3\](.|\n)*float32\[3\](.|\n)*hint:"):
+        other.restore()
+
+
 def test_checkpoints_of_a_later_step_are_refused_before_anything_is_lost(tmp_path):
     def trainer():
         return Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", checkpoint_dir=tmp_path)

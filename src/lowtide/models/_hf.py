@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from ..core import ModelFileError, OutputError, Tree, format_bytes, leaves_with_paths
+from ..core import ConfigError, ModelFileError, OutputError, Tree, format_bytes, leaves_with_paths
 from ._config import LlamaConfig, config_from_hf, config_to_hf
 from ._llama import EXTERNAL, Llama, parameter_shapes
 
@@ -42,10 +42,16 @@ def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "fl
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
+        ConfigError: for a dtype that is not floating-point.
 
     Memory:
         The parameters on the device, and one stacked leaf at a time on the host.
     """
+    for name in (dtype, compute_dtype):
+        if name != "auto" and not _is_floating(name):
+            raise ConfigError(
+                f"{name!r} is no dtype to compute in", expected="float32, bfloat16, ...", hint="check the dtype"
+            )
     directory = Path(directory)
     config = load_config(directory)
     files = _weight_files(directory)
@@ -282,6 +288,13 @@ def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, di
                 expected=f"one of {', '.join(_DTYPES)}",
                 hint="load the unquantised checkpoint",
             )
+
+
+def _is_floating(name: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(name), jnp.floating)
+    except TypeError:
+        return False
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -66,17 +66,15 @@ class Checkpoints:
             StructureError: when the checkpoint holds other leaves.
         """
         expected = _flat(like)
-        stored = self._manager.item_metadata(step)
-        shapes = {
-            name: tuple(meta.shape) for name, meta in dict(stored.tree if hasattr(stored, "tree") else stored).items()
-        }
-        wanted = {name: tuple(leaf.shape) for name, leaf in expected.items()}
-        if shapes != wanted:
-            name, shape = sorted(set(shapes.items()) ^ set(wanted.items()))[0]
+        stored = dict(self._manager.item_metadata(step))
+        found = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
+        wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
+        if found != wanted:
+            name = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
             raise StructureError(
                 f"{name}: the checkpoint of step {step} is not of this model and optimizer",
                 expected=wanted.get(name, "no such leaf"),
-                got=shapes.get(name, f"no such leaf (the run has shape {shape})"),
+                got=found.get(name, "no such leaf"),
                 hint=f"resume with the configuration that wrote {self.directory}",
             )
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
