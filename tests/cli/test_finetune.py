@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from lowtide import lora, models
 from lowtide.cli import main
-from lowtide.train import config_from_dict, read_config
+from lowtide.train import FinetuneConfig, config_from_dict, read_config
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
 
@@ -188,6 +188,8 @@ def test_help_and_usage(capsys):
     text = capsys.readouterr().out
     for flag in ("--model", "--data", "--out", "--steps", "--rank", "--batch-size", "--seq-len", "--seed", "--resume"):
         assert flag in text
+    for field in ("num_steps", "rank", "batch_size", "seq_len"):
+        assert f"(default: {getattr(FinetuneConfig(), field)})" in " ".join(text.split())
     with pytest.raises(SystemExit) as stop:
         main(["finetune", "--steps", "many"])
     assert stop.value.code == 2

@@ -65,7 +65,7 @@ def test_dtypes_are_chosen_on_loading(directory):
     assert loaded.compute_dtype == "float32"
 
 
-@pytest.mark.parametrize("wrong", [{"dtype": "bfloat"}, {"compute_dtype": "int8"}])
+@pytest.mark.parametrize("wrong", [{"dtype": "bfloat"}, {"compute_dtype": "int8"}, {"compute_dtype": "auto"}])
 def test_dtypes_that_cannot_be_computed_in_are_refused(directory, wrong):
     with pytest.raises(ConfigError, match=r"is no dtype to compute in(.|\n)*hint:"):
         load(directory, **wrong)

@@ -106,6 +106,12 @@ def test_paths_are_stored_for_any_working_directory(tmp_path, monkeypatch):
     assert open_run("run", {"model": "m"}, "flags", resume=True) == config
 
 
+def test_a_path_that_is_no_text_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model has the wrong type(.|\n)*3(.|\n)*hint:"):
+        open_run(tmp_path / "run", {"model": 3}, "c.toml", resume=False)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(tmp_path):
     config = FinetuneConfig(num_steps=30, checkpoint_every=10)
     lines = [f'{{"step": {step}, "loss": 1.0}}' for step in range(1, 20)]

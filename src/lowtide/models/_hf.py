@@ -47,8 +47,8 @@ def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "fl
     Memory:
         The parameters on the device, and one stacked leaf at a time on the host.
     """
-    for name in (dtype, compute_dtype):
-        if name != "auto" and not _is_floating(name):
+    for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
+        if not _is_floating(name):
             raise ConfigError(
                 f"{name!r} is no dtype to compute in", expected="float32, bfloat16, ...", hint="check the dtype"
             )
@@ -67,7 +67,7 @@ def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "fl
             stored = {_DTYPES[tensors[name][1].get_slice(name).get_dtype()] for name in names}
             host = np.empty(shape, jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype))
             for index, name in enumerate(names):
-                value = _read(tensors, name)
+                value = tensors[name][1].get_tensor(name)
                 if len(names) == 1 and shape == value.shape:
                     host[...] = value
                 else:
@@ -247,10 +247,6 @@ def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None,
                 ) from error
             tensors |= dict.fromkeys(handle.keys(), (file, handle))
         yield tensors
-
-
-def _read(tensors: dict[str, tuple[Path, Any]], name: str) -> np.ndarray:
-    return tensors[name][1].get_tensor(name)
 
 
 def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, directory: Path) -> None:

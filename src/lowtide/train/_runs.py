@@ -47,7 +47,8 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
     """
     out = Path(out)
     # Absolute paths, so that the run can be resumed from another working directory.
-    values = {name: str(Path(v).resolve()) if name in ("model", "data") and v else v for name, v in values.items()}
+    paths = {name: str(Path(values[name]).resolve()) for name in ("model", "data") if isinstance(values.get(name), str)}
+    values = {**values, **paths}
     if resume:
         if not (out / CONFIG).is_file():
             raise OutputError(
