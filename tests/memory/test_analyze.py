@@ -276,7 +276,7 @@ def test_json_and_table(tmp_path: Path) -> None:
     report = analyze(lambda w, x: w @ x, shape(4, 4), shape(4, 4), roles={"params": 0, "absent": ()}, target="cpu")
     report.to_json(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text())
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
     assert data["figures"] == "compiled"
     assert data["device_bytes"] == report.device_bytes == sum(data["by_role"].values())
     assert data["device"]["argument_bytes"] == 128

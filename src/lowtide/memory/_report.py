@@ -15,9 +15,10 @@ from typing import Any
 
 from lowtide.core import OutputError, format_bytes
 
+from ._buffers import Buffer, Space, live_bytes, sum_by_role, to_rows
 from ._targets import Target
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the JSON that `MemoryReport.to_json` writes; it changes when a key changes its meaning or goes."""
 
 
@@ -71,8 +72,45 @@ class MemoryReport:
     ``outputs`` are those not written into arguments; ``temporaries``; ``code``."""
     host_by_role: Mapping[str, int]
     """The same for host memory; the values add up to `host_bytes`."""
+    buffers: tuple[Buffer, ...] = ()
+    """Every piece of memory the program uses, with its owner and the positions between which it is alive."""
+    moments: tuple[str, ...] = ("",)
+    """The operation at every position of the program, in the order of execution, loop bodies once."""
+    peak_moment: int = 0
+    """The position at which most device bytes are alive."""
+    host_peak_moment: int = 0
+    """The position at which most host bytes are alive."""
     notes: tuple[str, ...] = ()
     """What a reader has to know to trust the figures."""
+
+    @property
+    def peak(self) -> tuple[Buffer, ...]:
+        """What the device holds at the peak, largest first; the bytes add up to `device_bytes`."""
+        return self.alive_at(self.peak_moment)
+
+    @property
+    def host_peak(self) -> tuple[Buffer, ...]:
+        """What the host holds at its peak, largest first; the bytes add up to `host_bytes`."""
+        return self.alive_at(self.host_peak_moment, space="host")
+
+    @property
+    def peak_by_role(self) -> dict[str, int]:
+        """Bytes of `peak` per role, largest first."""
+        return sum_by_role(self.peak)
+
+    def alive_at(self, moment: int, *, space: Space = "device") -> tuple[Buffer, ...]:
+        """The buffers alive at a position of the program, largest first.
+
+        Args:
+            moment: a position in `moments`.
+            space: which memory.
+        """
+        alive = [b for b in self.buffers if b.space == space and b.alive_at(moment)]
+        return tuple(sorted(alive, key=lambda b: -b.num_bytes))
+
+    def live_bytes(self, *, space: Space = "device") -> list[int]:
+        """Bytes alive at every position of the program, fragmentation left out."""
+        return live_bytes([b for b in self.buffers if b.space == space], len(self.moments))
 
     @property
     def device_bytes(self) -> int:
@@ -102,6 +140,10 @@ class MemoryReport:
             "host": {**dataclasses.asdict(self.host), "total_bytes": self.host_bytes},
             "by_role": dict(self.by_role),
             "host_by_role": dict(self.host_by_role),
+            "buffers": to_rows(self.buffers),
+            "moments": list(self.moments),
+            "peak_moment": self.peak_moment,
+            "host_peak_moment": self.host_peak_moment,
             "notes": list(self.notes),
             "versions": versions(),
         }
