@@ -12,8 +12,7 @@ Phase = Literal["argument", "output", "forward", "recompute", "backward", "updat
 DERIVED_ROLES = (
     "activations",
     "gradients",
-    "weight copies",
-    "argument copies",
+    "copies",
     "temporaries",
     "outputs",
     "constants",
@@ -38,10 +37,9 @@ class Buffer:
     """The memory it lies in."""
     role: str
     """For an argument the caller's role. Otherwise one of `DERIVED_ROLES`: ``activations`` are made in the forward pass
-    and read in the backward pass; ``gradients`` are cotangents of arguments; ``weight copies`` hold nothing but the
-    data of one argument that takes part in the forward pass and is updated or frozen there (cast, transposed, gathered
-    from other devices, sliced), ``argument copies`` that of another argument; ``temporaries`` everything else that the
-    program computes; ``fragmentation`` is heap that no value can use at the peak; ``unattributed`` what has no known
+    and read in the backward pass; ``gradients`` are cotangents of arguments; ``copies`` hold nothing but the data of one
+    argument (cast, transposed, sliced, gathered from other devices); ``temporaries`` everything else that the program
+    computes; ``fragmentation`` is heap that no value can use at the peak; ``unattributed`` what has no known
     owner."""
     path: str = ""
     """The tree path of the argument or output that it is, holds a copy of, or is the gradient of; else empty."""
