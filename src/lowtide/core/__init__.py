@@ -6,6 +6,7 @@ from ._errors import DonationError as DonationError
 from ._errors import LowtideError as LowtideError
 from ._errors import ModelFileError as ModelFileError
 from ._errors import OutputError as OutputError
+from ._errors import ReportError as ReportError
 from ._errors import SelectionError as SelectionError
 from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
@@ -47,6 +48,7 @@ __all__ = [
     "LowtideError",
     "ModelFileError",
     "OutputError",
+    "ReportError",
     "SelectionError",
     "StructureError",
     "TargetError",

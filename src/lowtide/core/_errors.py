@@ -86,3 +86,9 @@ class TargetError(LowtideError, ValueError):
     """A compile target that is unknown, or whose compiler is not installed."""
 
     code = "LT008"
+
+
+class ReportError(LowtideError, ValueError):
+    """A memory report that is missing, is no report, or was written in another version of the format."""
+
+    code = "LT009"

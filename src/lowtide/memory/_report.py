@@ -7,19 +7,34 @@ total exactly. `peak_memory_in_bytes` is not used; on a TPU it mixes host into d
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lowtide.core import OutputError, format_bytes
+from lowtide.core import format_bytes
 
 from ._buffers import Buffer, Space, live_bytes, sum_by_role, to_rows
 from ._targets import Target
+from .views import _json as views_json
+from .views._files import write_view
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SCHEMA_VERSION = 2
 """Version of the JSON that `MemoryReport.to_json` writes; it changes when a key changes its meaning or goes."""
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides a compiled figure; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("lowtide", "jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +63,7 @@ class SpaceBytes:
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryReport:
     """Where a compiled program's bytes go, on one device of a target; made by `analyze`.
 
@@ -82,6 +97,8 @@ class MemoryReport:
     """The position at which most host bytes are alive."""
     notes: tuple[str, ...] = ()
     """What a reader has to know to trust the figures."""
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=versions)
+    """Versions of what decided the figures, when the report was made."""
 
     @property
     def peak(self) -> tuple[Buffer, ...]:
@@ -145,7 +162,7 @@ class MemoryReport:
             "peak_moment": self.peak_moment,
             "host_peak_moment": self.host_peak_moment,
             "notes": list(self.notes),
-            "versions": versions(),
+            "versions": dict(self.versions),
         }
 
     def to_json(self, path: str | Path) -> None:
@@ -157,14 +174,25 @@ class MemoryReport:
         Raises:
             OutputError: when the file cannot be written.
         """
-        try:
-            Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"{path}: the report cannot be written",
-                got=error.strerror or error,
-                hint="give a file in an existing folder that you may write to",
-            ) from error
+        write_view(path, f"{views_json.dump(self.to_dict())}\n".encode())
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> MemoryReport:
+        """Read a report that `to_json` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            A report equal to the one that was written, with the versions it was made with.
+
+        Raises:
+            ReportError: when there is no such file, or it holds something else, or another version of the format.
+
+        Memory:
+            None on any device.
+        """
+        return views_json.read_report(path, schema_version=SCHEMA_VERSION)
 
     def table(self) -> Any:
         """The report as a table for a terminal.
@@ -187,14 +215,3 @@ class MemoryReport:
         if self.notes:
             table.caption = "\n".join(self.notes)
         return table
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what decides a compiled figure; None for what is not installed."""
-    found: dict[str, str | None] = {}
-    for name in ("lowtide", "jax", "jaxlib", "libtpu"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
