@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lowtide.core import ConfigError, OutputError, StructureError, TargetError
-from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, analyze_compiled, target
+from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, analyze_compiled, compile, target
 from lowtide.memory._executable import padded_bytes
 
 TPU = pytest.param("v5e:2x2", marks=pytest.mark.tpu_aot)
@@ -29,6 +30,9 @@ def pinned() -> SingleDeviceSharding:
 
 
 def assert_adds_up(report: MemoryReport) -> None:
+    assert sum(b.num_bytes for b in report.peak) == report.device_bytes
+    assert sum(b.num_bytes for b in report.host_peak) == report.host_bytes
+    assert min((b.num_bytes for b in report.buffers), default=0) >= 0
     assert sum(report.by_role.values()) == report.device_bytes == report.device.total_bytes
     assert sum(report.host_by_role.values()) == report.host_bytes == report.host.total_bytes
     assert min(*report.by_role.values(), *report.host_by_role.values()) >= 0
@@ -186,9 +190,23 @@ def test_thousands_of_arguments_leave_their_pointer_table_unattributed() -> None
 
 
 @pytest.mark.tpu_aot
-def test_a_program_that_does_not_fit_raises_the_compiler_s_error() -> None:
-    with pytest.raises(Exception, match="exceeds available HBM"):
-        analyze(lambda x: x + 1, shape(2**16, 2**16), target="v5e")
+def test_a_program_that_does_not_fit_is_reported_all_the_same() -> None:
+    def step(w: Any, dead: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w) @ w.T
+
+    arguments = (shape(2**14, 2**15), shape(3), shape(3 * 2**15, 2**14))
+    program = compile(step, *arguments, target="v5e")
+    report = program.report(roles={"params": 0, "dead": 1, "batch": 2})
+    assert report.fits is False
+    assert report.by_role["params"] == 2**31
+    assert report.by_role["dead"] == 0
+    assert report.by_role["batch"] == report.device.output_bytes == 3 * 2**31
+    assert report.by_role["temporaries"] >= 3 * 2**31
+    assert_adds_up(report)
+    with pytest.raises(Exception, match=r"exceeds available HBM") as error:
+        _ = program.compiled
+    required = float(re.search(r"temporaries \(([\d.]+)G\)", str(error.value))[1])  # pyright: ignore
+    assert report.device_bytes == pytest.approx(required * 2**30, rel=1e-3)
 
 
 def test_a_jitted_function_keeps_its_donation_and_static_arguments() -> None:

@@ -2,6 +2,11 @@
 
 from ._analyze import analyze as analyze
 from ._analyze import analyze_compiled as analyze_compiled
+from ._compile import Program as Program
+from ._compile import compile as compile
+from ._diff import DiffRow as DiffRow
+from ._diff import MemoryDiff as MemoryDiff
+from ._diff import diff as diff
 from ._donation import UndonatedLeaf as UndonatedLeaf
 from ._donation import check_donation as check_donation
 from ._donation import undonated as undonated
@@ -12,13 +17,18 @@ from ._targets import Target as Target
 from ._targets import target as target
 
 __all__ = [
+    "DiffRow",
+    "MemoryDiff",
     "MemoryReport",
+    "Program",
     "SpaceBytes",
     "Target",
     "UndonatedLeaf",
     "analyze",
     "analyze_compiled",
     "check_donation",
+    "compile",
+    "diff",
     "target",
     "undonated",
     "versions",

@@ -1,26 +1,27 @@
-"""Compile a function for a target and say where its bytes go, without running it.
-
-Known inefficiency: a compile is the price of every report, the same as the first call of the function.
-"""
+"""Say where the bytes of a compiled program go, without running it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, StructureError, TargetError
+from lowtide.core import ConfigError, TargetError, leaves_with_paths
 
-from ._executable import ArgumentLeaf, aliased, argument_leaves, host_output_bytes
-from ._placement import place
+from ._buffers import DERIVED_ROLES, Buffer, Space
+from ._compile import Program, compile, positions
+from ._executable import ArgumentLeaf, aliased, argument_leaves, host_outputs, lowered_leaves
+from ._heap import DEVICE_COLOR, HOST_COLOR
+from ._owners import OutputLeaf, find_owners
 from ._report import MemoryReport, SpaceBytes
 from ._targets import Target, resolve_target
 
 Role = int | str | Sequence[int | str]
 """Which arguments a role covers: a position, a keyword, or several."""
 
-_RESERVED = ("other", "unattributed", "outputs", "temporaries", "code")
+_RESERVED = ("other", *DERIVED_ROLES)
 
 
 def analyze(
@@ -52,7 +53,7 @@ def analyze(
         TargetError: when the target is unknown, or too small for an argument's mesh.
         StructureError: for an argument that a compiled function does not take, with its path.
         ConfigError: for roles, `donate_argnums` or `static_argnums` that do not fit the arguments.
-        Exception: what the compiler raises, such as a TPU's out-of-memory error, unchanged.
+        Exception: what the compiler raises, unchanged; but a program that does not fit a TPU gets a report.
 
     Memory:
         Nothing is allocated on the target. Figures include the padding of the target's layouts. An argument that
@@ -66,30 +67,8 @@ def analyze(
         >>> report.device.alias_bytes, report.by_role["state"], report.by_role["outputs"]
         (4096, 4096, 0)
     """
-    goal = resolve_target(target)
-    is_jitted = hasattr(fn, "trace") and hasattr(fn, "lower")
-    if is_jitted and donate_argnums is not None:
-        raise ConfigError(
-            "donate_argnums was given for a function that is jitted already",
-            hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
-        )
-    static = _positions("static_argnums", static_argnums, len(args))
-    donated = _positions("donate_argnums", donate_argnums, len(args))
-    jitted: Any = fn if is_jitted else jax.jit(fn, static_argnums=static, donate_argnums=donated)
-    # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
-    movable = (tuple(None if at in static else arg for at, arg in enumerate(args)), kwargs)
-    placed, keywords = place(movable, goal, strict=not is_jitted)
-    positional = tuple(arg if at in static else new for at, (arg, new) in enumerate(zip(args, placed, strict=True)))
-    compiled = _compile(jitted, positional, keywords, goal)
-    num_static = len(args) - len(compiled.args_info[0])
-    if num_static != len(static):
-        raise ConfigError(
-            "the jitted function has static arguments that static_argnums does not name",
-            expected=f"{num_static} positions in static_argnums",
-            got=static,
-            hint="repeat the static positional arguments of the jitted function in static_argnums",
-        )
-    return analyze_compiled(compiled, target=goal, roles=roles, static_argnums=static)
+    program = compile(fn, *args, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums, **kwargs)
+    return analyze_program(program, roles)
 
 
 def analyze_compiled(
@@ -120,53 +99,123 @@ def analyze_compiled(
     """
     goal = resolve_target(target)
     _check_platform(compiled, goal)
-    stats = compiled.memory_analysis()
-    if stats is None:
+    if compiled.memory_analysis() is None:
         raise TargetError(
             f"the compiler for {goal.name!r} reports no memory", hint='analyze for another target, such as "v5e:2x2"'
         )
-    leaves = argument_leaves(compiled)
     num_static = len(static_argnums) if isinstance(static_argnums, Sequence) else int(static_argnums is not None)
-    num_args = len(compiled.args_info[0]) + num_static
-    static = _positions("static_argnums", static_argnums, num_args)
-    owners = _owners(roles or {}, num_args, list(compiled.args_info[1]), static)
-    device, host, notes = _spaces(compiled, stats, leaves)
+    static = positions("static_argnums", static_argnums, len(compiled.args_info[0]) + num_static)
+    leaves = argument_leaves(compiled)
+    paths = frozenset(leaf.path for leaf in leaves if leaf.on_host)
+    return _report(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths)
+
+
+def analyze_program(program: Program, roles: Mapping[str, Role] | None = None) -> MemoryReport:
+    """Report the bytes of a program that `compile` made, with their owners.
+
+    Args:
+        program: the program, or what is left of one that did not fit.
+        roles: as in `analyze`.
+
+    Returns:
+        The report, for one device.
+
+    Raises:
+        ConfigError: for roles that do not fit the arguments.
+    """
+    static, paths = program.static, program.host_paths
+    if program.error is not None:
+        leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names)
+        facts = _Facts.of_allocations(program.hlo, leaves)
+        return _report(program.target, program.lowered, facts, program.hlo, roles, static, paths)
+    compiled = program.compiled
+    facts = _Facts.of_compiled(compiled, argument_leaves(compiled))
+    return _report(program.target, compiled, facts, program.hlo, roles, static, paths)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What the compiler says about a program as a whole."""
+
+    leaves: list[ArgumentLeaf]
+    device: SpaceBytes
+    host: SpaceBytes
+    host_outputs: Mapping[str, int]
+    """Paths and bytes of results that are declared in host memory."""
+    aliased: list[bool]
+    """For every leaf, whether an output is written into its buffer."""
+    has_totals: bool = True
+    """Whether XLA gave totals beside the allocations."""
+
+    @classmethod
+    def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf]) -> _Facts:
+        stats = compiled.memory_analysis()
+        spaces = [
+            SpaceBytes(
+                argument_bytes=getattr(stats, f"{prefix}argument_size_in_bytes"),
+                output_bytes=getattr(stats, f"{prefix}output_size_in_bytes"),
+                alias_bytes=getattr(stats, f"{prefix}alias_size_in_bytes"),
+                temp_bytes=getattr(stats, f"{prefix}temp_size_in_bytes"),
+                code_bytes=getattr(stats, f"{prefix}generated_code_size_in_bytes"),
+            )
+            for prefix in ("", "host_")
+        ]
+        return cls(leaves, *spaces, host_outputs(compiled), aliased(compiled, leaves))
+
+    @classmethod
+    def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
+        """The same from the allocations of a program that did not fit."""
+        spaces = []
+        for color in (DEVICE_COLOR, HOST_COLOR):
+            mine = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
+            arguments = sum(a.size for a in mine if a.is_entry_parameter)
+            alias = sum(a.size for a in mine if a.is_entry_parameter and a.is_parameter_aliased_with_output)
+            outputs = sum(a.size for a in mine if a.maybe_live_out and not (a.is_entry_parameter or a.is_constant))
+            rest = sum(a.size for a in mine) - arguments - outputs
+            spaces.append(
+                SpaceBytes(argument_bytes=arguments, output_bytes=outputs + alias, alias_bytes=alias, temp_bytes=rest)
+            )
+        return cls(leaves, *spaces, {}, [False] * len(leaves), has_totals=False)
+
+
+def _report(
+    goal: Target,
+    stages: Any,
+    facts: _Facts,
+    hlo: Any,
+    roles: Mapping[str, Role] | None,
+    static: Sequence[int],
+    host_paths: frozenset[str],
+) -> MemoryReport:
+    num_args = len(stages.args_info[0]) + len(static)
+    owners = _owners(roles or {}, num_args, list(stages.args_info[1]), static)
+    leaf_roles = [owners.get(leaf.argument, "other") for leaf in facts.leaves]
+    moved = _moved_to_host(goal, facts, host_paths)
+    device, host = _spaces(facts, moved)
+    found = None
+    notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
+    if hlo is not None:
+        outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(stages.out_info)]
+        totals = {"device": _totals(facts.device), "host": _totals(facts.host)} if facts.has_totals else None
+        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, totals)
+    else:
+        notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
     names = [*(roles or {}), "other"]
+    on_host = [leaf.on_host or at in moved.leaves for at, leaf in enumerate(facts.leaves)]
+    kept = list(zip(facts.leaves, leaf_roles, on_host, strict=True))
+    buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
     return MemoryReport(
         target=goal,
         device=device,
         host=host,
-        by_role=_by_role(device, names, owners, [leaf for leaf in leaves if not leaf.on_host]),
-        host_by_role=_by_role(host, names, owners, [leaf for leaf in leaves if leaf.on_host]),
+        by_role=_by_role(device, names, [(leaf, role) for leaf, role, hosted in kept if not hosted]),
+        host_by_role=_by_role(host, names, [(leaf, role) for leaf, role, hosted in kept if hosted]),
+        buffers=tuple(moved.apply(buffer, facts.leaves) for buffer in buffers),
+        moments=found.moments if found else ("",),
+        peak_moment=found.peak_moment if found else 0,
+        host_peak_moment=found.host_peak_moment if found else 0,
         notes=notes,
     )
-
-
-def _compile(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> Any:
-    try:
-        # Without a placed argument that the program reads, JAX would compile for its own default device instead; and
-        # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
-        with jax.default_device(goal.devices()[0]):
-            traced = jitted.trace(*args, **kwargs)
-            lowered = traced.lower(lowering_platforms=(goal.platform,)) if goal.is_ahead_of_time else traced.lower()
-        return lowered.compile()
-    except ValueError as error:
-        if "incompatible devices" not in str(error):
-            raise
-        raise StructureError(
-            f"the function's arrays, shardings or meshes are not all on target {goal.name!r}",
-            got=str(error).splitlines()[0],
-            hint="shard every argument on one mesh, and build the function's own meshes from target(...).devices()",
-        ) from error
-    except TypeError as error:
-        if "abstract array" not in str(error):
-            raise
-        raise StructureError(
-            "an argument is not something a compiled function takes",
-            expected="arrays, jax.ShapeDtypeStructs or numbers",
-            got=str(error).splitlines()[0],
-            hint="make the argument static, or leave it out of the tree",
-        ) from error
 
 
 def _check_platform(compiled: Any, goal: Target) -> None:
@@ -179,19 +228,6 @@ def _check_platform(compiled: Any, goal: Target) -> None:
             got=", ".join(sorted(platforms)),
             hint="name the target it was compiled for",
         )
-
-
-def _positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
-    given = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for position in given:
-        if not -num_args <= position < num_args:
-            raise ConfigError(
-                f"{name} names argument {position}",
-                expected=f"positions of the {num_args} positional arguments",
-                got=position,
-                hint="count from 0",
-            )
-    return tuple(sorted({position % num_args for position in given}))
 
 
 def _owners(
@@ -222,50 +258,91 @@ def _owners(
     return owners
 
 
-def _spaces(
-    compiled: Any, stats: Any, leaves: Sequence[ArgumentLeaf]
-) -> tuple[SpaceBytes, SpaceBytes, tuple[str, ...]]:
-    device = SpaceBytes(
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-        code_bytes=stats.generated_code_size_in_bytes,
-    )
-    host = SpaceBytes(
-        argument_bytes=stats.host_argument_size_in_bytes,
-        output_bytes=stats.host_output_size_in_bytes,
-        alias_bytes=stats.host_alias_size_in_bytes,
-        temp_bytes=stats.host_temp_size_in_bytes,
-        code_bytes=stats.host_generated_code_size_in_bytes,
-    )
-    declared = SpaceBytes(
-        argument_bytes=sum(leaf.num_bytes for leaf in leaves if leaf.on_host),
-        output_bytes=host_output_bytes(compiled),
-    )
-    if host.total_bytes or not declared.total_bytes:
-        return device, host, ()
-    # The CPU compiler has one space and counts everything as device bytes.
-    hits = aliased(compiled, leaves)
-    alias = sum(leaf.num_bytes for leaf, hit in zip(leaves, hits, strict=True) if hit and leaf.on_host)
-    moved = SpaceBytes(argument_bytes=declared.argument_bytes, output_bytes=declared.output_bytes, alias_bytes=alias)
-    rest = SpaceBytes(
-        argument_bytes=device.argument_bytes - moved.argument_bytes,
-        output_bytes=device.output_bytes - moved.output_bytes,
-        alias_bytes=device.alias_bytes - moved.alias_bytes,
-        temp_bytes=device.temp_bytes,
-        code_bytes=device.code_bytes,
-    )
-    note = "this compiler has one memory space: arguments and outputs declared in host memory were moved to the host"
-    return rest, moved, (note,)
+_HOST_NOTES = {
+    "cpu": "this compiler has one memory space: arguments and outputs declared in host memory were moved to the host",
+    "gpu": "compile-only GPUs know no host memory for arguments: arguments and outputs declared there were moved to "
+    "the host, and the copies that a real GPU makes on the device to read them are not in the temporaries",
+    "tpu": "arguments and outputs declared in host memory were moved to the host",
+}
 
 
-def _by_role(
-    space: SpaceBytes, names: Sequence[str], owners: Mapping[int | str, str], leaves: Sequence[ArgumentLeaf]
-) -> dict[str, int]:
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """Arguments and outputs that are declared in host memory but that the compiler counts for the device."""
+
+    leaves: Mapping[int, int]
+    """Index of a leaf: its bytes."""
+    outputs: Mapping[str, int]
+    """Path of an output of its own: its bytes."""
+    alias_bytes: int = 0
+
+    def apply(self, buffer: Buffer, leaves: Sequence[ArgumentLeaf]) -> Buffer:
+        is_argument = buffer.phase == "argument" and buffer.path in {leaves[at].path for at in self.leaves}
+        is_output = buffer.role == "outputs" and buffer.dtype and buffer.path in self.outputs
+        return dataclasses.replace(buffer, space="host") if is_argument or is_output else buffer
+
+
+def _moved_to_host(goal: Target, facts: _Facts, host_paths: frozenset[str]) -> _Moved:
+    declared = [at for at, leaf in enumerate(facts.leaves) if leaf.kept and (leaf.on_host or leaf.path in host_paths)]
+    # A TPU, and a GPU that is there, count host arguments for the host by themselves.
+    if goal.platform == "tpu" or facts.host.argument_bytes or facts.host.output_bytes:
+        return _Moved({}, {})
+    return _Moved(
+        {at: facts.leaves[at].num_bytes for at in declared},
+        facts.host_outputs,
+        sum(facts.leaves[at].num_bytes for at in declared if facts.aliased[at]),
+    )
+
+
+def _spaces(facts: _Facts, moved: _Moved) -> tuple[SpaceBytes, SpaceBytes]:
+    arguments, outputs = sum(moved.leaves.values()), sum(moved.outputs.values())
+    device, host = facts.device, facts.host
+    return (
+        dataclasses.replace(
+            device,
+            argument_bytes=device.argument_bytes - arguments,
+            output_bytes=device.output_bytes - outputs,
+            alias_bytes=device.alias_bytes - moved.alias_bytes,
+        ),
+        dataclasses.replace(
+            host,
+            argument_bytes=host.argument_bytes + arguments,
+            output_bytes=host.output_bytes + outputs,
+            alias_bytes=host.alias_bytes + moved.alias_bytes,
+        ),
+    )
+
+
+def _totals(space: SpaceBytes) -> tuple[int, int, int, int]:
+    return space.argument_bytes, space.output_bytes - space.alias_bytes, space.temp_bytes, space.code_bytes
+
+
+def _coarse_buffers(facts: _Facts, roles: Sequence[str]) -> tuple[Buffer, ...]:
+    """Buffers of a program without a dump: arguments by leaf, the rest as XLA's totals."""
+    buffers: list[Buffer] = []
+    spaces: list[tuple[Space, SpaceBytes]] = [("device", facts.device), ("host", facts.host)]
+    for space, total in spaces:
+        mine = [
+            Buffer(space=space, role=role, path=leaf.path, num_bytes=leaf.num_bytes, start=0, end=0)
+            for leaf, role in zip(facts.leaves, roles, strict=True)
+            if leaf.kept and leaf.on_host == (space == "host")
+        ]
+        arguments, outputs, temporaries, code = _totals(total)
+        rest = {
+            "unattributed": arguments - sum(b.num_bytes for b in mine),
+            "outputs": outputs,
+            "temporaries": temporaries,
+            "code": code,
+        }
+        mine += [Buffer(space=space, role=r, phase="", num_bytes=size, start=0, end=0) for r, size in rest.items()]
+        buffers += [buffer for buffer in mine if buffer.num_bytes]
+    return tuple(buffers)
+
+
+def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[ArgumentLeaf, str]]) -> dict[str, int]:
     roles = dict.fromkeys(names, 0)
-    for leaf in leaves:
-        roles[owners.get(leaf.argument, "other")] += leaf.num_bytes
+    for leaf, role in leaves:
+        roles[role] += leaf.num_bytes
     return {
         **roles,
         "unattributed": space.argument_bytes - sum(roles.values()),

@@ -37,9 +37,9 @@ class Buffer:
     """The memory it lies in."""
     role: str
     """For an argument the caller's role. Otherwise one of `DERIVED_ROLES`: ``activations`` are made in the forward pass
-    and read in the backward pass; ``gradients`` are cotangents of arguments; ``copies`` hold nothing but the data of one
-    argument (cast, transposed, sliced, gathered from other devices); ``temporaries`` everything else that the program
-    computes; ``fragmentation`` is heap that no value can use at the peak; ``unattributed`` what has no known
+    and read in the backward pass; ``gradients`` are cotangents of arguments; ``copies`` hold nothing but the data of
+    one argument (cast, transposed, sliced, gathered from other devices); ``temporaries`` everything else that the
+    program computes; ``fragmentation`` is heap that no value can use at the peak; ``unattributed`` has no known
     owner."""
     path: str = ""
     """The tree path of the argument or output that it is, holds a copy of, or is the gradient of; else empty."""

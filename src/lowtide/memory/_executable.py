@@ -24,7 +24,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowtide.core import leaf_bytes, on_host, path_str
+from lowtide.core import leaf_bytes, leaves_with_paths, on_host, path_str
+
+from ._heap import HOST_COLOR
 
 _ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _BRACKETS = {"{": "}", "(": ")", "[": "]"}
@@ -78,15 +80,53 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
     return leaves
 
 
-def host_output_bytes(compiled: Any) -> int:
-    """Compiled bytes of the outputs whose sharding names host memory."""
-    shapes = jax.tree.leaves(compiled.out_info)
+def host_outputs(compiled: Any) -> dict[str, int]:
+    """Paths and compiled bytes of the outputs whose sharding names host memory."""
+    shapes = leaves_with_paths(compiled.out_info)
     formats = jax.tree.leaves(compiled.output_formats)
-    return sum(
-        _compiled_bytes(info, fmt)
-        for info, fmt in zip(shapes, formats, strict=True)
+    return {
+        path: _compiled_bytes(info, fmt)
+        for (path, info), fmt in zip(shapes, formats, strict=True)
         if fmt.layout is not None and on_host(fmt.sharding)
-    )
+    }
+
+
+def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str]) -> list[ArgumentLeaf]:
+    """The leaves of the arguments of a program that the compiler refused, from its dumped buffer assignment.
+
+    Args:
+        lowered: the `jax.stages.Lowered`.
+        hlo: the dumped program.
+        names: JAX's names of the leaves: a leaf that no parameter of the program is named after was dropped.
+
+    Returns:
+        One entry a leaf, in flattening order.
+    """
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    allocations = {a.parameter_number: a for a in hlo.assignment.allocations if a.is_entry_parameter}
+    waiting = [(i.metadata.op_name, allocations.get(i.parameter_number)) for i in parameters]
+    infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
+    if len(infos) != len(names):
+        names = [name for name, _ in waiting]  # JAX told none: right as long as the program reads every leaf
+    leaves: list[ArgumentLeaf] = []
+    for (path, info), name in zip(infos, names, strict=False):
+        at = next((at for at, (other, _) in enumerate(waiting) if other == name), None)
+        kept = at is not None
+        allocation = waiting[at][1] if at is not None else None
+        del waiting[: 0 if at is None else at + 1]
+        leaves.append(
+            ArgumentLeaf(
+                path=path_str(path[1:]),
+                argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
+                num_bytes=allocation.size if allocation is not None else 0,
+                logical_bytes=leaf_bytes(info),
+                on_host=allocation is not None and allocation.color == HOST_COLOR,
+                donated=bool(info.donated),
+                kept=kept,
+            )
+        )
+    return leaves
 
 
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:

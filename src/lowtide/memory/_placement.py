@@ -19,7 +19,7 @@ from lowtide.core import StructureError, TargetError, on_host, path_str
 from ._targets import Target
 
 
-def place(arguments: Any, goal: Target, *, strict: bool) -> Any:
+def place(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
     """Replace every array of a tree by a `jax.ShapeDtypeStruct` on the target.
 
     Args:
@@ -28,7 +28,8 @@ def place(arguments: Any, goal: Target, *, strict: bool) -> Any:
         strict: whether a leaf that `jit` would refuse is an error; otherwise it stays (it may be static).
 
     Returns:
-        The tree with shapes; Python numbers stay as they are.
+        The tree with shapes, Python numbers as they were; and the paths of leaves that are declared in host memory
+        (a target's compile-only devices may know no host memory, then their shapes lose it).
 
     Raises:
         StructureError: for a leaf that is no array, with its path, or a sharding that cannot be moved.
@@ -38,9 +39,9 @@ def place(arguments: Any, goal: Target, *, strict: bool) -> Any:
     devices = goal.devices()
     mover = _Mover(goal, devices)
     meshes = [mover.mesh(leaf, path) for path, leaf in leaves if _mesh_size(_sharding(leaf)) > 1]
-    return treedef.unflatten(
-        [_shape(path, leaf, mover, meshes[0] if meshes else None, strict) for path, leaf in leaves]
-    )
+    placed = [_shape(path, leaf, mover, meshes[0] if meshes else None, strict) for path, leaf in leaves]
+    on_the_host = frozenset(path_str(path[1:]) for path, leaf in leaves if on_host(_sharding(leaf)))
+    return treedef.unflatten(placed), on_the_host
 
 
 class _Mover:

@@ -1,0 +1,228 @@
+"""Compile a function for a target, and keep what the compiler says about its memory.
+
+XLA writes its buffer assignment only into dumps, so every compile here dumps the program into a temporary folder, also
+when a TPU's compiler gives up because the program does not fit.
+
+Known inefficiency: a compile is the price of every report, the same as the first call of the function. JAX's
+persistent cache is left out, because a cached program dumps nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lowtide.core import ConfigError, StructureError
+from lowtide.core._compat import argument_names, without_compilation_cache
+
+from ._placement import place
+from ._proto import read_hlo
+from ._targets import Target, resolve_target
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A function compiled for a target; made by `compile`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> program = compile(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)))
+        >>> program.report(roles={"params": 0}).by_role["params"]
+        64
+    """
+
+    target: Target
+    """What it was compiled for."""
+    lowered: Any
+    """The `jax.stages.Lowered` that was compiled."""
+    hlo: Any
+    """XLA's own description of the optimised program, its buffers and their lifetimes: a protobuf message."""
+    static: tuple[int, ...] = ()
+    """Positions of the static arguments."""
+    host_paths: frozenset[str] = frozenset()
+    """Arguments that the caller declared in host memory."""
+    argument_names: tuple[str, ...] = ()
+    """JAX's names of the argument leaves, in flattening order."""
+    error: BaseException | None = None
+    """Why there is no executable: what the compiler raised when the program did not fit."""
+    _compiled: Any = None
+
+    @property
+    def compiled(self) -> Any:
+        """The `jax.stages.Compiled`.
+
+        Raises:
+            Exception: the compiler's out-of-memory error, unchanged, when the program does not fit.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._compiled
+
+    def report(self, roles: Mapping[str, Any] | None = None) -> Any:
+        """The bytes of the program and their owners.
+
+        Args:
+            roles: what to call which arguments, as in `lowtide.memory.analyze`.
+
+        Returns:
+            A `MemoryReport`, also of a program that does not fit.
+        """
+        from ._analyze import analyze_program
+
+        return analyze_program(self, roles)
+
+
+def compile(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> Program:
+    """Compile a function for hardware that is here or not.
+
+    Args:
+        fn: a function, or one that `jax.jit` returned (its donation and static arguments hold).
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them; nothing is read from them but shape,
+            dtype, sharding and memory kind. Arrays on a mesh are moved to a mesh of the same axes over the target's
+            devices.
+        target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
+        donate_argnums: as in `jax.jit`; not for a function that is jitted already.
+        static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its own.
+        **kwargs: keyword arguments of `fn` (except those named like this function's own).
+
+    Returns:
+        The program. A program that does not fit a TPU is returned, too: its `report()` says where the bytes go, its
+        `compiled` raises the compiler's error.
+
+    Raises:
+        TargetError: when the target is unknown, or too small for an argument's mesh.
+        StructureError: for an argument that a compiled function does not take, with its path.
+        ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments.
+        Exception: what the compiler raises for any other reason, unchanged.
+
+    Memory:
+        Nothing is allocated on the target. The compiler's own memory stays with the process; `analyze` can compile in
+        a process of its own.
+    """
+    goal = resolve_target(target)
+    is_jitted = hasattr(fn, "trace") and hasattr(fn, "lower")
+    if is_jitted and donate_argnums is not None:
+        raise ConfigError(
+            "donate_argnums was given for a function that is jitted already",
+            hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
+        )
+    static = positions("static_argnums", static_argnums, len(args))
+    donated = positions("donate_argnums", donate_argnums, len(args))
+    jitted: Any = fn if is_jitted else jax.jit(fn, static_argnums=static, donate_argnums=donated)
+    # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
+    movable = (tuple(None if at in static else arg for at, arg in enumerate(args)), kwargs)
+    (placed, keywords), host_paths = place(movable, goal, strict=not is_jitted)
+    positional = tuple(arg if at in static else new for at, (arg, new) in enumerate(zip(args, placed, strict=True)))
+    lowered, names = _lower(jitted, positional, keywords, goal)
+    num_static = len(args) - len(lowered.args_info[0])
+    if num_static != len(static):
+        raise ConfigError(
+            "the jitted function has static arguments that static_argnums does not name",
+            expected=f"{num_static} positions in static_argnums",
+            got=static,
+            hint="repeat the static positional arguments of the jitted function in static_argnums",
+        )
+    compiled, hlo, error = _compile(lowered)
+    return Program(
+        target=goal,
+        lowered=lowered,
+        hlo=hlo,
+        static=static,
+        host_paths=host_paths,
+        argument_names=names,
+        error=error,
+        _compiled=compiled,
+    )
+
+
+def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
+    """Argument positions as non-negative numbers, sorted.
+
+    Raises:
+        ConfigError: for a position that no argument has.
+    """
+    given = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for position in given:
+        if not -num_args <= position < num_args:
+            raise ConfigError(
+                f"{name} names argument {position}",
+                expected=f"positions of the {num_args} positional arguments",
+                got=position,
+                hint="count from 0",
+            )
+    return tuple(sorted({position % num_args for position in given}))
+
+
+def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, tuple[str, ...]]:
+    try:
+        # Without a placed argument that the program reads, JAX would compile for its own default device instead; and
+        # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
+        with jax.default_device(goal.devices()[0]):
+            traced = jitted.trace(*args, **kwargs)
+            platform = "cuda" if goal.platform == "gpu" else goal.platform
+            lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
+        return lowered, tuple(argument_names(traced))
+    except ValueError as error:
+        if "incompatible devices" not in str(error):
+            raise
+        raise StructureError(
+            f"the function's arrays, shardings or meshes are not all on target {goal.name!r}",
+            got=str(error).splitlines()[0],
+            hint="shard every argument on one mesh, and build the function's own meshes from target(...).devices()",
+        ) from error
+    except TypeError as error:
+        if "abstract array" not in str(error):
+            raise
+        raise StructureError(
+            "an argument is not something a compiled function takes",
+            expected="arrays, jax.ShapeDtypeStructs or numbers",
+            got=str(error).splitlines()[0],
+            hint="make the argument static, or leave it out of the tree",
+        ) from error
+
+
+def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
+    """The executable (None when it does not fit), the dumped program (None without one), and the error."""
+    with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        compiled, error = None, None
+        try:
+            with without_compilation_cache():
+                compiled = lowered.compile(compiler_options=options)
+        except Exception as failure:
+            if not is_out_of_memory(failure):
+                raise
+            error = failure
+        dumped = read_dump(folder)
+        if error is not None and dumped is None:
+            raise error
+        return compiled, dumped, error
+
+
+def read_dump(folder: str | Path) -> Any:
+    """The optimised program of a dump; None when there is none, or it has no buffer assignment.
+
+    Args:
+        folder: where XLA wrote its dump. Of several programs the largest is meant: helpers are compiled beside it.
+    """
+    files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
+    hlo = read_hlo(files[0]) if files else None
+    return hlo if hlo is not None and hlo.assignment.allocations else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of JAX says that a program or an array does not fit."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "Out of memory" in text

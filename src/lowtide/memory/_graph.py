@@ -1,0 +1,264 @@
+"""A compiled program as a graph of values: what each is made of, where JAX made it, in which order it runs.
+
+A value is an instruction and an index into its result (results of loops and calls are tuples). Fused computations,
+loop bodies and calls are opened, so that an edge always leads from a value to the arrays it is made of, and says how:
+by moving data (`MOVE`), as another name of the same memory (`ALIAS`) or by computing (`COMPUTE`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ._proto import element_type
+
+Value = tuple[int, tuple[int, ...]]
+"""An instruction's id, and an index into its result."""
+
+
+class Edge(enum.IntEnum):
+    """How a value comes from another one."""
+
+    ALIAS = 0
+    MOVE = 1
+    COMPUTE = 2
+
+
+_MOVES = {
+    "bitcast",
+    "bitcast-convert",
+    "convert",
+    "copy",
+    "reshape",
+    "reverse",
+    "slice",
+    "transpose",
+    "all-gather",
+    "all-to-all",
+    "collective-permute",
+    "reduce-precision",
+}
+# Starts of asynchronous moves: their result is a tuple of the operand (an alias), the destination and contexts.
+_STARTS = {"all-gather-start": 1, "collective-permute-start": 1, "copy-start": 0}
+# Which operands carry the data of a move; others are indices.
+_MOVED_OPERANDS = {
+    "dynamic-slice": slice(0, 1),
+    "dynamic-update-slice": slice(0, 2),
+    "concatenate": slice(None),
+    "pad": slice(None),
+    "broadcast": slice(0, 1),
+}
+_MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
+_FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
+_OPENED = {"fusion", "call", "while", "conditional", "async-start"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One operation of the program."""
+
+    proto: Any
+    computation: int
+
+    @property
+    def opcode(self) -> str:
+        """What it does, in XLA's words."""
+        return self.proto.opcode
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its result holds no data of any argument."""
+        return self.opcode in _FREE or self.proto.custom_call_target == "AllocateBuffer"
+
+
+class Graph:
+    """An HLO module, indexed.
+
+    Args:
+        module: the ``module`` of a message that `read_hlo` returned.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.computations: dict[int, Any] = {c.id: c for c in module.computations}
+        self.instructions: dict[int, Instruction] = {
+            i.id: Instruction(i, c.id) for c in module.computations for i in c.instructions
+        }
+        self.entry = self.computations[module.entry_computation_id]
+        self._parameters = {
+            (i.computation, i.proto.parameter_number): at
+            for at, i in self.instructions.items()
+            if i.opcode == "parameter"
+        }
+        self._callers: dict[int, list[Instruction]] = {}
+        for instruction in self.instructions.values():
+            if instruction.opcode in _OPENED:
+                for called in instruction.proto.called_computation_ids:
+                    self._callers.setdefault(called, []).append(instruction)
+
+    def shape(self, value: Value) -> Any:
+        """The shape (a message) of a value."""
+        shape = self.instructions[value[0]].proto.shape
+        for index in value[1]:
+            if index >= len(shape.tuple_shapes):
+                return shape
+            shape = shape.tuple_shapes[index]
+        return shape
+
+    def num_elements(self, value: Value) -> int:
+        """Elements of an array; 0 for a tuple or token."""
+        shape = self.shape(value)
+        return math.prod(shape.dimensions) if element_type(shape.element_type)[1] else 0
+
+    def values(self) -> Iterator[Value]:
+        """Every array that an operation makes, in the order of the text (operands first)."""
+        for at, instruction in self.instructions.items():
+            yield from ((at, index) for index in _leaf_indices(instruction.proto.shape))
+
+    def sources(self, value: Value) -> list[tuple[Value, Edge]]:
+        """What a value is made of: (value, how) pairs; empty for arguments and constants."""
+        at, index = value
+        instruction = self.instructions[at]
+        opcode, operands = instruction.opcode, list(instruction.proto.operand_ids)
+        if opcode == "parameter":
+            return self._from_callers(instruction, index)
+        if opcode == "tuple":
+            return [((operands[index[0]], index[1:]), Edge.ALIAS)] if index else []
+        if opcode == "get-tuple-element":
+            return [((operands[0], (instruction.proto.tuple_index, *index)), Edge.ALIAS)]
+        if opcode == "while":
+            body = self.computations[instruction.proto.called_computation_ids[0]]
+            return [((operands[0], index), Edge.ALIAS), ((body.root_id, index), Edge.ALIAS)]
+        if opcode in ("call", "fusion", "conditional"):
+            return [((self.computations[c].root_id, index), Edge.ALIAS) for c in self._branches(instruction)]
+        return self._leaf_sources(instruction, index, operands)
+
+    def _leaf_sources(
+        self, instruction: Instruction, index: tuple[int, ...], operands: list[int]
+    ) -> list[tuple[Value, Edge]]:
+        opcode = instruction.opcode
+        if opcode == "async-start":
+            # (operands, result, contexts ...)
+            if index[:1] == (0,) and len(index) > 1:
+                return [((operands[index[1]], index[2:]), Edge.ALIAS)]
+            root = self.computations[instruction.proto.called_computation_ids[0]].root_id
+            return [((root, index[1:]), Edge.ALIAS)] if index[:1] == (1,) else []
+        if opcode in ("async-done", "async-update"):
+            inner = (1, *index) if opcode == "async-done" else index
+            return [((operands[0], inner), Edge.ALIAS)]
+        if opcode in _STARTS:
+            kind = Edge.MOVE if index[:1] == (_STARTS[opcode],) else Edge.ALIAS
+            return [((operands[0], ()), kind)] if index[:1] in ((0,), (1,)) else []
+        if opcode.endswith("-done"):
+            start = self.instructions[operands[0]]
+            inner = (_STARTS[start.opcode],) if start.opcode in _STARTS else ()
+            return [((operands[0], (*inner, *index)), Edge.ALIAS)]
+        if opcode == "optimization-barrier":
+            return [((operands[0], index), Edge.ALIAS)]
+        if opcode in _MOVES or instruction.proto.custom_call_target in _MOVING_CALLS:
+            moved = slice(None) if opcode in ("all-to-all", "custom-call") else slice(0, 1)
+            return [(source, Edge.MOVE) for o in operands[moved] for source in self._arrays(o)]
+        moved = _MOVED_OPERANDS.get(opcode, slice(0, 0))
+        edges = [(source, Edge.MOVE) for o in operands[moved] for source in self._arrays(o)]
+        if opcode in _MOVED_OPERANDS:
+            return edges
+        if opcode == "scatter":  # in place
+            return [((o, ()), Edge.MOVE if at == 0 else Edge.COMPUTE) for at, o in enumerate(operands)]
+        return [(source, Edge.COMPUTE) for o in operands for source in self._arrays(o)]
+
+    def _arrays(self, at: int) -> list[Value]:
+        return [(at, index) for index in _leaf_indices(self.instructions[at].proto.shape)]
+
+    def _branches(self, instruction: Instruction) -> list[int]:
+        return list(instruction.proto.called_computation_ids)
+
+    def _from_callers(self, parameter: Instruction, index: tuple[int, ...]) -> list[tuple[Value, Edge]]:
+        number = parameter.proto.parameter_number
+        edges: list[tuple[Value, Edge]] = []
+        for caller in self._callers.get(parameter.computation, ()):
+            operands, called = caller.proto.operand_ids, list(caller.proto.called_computation_ids)
+            # A conditional's first operand chooses the branch; branch k takes operand k + 1.
+            at = 1 + called.index(parameter.computation) if caller.opcode == "conditional" else number
+            if at < len(operands):
+                edges.append(((operands[at], index), Edge.ALIAS))
+            if caller.opcode == "while":
+                edges.append(((self.computations[called[0]].root_id, index), Edge.ALIAS))
+        return edges
+
+    # --- the order of execution --------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def order(self) -> list[int]:
+        """Ids of the instructions as they run, loop bodies once, before the loop's own position."""
+        sequences = {entry.key: list(entry.value.instruction_ids) for entry in self.module.schedule.sequences}
+        order: list[int] = []
+        stack: list[tuple[int, bool]] = [(at, False) for at in reversed(sequences.get(self.entry.id, []))]
+        while stack:
+            at, opened = stack.pop()
+            instruction = self.instructions[at]
+            if opened or instruction.opcode not in ("while", "call", "conditional"):
+                order.append(at)
+                continue
+            stack.append((at, True))
+            called_ids = list(instruction.proto.called_computation_ids)
+            # A loop names its body first and tests its condition first; of calls and branches the text's order holds.
+            for called in called_ids if instruction.opcode == "while" else reversed(called_ids):
+                stack.extend((inner, False) for inner in reversed(sequences.get(called, [])))
+        return order
+
+    @functools.cached_property
+    def positions(self) -> dict[int, tuple[int, int]]:
+        """First and last position in `order` of every instruction (a computation may be called twice)."""
+        found: dict[int, tuple[int, int]] = {}
+        for position, at in enumerate(self.order):
+            found[at] = (found.get(at, (position, 0))[0], position)
+        return found
+
+    # --- where JAX made an operation ---------------------------------------------------------------------------------
+
+    def scope(self, at: int) -> str:
+        """The scopes in which JAX made an operation; for a fusion without one, those of what it fuses."""
+        instruction = self.instructions[at]
+        if instruction.proto.metadata.op_name or instruction.opcode != "fusion":
+            return instruction.proto.metadata.op_name
+        return next((i.metadata.op_name for i in self._fused(instruction) if i.metadata.op_name), "")
+
+    def source(self, at: int) -> str:
+        """The innermost line of the user's program, ``file.py:12 (function)``; empty when unknown."""
+        instruction = self.instructions[at]
+        frame = instruction.proto.metadata.stack_frame_id
+        if not frame and instruction.opcode == "fusion":
+            frame = next((i.metadata.stack_frame_id for i in self._fused(instruction) if i.metadata.stack_frame_id), 0)
+        return self._frame_text(frame)
+
+    def _fused(self, fusion: Instruction) -> list[Any]:
+        """Instructions of a fused computation, its root first."""
+        computation = self.computations[fusion.proto.called_computation_ids[0]]
+        return sorted(computation.instructions, key=lambda i: i.id != computation.root_id)
+
+    @functools.cache  # noqa: B019 - lives as long as the program
+    def _frame_text(self, frame: int) -> str:
+        index = self.module.stack_frame_index
+        lines: list[tuple[str, int, str]] = []
+        while 0 < frame <= len(index.stack_frames):
+            entry = index.stack_frames[frame - 1]
+            location = index.file_locations[entry.file_location_id - 1]
+            file = index.file_names[location.file_name_id - 1]
+            lines.append((file, location.line, index.function_names[location.function_name_id - 1]))
+            frame = entry.parent_frame_id
+        own = [line for line in lines if not re.search(r"[/\\](site-packages|dist-packages)[/\\]", line[0])]
+        if not lines:
+            return ""
+        file, line, function = (own or lines)[0]
+        return f"{file}:{line} ({function})"
+
+
+def _leaf_indices(shape: Any) -> list[tuple[int, ...]]:
+    if not shape.tuple_shapes:
+        return [()]
+    return [(at, *rest) for at, inner in enumerate(shape.tuple_shapes) for rest in _leaf_indices(inner)]

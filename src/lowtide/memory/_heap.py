@@ -1,0 +1,161 @@
+"""Which value lies in which bytes, and when: XLA's buffer assignment and heap traces, put on one time axis.
+
+An allocation of temporaries is a heap: values lie at offsets and share bytes at different times. The trace says when a
+value comes (ALLOC), when it takes over the bytes of another one (SHARE_WITH) and when it is done (FREE); a region stays
+alive until the last value that shares it is freed. Values without an event are of two kinds: other names of a value
+that has events (loop states), and small values for which a TPU reserves bytes throughout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ._graph import Graph, Value
+
+_ALLOC, _FREE, _SHARE_WITH = 0, 1, 2
+# Colors of allocations: what a TPU calls its memories. CPUs and GPUs have 0 only (a GPU uses 5 for the host, too).
+DEVICE_COLOR, HOST_COLOR = 0, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """A stretch of time in which one value owns a region of an allocation."""
+
+    value: Value
+    offset: int
+    size: int
+    start: int
+    end: int
+
+
+def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
+    """The values in an allocation of temporaries, with the positions between which each is alive.
+
+    Args:
+        graph: the program.
+        assignment: its buffer assignment.
+        allocation: one of the assignment's allocations.
+
+    Returns:
+        Segments that never overlap in both bytes and time.
+    """
+    placed = {a.logical_buffer_id: (a.offset, a.size) for a in allocation.assigned}
+    defined = {
+        b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
+        for b in assignment.logical_buffers
+        if b.id in placed
+    }
+    found = [
+        segment
+        for trace in assignment.heap_traces
+        for region in _regions(graph, [e for e in trace.events if e.buffer_id in placed])
+        for segment in region.segments(placed, defined)
+    ]
+    moved = {buffer for trace in assignment.heap_traces for buffer in (e.buffer_id for e in trace.events)}
+    taken = _Ranges((s.offset, s.offset + s.size) for s in found)
+    last = max(len(graph.order) - 1, 0)
+    for buffer in sorted(placed.keys() - moved, key=lambda b: -placed[b][1]):
+        offset, size = placed[buffer]
+        if size and taken.add(offset, offset + size):
+            found.append(Segment(defined[buffer], offset, size, 0, last))
+    return found
+
+
+class _Region:
+    """Values that share bytes, the first one's first."""
+
+    def __init__(self, buffer: int, position: int) -> None:
+        self.takes = [(position, buffer)]
+        self.alive = {buffer}
+        self.end: int | None = None
+
+    def segments(self, placed: dict[int, tuple[int, int]], defined: dict[int, Value]) -> Iterable[Segment]:
+        assert self.end is not None, "a region is closed before it is read"
+        size = max(placed[buffer][1] for _, buffer in self.takes)
+        offset = placed[self.takes[0][1]][0]
+        stops = [position - 1 for position, _ in self.takes[1:]] + [max(self.end, self.takes[-1][0])]
+        for (start, buffer), stop in zip(self.takes, stops, strict=True):
+            if stop >= start:
+                yield Segment(defined[buffer], offset, size, start, stop)
+
+
+def _regions(graph: Graph, events: Sequence[Any]) -> list[_Region]:
+    regions: list[_Region] = []
+    of: dict[int, _Region] = {}
+    for event, position in zip(events, _positions(graph, events), strict=True):
+        if event.kind == _ALLOC:
+            of[event.buffer_id] = _Region(event.buffer_id, position)
+            regions.append(of[event.buffer_id])
+        elif event.kind == _SHARE_WITH and event.share_with_canonical_id in of:
+            region = of[event.share_with_canonical_id]
+            of[event.buffer_id] = region
+            region.takes.append((max(position, region.takes[-1][0]), event.buffer_id))
+            region.alive.add(event.buffer_id)
+            region.end = None
+        elif event.kind == _FREE and event.buffer_id in of:
+            region = of[event.buffer_id]
+            region.alive.discard(event.buffer_id)
+            if not region.alive:
+                region.end = max(position, region.takes[-1][0])
+    last = max(len(graph.order) - 1, 0)
+    for region in regions:
+        region.end = last if region.alive else region.end
+    return regions
+
+
+def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
+    """When each event happens.
+
+    A FREE names the instruction that made the value, not its last reader: it happens somewhere before the next value
+    comes, and here at the last position before that. An instruction that runs more than once means its next run.
+    """
+    places: dict[str, list[int]] = {}
+    for position, at in enumerate(graph.order):
+        places.setdefault(graph.instructions[at].proto.name, []).append(position)
+    now, comes = 0, list[int | None]()
+    for event in events:
+        if event.kind == _FREE:
+            comes.append(None)
+            continue
+        runs = places.get(event.instruction_name, [])
+        now = next((p for p in runs if p >= now), runs[0] if runs else now)
+        comes.append(now)
+    following, positions = len(graph.order), list[int]()
+    for position in reversed(comes):
+        if position is not None:
+            following = position
+        positions.append(max(following - 1, 0) if position is None else position)
+    return positions[::-1]
+
+
+class _Ranges:
+    """Disjoint byte ranges."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(ranges):
+            if merged and start < merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        self._ranges = merged
+
+    def add(self, start: int, stop: int) -> bool:
+        """Add a range unless it overlaps; whether it was added."""
+        if any(start < other_stop and other_start < stop for other_start, other_stop in self._ranges):
+            return False
+        self._ranges.append((start, stop))
+        return True
+
+
+def peak_position(segments_by_heap: Iterable[Sequence[Segment]], num_positions: int) -> int:
+    """The position at which most bytes are alive over several heaps; the first of equal ones."""
+    steps = [0] * (num_positions + 1)
+    for segment in itertools.chain.from_iterable(segments_by_heap):
+        steps[segment.start] += segment.size
+        steps[segment.end + 1] -= segment.size
+    sums = list(itertools.accumulate(steps[:-1])) or [0]
+    return sums.index(max(sums))

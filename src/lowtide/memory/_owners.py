@@ -1,0 +1,357 @@
+"""An owner for every byte: from a dumped program and what is known of its arguments to a list of buffers.
+
+Arguments and outputs own their allocations for the whole program. Values in a heap of temporaries get the role that
+the dataflow gives them. What XLA counts beyond its allocations (reserved by the compiler, not assigned to any value)
+is listed as unattributed, so that the buffers at the peak always add up to XLA's total.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._buffers import Buffer, Space
+from ._dataflow import Dataflow
+from ._executable import ArgumentLeaf
+from ._graph import Graph, Value
+from ._heap import DEVICE_COLOR, HOST_COLOR, Segment, peak_position, segments
+from ._proto import element_type
+
+_SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputLeaf:
+    """One leaf of a function's result."""
+
+    path: str
+    """Its tree path; a result that is one array has the empty path."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owners:
+    """Every buffer of a program, on one axis of positions."""
+
+    buffers: tuple[Buffer, ...]
+    moments: tuple[str, ...]
+    peak_moment: int
+    host_peak_moment: int
+    dataflow: Dataflow
+    """For further questions about the same program."""
+
+
+def find_owners(
+    hlo: Any,
+    leaves: Sequence[ArgumentLeaf],
+    roles: Sequence[str],
+    outputs: Sequence[OutputLeaf],
+    totals: Mapping[Space, tuple[int, int, int, int]] | None,
+) -> Owners:
+    """Give every byte of a compiled program an owner.
+
+    Args:
+        hlo: what `read_hlo` returned for the optimised program.
+        leaves: the leaves of the function's arguments.
+        roles: the role of every leaf.
+        outputs: the leaves of the function's result.
+        totals: for each memory space what XLA reports for arguments, outputs (without those in arguments),
+            temporaries and code, in bytes; None where the compile failed, to take the allocations' own sums.
+
+    Returns:
+        The buffers. Those alive at the peak add up to the totals of their space, exactly.
+    """
+    return _Finder(hlo, leaves, roles, outputs).find(totals)
+
+
+class _Finder:
+    def __init__(
+        self, hlo: Any, leaves: Sequence[ArgumentLeaf], roles: Sequence[str], outputs: Sequence[OutputLeaf]
+    ) -> None:
+        self.hlo, self.leaves, self.roles, self.outputs = hlo, leaves, roles, outputs
+        self.graph = Graph(hlo.module)
+        self.last = max(len(self.graph.order) - 1, 0)
+        self.parameters = self._match_parameters()
+        self.results = self._match_outputs()
+        self.flow = Dataflow(
+            self.graph,
+            {value: at for value, at in self.parameters.items()},
+            self._replaced(),
+        )
+
+    def find(self, totals: Mapping[Space, tuple[int, int, int, int]] | None) -> Owners:
+        found: dict[Space, list[Buffer]] = {"device": [], "host": []}
+        peaks: dict[Space, int] = {}
+        for color, space in _SPACES.items():
+            mine = [
+                a for a in self.hlo.assignment.allocations if a.color == color and not a.is_thread_local and a.size > 0
+            ]
+            arguments = [self._argument(space, a) for a in mine if a.is_entry_parameter]
+            constants = [self._constant(space, a) for a in mine if a.is_constant]
+            results = [self._output(space, a) for a in mine if _is_output(a)]
+            heaps = {a.index: (a, segments(self.graph, self.hlo.assignment, a)) for a in mine if _is_heap(a)}
+            peaks[space] = peak_position([s for _, s in heaps.values()], self.last + 1)
+            temporaries = [self._temporary(space, s) for _, found_here in heaps.values() for s in found_here]
+            for allocation, inside in heaps.values():
+                live = sum(s.size for s in inside if s.start <= peaks[space] <= s.end)
+                temporaries.append(self._fragmentation(space, allocation.size - live, peaks[space]))
+            heap_bytes = sum(a.size for a, _ in heaps.values())
+            code = self._balance(space, arguments, results, constants, heap_bytes, totals)
+            if (excess := -code[-1].num_bytes if code else 0) > 0:
+                temporaries, code = _trim(temporaries, excess, peaks[space]), code[:-1]
+            found[space] = [*arguments, *results, *temporaries, *constants, *code]
+        return Owners(
+            buffers=tuple(b for space in found.values() for b in space if b.num_bytes),
+            moments=tuple(self._moment(at) for at in self.graph.order) or ("",),
+            peak_moment=peaks["device"],
+            host_peak_moment=peaks["host"],
+            dataflow=self.flow,
+        )
+
+    # --- arguments and outputs ---------------------------------------------------------------------------------------
+
+    def _match_parameters(self) -> dict[Value, int]:
+        """The leaf that every array of the entry's parameters is."""
+        entry = [i for i in self.graph.entry.instructions if i.opcode == "parameter"]
+        entry.sort(key=lambda i: i.parameter_number)
+        if len(entry) == 1 and entry[0].shape.tuple_shapes:
+            values: list[Value] = [(entry[0].id, (at,)) for at in range(len(entry[0].shape.tuple_shapes))]
+        else:
+            values = [(i.id, ()) for i in entry]
+        kept = [at for at, leaf in enumerate(self.leaves) if leaf.kept]
+        offset = max(len(values) - len(kept), 0)  # constants that JAX hoisted and tokens come first
+        return dict(zip(values[offset:], kept, strict=False))
+
+    def _match_outputs(self) -> dict[Value, int]:
+        """The leaf of the function's result that every array of the entry's result is."""
+        root = self.graph.instructions[self.graph.entry.root_id].proto
+        values: list[Value] = [(root.id, (at,)) for at in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
+        offset = max(len(values) - len(self.outputs), 0)  # tokens come first
+        return {value: at for at, value in enumerate(values[offset:])}
+
+    def _replaced(self) -> dict[Value, int]:
+        """The argument leaf that an output replaces or is the gradient of: in its buffer, else by path and shape."""
+        by_number = {
+            (self.graph.instructions[at].proto.parameter_number, index): leaf
+            for (at, index), leaf in self.parameters.items()
+        }
+        aliased = {
+            tuple(entry.output_shape_index): by_number.get((entry.parameter_number, tuple(entry.parameter_shape_index)))
+            for entry in self.hlo.module.input_output_alias.entries
+        }
+        replaced: dict[Value, int] = {}
+        for value, at in self.results.items():
+            leaf = aliased.get(value[1])
+            leaf = self._same_leaf(value, self.outputs[at].path) if leaf is None else leaf
+            if leaf is not None:
+                replaced[value] = leaf
+        return replaced
+
+    def _same_leaf(self, output: Value, path: str) -> int | None:
+        wanted, best = self.graph.shape(output), (0, None)
+        for parameter, leaf in self.parameters.items():
+            shape = self.graph.shape(parameter)
+            if shape.dimensions == wanted.dimensions and shape.element_type == wanted.element_type:
+                common = _common_suffix(path, self.leaves[leaf].path)
+                best = max(best, (common, leaf), key=lambda pair: pair[0])
+        return best[1]
+
+    def _argument(self, space: Space, allocation: Any) -> Buffer:
+        number, index = allocation.parameter_number, tuple(allocation.parameter_shape_index)
+        for (at, inner), leaf in self.parameters.items():
+            if self.graph.instructions[at].proto.parameter_number == number and inner == index:
+                return self._whole(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", (at, inner))
+        # A table of pointers, or a constant that JAX passes as an argument.
+        entry = next((i for i in self.graph.entry.instructions if i.parameter_number == number), None)
+        value = (entry.id, index) if entry is not None and entry.opcode == "parameter" else None
+        is_array = value is not None and not self.graph.shape(value).tuple_shapes
+        role = "constants" if is_array else "unattributed"
+        return self._whole(space, allocation, role, "", "argument", value if is_array else None)
+
+    def _output(self, space: Space, allocation: Any) -> Buffer:
+        defined = self._defined(allocation)
+        for value, at in self.results.items():
+            if made := self._maker(value, defined):
+                return self._whole(space, allocation, "outputs", self.outputs[at].path, self.flow.phase(made), made)
+        return self._whole(space, allocation, "outputs", "", "output", None, operation="table of outputs")
+
+    def _maker(self, output: Value, defined: set[Value]) -> Value | None:
+        """The value that is an output under another name, among those that an allocation holds."""
+        seen, border = {output}, [output]
+        while border:
+            value = border.pop(0)
+            if value in defined:
+                return value
+            new = [s for s, edge in self.graph.sources(value) if not edge and s not in seen]
+            seen.update(new)
+            border.extend(new)
+        return None
+
+    def _defined(self, allocation: Any) -> set[Value]:
+        ids = {a.logical_buffer_id for a in allocation.assigned}
+        return {
+            (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
+            for b in self.hlo.assignment.logical_buffers
+            if b.id in ids and (b.defined_at.shape_index or not self._is_tuple(b.defined_at.instruction_id))
+        }
+
+    def _is_tuple(self, at: int) -> bool:
+        return bool(self.graph.instructions[at].proto.shape.tuple_shapes)
+
+    def _constant(self, space: Space, allocation: Any) -> Buffer:
+        value = next(iter(self._defined(allocation)), None)
+        return self._whole(space, allocation, "constants", "", "forward", value)
+
+    # --- temporaries -------------------------------------------------------------------------------------------------
+
+    def _temporary(self, space: Space, segment: Segment) -> Buffer:
+        value, flow = segment.value, self.flow
+        scope, source = flow.described(value)
+        copied, gradient = flow.copy_of(value), flow.gradient_of(value)
+        path = ""
+        if self.graph.shape(value).tuple_shapes:
+            role = "temporaries"
+        elif copied is not None:
+            role, path = "copies", self.leaves[copied].path
+        elif gradient is not None:
+            role, path = "gradients", self.leaves[gradient].path
+        elif flow.is_activation(value):
+            role = "activations"
+        else:
+            role = "temporaries" if scope else "unattributed"
+        operation = self.graph.instructions[value[0]].proto
+        return Buffer(
+            space=space,
+            role=role,
+            path=path,
+            phase=flow.phase(value),
+            scope=_readable(scope),
+            operation=f"{operation.opcode} {operation.name}",
+            source=_short(source),
+            **self._array(value, segment.size),
+            start=segment.start,
+            end=segment.end,
+        )
+
+    def _fragmentation(self, space: Space, num_bytes: int, moment: int) -> Buffer:
+        return Buffer(
+            space=space, role="fragmentation", phase="", num_bytes=max(num_bytes, 0), start=moment, end=moment
+        )
+
+    def _whole(
+        self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""
+    ) -> Buffer:
+        """A buffer for a whole allocation, alive throughout."""
+        scope, source = ("", "")
+        if value is not None and phase != "argument":
+            scope, source = self.flow.described(value)
+            proto = self.graph.instructions[value[0]].proto
+            operation = operation or f"{proto.opcode} {proto.name}"
+        array = {"num_bytes": allocation.size} if value is None else self._array(value, allocation.size)
+        return Buffer(
+            space=space,
+            role=role,
+            path=path,
+            phase=phase,
+            scope=_readable(scope),
+            operation=operation,
+            source=_short(source),
+            **array,
+            start=0,
+            end=self.last,
+        )
+
+    def _array(self, value: Value, num_bytes: int) -> dict[str, Any]:
+        shape = self.graph.shape(value)
+        name, bits = element_type(shape.element_type)
+        logical = (self.graph.num_elements(value) * bits + 7) // 8
+        return {
+            "shape": tuple(shape.dimensions) if name else (),
+            "dtype": name,
+            "num_bytes": num_bytes,
+            "padding_bytes": max(num_bytes - logical, 0) if name else 0,
+        }
+
+    # --- totals ------------------------------------------------------------------------------------------------------
+
+    def _balance(
+        self,
+        space: Space,
+        arguments: Sequence[Buffer],
+        results: Sequence[Buffer],
+        constants: list[Buffer],
+        heap_bytes: int,
+        totals: Mapping[Space, tuple[int, int, int, int]] | None,
+    ) -> list[Buffer]:
+        """Code, and what XLA counts beyond its allocations; constants that XLA does not count are dropped."""
+        if totals is None:
+            return []
+        argument_bytes, output_bytes, temp_bytes, code_bytes = totals[space]
+        rest = argument_bytes - _total(arguments) + output_bytes - _total(results) + temp_bytes - heap_bytes
+        if rest < _total(constants):
+            # They lie in the code, or nowhere that the compiler reports.
+            constants.clear()
+        rest -= _total(constants)
+        return [
+            Buffer(space=space, role="code", phase="", num_bytes=code_bytes, start=0, end=self.last),
+            Buffer(
+                space=space,
+                role="unattributed",
+                phase="",
+                operation="reserved by the compiler",
+                num_bytes=rest,
+                start=0,
+                end=self.last,
+            ),
+        ]
+
+    def _moment(self, at: int) -> str:
+        return _readable(self.flow.described((at, ()))[0]) or self.graph.instructions[at].proto.name
+
+
+def _trim(temporaries: list[Buffer], excess: int, peak: int) -> list[Buffer]:
+    """Take off what a TPU's allocations hold beyond its total: a few scalars that end up in other memories."""
+    trimmed: list[Buffer] = []
+    for buffer in sorted(temporaries, key=lambda b: (b.role != "fragmentation", b.num_bytes)):
+        cut = min(excess, buffer.num_bytes) if buffer.alive_at(peak) else 0
+        excess -= cut
+        trimmed.append(dataclasses.replace(buffer, num_bytes=buffer.num_bytes - cut))
+    return trimmed
+
+
+def _is_output(allocation: Any) -> bool:
+    return allocation.maybe_live_out and not allocation.is_entry_parameter and not allocation.is_constant
+
+
+def _is_heap(allocation: Any) -> bool:
+    return not (allocation.maybe_live_out or allocation.is_entry_parameter or allocation.is_constant)
+
+
+def _total(buffers: Sequence[Buffer]) -> int:
+    return sum(buffer.num_bytes for buffer in buffers)
+
+
+def _common_suffix(one: str, other: str) -> int:
+    count = 0
+    for a, b in zip(reversed(one.split("/")), reversed(other.split("/")), strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _readable(scope: str) -> str:
+    """A scope without the parts that every operation has."""
+    return re.sub(r"^jit\([^/()]*\)/", "", scope)
+
+
+def _short(source: str) -> str:
+    """A source line with the file relative to the working directory or to the folder of installed packages."""
+    if not source:
+        return ""
+    file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)
+    file = re.sub(r"^.*[/\\](site|dist)-packages[/\\]", "", file)
+    here = os.getcwd() + os.sep
+    return (file[len(here) :] if file.startswith(here) else file) + separator + line
