@@ -18,6 +18,8 @@ from ._buffers import Buffer, Space, live_bytes, sum_by_role, to_rows
 from ._targets import Target
 from .views import _json as views_json
 from .views._files import write_view
+from .views._terminal import print_report
+from .views._verdict import summary
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -193,6 +195,62 @@ class MemoryReport:
             None on any device.
         """
         return views_json.read_report(path, schema_version=SCHEMA_VERSION)
+
+    def print(self, console: Console | None = None, *, top: int = 20) -> None:
+        """Print the report to a terminal: verdict, bytes by role, live bytes over the program, largest owners.
+
+        Args:
+            console: a `rich.console.Console`; None for one on standard output.
+            top: how many owners to list per memory space; equal buffers of numbered layers count as one.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from lowtide.memory import analyze
+            >>> analyze(lambda x: x * 2, jnp.ones(256), target="cpu").print()
+            Compiled bytes on one device of cpu
+            2.00 KiB; the capacity is unknown
+            ...
+        """
+        print_report(self, console, top=top)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one HTML file that needs nothing else: timeline, treemap and table of the buffers.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+
+        Memory:
+            None on any device. The file stays below 10 MB; beyond that the smallest buffers become one row a role,
+            and the page says so.
+        """
+        from .views._html import report_page
+
+        write_view(path, report_page(self))
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the timeline by role and the largest owners at the peak, 1600×900.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+            ConfigError: when matplotlib (extra ``report``) is not installed.
+        """
+        from .views._png import report_png
+
+        write_view(path, report_png(self))
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        from .views._html import notebook
+
+        return notebook(self)
 
     def table(self) -> Any:
         """The report as a table for a terminal.

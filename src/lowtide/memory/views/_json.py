@@ -120,4 +120,5 @@ def _target(data: dict[str, Any]) -> Target:
     unknown = set(data) - {field.name for field in dataclasses.fields(Target)}
     if unknown:
         raise ValueError(f"the target has unknown fields: {', '.join(sorted(unknown))}")
-    return Target(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return Target(**fields)

@@ -1,0 +1,110 @@
+"""The colour, texture and order of every role, the same in every view.
+
+A colour has at least 3:1 contrast against the backgrounds of the light and of the dark page, so one set serves both.
+In that band of lightness no dozen hues stay apart for colour-blind readers; two roles whose colours come close
+therefore differ in texture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Iterable
+from typing import Literal
+
+LIGHT_BACKGROUND, DARK_BACKGROUND = "#f6f7f9", "#1b1f26"
+"""The least favourable backgrounds of the page."""
+
+Texture = Literal["", "/", "\\", "x"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Style:
+    """How a role is drawn."""
+
+    color: str
+    """The fill, ``#rrggbb``."""
+    texture: Texture = ""
+    """Lines over the fill: one diagonal, the other, or both."""
+
+    @property
+    def ink(self) -> str:
+        """Black or white, whichever is easier to read on the fill."""
+        return "#ffffff" if contrast(self.color, "#ffffff") >= contrast(self.color, "#000000") else "#000000"
+
+
+_FIXED = {
+    "activations": Style(color="#d0661a"),
+    "gradients": Style(color="#d0436f", texture="/"),
+    "weight copies": Style(color="#4e8f6b", texture="\\"),
+    "argument copies": Style(color="#6b83c9", texture="\\"),
+    "temporaries": Style(color="#a97f1c", texture="\\"),
+    "outputs": Style(color="#2b8f45", texture="/"),
+    "constants": Style(color="#a0705c"),
+    "code": Style(color="#73808c", texture="x"),
+    "unattributed": Style(color="#8a7a9b", texture="x"),
+    "fragmentation": Style(color="#8d8d8d", texture="x"),
+}
+_USUAL = {
+    "params": Style(color="#2b76d6"),
+    "frozen": Style(color="#17868a"),
+    "opt_state": Style(color="#8763d6", texture="/"),
+    "batch": Style(color="#6f8a1e", texture="/"),
+    "other": Style(color="#6d7f95"),
+}
+_SPARE = (
+    Style(color="#2b76d6"),
+    Style(color="#8763d6", texture="/"),
+    Style(color="#17868a"),
+    Style(color="#b04fb5", texture="\\"),
+    Style(color="#6f8a1e", texture="/"),
+    Style(color="#3f78b5", texture="x"),
+)
+_FIRST = ("constants", "code")
+_LAST = ("weight copies", "argument copies", "gradients", "activations", "temporaries", "outputs")
+_TOP = ("unattributed", "fragmentation")
+
+
+def styles(roles: Iterable[str]) -> dict[str, Style]:
+    """The style of every role.
+
+    Args:
+        roles: names; those of arguments are arbitrary.
+
+    Returns:
+        A style a role. An unusual name takes the one its letters choose, or the next that no other role has taken,
+        so that it looks the same in two reports with the same roles.
+    """
+    names = sorted(set(roles))
+    found = {name: style for name, style in {**_USUAL, **_FIXED}.items() if name in names}
+    for name in names:
+        if name not in found:
+            at = zlib.crc32(name.encode("utf-8", "surrogatepass")) % len(_SPARE)
+            turns = [_SPARE[(at + step) % len(_SPARE)] for step in range(len(_SPARE))]
+            found[name] = next((style for style in turns if style not in found.values()), turns[0])
+    return found
+
+
+def stacked(roles: Iterable[str]) -> list[str]:
+    """Roles from the bottom of a stack to its top: what stays first, what comes and goes last.
+
+    Args:
+        roles: names, in the order in which those of arguments shall stand.
+    """
+    names = list(dict.fromkeys(roles))
+    derived = {*_FIRST, *_LAST, *_TOP}
+    arguments = [name for name in names if name not in derived]
+    return [*arguments, *(name for name in (*_FIRST, *_LAST, *_TOP) if name in names)]
+
+
+def luminance(color: str) -> float:
+    """Relative luminance of ``#rrggbb``, as WCAG 2 defines it."""
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """Contrast of two colours, 1 to 21, as WCAG 2 defines it."""
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)

@@ -1,0 +1,53 @@
+"""The sentences that every view begins with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.core import format_bytes
+
+from .._buffers import Space
+from ._series import Capacity, capacity, peak_moment
+
+if TYPE_CHECKING:
+    from .._report import MemoryReport
+
+
+def fit_text(figures: Capacity, fits: bool | None) -> str:
+    """Whether it fits, in one sentence: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``.
+
+    Args:
+        figures: total, usable and reserve.
+        fits: the report's verdict.
+    """
+    total, free = format_bytes(figures.total_bytes), figures.free_bytes
+    if figures.usable_bytes is None or free is None:
+        return f"{total}; the capacity is unknown"
+    reserve = f", {format_bytes(figures.reserve_bytes)} kept in reserve" if figures.reserve_bytes else ""
+    of = f"{total} of {format_bytes(figures.usable_bytes)}"
+    if fits:
+        return f"fits: {of}, {format_bytes(free)} free{reserve}"
+    short = f", {format_bytes(-free)} too much" if free < 0 else ""
+    return f"does not fit: {of}{short}{reserve}"
+
+
+def peak_text(report: MemoryReport, space: Space) -> str:
+    """Where the peak is: ``moment 3,120 of 6,000, fusion.7``."""
+    moment = peak_moment(report, space)
+    name = report.moments[moment]
+    return f"moment {moment + 1:,} of {len(report.moments):,}" + (f", {name}" if name else "")
+
+
+def summary(report: MemoryReport) -> str:
+    """A report in one or two lines."""
+    figures = capacity(report)
+    of = "" if figures.usable_bytes is None else f" of {format_bytes(figures.usable_bytes)}"
+    verdict = {True: ", fits", False: ", does not fit", None: ""}[report.fits]
+    host = f", {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
+    lines = [f"MemoryReport: {format_bytes(figures.total_bytes)}{of} on {report.target.name}{verdict}{host}"]
+    if report.buffers:
+        roles = list(report.peak_by_role.items())
+        largest = ", ".join(f"{role} {format_bytes(size)}" for role, size in roles[:4])
+        more = f", {len(roles) - 4} more" if len(roles) > 4 else ""
+        lines.append(f"  {len(report.buffers):,} buffers; at the peak {largest}{more}")
+    return "\n".join(lines)

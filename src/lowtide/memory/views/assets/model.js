@@ -1,0 +1,67 @@
+// --- what the report says: buffers, who is alive when, bytes by role -------------------------------------------------
+
+const SPACES = ["device", "host"];
+
+function makeModel(data) {
+  const items = decodeBuffers(data).concat(decodeRest(data));
+  const cache = {};
+  return {
+    items,
+    numMoments: data.moments.length,
+    momentName: (moment) => data.moments[moment],
+    /** What is alive at a moment, largest first; `bytes` of a folded row depends on the moment. */
+    alive: (space, moment) => items
+      .filter((item) => item.space === space && item.start <= moment && moment <= item.end)
+      .map((item) => (item.steps ? { ...item, bytes: foldedBytes(item, moment) } : item))
+      .filter((item) => item.bytes)
+      .sort((a, b) => b.bytes - a.bytes || a.id - b.id),
+    series: (space) => (cache[space] ??= makeSeries(items.filter((i) => i.space === space), data.moments.length, data.roles)),
+  };
+}
+
+function decodeBuffers(data) {
+  const c = data.buffers;
+  const text = (column, at) => data.strings[c[column][at]];
+  return c.bytes.map((bytes, at) => {
+    const item = {
+      id: at, space: SPACES[c.space[at]], bytes, padding: c.padding[at], start: c.start[at], end: c.end[at],
+    };
+    for (const name of ["role", "path", "phase", "scope", "operation", "source", "shape", "dtype"]) item[name] = text(name, at);
+    item.label = item.path || item.scope.split("/").slice(-3).join("/") || item.operation || item.role;
+    item.length = item.end - item.start;
+    return item;
+  });
+}
+
+/** Buffers that were folded to keep the file small: one row a role, with its bytes as steps over the program. */
+function decodeRest(data) {
+  return data.rest.map((rest, at) => ({
+    id: data.buffers.bytes.length + at, space: rest.space, role: rest.role, path: "", phase: "", scope: "", operation: "",
+    source: "", shape: "", dtype: "", padding: 0, bytes: 0, start: 0, end: data.moments.length - 1,
+    length: data.moments.length - 1, steps: rest.steps, label: `everything smaller than ${formatBytes(rest.limit)} (${count(rest.count)} buffers)`,
+  }));
+}
+
+function foldedBytes(item, moment) {
+  let sum = 0;
+  for (let at = 0; at < item.steps.length && item.steps[at] <= moment; at += 2) sum += item.steps[at + 1];
+  return sum;
+}
+
+/** Bytes by role at every moment, roles from the bottom of the stack to its top. */
+function makeSeries(items, numMoments, order) {
+  const steps = {};
+  const add = (role, at, bytes) => { (steps[role] ??= new Float64Array(numMoments + 1))[at] += bytes; };
+  for (const item of items) {
+    if (item.steps) for (let at = 0; at < item.steps.length; at += 2) add(item.role, item.steps[at], item.steps[at + 1]);
+    else { add(item.role, item.start, item.bytes); add(item.role, item.end + 1, -item.bytes); }
+  }
+  const totals = new Float64Array(numMoments);
+  const roles = order.filter((role) => steps[role]).map((role) => {
+    const values = steps[role].slice(0, numMoments);
+    for (let at = 1; at < numMoments; at++) values[at] += values[at - 1];
+    for (let at = 0; at < numMoments; at++) totals[at] += values[at];
+    return { role, values };
+  });
+  return { roles, totals, moments: null, numMoments };
+}

@@ -1,0 +1,90 @@
+// --- squarified treemap: areas are bytes, first by role, then by buffer ----------------------------------------------
+
+const SMALLEST = 64; // square pixels below which buffers share one cell
+
+/** Lay values out in a rectangle, keeping cells close to squares (Bruls, Huizing, van Wijk 2000). */
+function squarify(values, box) {
+  const total = values.reduce((a, b) => a + b, 0);
+  const cells = [];
+  let { x, y, w, h } = box, left = total, at = 0;
+  while (at < values.length && left > 0) {
+    const side = Math.min(w, h), scale = (w * h) / left;
+    let row = 1, sum = values[at];
+    while (at + row < values.length && worst(values, at, row + 1, sum + values[at + row], side, scale) <= worst(values, at, row, sum, side, scale)) {
+      sum += values[at + row++];
+    }
+    const depth = side ? (sum * scale) / side : 0;
+    let offset = 0;
+    for (let i = at; i < at + row; i++) {
+      const length = sum ? (side * values[i]) / sum : 0;
+      cells.push(w >= h ? { x, y: y + offset, w: depth, h: length } : { x: x + offset, y, w: length, h: depth });
+      offset += length;
+    }
+    if (w >= h) { x += depth; w -= depth; } else { y += depth; h -= depth; }
+    left -= sum;
+    at += row;
+  }
+  return cells;
+}
+
+function worst(values, from, num, sum, side, scale) {
+  const area = sum * scale, squared = (side * side) / (area * area);
+  return Math.max(squared * values[from] * scale, 1 / (squared * values[from + num - 1] * scale));
+}
+
+/** Draw what is alive. Returns the cells, in the order in which arrow keys visit them. */
+function drawTreemap(node, items, styles) {
+  const groups = new Map();
+  for (const item of items) groups.set(item.role, [...(groups.get(item.role) ?? []), item]);
+  const roles = [...groups].map(([role, list]) => ({ role, list, bytes: sumOf(list) })).sort((a, b) => b.bytes - a.bytes);
+  const boxes = squarify(roles.map((r) => r.bytes), { x: 0, y: 0, w: node.clientWidth, h: node.clientHeight });
+  const cells = [];
+  node.replaceChildren();
+  roles.forEach(({ role, list }, at) => drawRole(node, role, list, boxes[at], styles[role], cells));
+  if (!items.length) node.append(element("p", { class: "empty" }, "Nothing is alive here."));
+  return cells;
+}
+
+const sumOf = (items) => items.reduce((sum, item) => sum + item.bytes, 0);
+
+function drawRole(node, role, list, box, style, cells) {
+  const named = box.w > 70 && box.h > 58;
+  const inner = { x: box.x, y: box.y + (named ? 19 : 0), w: Math.max(0, box.w - 3), h: Math.max(0, box.h - 3 - (named ? 19 : 0)) };
+  if (named) node.append(element("div", { class: "role", style: place({ ...box, w: box.w - 6, h: 18 }) }, `${role}  ${formatBytes(sumOf(list))}`));
+  const shown = foldSmall(list, (inner.w * inner.h) / Math.max(1, sumOf(list)), role);
+  squarify(shown.map((item) => item.bytes), inner).forEach((cell, at) => {
+    const drawn = drawCell(shown[at], cell, style);
+    node.append(drawn);
+    cells.push({ node: drawn, item: shown[at] });
+  });
+}
+
+function foldSmall(list, scale, role) {
+  const large = list.filter((item) => item.bytes * scale >= SMALLEST);
+  const small = list.slice(large.length);
+  if (small.length < 2) return list;
+  const rest = { id: null, role, bytes: sumOf(small), label: `${count(small.length)} smaller`, shape: "", dtype: "", phase: "" };
+  return [...large, rest].sort((a, b) => b.bytes - a.bytes);
+}
+
+const place = (box) => ({ left: `${box.x}px`, top: `${box.y}px`, width: `${box.w}px`, height: `${box.h}px` });
+
+function drawCell(item, cell, style) {
+  const gap = cell.w > 3 && cell.h > 3 ? 1 : 0;
+  const w = Math.max(0, cell.w - gap), h = Math.max(0, cell.h - gap);
+  const roomy = w >= 60 && h >= 21;
+  const node = element("div", {
+    class: roomy ? "cell" : "cell small", role: "option", "aria-label": `${item.label}, ${item.role}, ${formatBytes(item.bytes)}`,
+    "data-bytes": item.bytes, "data-id": item.id, style: { ...place({ ...cell, w, h }), ...roleFill(style), color: style.ink },
+  });
+  // A texture under small letters is hard to read: a plain ground for them.
+  if (roomy) node.append(element("span", { style: { backgroundColor: style.color } }, shortLabel(item.label, w)));
+  if (roomy && h >= 38) node.append(element("span", { style: { backgroundColor: style.color } }, formatBytes(item.bytes)));
+  return node;
+}
+
+/** The end of a path says more than its beginning. */
+function shortLabel(label, width) {
+  const room = Math.floor((width - 12) / 6.3);
+  return label.length <= room ? label : `…${label.slice(-Math.max(3, room - 1))}`;
+}
