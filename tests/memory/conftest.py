@@ -42,10 +42,16 @@ class Program:
     def add(self, role: str, shape: tuple[int, ...], dtype: str, **fields: Any) -> None:
         elements = math.prod(shape) * ITEM_BYTES[dtype]
         num_bytes = max(512, -(-elements // 512) * 512)
+        names_array = bool(dtype)
         given = {"space": "device", "start": 0, "end": self.num_moments - 1, **fields}
         self.buffers.append(
             Buffer(
-                role=role, shape=shape, dtype=dtype, num_bytes=num_bytes, padding_bytes=num_bytes - elements, **given
+                role=role,
+                shape=shape if names_array else (),
+                dtype=dtype,
+                num_bytes=num_bytes,
+                padding_bytes=num_bytes - elements if names_array else 0,
+                **given,
             )
         )
 
@@ -89,111 +95,78 @@ def make_report(
     )
 
 
+def add_states(program: Program, layer: int, read: int, backward: int) -> None:
+    """A layer's weights and optimizer state, their copies, and their gradients."""
+    last = program.num_moments - 1
+    for name, shape in SHAPES.items():
+        path = f"layers/{layer}/{name}"
+        program.add("params", shape, "bf16", path=f"model/{path}")
+        for moment in ("mu", "nu"):
+            where = "device" if name.startswith("attn") else "host"
+            named = {"path": f"opt/{moment}/{path}"}
+            program.add("opt_state", shape, "f32", space=where, **named)
+            if where == "host":
+                program.add("opt_state", shape, "f32", phase="update", start=read, end=min(last, read + 4), **named)
+        if len(shape) == 2:
+            made = {
+                "path": f"model/{path}",
+                "phase": "backward",
+                "scope": f"{SCOPES['backward']}/layers/{layer}",
+                "source": "llama.py:88 (linear)",
+            }
+            copied = {"operation": f"copy.{layer * 40 + 7}", "start": read, "end": min(last, read + 3)}
+            program.add("weight copies", shape, "bf16", **made, **copied)
+            summed = {
+                "operation": f"fusion dot_general.{layer * 40 + 1}",
+                "start": read + 2,
+                "end": backward + layer % 9,
+            }
+            program.add("gradients", shape, "bf16", **made, **summed)
+
+
+def add_values(program: Program, layer: int, made: int, read: int, width: int, batch: int) -> None:
+    """A layer's activations and temporaries."""
+    at, last = f"layers/{layer}", program.num_moments - 1
+    kept = {"phase": "forward", "end": read}
+    residual = {"scope": f"{SCOPES['forward']}/{at}/residual", "source": "llama.py:141 (block)", "start": made}
+    program.add("activations", (batch, 2048, 4096), "bf16", operation=f"fusion add.{layer}", **kept, **residual)
+    query = {"scope": f"{SCOPES['forward']}/{at}/attn/q", "source": "llama.py:97 (attention)", "start": made + 2}
+    program.add("activations", (batch, 32, 2048, 128), "bf16", operation=f"fusion rope.{layer}", **kept, **query)
+    for piece in range(22):
+        phase = ("forward", "recompute", "backward")[piece % 3]
+        start = (made if phase == "forward" else read) + piece * width // 44
+        program.add(
+            "temporaries",
+            (batch, 2048, (14336, 4096, 1024)[piece % 3]),
+            "bf16",
+            phase=phase,
+            start=start,
+            end=min(last, start + 3),
+            scope=f"{SCOPES[phase]}/{at}/mlp",
+            operation=f"fusion loop_multiply_fusion.{layer * 40 + piece}",
+            source="llama.py:120 (mlp)",
+        )
+
+
 def llm_program(num_layers: int, num_moments: int, *, batch: int = 8) -> Program:
     """Forward, recomputing backward and update of a decoder, with frozen embeddings and states on both sides."""
     program = Program(num_moments)
-    add, last = program.add, num_moments - 1
     forward, backward = int(num_moments * 0.35), int(num_moments * 0.92)
-    add("frozen", (128256, 4096), "bf16", path="model/embed/weight")
-    add("batch", (batch, 2048), "s32", path="batch/tokens")
+    program.add("frozen", (128256, 4096), "bf16", path="model/embed/weight")
+    program.add("batch", (batch, 2048), "s32", path="batch/tokens")
     for layer in range(num_layers):
         made = 20 + layer * (forward - 40) // num_layers
         read = backward - 20 - layer * (backward - forward - 40) // num_layers
-        width = max(6, (backward - forward) // num_layers)
-        at = f"layers/{layer}"
-        for name, shape in SHAPES.items():
-            path = f"{at}/{name}"
-            add("params", shape, "bf16", path=f"model/{path}")
-            for moment in ("mu", "nu"):
-                where = "device" if name.startswith("attn") else "host"
-                add("opt_state", shape, "f32", path=f"opt/{moment}/{path}", space=where)
-                if where == "host":
-                    add(
-                        "opt_state",
-                        shape,
-                        "f32",
-                        path=f"opt/{moment}/{path}",
-                        phase="update",
-                        start=read,
-                        end=min(last, read + 4),
-                    )
-            if len(shape) == 2:
-                add(
-                    "weight copies",
-                    shape,
-                    "bf16",
-                    path=f"model/{path}",
-                    phase="backward",
-                    start=read,
-                    end=min(last, read + 3),
-                    scope=f"{SCOPES['backward']}/{at}",
-                    operation=f"copy.{layer * 40 + 7}",
-                    source="llama.py:88 (linear)",
-                )
-                add(
-                    "gradients",
-                    shape,
-                    "bf16",
-                    path=f"model/{path}",
-                    phase="backward",
-                    start=read + 2,
-                    end=backward + layer % 9,
-                    scope=f"{SCOPES['backward']}/{at}",
-                    operation=f"fusion dot_general.{layer * 40 + 1}",
-                    source="llama.py:88 (linear)",
-                )
-        add(
-            "activations",
-            (batch, 2048, 4096),
-            "bf16",
-            phase="forward",
-            start=made,
-            end=read,
-            scope=f"{SCOPES['forward']}/{at}/residual",
-            operation=f"fusion loop_add_fusion.{layer}",
-            source="llama.py:141 (block)",
-        )
-        add(
-            "activations",
-            (batch, 32, 2048, 128),
-            "bf16",
-            phase="forward",
-            start=made + 2,
-            end=read,
-            scope=f"{SCOPES['forward']}/{at}/attn/q",
-            operation=f"fusion rope.{layer}",
-            source="llama.py:97 (attention)",
-        )
-        for piece in range(22):
-            phase = ("forward", "recompute", "backward")[piece % 3]
-            start = (made if phase == "forward" else read) + piece * width // 44
-            add(
-                "temporaries",
-                (batch, 2048, (14336, 4096, 1024)[piece % 3]),
-                "bf16",
-                phase=phase,
-                start=start,
-                end=min(last, start + 3),
-                scope=f"{SCOPES[phase]}/{at}/mlp",
-                operation=f"fusion loop_multiply_fusion.{layer * 40 + piece}",
-                source="llama.py:120 (mlp)",
-            )
+        add_states(program, layer, read, backward)
+        add_values(program, layer, made, read, max(6, (backward - forward) // num_layers), batch)
     logits = forward - 10
-    add(
-        "temporaries",
-        (batch, 2048, 128256),
-        "f32",
-        phase="forward",
-        start=logits,
-        end=logits + 60,
-        scope=f"{SCOPES['forward']}/loss",
-        operation="fusion log_softmax.1",
-        source="train.py:41 (loss_fn)",
-    )
-    add("outputs", (), "f32", path="metrics/loss", phase="output", start=logits + 60)
-    add("constants", (4096, 64), "f32", phase="", operation="constant.12")
-    add("code", (23_068_672,), "", phase="", operation="program")
-    add("unattributed", (70_000,), "", phase="")
+    softmax = {"operation": "fusion log_softmax.1", "source": "train.py:41 (loss_fn)", "phase": "forward"}
+    lives = {"start": logits, "end": logits + 60, "scope": f"{SCOPES['forward']}/loss"}
+    program.add("temporaries", (batch, 2048, 128256), "f32", **lives, **softmax)
+    program.add("outputs", (), "f32", path="metrics/loss", phase="output", start=logits + 60)
+    program.add("constants", (4096, 64), "f32", phase="", operation="constant.12")
+    program.add("code", (23_068_672,), "", phase="", operation="program")
+    program.add("unattributed", (70_000,), "", phase="")
     return program
 
 
@@ -213,7 +186,7 @@ def llm_report(
     names = ("dot_general", "loop_multiply_fusion", "copy-start", "rope", "all-gather", "reduce")
     moments = [f"fusion {names[at % len(names)]}.{at}" for at in range(num_moments)]
     notes = ("loop bodies are counted once: the step scans 1 microbatch",)
-    return make_report(program.buffers, moments, capacity=capacity, notes=notes, **fields)
+    return make_report(program.buffers, moments, **{"capacity": capacity, "notes": notes, **fields})
 
 
 def small_report(**fields: Any) -> MemoryReport:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from lowtide.core import OutputError, ReportError
-from lowtide.memory import MemoryReport
+from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
+from lowtide.memory import MemoryReport, analyze, diff
+from lowtide.memory._buffers import DERIVED_ROLES, Buffer
+from lowtide.memory.views._groups import differing
+from lowtide.memory.views._png import byte_ticks
+from lowtide.memory.views._roles import DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
@@ -69,10 +80,253 @@ def test_a_damaged_report_is_refused(key: str, value: Any, message: str, reports
         MemoryReport.from_json(tmp_path / "report.json")
 
 
-@pytest.mark.parametrize("view", ["to_json"])
+@pytest.mark.parametrize("view", ["to_json", "to_html"])
 @pytest.mark.parametrize("place", ["missing/report", "folder"])
 def test_a_view_that_cannot_be_written_is_an_output_error(view: str, place: str, reports: Any, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(OutputError, match=r"report cannot be written\n  got: .*\nhint: give a file"):
         getattr(reports.small(), view)(tmp_path / place)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+# --- terminal ------------------------------------------------------------------------------------------------------
+
+
+def printed(report: MemoryReport, width: int, path: Path, **options: Any) -> str:
+    from rich.console import Console
+
+    with path.open("w", encoding="utf-8") as file:
+        report.print(Console(width=width, file=file), **options)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 140, 200])
+@pytest.mark.parametrize("kind", ["llm", "small", "empty"])
+def test_the_terminal_view_keeps_to_its_width(kind: str, width: int, reports: Any, tmp_path: Path) -> None:
+    report = reports.make([], [""]) if kind == "empty" else getattr(reports, kind)()
+    lines = printed(report, width, tmp_path / "out.txt").splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(format_bytes(report.device_bytes) in line for line in lines)
+
+
+def test_the_terminal_view_says_what_matters(reports: Any, tmp_path: Path) -> None:
+    text = printed(reports.llm(), 140, tmp_path / "out.txt", top=3)
+    assert "fits: 40.16 GiB of 95.73 GiB, 55.57 GiB free" in text
+    assert "moment 2,151 of 6,000, fusion copy-start.2150" in text
+    assert "▲ peak 40.16 GiB" in text
+    assert "32 × layers/*/residual" in text and "llama.py:141 (block)" in text and "26 more" in text
+    assert "On the host: 42.00 GiB" in text
+    assert "note: loop bodies are counted once" in text
+    short = printed(reports.llm(capacity=30 * 2**30), 80, tmp_path / "out.txt")
+    assert "does not fit: 40.16 GiB of 30.00 GiB, 10.16 GiB too much" in short
+    assert "llama.py" not in short
+
+
+def test_the_shares_of_the_terminal_view_add_up(reports: Any, tmp_path: Path) -> None:
+    text = printed(reports.llm(), 80, tmp_path / "out.txt")
+    legend = text[text.index("At the peak") : text.index("Live bytes")]
+    shares = [float(share) for share in re.findall(r"(?<!<)\b(\d+\.\d) %", legend)]
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    bar = legend.splitlines()[1]
+    assert len(bar) == 80 and set(bar) == {"█", "▓"}
+
+
+def test_names_are_not_markup(reports: Any, tmp_path: Path) -> None:
+    buffers = [Buffer(space="device", role="[red]x", path="a[bold]/b", num_bytes=8, start=0, end=0)]
+    text = printed(reports.make(buffers, ["[link=x]"], notes=("[i]",)), 100, tmp_path / "out.txt")
+    assert "[red]x" in text and "a[bold]/b" in text and "note: [i]" in text
+
+
+def test_repr_is_short(reports: Any) -> None:
+    assert repr(reports.small()) == str(reports.small())
+    assert repr(reports.small()).splitlines() == [
+        "MemoryReport: 145 B of 200 B on v5p:1x1x1, fits, 60 B on the host",
+        "  5 buffers; at the peak params 100 B, activations 30 B, temporaries 10 B, fragmentation 5 B",
+    ]
+    assert repr(reports.make([], [""])) == "MemoryReport: 0 B on v5p:1x1x1"
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (["a/1/b/2", "a/2/b/2"], "a/*/b/2"),
+        (["w"], "w"),
+        (["l/10", "l/9", "l/9"], "l/*"),
+        (["7", "8"], "*"),
+    ],
+)
+def test_names_that_differ_in_numbers(labels: list[str], text: str) -> None:
+    assert differing(labels) == text
+
+
+# --- roles ---------------------------------------------------------------------------------------------------------
+
+
+USUAL = ["params", "frozen", "opt_state", "batch", "other", *DERIVED_ROLES]
+
+
+@pytest.mark.parametrize("background", [LIGHT_BACKGROUND, DARK_BACKGROUND, "#ffffff", "#121519"])
+def test_every_colour_stands_out_from_the_page(background: str) -> None:
+    for role, style in styles([*USUAL, *(f"role{at}" for at in range(8))]).items():
+        assert contrast(style.color, background) >= 3, role
+        assert contrast(style.color, style.ink) >= 4.5, role
+
+
+# What protanopes and deuteranopes see, in linear RGB (Machado, Oliveira, Fernandes 2009).
+SIGHT = {
+    "normal": np.eye(3),
+    "protan": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.0520]]),
+    "deutan": np.array([[0.3673, 0.8606, -0.2280], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+}
+
+
+def lab(color: str, sight: np.ndarray) -> np.ndarray:
+    rgb = np.array([int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)])
+    linear = np.clip(sight @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear
+    x, y, z = np.cbrt(xyz / [0.9505, 1, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+def test_roles_differ_in_colour_or_texture_for_everybody(sight: str) -> None:
+    found = list(styles(USUAL).items())
+    for at, (role, style) in enumerate(found):
+        for other, another in found[:at]:
+            apart = np.linalg.norm(lab(style.color, SIGHT[sight]) - lab(another.color, SIGHT[sight]))
+            assert apart >= 6 or style.texture != another.texture, (role, other)
+
+
+def test_arbitrary_roles_get_stable_and_different_styles() -> None:
+    names = ["encoder", "decoder", "ema", "états", "cache"]
+    assert styles(names) == styles(reversed(names)) == styles(names)
+    assert len({(s.color, s.texture) for s in styles(names).values()}) == len(names)
+    assert len(styles(f"r{at}" for at in range(40))) == 40
+    assert stacked(["fragmentation", "temporaries", "b", "code", "a"]) == [
+        "b",
+        "a",
+        "code",
+        "temporaries",
+        "fragmentation",
+    ]
+
+
+# --- page ----------------------------------------------------------------------------------------------------------
+
+
+def payload_of(page: str) -> Any:
+    return json.loads(page.split('id="payload">')[1].split("</script>")[0])
+
+
+def test_nothing_from_a_program_becomes_markup(reports: Any, tmp_path: Path) -> None:
+    evil = reports.small()
+    target = dataclasses.replace(evil.target, name='v5e"><script>alert(1)</script>{{payload}}')
+    report = dataclasses.replace(evil, target=target)
+    for view in (report, diff(evil, report)):
+        view.to_html(tmp_path / "page.html")
+        page = (tmp_path / "page.html").read_text(encoding="utf-8")
+        # The page's own two, and no third.
+        assert page.count("<script") == page.count("</script") == 2
+        assert "<!--" not in page and "\u2028" not in page
+        assert "<note>" not in page and "a &lt;note&gt; &amp; more" in page
+    names = payload_of(page)["rows"]
+    assert any("</script><!-- <b>&\"'\u2028 ü/w" == row["owner"] for row in names)
+    html = report._repr_html_()
+    assert "<script" not in html and "&lt;/script&gt;" in html
+
+
+def test_the_page_needs_nothing_else(reports: Any, tmp_path: Path) -> None:
+    reports.llm().to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "default-src 'none'" in page
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!data:)|@import|\bfetch\(|url\((?!#)""", page) == []
+    assert set(re.findall(r"""https?://[^"']*""", page)) == {"http://www.w3.org/2000/svg"}, "a name, no address"
+    assert "<noscript>" in page and "13.00 GiB" in page.split('id="static">')[1].split("</table>")[0]
+
+
+def test_lone_surrogates_are_written(reports: Any, tmp_path: Path) -> None:
+    buffers = [Buffer(space="device", role="a\udc80", path="b\udcff", num_bytes=8, start=0, end=0)]
+    report = reports.make(buffers, ["\ud800"])
+    report.to_html(tmp_path / "page.html")
+    report.to_json(tmp_path / "report.json")
+    assert MemoryReport.from_json(tmp_path / "report.json") == report
+
+
+def test_large_programs_stay_below_ten_megabytes(reports: Any, tmp_path: Path) -> None:
+    num, names = (
+        20_000,
+        "jit(train_step)/transpose(jvp(checkpoint))/rematted_computation/model/decoder/layers_{}/self_attention",
+    )
+    buffers = [
+        Buffer(
+            space="device",
+            role=("activations", "temporaries")[at % 2],
+            scope=f"{names.format(at)}/{'x' * 300}/{at}",
+            operation=f"fusion loop_multiply_reduce_fusion.{at}",
+            shape=(at + 1, 128),
+            dtype="bf16",
+            num_bytes=256 * (at + 1),
+            phase="forward",
+            start=at,
+            end=at + 9,
+        )
+        for at in range(num - 10)
+    ]
+    report = reports.make(buffers, [f"fusion loop_multiply_reduce_fusion.{at}" for at in range(num)])
+    report.to_html(tmp_path / "page.html")
+    assert (tmp_path / "page.html").stat().st_size < 10_000_000
+    payload = payload_of((tmp_path / "page.html").read_text(encoding="utf-8"))
+    kept, rest = payload["buffers"], payload["rest"]
+    assert len(kept["bytes"]) + sum(entry["count"] for entry in rest) == len(buffers)
+    assert max(entry["limit"] for entry in rest) <= min(kept["bytes"]) + 1
+    for moment in (0, 5, 9_999, report.peak_moment):
+        alive = sum(
+            b for b, low, high in zip(kept["bytes"], kept["start"], kept["end"], strict=True) if low <= moment <= high
+        )
+        folded = sum(
+            size for e in rest for at, size in zip(e["steps"][::2], e["steps"][1::2], strict=True) if at <= moment
+        )
+        assert alive + folded == sum(b.num_bytes for b in report.alive_at(moment))
+
+
+def test_a_report_without_buffers_is_drawn_by_role(tmp_path: Path) -> None:
+    report = analyze(lambda w: w * 2, jnp.ones((64, 64)), target="cpu", roles={"params": 0})
+    bare = dataclasses.replace(report, buffers=(), moments=("",), peak_moment=0, host_peak_moment=0)
+    bare.to_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert sum(payload_of(page)["buffers"]["bytes"]) == bare.device_bytes + bare.host_bytes
+    assert "this report knows no single buffers" in page
+
+
+# --- picture -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["llm", "small", "empty"])
+def test_the_picture_is_1600_by_900(kind: str, reports: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: install the report extra")
+    report = reports.make([], [""]) if kind == "empty" else getattr(reports, kind)(notes=("$x_{1$",))
+    for view in (report, diff(report, report), diff(reports.small(), report)):
+        view.to_png(tmp_path / "picture.png")
+        content = (tmp_path / "picture.png").read_bytes()
+        assert content.startswith(b"\x89PNG") and struct.unpack(">II", content[16:24]) == (1600, 900)
+
+
+def test_the_picture_without_matplotlib_names_the_extra(reports: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r'needs matplotlib[\s\S]*hint: pip install "lowtide\[report\]"'):
+        reports.small().to_png(tmp_path / "picture.png")
+
+
+@pytest.mark.parametrize(
+    ("top", "ticks"),
+    [(1, [0, 1]), (145, [0, 50, 100]), (2**30, None), (40 * 2**30, [at * 10 * 2**30 for at in range(5)])],
+)
+def test_ticks_are_round(top: int, ticks: list[int] | None) -> None:
+    found = byte_ticks(top)
+    assert found[0] == 0 and found[-1] <= top and 2 <= len(found) <= 7
+    assert ticks is None or found == ticks
+
+
+def test_importing_lowtide_imports_no_drawing_package() -> None:
+    program = "import sys, lowtide.memory; print(sorted({'matplotlib', 'selenium', 'rich.table'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "[]\n"

@@ -18,7 +18,7 @@ from lowtide.core import format_bytes
 
 from .._buffers import Buffer, Space, sum_by_role
 from ._groups import array_text, group_buffers
-from ._roles import stacked, styles
+from ._roles import styles
 from ._series import (
     SPACES,
     at_peak,
@@ -26,6 +26,7 @@ from ._series import (
     columns,
     drawn_buffers,
     peak_moment,
+    role_order,
     role_series,
     space_total,
     total_series,
@@ -66,7 +67,7 @@ def report_page(report: MemoryReport) -> bytes:
     }
     made = {
         "facts": _facts(_report_facts(report)),
-        "footer": _footer([*report.notes, *folded], report.versions),
+        "footer": _footer([*report.notes, *folded, *_missing(report)], report.versions),
         "static": _static_roles(report),
     }
     title = f"{format_bytes(report.device_bytes)} on {report.target.name} · memory report"
@@ -162,7 +163,7 @@ def _report_json(report: MemoryReport, buffers: Sequence[Buffer], folded: Sequen
 
     rows = [{**vars(b), "shape": ",".join(map(str, b.shape))} for b in buffers]
     table: dict[str, list[int]] = {name: [index(row[name]) for row in rows] for name in _TEXTS}
-    roles = stacked(b.role for b in (*buffers, *folded))
+    roles = role_order(report)
     return _embedded(
         {
             "capacity": report.target.device_bytes,
@@ -208,9 +209,7 @@ def diff_payload(difference: MemoryDiff) -> str:
     Args:
         difference: the difference.
     """
-    roles = stacked(
-        [b.role for r in (difference.before, difference.after) for s in SPACES for b in drawn_buffers(r, s)]
-    )
+    roles = role_order(difference.before, difference.after)
     every = dict.fromkeys([*roles, *(row.role for row in difference.rows)])
     rows = [
         {
@@ -253,7 +252,9 @@ def _drawn_series(report: MemoryReport, space: Space) -> dict[str, Any]:
         "numMoments": num_moments,
         "moments": drawn.tolist(),
         "names": [_cut(report.moments[at]) for at in drawn],
-        "roles": [{"role": role, "values": series[role][drawn].tolist()} for role in stacked(series)],
+        "roles": [
+            {"role": role, "values": series[role][drawn].tolist()} for role in role_order(report) if role in series
+        ],
     }
 
 
@@ -323,6 +324,12 @@ def _footer(notes: Iterable[str], versions: Mapping[str, str | None]) -> str:
     lines = [*(f"Note: {note}" for note in notes)]
     lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
     return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+
+def _missing(report: MemoryReport) -> list[str]:
+    if report.buffers or not (report.device_bytes or report.host_bytes):
+        return []
+    return ["this report knows no single buffers: every role is drawn as one, alive throughout"]
 
 
 def _static_roles(report: MemoryReport) -> str:

@@ -16,8 +16,8 @@ from lowtide.core import ConfigError, format_bytes
 
 from .._buffers import Space
 from ._groups import group_buffers, group_rows
-from ._roles import Style, stacked, styles
-from ._series import at_peak, capacity, columns, drawn_buffers, peak_moment, role_series, total_series
+from ._roles import Style, styles
+from ._series import at_peak, capacity, columns, drawn_buffers, peak_moment, role_order, role_series, total_series
 from ._terminal import shorten
 from ._verdict import fit_text, peak_text
 
@@ -104,7 +104,7 @@ def diff_png(difference: MemoryDiff) -> bytes:
             roles += _draw_timeline(axes, report, "device", found, highest)
             axes.set_title(f"{name}: {format_bytes(report.device_bytes)}", loc="left", fontsize=11, color=_QUIET)
         _draw_changes(figure.add_subplot(grid[:, 1]), difference)
-        _legend(figure, stacked(roles), found)
+        _legend(figure, [role for role in role_order(before, after) if role in roles], found)
         return _save(figure)
 
 
@@ -175,7 +175,7 @@ def _draw_timeline(
     drawn = columns(totals, _COLUMNS)
     edges = np.append(drawn, num_moments).astype(float)
     edges[0] = 0
-    roles = [role for role in stacked(series) if series[role].any()]
+    roles = [role for role in role_order(report) if role in series and series[role].any()]
     base = np.zeros(len(drawn), np.int64)
     for role in roles:
         layer = base + series[role][drawn]

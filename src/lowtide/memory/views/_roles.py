@@ -50,7 +50,7 @@ _USUAL = {
     "frozen": Style(color="#17868a"),
     "opt_state": Style(color="#8763d6", texture="/"),
     "batch": Style(color="#6f8a1e", texture="/"),
-    "other": Style(color="#6d7f95"),
+    "other": Style(color="#6d7f95", texture="/"),
 }
 _SPARE = (
     Style(color="#2b76d6"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .._buffers import Buffer, Space
+from ._roles import stacked
 
 if TYPE_CHECKING:
     from .._report import MemoryReport
@@ -68,6 +69,13 @@ def drawn_buffers(report: MemoryReport, space: Space) -> tuple[Buffer, ...]:
         for role, size in roles.items()
         if size
     )
+
+
+def role_order(*reports: MemoryReport) -> list[str]:
+    """Every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
+    names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
+    used = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
+    return [role for role in stacked([*names, *used]) if role in set(used)]
 
 
 def at_peak(report: MemoryReport, space: Space) -> tuple[Buffer, ...]:

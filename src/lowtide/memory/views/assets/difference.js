@@ -2,7 +2,7 @@
 
 const data = JSON.parse(byId("payload").textContent);
 const tooltip = makeTooltip(byId("tooltip"));
-const state = { space: "device", query: "", changed: true };
+const state = { space: "device", query: "", changed: true, group: true };
 const rows = data.rows.map((row, id) => ({ id, ...row, delta: row.after - row.before }));
 
 // --- timelines, one above the other on one scale
@@ -83,11 +83,21 @@ const COLUMNS = [
 ];
 const table = makeTable({ table: byId("table"), more: byId("more") }, COLUMNS, { key: "delta", down: true }, {});
 
+function groupRows(list) {
+  return groupAlike(list, (r) => [r.role, r.dtype, r.before, r.after, r.count.join(), pattern(r.owner)], (same) => {
+    const sum = (value) => same.reduce((total, row) => total + value(row), 0);
+    return {
+      ...same[0], before: sum((r) => r.before), after: sum((r) => r.after), delta: sum((r) => r.delta),
+      count: [sum((r) => r.count[0]), sum((r) => r.count[1])], owner: `${count(same.length)} × ${shared(same.map((r) => r.owner))}`,
+    };
+  });
+}
+
 function drawTable() {
   const mine = rows.filter((row) => row.space === state.space);
   const changed = state.changed ? mine.filter((row) => row.delta) : mine;
   const shown = filterRows(changed, state.query, (r) => [r.owner, r.role, r.dtype]);
-  table.setRows(shown);
+  table.setRows(state.group ? groupRows(shown) : shown);
   const delta = shown.reduce((sum, row) => sum + row.delta, 0);
   byId("table-sum").dataset.bytes = delta;
   byId("table-sum").textContent = `${count(shown.length)} of ${count(mine.length)} owners, ${signedBytes(delta)}`;
@@ -107,5 +117,6 @@ for (const input of byId("space-switch").querySelectorAll("input")) {
   input.addEventListener("change", () => { state.space = input.value; drawAll(); });
 }
 byId("filter").addEventListener("input", (event) => { state.query = event.target.value; drawTable(); });
+byId("group").addEventListener("change", (event) => { state.group = event.target.checked; drawTable(); });
 byId("changed").addEventListener("change", (event) => { state.changed = event.target.checked; drawTable(); });
 drawAll();

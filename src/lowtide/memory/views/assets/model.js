@@ -42,6 +42,22 @@ function decodeRest(data) {
   }));
 }
 
+function groupBuffers(items) {
+  const keyOf = (i) => [i.role, i.phase, i.shape, i.dtype, i.bytes, pattern(i.label)];
+  return groupAlike(items, keyOf, mergeBuffers).sort((a, b) => b.bytes - a.bytes || a.id - b.id);
+}
+
+function mergeBuffers(list) {
+  const all = (name) => list.map((item) => item[name]);
+  const start = Math.min(...all("start")), end = Math.max(...all("end"));
+  const texts = Object.fromEntries(["path", "scope", "operation", "source"].map((name) => [name, shared(all(name))]));
+  return {
+    ...list[0], ...texts, id: Math.min(...all("id")), count: list.length, each: list[0].bytes,
+    bytes: list.reduce((sum, i) => sum + i.bytes, 0), padding: list.reduce((sum, i) => sum + i.padding, 0),
+    start, end, length: end - start, label: `${count(list.length)} × ${shared(all("label"))}`,
+  };
+}
+
 function foldedBytes(item, moment) {
   let sum = 0;
   for (let at = 0; at < item.steps.length && item.steps[at] <= moment; at += 2) sum += item.steps[at + 1];

@@ -3,7 +3,7 @@
 const data = JSON.parse(byId("payload").textContent);
 const model = makeModel(data);
 const tooltip = makeTooltip(byId("tooltip"));
-const state = { space: "device", moment: data.peaks.device, role: null, query: "", cells: [], current: -1 };
+const state = { space: "device", moment: data.peaks.device, role: null, query: "", group: true, cells: [], current: -1 };
 let view = null;
 
 const isPeak = () => state.moment === data.peaks[state.space];
@@ -99,7 +99,7 @@ function drawLegend() {
 
 function drawMap() {
   const items = model.alive(state.space, state.moment);
-  state.cells = drawTreemap(byId("treemap"), items, data.styles);
+  state.cells = drawTreemap(byId("treemap"), grouped(items), data.styles);
   state.current = -1;
   state.cells.forEach(({ node, item }, at) => {
     node.id = `cell-${at}`;
@@ -109,12 +109,14 @@ function drawMap() {
     node.addEventListener("click", () => chooseFromMap(item));
   });
   markChosen();
-  byId("treemap-sum").textContent = `${count(items.length)} buffers, ${formatBytes(sumOf(items))}`;
+  byId("treemap-sum").textContent = `${plural(items.length, "buffer")}, ${formatBytes(sumOf(items))}`;
 }
+
+const grouped = (items) => (state.group ? groupBuffers(items) : items);
 
 function itemLines(item) {
   const array = item.dtype ? `${item.dtype}[${item.shape}]` : "";
-  const facts = [item.role, item.phase, array, item.source].filter(Boolean).join(" · ");
+  const facts = [item.role, item.phase, item.count ? `${formatBytes(item.each)} each` : "", array, item.source].filter(Boolean).join(" · ");
   return [element("div", { class: "title" }, formatBytes(item.bytes)), element("div", {}, item.label), element("div", { class: "quiet" }, facts)];
 }
 
@@ -184,8 +186,8 @@ const COLUMNS = [
 
 function details(item) {
   const facts = [
-    ["Path", item.path], ["Scope", item.scope], ["Operation", item.operation], ["Source", item.source],
-    ["Lifetime", `moments ${count(item.start + 1)} to ${count(item.end + 1)} of ${count(model.numMoments)}`],
+    ["Bytes", item.count ? `${count(item.count)} buffers of ${formatBytes(item.each)}` : ""], ["Path", item.path], ["Scope", item.scope], ["Operation", item.operation], ["Source", item.source],
+    ["Lifetime", `${item.count ? "between " : ""}moments ${count(item.start + 1)} ${item.count ? "and" : "to"} ${count(item.end + 1)} of ${count(model.numMoments)}`],
   ];
   return element("dl", {}, ...facts.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
 }
@@ -199,11 +201,13 @@ function drawTable(keep) {
   const alive = model.alive(state.space, state.moment);
   const mine = state.role ? alive.filter((item) => item.role === state.role) : alive;
   const rows = filterRows(mine, state.query, (i) => [i.path, i.scope, i.operation, i.source, i.role, i.phase, i.dtype, i.shape, `${i.dtype}[${i.shape}]`, i.label]);
-  table.setRows(rows, keep);
+  table.setRows(grouped(rows), keep);
   const some = rows.length !== alive.length;
   const sum = byId("table-sum");
   sum.dataset.bytes = sumOf(rows);
-  sum.textContent = `${count(rows.length)}${some ? ` of ${count(alive.length)}` : ""} buffers, ${formatBytes(sumOf(rows))}`;
+  const lines = grouped(rows).length;
+  const folded = lines < rows.length ? ` in ${plural(lines, "row")}` : "";
+  sum.textContent = `${some ? `${count(rows.length)} of ` : ""}${plural(alive.length, "buffer")}${folded}, ${formatBytes(sumOf(rows))}`;
 }
 
 // --- all of it
@@ -250,5 +254,6 @@ setUpTheme(byId("theme"), drawAll);
 setUpSpaces();
 setUpTimeline();
 setUpMap();
+byId("group").addEventListener("change", (event) => { state.group = event.target.checked; table.choose(null); drawMap(); drawTable(); });
 byId("filter").addEventListener("input", (event) => { state.query = event.target.value; drawTable(); });
 drawAll();

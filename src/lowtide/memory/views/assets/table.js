@@ -70,3 +70,24 @@ function filterRows(rows, query, texts) {
 }
 
 const cell = (text, kind) => element("td", { class: kind ?? null, title: kind === "source" ? text : null }, text);
+
+/** Rows that differ in the numbers of their names alone, as one row: `32 × layers/…`. */
+function groupAlike(rows, keyOf, merge) {
+  const groups = new Map();
+  for (const row of rows) {
+    const key = row.steps ? String(row.id) : keyOf(row).join("\n");
+    if (groups.has(key)) groups.get(key).push(row);
+    else groups.set(key, [row]);
+  }
+  return [...groups.values()].map((list) => (list.length === 1 ? list[0] : merge(list)));
+}
+
+const pattern = (text) => text.replace(/\d+/g, "#");
+
+/** The text that all share, with `*` for the numbers that differ; empty where more than numbers differ. */
+function shared(texts) {
+  if (new Set(texts.map(pattern)).size !== 1) return "";
+  const numbers = texts.map((text) => text.match(/\d+/g) ?? []);
+  let at = -1;
+  return texts[0].replace(/\d+/g, (found) => (at++, numbers.every((n) => n[at] === found) ? found : "*"));
+}

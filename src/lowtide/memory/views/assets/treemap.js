@@ -1,6 +1,7 @@
 // --- squarified treemap: areas are bytes, first by role, then by buffer ----------------------------------------------
 
 const SMALLEST = 64; // square pixels below which buffers share one cell
+const GAP = 3; // pixels between roles; the last ones lie outside of the map
 
 /** Lay values out in a rectangle, keeping cells close to squares (Bruls, Huizing, van Wijk 2000). */
 function squarify(values, box) {
@@ -37,7 +38,7 @@ function drawTreemap(node, items, styles) {
   const groups = new Map();
   for (const item of items) groups.set(item.role, [...(groups.get(item.role) ?? []), item]);
   const roles = [...groups].map(([role, list]) => ({ role, list, bytes: sumOf(list) })).sort((a, b) => b.bytes - a.bytes);
-  const boxes = squarify(roles.map((r) => r.bytes), { x: 0, y: 0, w: node.clientWidth, h: node.clientHeight });
+  const boxes = squarify(roles.map((r) => r.bytes), { x: 0, y: 0, w: node.clientWidth + GAP, h: node.clientHeight + GAP });
   const cells = [];
   node.replaceChildren();
   roles.forEach(({ role, list }, at) => drawRole(node, role, list, boxes[at], styles[role], cells));
@@ -49,7 +50,7 @@ const sumOf = (items) => items.reduce((sum, item) => sum + item.bytes, 0);
 
 function drawRole(node, role, list, box, style, cells) {
   const named = box.w > 70 && box.h > 58;
-  const inner = { x: box.x, y: box.y + (named ? 19 : 0), w: Math.max(0, box.w - 3), h: Math.max(0, box.h - 3 - (named ? 19 : 0)) };
+  const inner = { x: box.x, y: box.y + (named ? 19 : 0), w: Math.max(0, box.w - GAP), h: Math.max(0, box.h - GAP - (named ? 19 : 0)) };
   if (named) node.append(element("div", { class: "role", style: place({ ...box, w: box.w - 6, h: 18 }) }, `${role}  ${formatBytes(sumOf(list))}`));
   const shown = foldSmall(list, (inner.w * inner.h) / Math.max(1, sumOf(list)), role);
   squarify(shown.map((item) => item.bytes), inner).forEach((cell, at) => {
@@ -78,13 +79,16 @@ function drawCell(item, cell, style) {
     "data-bytes": item.bytes, "data-id": item.id, style: { ...place({ ...cell, w, h }), ...roleFill(style), color: style.ink },
   });
   // A texture under small letters is hard to read: a plain ground for them.
-  if (roomy) node.append(element("span", { style: { backgroundColor: style.color } }, shortLabel(item.label, w)));
+  const lines = Math.max(1, Math.min(3, Math.floor((h - 22) / 15)));
+  if (roomy) node.append(element("span", { class: lines > 1 ? "wrap" : null, style: { backgroundColor: style.color } }, shortLabel(item.label, w, lines)));
   if (roomy && h >= 38) node.append(element("span", { style: { backgroundColor: style.color } }, formatBytes(item.bytes)));
   return node;
 }
 
-/** The end of a path says more than its beginning. */
-function shortLabel(label, width) {
-  const room = Math.floor((width - 12) / 6.3);
-  return label.length <= room ? label : `…${label.slice(-Math.max(3, room - 1))}`;
+/** The end of a path says more than its beginning; how many there are stays. */
+function shortLabel(label, width, lines) {
+  const room = Math.floor((width - 12) / 7) * lines;
+  if (label.length <= room) return label;
+  const many = label.match(/^[\d,]+ × /)?.[0] ?? "";
+  return `${many}…${label.slice(-Math.max(3, room - many.length - 1))}`;
 }

@@ -30,6 +30,7 @@ function withDecimals(hundredths) {
 
 const signedBytes = (bytes) => (bytes > 0 ? "+" : "") + formatBytes(bytes);
 const tickText = (bytes) => (bytes === 0 ? "0" : formatBytes(bytes).replace(".00 ", " "));
+const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 const count = (number) => number.toLocaleString("en-US");
 
 function percent(part, whole) {
