@@ -242,7 +242,7 @@ def test_a_program_of_another_platform_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("leaf", "got"),
-    [("text", "str"), (jax.nn.relu, "custom_jvp"), (np.array(["a"]), "ndarray of dtype <U1"), (object(), "object")],
+    [("text", "str"), (np.array(["a"]), "ndarray of dtype <U1"), (object(), "object")],
 )
 def test_a_leaf_that_jit_does_not_take_is_named(leaf: Any, got: str) -> None:
     with pytest.raises(StructureError) as error:
@@ -257,6 +257,28 @@ def test_a_leaf_that_jit_does_not_take_is_named(leaf: Any, got: str) -> None:
 def test_a_jitted_function_s_refusal_is_translated() -> None:
     with pytest.raises(StructureError, match=r"an argument is not something[\s\S]*type <class 'str'>[\s\S]*hint: make"):
         analyze(jax.jit(lambda x, y: x), shape(3), {"cfg": "text"})
+
+
+@pytest.mark.parametrize("name", ["cpu", TPU])
+def test_functions_in_a_module_are_constants(name: str) -> None:
+    module = {"w": shape(8, 128), "activation": jax.nn.relu, "use_bias": False}
+
+    def fn(module: Any, x: Any, *, head: Any) -> Any:
+        assert module["use_bias"] is False and head["f"] is jnp.sum
+        return head["f"](module["activation"](x @ module["w"]))
+
+    head = {"f": jnp.sum}
+    report = analyze(fn, module, shape(8, 8), head=head, target=name, roles={"params": 0})
+    assert report.by_role["params"] == 8 * 128 * 4
+    with pytest.raises(StructureError, match=r"argument is not something[\s\S]*hint"):
+        analyze(jax.jit(fn), module, shape(8, 8), head=head)
+
+
+def test_another_library_s_jit_is_refused() -> None:
+    import equinox as eqx
+
+    with pytest.raises(StructureError, match=r"wrapped by equinox's own jit[\s\S]*hint: pass the function below"):
+        analyze(eqx.filter_jit(lambda x: x), shape(3))
 
 
 def test_errors_of_the_function_itself_pass_through() -> None:

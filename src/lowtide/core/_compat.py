@@ -5,13 +5,19 @@
 | `jax.stages.Traced.jaxpr.jaxpr.debug_info.arg_names` | jax 0.10.2 | a public list of the arguments that `jit` kept |
 | `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
 | `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
+| `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
+| `jax_plugins.xla_cuda13.initialize` (and 12) | jax-cuda13-plugin 0.10.2 | the same |
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import os
-from collections.abc import Iterator
+import re
+import shutil
+from collections.abc import Callable, Generator
 from typing import Any
 
 
@@ -40,8 +46,108 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options).devices)
 
 
+def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, devices: int) -> list[Any]:
+    """Devices of NVIDIA GPUs that need not be present, for ahead-of-time compilation.
+
+    JAX finds the plugin whatever `JAX_PLATFORMS` says, but where that may mean a GPU the plugin first asks for cuDNN,
+    cuBLAS and more. Programs that only compile need none of them, so the check is skipped: on machines without a GPU
+    at once, on those with one only after JAX's own attempt failed, when its backends are settled.
+
+    Args:
+        target_config: the GPU, a `GpuTargetConfigProto` in text form.
+        partitions: how many groups of hosts there are; NVLink does not leave a group.
+        hosts: hosts of a group.
+        devices: GPUs of a host.
+
+    Returns:
+        Compile-only JAX devices, with no memories (``addressable_memories() == []``).
+
+    Raises:
+        NotImplementedError: when JAX has no usable CUDA plugin.
+        Exception: whatever XLA raises for a description that it does not understand.
+    """
+    import jax
+    from jax._src import hardware_utils
+    from jax.experimental import topologies
+
+    def describe() -> list[Any]:
+        return list(
+            topologies.get_topology_desc(
+                platform="cuda",
+                topology_name="any",
+                target_config=target_config,
+                topology=f"{partitions}x{hosts}x{devices}",
+            ).devices
+        )
+
+    if not hardware_utils.has_visible_nvidia_gpu():
+        with _no_cuda_check():
+            return _describe_or_register(describe)
+    try:
+        return describe()
+    except NotImplementedError:
+        jax.devices()  # what JAX runs on is decided before the plugin that it refused is registered
+        with _no_cuda_check():
+            return _describe_or_register(describe)
+
+
+def _describe_or_register(describe: Callable[[], list[Any]]) -> list[Any]:
+    try:
+        return describe()
+    except NotImplementedError:
+        # JAX looked for plugins before, and this one failed its check then.
+        names = [name for name in ("xla_cuda13", "xla_cuda12") if importlib.util.find_spec(f"jax_plugins.{name}")]
+        if not names:
+            raise
+        importlib.import_module(f"jax_plugins.{names[0]}").initialize()
+        return describe()
+
+
 @contextlib.contextmanager
-def without_compilation_cache() -> Iterator[None]:
+def _no_cuda_check() -> Generator[None]:
+    name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def find_ptxas() -> str | None:
+    """NVIDIA's assembler, which XLA starts for every kernel; one that XLA would miss is put on PATH.
+
+    XLA looks in ``--xla_gpu_cuda_data_dir``, on PATH, in ``/usr/local/cuda``, ``/opt/cuda``, and in the wheels beside
+    its plugin. Wheels elsewhere on `sys.path` (a user's folder below a virtual environment) it does not find.
+
+    Returns:
+        Its path, or None when there is none.
+    """
+    folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    toolkits = [f"{root}/bin" for root in (*folders, "/usr/local/cuda", "/opt/cuda")]
+    found = shutil.which("ptxas") or shutil.which("ptxas", path=os.pathsep.join(toolkits))
+    if found is not None:
+        return found
+    beside = {os.path.dirname(folder) for folder in _folders_of("jax_plugins")}
+    for root in _folders_of("nvidia"):
+        folder = os.pathsep.join((f"{root}/cu13/bin", f"{root}/cuda_nvcc/bin"))
+        if (found := shutil.which("ptxas", path=folder)) is not None:
+            if os.path.dirname(root) not in beside:
+                os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(found)))
+            return found
+    return None
+
+
+def _folders_of(package: str) -> list[str]:
+    spec = importlib.util.find_spec(package)
+    return list(spec.submodule_search_locations or []) if spec else []
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Generator[None]:
     """Compile for certain: a program found in JAX's persistent cache would dump nothing."""
     from jax._src import compilation_cache
 

@@ -12,7 +12,7 @@ from lowtide.core import ConfigError, TargetError, leaves_with_paths
 
 from ._buffers import DERIVED_ROLES, Buffer, Space
 from ._compile import Program, compile, positions
-from ._executable import ArgumentLeaf, aliased, argument_leaves, host_outputs, lowered_leaves
+from ._executable import ArgumentLeaf, aliased, aliased_in, argument_leaves, host_outputs, lowered_leaves
 from ._heap import DEVICE_COLOR, HOST_COLOR
 from ._owners import OutputLeaf, find_owners
 from ._report import MemoryReport, SpaceBytes
@@ -129,7 +129,7 @@ def analyze_program(program: Program, roles: Mapping[str, Role] | None = None) -
         facts = _Facts.of_allocations(program.hlo, leaves)
         return _report(program.target, program.lowered, facts, program.hlo, roles, static, paths)
     compiled = program.compiled
-    facts = _Facts.of_compiled(compiled, argument_leaves(compiled))
+    facts = _Facts.of_compiled(compiled, argument_leaves(compiled), program.hlo)
     return _report(program.target, compiled, facts, program.hlo, roles, static, paths)
 
 
@@ -148,9 +148,10 @@ class _Facts:
     """Whether XLA gave totals beside the allocations."""
 
     @classmethod
-    def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf]) -> _Facts:
+    def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf], hlo: Any = None) -> _Facts:
         stats = compiled.memory_analysis()
-        spaces = [
+        hits = aliased(compiled, leaves) if hlo is None else aliased_in(hlo, leaves)
+        device, host = (
             SpaceBytes(
                 argument_bytes=getattr(stats, f"{prefix}argument_size_in_bytes"),
                 output_bytes=getattr(stats, f"{prefix}output_size_in_bytes"),
@@ -159,13 +160,13 @@ class _Facts:
                 code_bytes=getattr(stats, f"{prefix}generated_code_size_in_bytes"),
             )
             for prefix in ("", "host_")
-        ]
-        return cls(leaves, *spaces, host_outputs(compiled), aliased(compiled, leaves))
+        )
+        return cls(leaves, device, host, host_outputs(compiled), hits)
 
     @classmethod
     def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
         """The same from the allocations of a program that did not fit."""
-        spaces = []
+        spaces: list[SpaceBytes] = []
         for color in (DEVICE_COLOR, HOST_COLOR):
             mine = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
             arguments = sum(a.size for a in mine if a.is_entry_parameter)
@@ -175,7 +176,8 @@ class _Facts:
             spaces.append(
                 SpaceBytes(argument_bytes=arguments, output_bytes=outputs + alias, alias_bytes=alias, temp_bytes=rest)
             )
-        return cls(leaves, *spaces, {}, [False] * len(leaves), has_totals=False)
+        device, host = spaces
+        return cls(leaves, device, host, {}, [False] * len(leaves), has_totals=False)
 
 
 def _report(
@@ -196,8 +198,11 @@ def _report(
     notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
     if hlo is not None:
         outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(stages.out_info)]
-        totals = {"device": _totals(facts.device), "host": _totals(facts.host)} if facts.has_totals else None
-        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, totals)
+        totals: dict[Space, tuple[int, int, int, int]] = {
+            "device": _totals(facts.device),
+            "host": _totals(facts.host),
+        }
+        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, totals if facts.has_totals else None)
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
     names = [*(roles or {}), "other"]

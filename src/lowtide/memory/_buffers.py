@@ -119,4 +119,9 @@ def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
     """The inverse of `to_rows`."""
-    return tuple(Buffer(**{**row, "shape": tuple(row.get("shape", ()))}) for row in rows)
+
+    def buffer(row: dict[str, Any]) -> Buffer:
+        values: dict[str, Any] = {**row, "shape": tuple(row.get("shape", ()))}
+        return Buffer(**values)
+
+    return tuple(buffer(row) for row in rows)

@@ -10,6 +10,7 @@ persistent cache is left out, because a cached program dumps nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, StructureError
+from lowtide.core import ConfigError, StructureError, combine
 from lowtide.core._compat import argument_names, without_compilation_cache
 
 from ._placement import place
@@ -40,6 +41,8 @@ class Program:
     """What it was compiled for."""
     lowered: Any
     """The `jax.stages.Lowered` that was compiled."""
+    jaxpr: Any
+    """The function as JAX traced it: a `jax.core.ClosedJaxpr`."""
     hlo: Any
     """XLA's own description of the optimised program, its buffers and their lifetimes: a protobuf message."""
     static: tuple[int, ...] = ()
@@ -90,8 +93,9 @@ def compile(
     Args:
         fn: a function, or one that `jax.jit` returned (its donation and static arguments hold).
         *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, or trees of them; nothing is read from them but shape,
-            dtype, sharding and memory kind. Arrays on a mesh are moved to a mesh of the same axes over the target's
-            devices.
+            dtype, sharding and memory kind. In an argument that holds functions (an Equinox module) all but arrays are
+            constants, as in `equinox.filter_jit`. Arrays on a mesh are moved to a mesh of the same axes over the
+            target's devices.
         target: a `Target`, a name for `lowtide.memory.target`, or None for the hardware at hand.
         donate_argnums: as in `jax.jit`; not for a function that is jitted already.
         static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its own.
@@ -118,14 +122,26 @@ def compile(
             "donate_argnums was given for a function that is jitted already",
             hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
         )
+    if not is_jitted and hasattr(fn, "lower"):
+        raise StructureError(
+            f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
+            "cannot name",
+            expected="a plain function, or one that jax.jit returned",
+            got=type(fn).__name__,
+            hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates",
+        )
     static = positions("static_argnums", static_argnums, len(args))
     donated = positions("donate_argnums", donate_argnums, len(args))
-    jitted: Any = fn if is_jitted else jax.jit(fn, static_argnums=static, donate_argnums=donated)
     # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
-    movable = (tuple(None if at in static else arg for at, arg in enumerate(args)), kwargs)
+    movable: Any = (tuple(None if at in static else arg for at, arg in enumerate(args)), kwargs)
+    if is_jitted:
+        jitted: Any = fn
+    else:
+        functions, movable = _split_functions(movable)
+        jitted = jax.jit(_with_functions(fn, functions), static_argnums=static, donate_argnums=donated)
     (placed, keywords), host_paths = place(movable, goal, strict=not is_jitted)
     positional = tuple(arg if at in static else new for at, (arg, new) in enumerate(zip(args, placed, strict=True)))
-    lowered, names = _lower(jitted, positional, keywords, goal)
+    traced, lowered = _lower(jitted, positional, keywords, goal)
     num_static = len(args) - len(lowered.args_info[0])
     if num_static != len(static):
         raise ConfigError(
@@ -138,13 +154,54 @@ def compile(
     return Program(
         target=goal,
         lowered=lowered,
+        jaxpr=traced.jaxpr,
         hlo=hlo,
         static=static,
         host_paths=host_paths,
-        argument_names=names,
+        argument_names=tuple(argument_names(traced)),
         error=error,
         _compiled=compiled,
     )
+
+
+def _split_functions(tree: Any) -> tuple[Any, Any]:
+    """Constants among the leaves of arguments that hold functions, and the arguments without them.
+
+    `jax.jit` refuses an argument that holds a function (an Equinox module and its activation); such an argument is
+    treated as `equinox.filter_jit` does: what is no array is a constant, Python numbers included.
+    """
+
+    def is_constant(leaf: Any) -> bool:
+        return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+    def split(argument: Any) -> tuple[Any, Any]:
+        if not any(callable(leaf) and is_constant(leaf) for leaf in jax.tree.leaves(argument)):
+            return None, argument
+        return (
+            jax.tree.map(lambda leaf: leaf if is_constant(leaf) else None, argument),
+            jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, argument),
+        )
+
+    args, kwargs = [split(arg) for arg in tree[0]], {key: split(arg) for key, arg in tree[1].items()}
+    return (
+        (tuple(held for held, _ in args), {key: held for key, (held, _) in kwargs.items()}),
+        (tuple(rest for _, rest in args), {key: rest for key, (_, rest) in kwargs.items()}),
+    )
+
+
+def _with_functions(fn: Callable[..., Any], functions: Any) -> Callable[..., Any]:
+    """The function of arrays alone: what `_split_functions` took out of its arguments becomes part of it."""
+    if not jax.tree.leaves(functions):
+        return fn
+
+    @functools.wraps(fn)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        positional = tuple(
+            combine(arg, held) if jax.tree.leaves(held) else arg for arg, held in zip(args, functions[0], strict=True)
+        )
+        return fn(*positional, **{key: combine(arg, functions[1][key]) for key, arg in kwargs.items()})
+
+    return bound
 
 
 def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
@@ -165,7 +222,7 @@ def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> 
     return tuple(sorted({position % num_args for position in given}))
 
 
-def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, tuple[str, ...]]:
+def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, Any]:
     try:
         # Without a placed argument that the program reads, JAX would compile for its own default device instead; and
         # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
@@ -173,7 +230,7 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
             traced = jitted.trace(*args, **kwargs)
             platform = "cuda" if goal.platform == "gpu" else goal.platform
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
-        return lowered, tuple(argument_names(traced))
+        return traced, lowered
     except ValueError as error:
         if "incompatible devices" not in str(error):
             raise

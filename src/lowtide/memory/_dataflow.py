@@ -119,7 +119,8 @@ class Dataflow:
             own = named[value[0]]
             if own is None and not self.graph.scope(value[0]) and (moved := self._moved_from(value)):
                 own = named[moved[0]]  # a compiler's copy belongs to what it copies
-            phases[value] = own or ("update" if value in late else "forward")
+            default: Pass = "update" if value in late else "forward"
+            phases[value] = default if own is None else own
         return phases
 
     def _moved_from(self, value: Value) -> Value | None:

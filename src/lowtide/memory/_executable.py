@@ -154,6 +154,23 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
     return result
 
 
+def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
+    """The same as `aliased` from a dumped program (the text of some TPU programs cannot be printed)."""
+    module = hlo.module
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    shapes = {i.parameter_number: i.shape for i in entry.instructions if i.opcode == "parameter"}
+    parameters = {
+        (entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in module.input_output_alias.entries
+    }
+    tupled = len(shapes) == 1 and bool(shapes[0].tuple_shapes)
+    kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
+    offset = max((len(shapes[0].tuple_shapes) if tupled else len(shapes)) - len(kept), 0)
+    result = [False] * len(leaves)
+    for position, index in enumerate(kept, start=offset):
+        result[index] = ((0, (position,)) if tupled else (position, ())) in parameters
+    return result
+
+
 def aliased_parameters(header: str) -> set[tuple[int, tuple[int, ...]]]:
     """Parameters that an HLO module header aliases to an output.
 
