@@ -1,0 +1,111 @@
+"""The parts of the compatibility layer that no other test reaches."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowtide.core import _compat
+
+CONFIG = "a description"
+SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+def executable(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    path.write_text("#!/bin/sh\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def only_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose toolkits, wheels and PATH lie below `tmp_path`."""
+    which = shutil.which
+
+    def below(name: str, path: str | None = None) -> str | None:
+        folders = (os.environ["PATH"] if path is None else path).split(os.pathsep)
+        return which(name, path=os.pathsep.join(f for f in folders if f.startswith(str(tmp_path))) or "/nowhere")
+
+    def find_spec(name: str) -> Any:
+        folders = [str(f) for f in tmp_path.glob(f"*/{name}")]
+        return SimpleNamespace(submodule_search_locations=folders) if folders else None
+
+    monkeypatch.setattr(shutil, "which", below)
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_cuda_data_dir={tmp_path}/toolkit --xla_dump_to=x")
+    return tmp_path
+
+
+def test_ptxas_is_found_where_xla_looks(only_below: Path) -> None:
+    path = os.environ["PATH"]
+    assert _compat.find_ptxas() is None
+    (only_below / "site" / "jax_plugins").mkdir(parents=True)
+    wheel = executable(only_below / "site" / "nvidia" / "cu13" / "bin" / "ptxas")
+    assert _compat.find_ptxas() == str(wheel)
+    toolkit = executable(only_below / "toolkit" / "bin" / "ptxas")
+    assert _compat.find_ptxas() == str(toolkit)
+    on_path = executable(only_below / "bin" / "ptxas")
+    assert _compat.find_ptxas() == str(on_path)
+    assert os.environ["PATH"] == path
+
+
+def test_ptxas_that_xla_would_miss_is_put_on_path(only_below: Path) -> None:
+    path = os.environ["PATH"]
+    (only_below / "site" / "jax_plugins").mkdir(parents=True)
+    wheel = executable(only_below / "user" / "nvidia" / "cuda_nvcc" / "bin" / "ptxas")
+    for _ in range(2):
+        assert _compat.find_ptxas() == str(wheel)
+        assert os.environ["PATH"] == f"{path}{os.pathsep}{wheel.parent}"
+
+
+@pytest.mark.parametrize("is_gpu_here", [False, True])
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_plugin_is_registered_without_its_check_of_libraries(
+    monkeypatch: pytest.MonkeyPatch, is_gpu_here: bool, num_failures: int
+) -> None:
+    from jax._src import hardware_utils
+    from jax.experimental import topologies
+
+    calls = list[tuple[str, bool]]()
+
+    def describe(**options: Any) -> Any:
+        assert options == {"platform": "cuda", "topology_name": "any", "target_config": CONFIG, "topology": "1x2x8"}
+        calls.append(("describe", SKIP in os.environ))
+        if len([call for call in calls if call[0] == "describe"]) <= num_failures:
+            raise NotImplementedError("topology not implemented for cuda")
+        return SimpleNamespace(devices=("device",))
+
+    plugin = SimpleNamespace(initialize=lambda: calls.append(("initialize", SKIP in os.environ)))
+    monkeypatch.delenv(SKIP, raising=False)
+    monkeypatch.setattr(hardware_utils, "has_visible_nvidia_gpu", lambda: is_gpu_here)
+    monkeypatch.setattr(topologies, "get_topology_desc", describe)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "jax_plugins.xla_cuda13")
+    monkeypatch.setattr(importlib, "import_module", lambda name: plugin)
+    expected: list[tuple[str, bool]] = [("describe", False)] if is_gpu_here else []
+    if not is_gpu_here or num_failures:
+        expected.append(("describe", True))
+    if num_failures - int(is_gpu_here) > 0:
+        expected += [("initialize", True), ("describe", True)]
+    if num_failures == 2 and not is_gpu_here:
+        with pytest.raises(NotImplementedError):
+            _compat.gpu_topology_devices(CONFIG, partitions=1, hosts=2, devices=8)
+    else:
+        assert _compat.gpu_topology_devices(CONFIG, partitions=1, hosts=2, devices=8) == ["device"]
+    assert calls == expected
+    assert SKIP not in os.environ
+
+
+def test_skipping_the_check_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SKIP, "yes")
+    with _compat._no_cuda_check():
+        assert os.environ[SKIP] == "1"
+    assert os.environ[SKIP] == "yes"
