@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import math
+import os
+import subprocess
+import sys
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import TargetError
-from lowtide.memory import Target, target
+from lowtide.core import ConfigError, TargetError
+from lowtide.memory import Target, _targets, target, targets
+from lowtide.memory._catalogue import catalogue, plain
+from lowtide.memory._targets import _gpu_devices
 
 GIB = 2**30
 
@@ -56,9 +67,30 @@ def test_unknown_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("v5litepod-4", r"near misses: v5e"),
         ("trillium", r"near misses: v6e"),
         ("v99:2x2", r"unknown target 'v99:2x2'[\s\S]*chips: v2, v3, v4, v5p, v5e, v6e, tpu7x"),
-        ("h100", r"'h100' is a GPU, and GPU targets are not available yet[\s\S]*hint: .*\"here\" works"),
-        ("h200:8", r"'h200:8' is a GPU"),
-        ("rtx 4090", r"'rtx 4090' is a GPU"),
+        (
+            "a100",
+            r"'a100' stands for GPUs with different memory[\s\S]*expected: a100-40 or a100-80\n[\s\S]*hint: write",
+        ),
+        ("A100:8", r"expected: a100-40:8 or a100-80:8\n"),
+        ("mi300x", r"'mi300x' is a GPU that cannot be compiled for here: JAX has no AMD compiler[\s\S]*\"here\" works"),
+        ("V100:8", r"cannot be compiled for here: CUDA 13 no longer"),
+        ("cuda", r"does not say which GPU"),
+        ("nvidia", r"does not say which GPU"),
+        (
+            "t4",
+            r"'t4' is a GPU that is not in the catalogue[\s\S]*GPUs such as \"h100:8\" \(chips: a100-40, a100-80, h100",
+        ),
+        ("rtx 4080", r"is a GPU that is not in the catalogue[\s\S]*near misses: rtx4090"),
+        ("h10", r"unknown target 'h10'[\s\S]*hint: near misses: h100"),
+        ("gb20", r"near misses: gb200"),
+        (":8", r"name is empty"),
+        ("---", r"unknown target '---'"),
+        ("h100:", r"'h100:' has no valid number of GPUs[\s\S]*expected: h100:N with N up to 8[\s\S]*got: ''"),
+        ("h100:0", r"'h100:0' has no valid number of GPUs"),
+        ("h100:2x4", r"'h100:2x4' has no valid number of GPUs[\s\S]*hint: \"h100\" is one GPU, \"h100:8\" one host"),
+        ("h100:12", r"'h100:12' has no valid number of GPUs[\s\S]*multiple of 8, below 100000"),
+        ("h100:999999999999", r"has no valid number of GPUs"),
+        ("gb200:76", r"'gb200:76' has no valid number of GPUs[\s\S]*a multiple of 4, and beyond 72 of 72"),
         ("v5e:", r"'v5e:' has no valid topology[\s\S]*hint: \"v5e:1x1\" is one chip"),
         ("v5e:4", r"'v5e:4' has no valid topology"),
         ("v5e:0x1", r"'v5e:0x1' has no valid topology"),
@@ -105,3 +137,274 @@ def test_refused_topology_gives_the_reason() -> None:
         TargetError, match=r"libtpu refuses the topology 'v5e:3x3'\n  got: .*not divisible[\s\S]*hint: "
     ):
         target("v5e:3x3")
+
+
+# --- GPUs ----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_cuda_plugin_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpu_devices.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TargetError, match=r'CUDA plugin[\s\S]*hint: pip install "lowtide\[gpu-aot\]"'):
+        target("h200:8")
+
+
+@pytest.mark.gpu_aot
+def test_missing_ptxas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    _gpu_devices.cache_clear()
+    monkeypatch.setattr(_targets, "find_ptxas", lambda: None)
+    with pytest.raises(TargetError, match=r'assembler ptxas[\s\S]*hint: pip install "lowtide\[gpu-aot\]", or put'):
+        target("h100")
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(
+    "failure", [NotImplementedError("topology not implemented for cuda"), ValueError("no such field\nline two")]
+)
+def test_plugin_without_topologies_is_refused(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    def fail(*args: Any, **kwargs: Any) -> list[Any]:
+        raise failure
+
+    _gpu_devices.cache_clear()
+    monkeypatch.setattr(_targets, "gpu_topology_devices", fail)
+    message = r"too old\nhint: pip" if isinstance(failure, NotImplementedError) else r"got: no such field\nhint: "
+    with pytest.raises(TargetError, match=message):
+        target("h100")
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(
+    ("name", "canonical", "num_devices", "num_hosts"),
+    [
+        ("h100", "h100", 1, 1),
+        ("h100:1", "h100", 1, 1),
+        (" H100:8 ", "h100:8", 8, 1),
+        ("h100:3", "h100:3", 3, 1),
+        ("h100:16", "h100:16", 16, 2),
+        ("NVIDIA H100 80GB", "h100", 1, 1),
+        ("a100-80gb", "a100-80", 1, 1),
+        ("A100_40:4", "a100-40:4", 4, 1),
+        ("rtx4090", "rtx4090", 1, 1),
+        ("RTX 4090:2", "rtx4090:2", 2, 1),
+        ("GeForce RTX 4090", "rtx4090", 1, 1),
+        ("4090", "rtx4090", 1, 1),
+        ("gb200:8", "gb200:8", 8, 2),
+        ("gb200:144", "gb200:144", 144, 36),
+        ("L4", "l4", 1, 1),
+    ],
+)
+def test_gpu_names(name: str, canonical: str, num_devices: int, num_hosts: int) -> None:
+    goal = target(name)
+    assert (goal.name, goal.platform, goal.num_devices) == (canonical, "gpu", num_devices)
+    assert goal.is_ahead_of_time
+    devices = goal.devices()
+    assert [device.platform for device in devices] == ["gpu"] * num_devices
+    assert [device.id for device in devices] == list(range(num_devices))
+    assert len({device.process_index for device in devices}) == num_hosts
+
+
+def train(weights: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return (h.astype(jnp.float32) ** 2).mean()
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - (1e-3 * g).astype(w.dtype), weights, grads), value
+
+
+def shape(*dims: int, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=sharding)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("name", catalogue().of("gpu"))
+def test_a_training_step_compiles_for_every_gpu(name: str) -> None:
+    goal = target(name)
+    here = SingleDeviceSharding(goal.devices()[0])
+    args = ([shape(256, 256, sharding=here)] * 2, shape(64, 256, sharding=here))
+    compiled = jax.jit(train, donate_argnums=0).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    stats = compiled.memory_analysis()
+    assert goal.devices()[0].device_kind in catalogue().chips[goal.chip].kinds
+    assert stats.argument_size_in_bytes == 2 * (2 * 256 * 256 + 64 * 256)
+    assert stats.alias_size_in_bytes == 2 * 2 * 256 * 256
+    assert stats.temp_size_in_bytes > 0
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(("name", "grid"), [("h100:8", (1, 8)), ("h100:16", (2, 8))])
+def test_sharded_step_compiles_without_nccl(name: str, grid: tuple[int, int]) -> None:
+    mesh = Mesh(np.array(target(name).devices(), dtype=object).reshape(grid), ("replica", "fsdp"))
+    rows = NamedSharding(mesh, PartitionSpec("fsdp"))
+    args = ([shape(1024, 1024, sharding=rows)] * 2, shape(64, 1024, sharding=NamedSharding(mesh, PartitionSpec())))
+    compiled = jax.jit(train, donate_argnums=0).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    assert compiled.memory_analysis().argument_size_in_bytes == 2 * (2 * 1024 * 1024 // 8 + 64 * 1024)
+    assert "all-gather" in compiled.as_text()
+    summed = jax.shard_map(
+        lambda x: jax.lax.psum(x, "fsdp"), mesh=mesh, in_specs=PartitionSpec("fsdp"), out_specs=PartitionSpec()
+    )
+    program = jax.jit(summed).trace(shape(64, 8, sharding=rows)).lower(lowering_platforms=("cuda",)).compile()
+    assert "all-reduce" in program.as_text()
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("platforms", ["cpu", ""])
+@pytest.mark.parametrize("first", ["jax.devices()", "None"])
+def test_gpu_and_tpu_targets_live_in_one_fresh_process(platforms: str, first: str) -> None:
+    program = f"""
+import jax, jax.numpy as jnp
+{first}
+from lowtide.memory import analyze, target
+import os
+for name in ("h100", "v5e:2x2", "l4"):
+    print(analyze(jnp.tanh, jax.ShapeDtypeStruct((1024,), jnp.float32), target=name).device.argument_bytes)
+print(jax.default_backend(), "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" in os.environ)
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": platforms, "XLA_FLAGS": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["4096", "4096", "4096", "cpu", "False"]
+
+
+# --- figures -------------------------------------------------------------------------------------------------------
+
+
+def test_targets_lists_the_catalogue_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    known = targets()
+    assert [goal.name for goal in known[:5]] == ["here", "cpu", "v2:1x1", "v3:1x1", "v4:1x1x1"]
+    assert len({goal.name for goal in known}) == len(known) == 2 + len(catalogue().chips)
+    for goal in known[2:]:
+        assert goal.device_bytes is not None
+        assert goal.hbm_bytes is None or goal.hbm_bytes >= goal.device_bytes
+        assert (goal.host_bytes is None) == (goal.machine is None)
+        figures = ("device_bytes", "hbm_bytes", "hbm_bandwidth", "flops", "host_link_bandwidth", "host_bytes")
+        present = {figure for figure in figures if getattr(goal, figure) is not None}
+        assert {source.partition(": ")[0] for source in goal.sources} == present
+        assert all(source.partition(": ")[2] for source in goal.sources)
+        assert hash(goal) == hash(dataclasses.replace(goal))
+
+
+@pytest.mark.tpu_aot
+def test_listed_tpus_are_what_libtpu_makes_of_them() -> None:
+    for goal in targets():
+        if goal.platform == "tpu":
+            assert goal == target(goal.name)
+            assert goal.devices()[0].device_kind in catalogue().chips[goal.chip].kinds
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(
+    ("name", "machine", "gigabytes"),
+    [
+        ("v5e", "ct5lp-hightpu-1t", 48),
+        ("v5e:2x4", "ct5lp-hightpu-8t", 48),
+        ("v5e:4x4", "ct5lp-hightpu-4t", 48),
+        ("v6e", "ct6e-standard-1t", 176),
+        ("v6e:2x2", "ct6e-standard-4t", 180),
+        ("v5p:2x2x1", "ct5p-hightpu-4t", 112),
+        ("tpu7x:2x2x1", "tpu7x-standard-4t", 120),
+        ("v3", None, None),
+    ],
+)
+def test_host_memory_is_that_of_a_machine(name: str, machine: str | None, gigabytes: int | None) -> None:
+    goal = target(name)
+    assert (goal.machine, goal.host_bytes) == (machine, None if gigabytes is None else gigabytes * 10**9)
+
+
+def test_figures_are_per_jax_device() -> None:
+    v3 = next(goal for goal in targets() if goal.chip == "v3")
+    assert (v3.num_devices, v3.hbm_bytes, v3.hbm_bandwidth, v3.flops) == (2, 16 * GIB, 450 * 10**9, 61_500 * 10**9)
+
+
+def listed(name: str) -> Target:
+    return next(goal for goal in targets() if goal.name == name)
+
+
+def test_gpu_capacity_follows_the_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
+    assert listed("h100").device_bytes == int(84_942_979_072 * 0.75)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    assert listed("h100").device_bytes == int(84_942_979_072 * 0.75)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
+    assert listed("h100").device_bytes == int(84_942_979_072 * 0.9)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "2")
+    assert listed("h100").device_bytes == 84_942_979_072
+    assert listed("v5e:1x1").device_bytes == int(15.75 * GIB)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "half")
+    with pytest.raises(ConfigError, match=r"XLA_CLIENT_MEM_FRACTION is no memory fraction[\s\S]*got: 'half'"):
+        targets()
+
+
+def test_here_knows_the_speed_of_a_chip_in_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        device_kind = "NVIDIA H100 80GB HBM3"
+
+        def memory_stats(self) -> dict[str, int]:
+            return {"bytes_limit": 7 * GIB}
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *platform: [Device()])
+    goal = target("here")
+    assert (goal.device_bytes, goal.flops, goal.host_bytes) == (7 * GIB, 989 * 10**12, None)
+    # A capacity that is given for hardware at hand stays apart from what its allocator takes.
+    assert target("here", hbm_bytes="70 GiB").device_bytes == 7 * GIB
+
+
+def test_figures_can_be_given() -> None:
+    goal = target(
+        "cpu",
+        device_bytes="14 GiB",
+        host_bytes=10**11,
+        reserve_bytes="512 MiB",
+        host_link_bandwidth="25 GB/s",
+        flops=1e12,
+    )
+    assert (goal.device_bytes, goal.host_bytes, goal.reserve_bytes) == (14 * GIB, 10**11, GIB // 2)
+    assert goal.budget_bytes == 14 * GIB - GIB // 2
+    assert (goal.host_link_bandwidth, goal.flops, goal.hbm_bandwidth) == (25 * 10**9, 10**12, None)
+    assert "flops: given" in goal.sources
+    assert target("cpu").budget_bytes is None
+
+
+@pytest.mark.gpu_aot
+def test_given_memory_of_a_gpu_moves_its_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert target("l4", hbm_bytes="20 GiB").device_bytes == 10 * GIB
+    goal = target("l4", hbm_bytes="20 GiB", device_bytes="19 GiB")
+    assert (goal.device_bytes, goal.num_devices) == (19 * GIB, 1)
+    assert [source for source in goal.sources if source.startswith("device")] == ["device_bytes: given"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"device_byte": 1}, r"no figure 'device_byte'[\s\S]*hint: near misses: device_bytes"),
+        ({"zzz": 1}, r"no figure 'zzz'[\s\S]*hint: the number of devices is part of the name"),
+        ({"device_bytes": 0}, r"device_bytes has to be positive[\s\S]*hint: "),
+        ({"device_bytes": -1}, r"cannot be negative"),
+        ({"hbm_bytes": "many"}, r"'many' is not a size"),
+        ({"flops": 0}, r"flops has to be a positive rate"),
+        ({"flops": "fast"}, r"expected: operations per second\n  got: 'fast'"),
+        ({"hbm_bandwidth": True}, r"hbm_bandwidth has to be a positive rate"),
+        ({"hbm_bandwidth": math.inf}, r"hbm_bandwidth has to be a positive rate"),
+        ({"host_link_bandwidth": "quick"}, r"'quick' is not a size"),
+        ({"device_bytes": "2 GiB", "reserve_bytes": "2 GiB"}, r"reserve_bytes leaves nothing of 'cpu'[\s\S]*hint: "),
+        ({"device_bytes": "2 GiB", "hbm_bytes": "1 GiB"}, r"more than its physical memory[\s\S]*at most hbm_bytes"),
+    ],
+)
+def test_wrong_figures_are_refused(figures: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        target("cpu", **figures)
+
+
+def test_no_name_or_device_kind_means_two_chips() -> None:
+    chips = list(catalogue().chips.values())
+    words = [plain(word) for chip in chips for word in (chip.name, *chip.aliases)]
+    kinds = [kind for chip in chips for kind in chip.kinds]
+    assert len(words) == len(set(words))
+    assert len(kinds) == len(set(kinds))
+    assert not set(words) & set(catalogue().ambiguous)

@@ -15,6 +15,7 @@ from ._report import SpaceBytes as SpaceBytes
 from ._report import versions as versions
 from ._targets import Target as Target
 from ._targets import target as target
+from ._targets import targets as targets
 
 __all__ = [
     "DiffRow",
@@ -30,6 +31,7 @@ __all__ = [
     "compile",
     "diff",
     "target",
+    "targets",
     "undonated",
     "versions",
 ]

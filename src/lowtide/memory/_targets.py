@@ -1,72 +1,34 @@
 """Compile targets: the hardware a report is about, present or not.
 
-A target names a platform, a number of JAX devices and the bytes a program may use on each. TPU targets need no TPU:
-libtpu compiles for a topology that is only described. The usable bytes are what libtpu 0.0.51 calls "available HBM"
-in its out-of-memory errors, rounded down to the two decimals it prints; a chip's maker quotes more.
+A target names a platform, a number of JAX devices, the bytes a program may use on each, and what is known of their
+speed. TPU targets need no TPU, GPU targets no GPU: libtpu, and XLA's CUDA plugin with `ptxas`, compile for hardware
+that is only described. Figures and their origins stand in `chips.toml`, names are read in `_names.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import difflib
 import functools
 import importlib.util
-import re
-from typing import Any, Literal, cast, get_args
+import os
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
 import jax
 
-from lowtide.core import TargetError
-from lowtide.core._compat import tpu_topology_devices
+from lowtide.core import ConfigError, TargetError
+from lowtide.core._compat import find_ptxas, gpu_topology_devices, tpu_topology_devices
+
+from ._catalogue import Chip, catalogue
+from ._figures import check_figures, read_figures
+from ._names import gpu_topology, num_chips, parse_name
 
 Platform = Literal["cpu", "gpu", "tpu"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TpuChip:
-    """What libtpu does not say about a chip until a compile fails."""
-
-    usable_gib: float
-    """Available HBM per JAX device, GiB, as libtpu 0.0.51 prints it."""
-    smallest: str
-    """The topology of one chip."""
-    chip_config_name: str | None = None
-    """How cores form devices, where libtpu's default differs from what JAX shows on a real machine."""
-
-
-_TPU_CHIPS = {
-    "v2": _TpuChip(usable_gib=7.48, smallest="1x1"),
-    "v3": _TpuChip(usable_gib=15.48, smallest="1x1"),
-    # libtpu describes a v4 chip as two devices of 15.25 GiB; JAX on a v4 machine shows one of 30.75 GiB (megacore).
-    "v4": _TpuChip(usable_gib=30.75, smallest="1x1x1", chip_config_name="megacore"),
-    "v5p": _TpuChip(usable_gib=95.73, smallest="1x1x1"),
-    "v5e": _TpuChip(usable_gib=15.75, smallest="1x1"),
-    "v6e": _TpuChip(usable_gib=31.24, smallest="1x1"),
-    "tpu7x": _TpuChip(usable_gib=94.74, smallest="1x1x1"),
-}
-_TPU_ALIASES = {
-    "v5lite": "v5e",
-    "v5litepod": "v5e",
-    "trillium": "v6e",
-    "v6": "v6e",
-    "ironwood": "tpu7x",
-    "tpu7": "tpu7x",
-    "v7": "tpu7x",
-    "v7x": "tpu7x",
-    "v5": "v5p",
-}
-_GPU_NAMES = re.compile(
-    r"(gpu|cuda|rocm|(a2|a10g?|a16|a30|a40|a100|a800|b100|b200|b300|gb200|gb300|gh200|h20|h100|h200|h800|l4|l40s?|p100|t4"
-    r"|v100|mi\d{3}[axp]?)|(rtx|gtx)[ _-]?\w+)([:_ -].*)?",
-    re.IGNORECASE,
-)
-_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
-_FORMS = '"here", "cpu", or a TPU topology such as "v5e:2x2" (chips: ' + ", ".join(_TPU_CHIPS) + ")"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Hardware to compile for; made by `target`.
+    """Hardware to compile for; made by `target`. Figures are per JAX device; None means that nobody says.
 
     Examples:
         >>> target("cpu").platform
@@ -74,28 +36,64 @@ class Target:
     """
 
     name: str
-    """The canonical name: ``here``, ``cpu``, or a chip with its topology, such as ``v5e:2x2``."""
+    """The canonical name: ``here``, ``cpu``, or a chip with its topology, such as ``v5e:2x2`` or ``h100:8``."""
     platform: Platform
     """The kind of compiler that serves it."""
     chip: str
-    """The chip: ``v5e``, or the device kind that JAX reports for hardware that is here."""
+    """The chip: ``v5e``, ``h100``, or the device kind that JAX reports for hardware that is here."""
     num_devices: int
     """How many JAX devices there are (two a chip on v2, v3 and tpu7x)."""
     device_bytes: int | None
-    """Bytes that a program may use on one JAX device, or None when unknown (a CPU's memory belongs to the system)."""
+    """Bytes that a program may use on one JAX device, or None when unknown (a CPU's memory belongs to the system).
+
+    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes, 0.75 unless
+    ``XLA_CLIENT_MEM_FRACTION`` (or its older name ``XLA_PYTHON_CLIENT_MEM_FRACTION``) says otherwise when the target is
+    made, and at most all of it (JAX documentation, GPU memory allocation). ``XLA_PYTHON_CLIENT_PREALLOCATE=false``
+    only lets the allocator grow up to the same share (openxla/xla, gpu_helpers.cc).
+    ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, which this figure does not follow. Hardware that is here: the limit of JAX's allocator.
+    """
     chip_config_name: str | None = None
     """How libtpu groups a chip's cores into devices, where its default is not used."""
+    hbm_bytes: int | None = None
+    """Physical memory of one JAX device; on a GPU what CUDA shows, which is less than the maker's round number."""
+    hbm_bandwidth: int | None = None
+    """Bytes per second between the chip and its memory."""
+    flops: int | None = None
+    """Dense bf16 operations per second, the maker's peak."""
+    host_link_bandwidth: int | None = None
+    """Bytes per second between device and host memory, each way; for most chips the rate of the link, not a measured
+    one."""
+    host_bytes: int | None = None
+    """Host memory per JAX device on `machine`."""
+    machine: str | None = None
+    """The machine shape that `host_bytes` is of; other shapes carry the same chip."""
+    reserve_bytes: int = 0
+    """Bytes of `device_bytes` to keep free."""
+    sources: tuple[str, ...] = ()
+    """Where each figure comes from: ``figure: origin``."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What a program may take of one device: `device_bytes` less `reserve_bytes`; None when unknown."""
+        return None if self.device_bytes is None else self.device_bytes - self.reserve_bytes
 
     def devices(self) -> list[Any]:
         """The JAX devices to compile for; compile-only ones where the hardware is not here.
 
         Returns:
             `num_devices` devices, in JAX's order. Meshes and shardings made of them fit `lowtide.memory.analyze`.
+
+        Raises:
+            TargetError: when the compiler for hardware that is not here is missing.
         """
         if self.name == "here":
             return jax.devices()
         if self.name == "cpu":
             return jax.devices("cpu")
+        if self.platform == "gpu":
+            hbm_bytes = self.hbm_bytes or catalogue().chips[self.chip].hbm_bytes
+            assert hbm_bytes is not None, f"{self.chip} has no memory"
+            return list(_gpu_devices(self.name, self.chip, self.num_devices, hbm_bytes))
         return list(_tpu_devices(self.name, self.chip_config_name))
 
     @property
@@ -104,54 +102,76 @@ class Target:
         return self.name not in ("here", "cpu")
 
 
-def target(name: str = "here") -> Target:
+class Figures(TypedDict, total=False):
+    """What a caller of `target` may know better than the catalogue."""
+
+    device_bytes: int | str
+    hbm_bytes: int | str
+    host_bytes: int | str
+    reserve_bytes: int | str
+    hbm_bandwidth: float | str
+    flops: float | str
+    host_link_bandwidth: float | str
+
+
+def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
     """The hardware that a name stands for.
 
     Args:
-        name: ``"here"`` (the default backend, all its devices), ``"cpu"``, or a TPU chip and topology ``AxB`` or
-            ``AxBxC`` (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``); a bare chip name means one chip.
+        name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or
+            ``AxBxC`` (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``), or a GPU and how many (``"h100:8"``,
+            ``"a100-80"``, ``"rtx 4090"``); a bare chip name means one chip.
+        **figures: figures of the target that differ from the catalogue's, per JAX device: `device_bytes`, `hbm_bytes`,
+            `host_bytes`, `reserve_bytes` (sizes such as ``"14 GiB"``, or bytes), `hbm_bandwidth`,
+            `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops`.
 
     Returns:
-        The target.
+        The target. `targets` lists them all.
 
     Raises:
-        TargetError: for a name that is empty or unknown, a topology that libtpu refuses, a GPU that is not here, or
-            when libtpu is not installed.
+        TargetError: for a name that is empty, unknown or ambiguous, a topology that no machine has, or when the
+            compiler (libtpu; XLA's CUDA plugin and `ptxas`) is not installed.
+        ConfigError: for a figure that is unknown, is no positive size or rate, or contradicts another.
 
     Memory:
-        None on any device. `device_bytes` is what a program may use, as measured with libtpu 0.0.51, or for hardware
-        that is here the limit of JAX's allocator.
+        None on any device, whatever the capacities.
 
     Examples:
         >>> target("cpu").device_bytes is None
         True
+        >>> target("cpu", device_bytes="14 GiB", reserve_bytes="1 GiB").budget_bytes
+        13958643712
     """
+    given = read_figures(cast("dict[str, Any]", figures))
     if name == "here":
-        return _here()
+        return _with_figures(_here(), given)
     if name == "cpu":
-        return Target(name="cpu", platform="cpu", chip="cpu", num_devices=len(jax.devices("cpu")), device_bytes=None)
-    chip, separator, topology = name.strip().lower().partition(":")
-    if chip not in _TPU_CHIPS:
-        raise _unknown(name, chip, topology)
-    known = _TPU_CHIPS[chip]
-    topology = topology if separator else known.smallest
-    # libtpu does not refuse a zero, it divides by it: such a name must not reach it.
-    if not _TOPOLOGY.fullmatch(topology):
-        raise TargetError(
-            f"{name!r} has no valid topology",
-            expected=f"{chip}:AxB or {chip}:AxBxC, positive numbers of chips along each axis",
-            got=repr(topology),
-            hint=f'"{chip}:{known.smallest}" is one chip, "{chip}" means the same',
-        )
-    canonical = f"{chip}:{topology}"
-    return Target(
-        name=canonical,
-        platform="tpu",
-        chip=chip,
-        num_devices=len(_tpu_devices(canonical, known.chip_config_name)),
-        device_bytes=int(known.usable_gib * 2**30),
-        chip_config_name=known.chip_config_name,
-    )
+        return _with_figures(_cpu(), given)
+    chip, topology = parse_name(name)
+    goal = _with_figures(_ahead_of_time(chip, topology), given)
+    # The compiler has the last word on the topology, and says how many devices it has.
+    return dataclasses.replace(goal, num_devices=len(goal.devices()))
+
+
+def targets() -> tuple[Target, ...]:
+    """Every target that `target` knows: this machine, its CPU, and each chip of the catalogue alone.
+
+    Returns:
+        ``here``, ``cpu``, TPUs, GPUs. Chips stand with their smallest topology and come from the catalogue: their
+        compilers need not be installed, and are not loaded.
+
+    Memory:
+        None on any device.
+
+    Examples:
+        >>> [goal.name for goal in targets()][:4]
+        ['here', 'cpu', 'v2:1x1', 'v3:1x1']
+    """
+    present = list[Target]()
+    with contextlib.suppress(TargetError):  # a backend that Lowtide does not know
+        present.append(_here())
+    present.append(_cpu())
+    return (*present, *(_ahead_of_time(chip, chip.smallest) for chip in catalogue().chips.values()))
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
@@ -174,13 +194,87 @@ def _here() -> Target:
     own = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own] if platform != "cpu" else [None]
     known = [limit for limit in limits if limit]
+    chip = catalogue().of_kind(devices[0].device_kind)
     return Target(
         name="here",
         platform=cast(Platform, platform),
         chip=devices[0].device_kind,
         num_devices=len(devices),
         device_bytes=min(known) if len(known) == len(limits) else None,
+        **_speed(chip),
     )
+
+
+def _cpu() -> Target:
+    return Target(name="cpu", platform="cpu", chip="cpu", num_devices=len(jax.devices("cpu")), device_bytes=None)
+
+
+def _speed(chip: Chip | None) -> dict[str, Any]:
+    if chip is None:
+        return {}
+    return {
+        "hbm_bytes": chip.hbm_bytes,
+        "hbm_bandwidth": chip.hbm_bandwidth,
+        "flops": chip.flops,
+        "host_link_bandwidth": chip.host_link_bandwidth,
+        "sources": tuple(f"{figure}: {origin}" for figure, origin in chip.sources if figure != "device_bytes"),
+    }
+
+
+def _ahead_of_time(chip: Chip, topology: str) -> Target:
+    chips = num_chips(chip, topology)
+    known = _speed(chip)
+    device_bytes = chip.device_bytes
+    sources = [f"device_bytes: {origin}" for figure, origin in chip.sources if figure == "device_bytes"]
+    if chip.platform == "gpu":
+        assert chip.hbm_bytes is not None, f"{chip.name} has no memory"
+        device_bytes = int(chip.hbm_bytes * _memory_fraction())
+        sources.append(f"device_bytes: {_memory_fraction():g} of hbm_bytes, JAX's memory fraction")
+    machine = chip.machine(chips)
+    if machine is not None:
+        known["machine"] = machine.name
+        known["host_bytes"] = machine.host_bytes // (machine.num_chips * chip.devices_per_chip)
+        sources.append(f"host_bytes: {machine.source}")
+    known["sources"] += tuple(sources)
+    return Target(
+        name=chip.name if chip.platform == "gpu" and chips == 1 else f"{chip.name}:{topology}",
+        platform=chip.platform,
+        chip=chip.name,
+        num_devices=chips * chip.devices_per_chip,
+        device_bytes=device_bytes,
+        chip_config_name=chip.chip_config_name,
+        **known,
+    )
+
+
+def _with_figures(goal: Target, given: dict[str, int]) -> Target:
+    if not given:
+        return goal
+    changed: dict[str, Any] = dict(given)
+    if goal.platform == "gpu" and "hbm_bytes" in given and "device_bytes" not in given and goal.is_ahead_of_time:
+        changed["device_bytes"] = int(given["hbm_bytes"] * _memory_fraction())
+    kept = tuple(source for source in goal.sources if source.partition(":")[0] not in given)
+    goal = dataclasses.replace(goal, **changed, sources=kept + tuple(f"{figure}: given" for figure in given))
+    check_figures(goal.name, goal.device_bytes, goal.hbm_bytes, goal.reserve_bytes)
+    return goal
+
+
+def _memory_fraction() -> float:
+    """The share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 reads it."""
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        text = os.environ.get(variable)
+        if not text:
+            continue
+        with contextlib.suppress(ValueError):
+            if float(text) > 0:
+                return min(float(text), 1.0)  # beyond 1, XLA borrows from the host
+        raise ConfigError(
+            f"the environment variable {variable} is no memory fraction",
+            expected="a number above 0, and at most 1",
+            got=repr(text),
+            hint=f"unset {variable}, or set it to the share that JAX may take, such as 0.9",
+        )
+    return 0.75
 
 
 @functools.lru_cache(maxsize=64)
@@ -201,25 +295,30 @@ def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
         ) from error
 
 
-def _unknown(name: str, chip: str, topology: str) -> TargetError:
-    if not name.strip():
-        return TargetError("the target's name is empty", expected=_FORMS, hint='"here" is the hardware at hand')
-    if _GPU_NAMES.fullmatch(name.strip()):
-        return TargetError(
-            f"{name!r} is a GPU, and GPU targets are not available yet",
-            expected=_FORMS,
-            hint='on a machine with that GPU, "here" works',
-        )
-    # A slice name such as v5litepod-4 counts cores or chips; only the chip can be taken from it.
-    stem = re.split(r"[-=_ ]", chip)[0]
-    close = [_TPU_ALIASES[stem]] if stem in _TPU_ALIASES else []
-    close += difflib.get_close_matches(stem, ["here", "cpu", *_TPU_CHIPS], n=3, cutoff=0.5)
-    misses = [
-        f"{near}:{topology}" if near in _TPU_CHIPS and _TOPOLOGY.fullmatch(topology) else near
-        for near in dict.fromkeys([stem] * (stem in _TPU_CHIPS) + close)
-    ]
-    return TargetError(
-        f"unknown target {name!r}",
-        expected=_FORMS,
-        hint=f"near misses: {', '.join(misses)}" if misses else 'write it like "v5e:2x2"',
+@functools.lru_cache(maxsize=64)
+def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tuple[Any, ...]:
+    chip = catalogue().chips[chip_name]
+    missing = TargetError(
+        f"{name!r} needs JAX's CUDA plugin, which compiles for GPUs without one, and it is not installed or too old",
+        hint='pip install "lowtide[gpu-aot]"',
     )
+    if all(importlib.util.find_spec(plugin) is None for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin")):
+        raise missing
+    if find_ptxas() is None:
+        raise TargetError(
+            f"{name!r} needs NVIDIA's assembler ptxas, and there is none on PATH",
+            hint='pip install "lowtide[gpu-aot]", or put the bin folder of a CUDA toolkit on PATH',
+        )
+    partitions, hosts, devices = gpu_topology(chip, num_gpus)
+    try:
+        return tuple(
+            gpu_topology_devices(chip.gpu_target_config(hbm_bytes), partitions=partitions, hosts=hosts, devices=devices)
+        )
+    except NotImplementedError as error:
+        raise missing from error
+    except Exception as error:  # XLA's first line is the reason
+        raise TargetError(
+            f"XLA does not understand the description of {name!r}",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            hint="descriptions are checked with jax 0.10.2: install that version, or report the error",
+        ) from error

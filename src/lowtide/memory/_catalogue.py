@@ -1,0 +1,262 @@
+"""The catalogue of chips: figures with their origin, read from `chips.toml`.
+
+Nothing here loads a compiler. For GPUs the catalogue also holds what XLA asks of a GPU that is not there; the fields
+are those of XLA's `GpuTargetConfigProto` (openxla/xla, xla/stream_executor/device_description.proto), checked with
+jaxlib 0.10.2. XLA's own descriptions give the rates of single arithmetic units, too. They are left out: they tune the
+compiler's estimates of time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.resources
+import re
+import tomllib
+from typing import Any, Literal
+
+# What XLA requires beyond the chip. The versions are those of the CUDA that the plugin of jaxlib 0.10 is built for.
+_CUDA_VERSION, _CUDNN_VERSION = "13.0.0", (9, 10, 0)
+_FIGURES = ("hbm_bytes", "device_bytes", "hbm_bandwidth", "flops", "host_link_bandwidth")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine shape that carries a chip."""
+
+    name: str
+    """What its vendor calls it."""
+    num_chips: int
+    """How many chips it has."""
+    host_bytes: int
+    """Memory of the host."""
+    source: str
+    """Where that is said."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What a compiler has to know of an NVIDIA compute capability."""
+
+    version: tuple[int, int]
+    """Major and minor."""
+    accelerated: bool = False
+    """Whether XLA uses the instructions that only this architecture has."""
+    threads_per_core: int
+    """Resident threads on a streaming multiprocessor."""
+    fpus_per_core: int
+    """Float32 units on a streaming multiprocessor."""
+    shared_bytes_per_core: int
+    """Shared memory on a streaming multiprocessor."""
+    shared_bytes_per_block: int
+    """Shared memory that a block can ask for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One entry of the catalogue; figures are per JAX device, None where nobody says."""
+
+    name: str
+    """The canonical name."""
+    platform: Literal["gpu", "tpu"]
+    """The kind of compiler that serves it."""
+    kinds: tuple[str, ...]
+    """What JAX calls the device where it is present."""
+    aliases: tuple[str, ...] = ()
+    """Other names."""
+    devices_per_chip: int = 1
+    """JAX devices on a chip."""
+    hbm_bytes: int | None = None
+    """Physical memory."""
+    device_bytes: int | None = None
+    """Memory that a program may use; None for GPUs, where JAX's memory fraction decides."""
+    hbm_bandwidth: int | None = None
+    """Bytes per second."""
+    flops: int | None = None
+    """Dense bf16 operations per second."""
+    host_link_bandwidth: int | None = None
+    """Bytes per second, each way."""
+    machines: tuple[Machine, ...] = ()
+    """Machine shapes, smallest first."""
+    slice_machine: str | None = None
+    """The shape that slices of several hosts are made of, where it is not the largest."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """A figure's name and its origin, for every figure that is present."""
+    smallest: str = "1"
+    """The topology of one chip."""
+    chip_config_name: str | None = None
+    """How libtpu forms devices of cores, where its default differs from what JAX shows on a real machine."""
+    capability: Capability | None = None
+    """The compute capability of a GPU."""
+    num_cores: int = 0
+    """Streaming multiprocessors of a GPU."""
+    l2_bytes: int = 0
+    """Second-level cache of a GPU."""
+    clock_ghz: float = 0.0
+    """Boost clock of a GPU."""
+    num_links: int | None = None
+    """NVLink links of a GPU."""
+    gpus_per_host: int = 8
+    """GPUs of one host."""
+    hosts_per_partition: int = 1
+    """Hosts whose GPUs one NVLink domain joins."""
+
+    def machine(self, num_chips: int) -> Machine | None:
+        """The smallest machine that holds so many chips, or the one that larger slices are made of."""
+        for machine in self.machines:
+            if machine.num_chips >= num_chips:
+                return machine
+        slices = [machine for machine in self.machines if machine.name == self.slice_machine]
+        return (slices or list(self.machines[-1:]) or [None])[0]
+
+    def gpu_target_config(self, hbm_bytes: int) -> str:
+        """XLA's description of this GPU with so much memory, as protobuf text.
+
+        Args:
+            hbm_bytes: the memory of the card.
+
+        Returns:
+            A `GpuTargetConfigProto` in text form.
+        """
+        assert self.capability is not None, f"{self.name} is no GPU"
+        major, minor = self.capability.version
+        extension = "ACCELERATED_FEATURES" if self.capability.accelerated else "NONE"
+        numbers = {
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 49_152,
+            "shared_memory_per_block_optin": self.capability.shared_bytes_per_block,
+            "shared_memory_per_core": self.capability.shared_bytes_per_core,
+            "threads_per_core_limit": self.capability.threads_per_core,
+            "core_count": self.num_cores,
+            "fpus_per_core": self.capability.fpus_per_core,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 65_535,
+            "block_dim_limit_z": 65_535,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "registers_per_core_limit": 65_536,
+            "registers_per_block_limit": 65_536,
+            "device_address_bits": 64,
+            "memory_bandwidth": self.hbm_bandwidth,
+            "l2_cache_size": self.l2_bytes,
+            "clock_rate_ghz": self.clock_ghz,
+            "device_memory_size": hbm_bytes,
+            "pcie_bandwidth": self.host_link_bandwidth,
+        }
+        cudnn = ".".join(map(str, _CUDNN_VERSION))
+        lines = [f"{name}: {value}" for name, value in numbers.items() if value is not None]
+        lines += [
+            f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}",
+            'device_vendor: "NVIDIA Corporation"',
+            f'name: "{self.kinds[0]}"',
+            *(f'{field}: "{_CUDA_VERSION}"' for field in ("driver_version", "runtime_version")),
+            f'compile_time_toolkit_version: "{_CUDA_VERSION}"',
+            f'dnn_version: "{cudnn}"',
+        ]
+        if self.num_links is not None:
+            lines.append(f"device_interconnect_info {{ active_links: {self.num_links} }}")
+        dnn = " ".join(f"{part}: {n}" for part, n in zip(("major", "minor", "patch"), _CUDNN_VERSION, strict=True))
+        return "\n".join(
+            [
+                "gpu_device_info {",
+                *(f"  {line}" for line in lines),
+                "}",
+                'platform_name: "CUDA"',
+                f"dnn_version_info {{ {dnn} }}",
+                f'device_description_str: "{self.kinds[0]}"',
+            ]
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """Everything that `chips.toml` says."""
+
+    chips: dict[str, Chip]
+    """Chips by their canonical names, TPUs first."""
+    tpu_words: dict[str, str]
+    """Other words for TPUs, for near misses."""
+    ambiguous: dict[str, tuple[str, ...]]
+    """Names that stand for several chips."""
+    refused: tuple[tuple[re.Pattern[str], str], ...]
+    """Patterns on the names of GPUs that cannot be compiled for, and the reason."""
+
+    def find(self, name: str) -> Chip | None:
+        """The chip of a name, an alias, or a device kind, whatever its case, spaces and hyphens."""
+        key = plain(name)
+        for chip in self.chips.values():
+            if key in {plain(known) for known in (chip.name, *chip.aliases)} and (chip.platform == "gpu"):
+                return chip
+        return self.chips.get(name)
+
+    def of_kind(self, kind: str) -> Chip | None:
+        """The chip that JAX calls so where it is present."""
+        return next((chip for chip in self.chips.values() if kind in chip.kinds), None)
+
+    def of(self, platform: str) -> list[str]:
+        """The names of a platform's chips."""
+        return [chip.name for chip in self.chips.values() if chip.platform == platform]
+
+
+def plain(name: str) -> str:
+    """A GPU's name without the maker, the brand, spaces, hyphens and underscores, in lower case."""
+    return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    """The catalogue, read once."""
+    text = importlib.resources.files("lowtide.memory").joinpath("chips.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    capabilities = {
+        version: Capability(version=_version(version), **fields) for version, fields in data["capabilities"].items()
+    }
+    names = data["names"]
+    return Catalogue(
+        chips={
+            name: _chip(name, dict(fields), capabilities, data["machine_source"])
+            for name, fields in data["chips"].items()
+        },
+        tpu_words=names["tpu"],
+        ambiguous={name: tuple(chips) for name, chips in names["ambiguous"].items()},
+        refused=tuple((re.compile(pattern), reason) for pattern, reason in names["refused"].items()),
+    )
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")
+    return int(major), int(minor)
+
+
+def _chip(
+    name: str, fields: dict[str, Any], capabilities: dict[str, Capability], machine_sources: dict[str, str]
+) -> Chip:
+    origin: dict[str, str] = fields.pop("source")
+    per_chip = int(fields.get("devices_per_chip", 1))
+    for figure in _FIGURES:
+        if figure in fields:
+            fields[figure] //= per_chip
+    usable_gib = fields.pop("usable_gib", None)
+    machines = tuple(
+        Machine(
+            name=machine["name"],
+            num_chips=machine["chips"],
+            host_bytes=machine["host_gb"] * 10**9 if "host_gb" in machine else machine["host_gib"] * 2**30,
+            source=machine_sources[machine["from"]],
+        )
+        for machine in fields.pop("machines", ())
+    )
+    if usable_gib is not None:
+        fields["device_bytes"] = int(usable_gib * 2**30)
+    if "capability" in fields:
+        fields["capability"] = capabilities[fields["capability"]]
+    return Chip(
+        name=name,
+        kinds=tuple(fields.pop("kinds")),
+        aliases=tuple(fields.pop("aliases", ())),
+        machines=machines,
+        sources=tuple((figure, origin.get(figure, origin["default"])) for figure in _FIGURES if figure in fields),
+        **fields,
+    )
