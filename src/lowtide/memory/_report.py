@@ -18,6 +18,7 @@ from ._buffers import Buffer, Space, live_bytes, sum_by_role, to_rows
 from ._targets import Target
 from .views import _json as views_json
 from .views._files import write_view
+from .views._series import capacity
 from .views._terminal import print_report
 from .views._verdict import summary
 
@@ -143,8 +144,9 @@ class MemoryReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether one device can hold it; None when the target's capacity is unknown."""
-        return None if self.target.device_bytes is None else self.device_bytes <= self.target.device_bytes
+        """Whether one device can hold it and keep the target's reserve; None when its capacity is unknown."""
+        free_bytes = capacity(self).free_bytes
+        return None if free_bytes is None else free_bytes >= 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the content of `to_json`."""

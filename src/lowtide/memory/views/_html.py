@@ -166,7 +166,7 @@ def _report_json(report: MemoryReport, buffers: Sequence[Buffer], folded: Sequen
     roles = role_order(report)
     return _embedded(
         {
-            "capacity": report.target.device_bytes,
+            "capacity": capacity(report).limit_bytes,
             "totals": {space: space_total(report, space) for space in SPACES},
             "peaks": {space: peak_moment(report, space) for space in SPACES},
             "roles": roles,
@@ -237,7 +237,7 @@ def diff_payload(difference: MemoryDiff) -> str:
 def _side(report: MemoryReport) -> dict[str, Any]:
     return {
         "target": report.target.name,
-        "capacity": report.target.device_bytes,
+        "capacity": capacity(report).limit_bytes,
         "totals": {space: space_total(report, space) for space in SPACES},
         "peaks": {space: peak_moment(report, space) for space in SPACES},
         "series": {space: _drawn_series(report, space) for space in SPACES},
@@ -306,12 +306,14 @@ def _report_facts(report: MemoryReport) -> list[tuple[str, str]]:
     if figures.usable_bytes is not None:
         facts.append(("Usable", format_bytes(figures.usable_bytes)))
     if figures.free_bytes is not None:
-        free, share = abs(figures.free_bytes), percent(abs(figures.free_bytes), figures.usable_bytes or 0)
+        free, share = abs(figures.free_bytes), percent(abs(figures.free_bytes), figures.limit_bytes or 0)
         facts.append(("Free" if figures.free_bytes >= 0 else "Too much", f"{format_bytes(free)} ({share})"))
     if figures.reserve_bytes:
         facts.append(("Reserve", format_bytes(figures.reserve_bytes)))
     if report.host_bytes:
-        facts.append(("Host", format_bytes(report.host_bytes)))
+        machine: int | None = getattr(report.target, "host_bytes", None)
+        of = f" of {format_bytes(machine)}" if machine else ""
+        facts.append(("Host", f"{format_bytes(report.host_bytes)}{of}"))
     facts.append(("Peak", shorten(peak_text(report, "device"), 90)))
     return facts
 

@@ -187,7 +187,7 @@ def _draw_timeline(
         base = layer
     axes.step(edges, np.append(base, base[-1]), where="post", color=_INK, linewidth=0.7)
     top = max(highest, int(totals.max()), 1)
-    usable = capacity(report).usable_bytes if space == "device" else None
+    usable = capacity(report).limit_bytes if space == "device" else None
     if usable is not None and usable <= 1.5 * top:
         top = max(top, usable)
         axes.axhline(usable, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))

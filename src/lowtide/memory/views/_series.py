@@ -25,21 +25,25 @@ class Capacity:
     """What the program needs on one device."""
     usable_bytes: int | None
     """What a program may use, or None when unknown."""
-    reserve_bytes: int | None
-    """What the target keeps free for the runtime beside the program, where it says so."""
+    reserve_bytes: int = 0
+    """Of them, what shall stay free."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The largest total that fits: usable less reserve."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.reserve_bytes
 
     @property
     def free_bytes(self) -> int | None:
-        """Usable bytes that are left; negative when the program does not fit."""
-        return None if self.usable_bytes is None else self.usable_bytes - self.total_bytes
+        """What is left of the limit; negative when the program does not fit."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.total_bytes
 
 
 def capacity(report: MemoryReport) -> Capacity:
     """The figures of a verdict."""
-    reserve = getattr(report.target, "reserve_bytes", None) or getattr(report.target, "margin_bytes", None)
-    return Capacity(
-        total_bytes=report.device_bytes, usable_bytes=report.target.device_bytes, reserve_bytes=reserve or None
-    )
+    target = report.target
+    reserve: int = getattr(target, "reserve_bytes", 0)
+    return Capacity(total_bytes=report.device_bytes, usable_bytes=target.device_bytes, reserve_bytes=reserve)
 
 
 def space_total(report: MemoryReport, space: Space) -> int:

@@ -23,7 +23,7 @@ def fit_text(figures: Capacity, fits: bool | None) -> str:
     total, free = format_bytes(figures.total_bytes), figures.free_bytes
     if figures.usable_bytes is None or free is None:
         return f"{total}; the capacity is unknown"
-    reserve = f", {format_bytes(figures.reserve_bytes)} kept in reserve" if figures.reserve_bytes else ""
+    reserve = f" beside {format_bytes(figures.reserve_bytes)} in reserve" if figures.reserve_bytes else ""
     of = f"{total} of {format_bytes(figures.usable_bytes)}"
     if fits:
         return f"fits: {of}, {format_bytes(free)} free{reserve}"

@@ -51,8 +51,9 @@ function mergeBuffers(list) {
   const all = (name) => list.map((item) => item[name]);
   const start = Math.min(...all("start")), end = Math.max(...all("end"));
   const texts = Object.fromEntries(["path", "scope", "operation", "source"].map((name) => [name, shared(all(name))]));
+  const spread = new Set(list.map((item) => `${item.start} ${item.end}`)).size > 1;
   return {
-    ...list[0], ...texts, id: Math.min(...all("id")), count: list.length, each: list[0].bytes,
+    ...list[0], ...texts, spread, id: Math.min(...all("id")), count: list.length, each: list[0].bytes,
     bytes: list.reduce((sum, i) => sum + i.bytes, 0), padding: list.reduce((sum, i) => sum + i.padding, 0),
     start, end, length: end - start, label: `${count(list.length)} × ${shared(all("label"))}`,
   };

@@ -187,7 +187,7 @@ const COLUMNS = [
 function details(item) {
   const facts = [
     ["Bytes", item.count ? `${count(item.count)} buffers of ${formatBytes(item.each)}` : ""], ["Path", item.path], ["Scope", item.scope], ["Operation", item.operation], ["Source", item.source],
-    ["Lifetime", `${item.count ? "between " : ""}moments ${count(item.start + 1)} ${item.count ? "and" : "to"} ${count(item.end + 1)} of ${count(model.numMoments)}`],
+    ["Lifetime", `${item.spread ? "between " : ""}moments ${count(item.start + 1)} ${item.spread ? "and" : "to"} ${count(item.end + 1)} of ${count(model.numMoments)}`],
   ];
   return element("dl", {}, ...facts.filter(([, text]) => text).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
 }

@@ -73,16 +73,23 @@ const place = (box) => ({ left: `${box.x}px`, top: `${box.y}px`, width: `${box.w
 function drawCell(item, cell, style) {
   const gap = cell.w > 3 && cell.h > 3 ? 1 : 0;
   const w = Math.max(0, cell.w - gap), h = Math.max(0, cell.h - gap);
-  const roomy = w >= 60 && h >= 21;
+  const roomy = w >= 84 && h >= 21;
   const node = element("div", {
     class: roomy ? "cell" : "cell small", role: "option", "aria-label": `${item.label}, ${item.role}, ${formatBytes(item.bytes)}`,
     "data-bytes": item.bytes, "data-id": item.id, style: { ...place({ ...cell, w, h }), ...roleFill(style), color: style.ink },
   });
   // A texture under small letters is hard to read: a plain ground for them.
   const lines = Math.max(1, Math.min(3, Math.floor((h - 22) / 15)));
-  if (roomy) node.append(element("span", { class: lines > 1 ? "wrap" : null, style: { backgroundColor: style.color } }, shortLabel(item.label, w, lines)));
+  if (roomy) node.append(element("span", {
+    class: lines > 1 ? "wrap" : null, style: { backgroundColor: style.color, WebkitLineClamp: String(lines) },
+  }, ...breakable(shortLabel(item.label, w, lines))));
   if (roomy && h >= 38) node.append(element("span", { style: { backgroundColor: style.color } }, formatBytes(item.bytes)));
   return node;
+}
+
+/** A label that breaks after slashes and underscores rather than within words. */
+function breakable(label) {
+  return label.split(/(?<=[/_])/).flatMap((part, at) => (at ? [element("wbr"), part] : [part]));
 }
 
 /** The end of a path says more than its beginning; how many there are stays. */
