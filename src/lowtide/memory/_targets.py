@@ -50,7 +50,8 @@ class Target:
     ``XLA_CLIENT_MEM_FRACTION`` (or its older name ``XLA_PYTHON_CLIENT_MEM_FRACTION``) says otherwise when the target is
     made, and at most all of it (JAX documentation, GPU memory allocation). ``XLA_PYTHON_CLIENT_PREALLOCATE=false``
     only lets the allocator grow up to the same share (openxla/xla, gpu_helpers.cc).
-    ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, which this figure does not follow. Hardware that is here: the limit of JAX's allocator.
+    ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, which this figure does not follow. Hardware that is here:
+    the limit of JAX's allocator.
     """
     chip_config_name: str | None = None
     """How libtpu groups a chip's cores into devices, where its default is not used."""
