@@ -21,6 +21,8 @@ from lowtide.memory._buffers import DERIVED_ROLES, Buffer
 from lowtide.memory.views._groups import differing
 from lowtide.memory.views._png import byte_ticks
 from lowtide.memory.views._roles import DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
+from lowtide.memory.views._series import Capacity
+from lowtide.memory.views._verdict import fit_text
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
 
@@ -330,3 +332,21 @@ def test_ticks_are_round(top: int, ticks: list[int] | None) -> None:
 def test_importing_lowtide_imports_no_drawing_package() -> None:
     program = "import sys, lowtide.memory; print(sorted({'matplotlib', 'selenium', 'rich.table'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+# --- verdict -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "usable", "reserve", "text"),
+    [
+        (60, 100, 0, "fits: 60 B of 100 B, 40 B free"),
+        (60, 100, 40, "fits: 60 B of 100 B, 0 B free beside 40 B in reserve"),
+        (60, 100, 50, "does not fit: 60 B of 100 B, 10 B too much beside 50 B in reserve"),
+        (101, 100, 0, "does not fit: 101 B of 100 B, 1 B too much"),
+        (60, None, 0, "60 B; the capacity is unknown"),
+    ],
+)
+def test_the_verdict_keeps_the_reserve(total: int, usable: int | None, reserve: int, text: str) -> None:
+    figures = Capacity(total_bytes=total, usable_bytes=usable, reserve_bytes=reserve)
+    assert fit_text(figures, None if figures.free_bytes is None else figures.free_bytes >= 0) == text

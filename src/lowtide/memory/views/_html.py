@@ -311,8 +311,8 @@ def _report_facts(report: MemoryReport) -> list[tuple[str, str]]:
     if figures.reserve_bytes:
         facts.append(("Reserve", format_bytes(figures.reserve_bytes)))
     if report.host_bytes:
-        machine: int | None = getattr(report.target, "host_bytes", None)
-        of = f" of {format_bytes(machine)}" if machine else ""
+        machine_bytes = report.target.host_bytes
+        of = f" of {format_bytes(machine_bytes)}" if machine_bytes else ""
         facts.append(("Host", f"{format_bytes(report.host_bytes)}{of}"))
     facts.append(("Peak", shorten(peak_text(report, "device"), 90)))
     return facts

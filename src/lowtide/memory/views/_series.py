@@ -42,8 +42,9 @@ class Capacity:
 def capacity(report: MemoryReport) -> Capacity:
     """The figures of a verdict."""
     target = report.target
-    reserve: int = getattr(target, "reserve_bytes", 0)
-    return Capacity(total_bytes=report.device_bytes, usable_bytes=target.device_bytes, reserve_bytes=reserve)
+    return Capacity(
+        total_bytes=report.device_bytes, usable_bytes=target.device_bytes, reserve_bytes=target.reserve_bytes
+    )
 
 
 def space_total(report: MemoryReport, space: Space) -> int:

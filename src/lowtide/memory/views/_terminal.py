@@ -184,7 +184,7 @@ _COLUMNS = (
     _Column("role", lambda g: g.buffers[0].role, 14),
     _Column("phase", lambda g: g.buffers[0].phase, 9, from_width=100),
     _Column("owner", lambda g: g.text, 0),
-    _Column("array", lambda g: g.array, 19, from_width=76),
+    _Column("array", lambda g: g.array, 19, from_width=96),
     _Column("source", lambda g: g.source, 26, from_width=130),
 )
 
