@@ -341,8 +341,8 @@ def test_importing_lowtide_imports_no_drawing_package() -> None:
     ("total", "usable", "reserve", "text"),
     [
         (60, 100, 0, "fits: 60 B of 100 B, 40 B free"),
-        (60, 100, 40, "fits: 60 B of 100 B, 0 B free beside 40 B in reserve"),
-        (60, 100, 50, "does not fit: 60 B of 100 B, 10 B too much beside 50 B in reserve"),
+        (60, 100, 40, "fits: 60 B of 100 B, 40 B in reserve, 0 B free"),
+        (60, 100, 50, "does not fit: 60 B of 100 B, 50 B in reserve, 10 B too much"),
         (101, 100, 0, "does not fit: 101 B of 100 B, 1 B too much"),
         (60, None, 0, "60 B; the capacity is unknown"),
     ],

@@ -23,12 +23,12 @@ def fit_text(figures: Capacity, fits: bool | None) -> str:
     total, free = format_bytes(figures.total_bytes), figures.free_bytes
     if figures.usable_bytes is None or free is None:
         return f"{total}; the capacity is unknown"
-    reserve = f" beside {format_bytes(figures.reserve_bytes)} in reserve" if figures.reserve_bytes else ""
+    reserve = f", {format_bytes(figures.reserve_bytes)} in reserve" if figures.reserve_bytes else ""
     of = f"{total} of {format_bytes(figures.usable_bytes)}"
     if fits:
-        return f"fits: {of}, {format_bytes(free)} free{reserve}"
+        return f"fits: {of}{reserve}, {format_bytes(free)} free"
     short = f", {format_bytes(-free)} too much" if free < 0 else ""
-    return f"does not fit: {of}{short}{reserve}"
+    return f"does not fit: {of}{reserve}{short}"
 
 
 def peak_text(report: MemoryReport, space: Space) -> str:

@@ -98,7 +98,7 @@ function steps(columns, values, x, y, back) {
 function limitLine(plot, y, bytes) {
   return [
     svg("line", { class: "limit", x1: plot.left, x2: plot.right, y1: y, y2: y }),
-    svg("text", { class: "limit-text", x: plot.right, y: y - 6, "text-anchor": "end" }, `usable ${formatBytes(bytes)}`),
+    svg("text", { class: "limit-text", x: plot.right, y: y - 6, "text-anchor": "end" }, `limit ${formatBytes(bytes)}`),
   ];
 }
 
