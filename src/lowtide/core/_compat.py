@@ -3,6 +3,7 @@
 | use | checked on | replaced by |
 |---|---|---|
 | `jax.stages.Traced.jaxpr.jaxpr.debug_info.arg_names` | jax 0.10.2 | a public list of the arguments that `jit` kept |
+| closures and attributes of `jax.checkpoint_policies` | jax 0.10.2 | policies that can be asked for their names |
 | `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
 | `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
@@ -169,3 +170,22 @@ def argument_names(traced: Any) -> list[str]:
         One name a leaf, in flattening order; empty when JAX keeps none.
     """
     return list(traced.jaxpr.jaxpr.debug_info.arg_names or ())
+
+
+def policy_names(policy: Any) -> set[str]:
+    """The checkpoint names that a policy of `jax.checkpoint_policies` asks for.
+
+    Policies are opaque functions; JAX keeps their names in attributes or in the closure, which is read here.
+
+    Args:
+        policy: the policy of a `jax.checkpoint`.
+
+    Returns:
+        The names to save or to offload; empty for a policy without names.
+    """
+    held = [*vars(policy).values()] if hasattr(policy, "__dict__") else []
+    held += [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
+    # save_and_offload_only_these_names also closes over the two memory kinds: text, not sets of it.
+    names = {name for value in held if isinstance(value, (set, frozenset, list, tuple)) for name in value}
+    inner = [policy_names(value) for value in held if callable(value)]
+    return {name for name in names if isinstance(name, str)}.union(*inner)

@@ -10,6 +10,13 @@ from ._diff import diff as diff
 from ._donation import UndonatedLeaf as UndonatedLeaf
 from ._donation import check_donation as check_donation
 from ._donation import undonated as undonated
+from ._extrapolate import ByteFit as ByteFit
+from ._extrapolate import Extrapolation as Extrapolation
+from ._extrapolate import SizePoint as SizePoint
+from ._extrapolate import extrapolate as extrapolate
+from ._job import Job as Job
+from ._lint import Finding as Finding
+from ._lint import lint as lint
 from ._report import MemoryReport as MemoryReport
 from ._report import SpaceBytes as SpaceBytes
 from ._report import versions as versions
@@ -18,10 +25,15 @@ from ._targets import target as target
 from ._targets import targets as targets
 
 __all__ = [
+    "ByteFit",
     "DiffRow",
+    "Finding",
+    "Extrapolation",
+    "Job",
     "MemoryDiff",
     "MemoryReport",
     "Program",
+    "SizePoint",
     "SpaceBytes",
     "Target",
     "UndonatedLeaf",
@@ -30,6 +42,8 @@ __all__ = [
     "check_donation",
     "compile",
     "diff",
+    "lint",
+    "extrapolate",
     "target",
     "targets",
     "undonated",

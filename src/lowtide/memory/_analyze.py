@@ -14,7 +14,7 @@ from ._buffers import DERIVED_ROLES, Buffer, Space
 from ._compile import Program, compile, positions
 from ._executable import ArgumentLeaf, aliased, aliased_in, argument_leaves, host_outputs, lowered_leaves
 from ._heap import DEVICE_COLOR, HOST_COLOR
-from ._owners import OutputLeaf, find_owners
+from ._owners import OutputLeaf, Owners, find_owners
 from ._report import MemoryReport, SpaceBytes
 from ._targets import Target, resolve_target
 
@@ -107,18 +107,23 @@ def analyze_compiled(
     static = positions("static_argnums", static_argnums, len(compiled.args_info[0]) + num_static)
     leaves = argument_leaves(compiled)
     paths = frozenset(leaf.path for leaf in leaves if leaf.on_host)
-    return _report(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths)
+    return _examine(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths)[0]
 
 
 def analyze_program(program: Program, roles: Mapping[str, Role] | None = None) -> MemoryReport:
-    """Report the bytes of a program that `compile` made, with their owners.
+    """Report the bytes of a program that `compile` made, with their owners; see `examine`."""
+    return examine(program, roles)[0]
+
+
+def examine(program: Program, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
+    """The report of a program, and what is behind it.
 
     Args:
         program: the program, or what is left of one that did not fit.
         roles: as in `analyze`.
 
     Returns:
-        The report, for one device.
+        The report, for one device; and the owners it was made of (None when the compiler dumped nothing).
 
     Raises:
         ConfigError: for roles that do not fit the arguments.
@@ -127,10 +132,10 @@ def analyze_program(program: Program, roles: Mapping[str, Role] | None = None) -
     if program.error is not None:
         leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names)
         facts = _Facts.of_allocations(program.hlo, leaves)
-        return _report(program.target, program.lowered, facts, program.hlo, roles, static, paths)
+        return _examine(program.target, program.lowered, facts, program.hlo, roles, static, paths)
     compiled = program.compiled
     facts = _Facts.of_compiled(compiled, argument_leaves(compiled), program.hlo)
-    return _report(program.target, compiled, facts, program.hlo, roles, static, paths)
+    return _examine(program.target, compiled, facts, program.hlo, roles, static, paths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +185,7 @@ class _Facts:
         return cls(leaves, device, host, {}, [False] * len(leaves), has_totals=False)
 
 
-def _report(
+def _examine(
     goal: Target,
     stages: Any,
     facts: _Facts,
@@ -188,7 +193,7 @@ def _report(
     roles: Mapping[str, Role] | None,
     static: Sequence[int],
     host_paths: frozenset[str],
-) -> MemoryReport:
+) -> tuple[MemoryReport, Owners | None]:
     num_args = len(stages.args_info[0]) + len(static)
     owners = _owners(roles or {}, num_args, list(stages.args_info[1]), static)
     leaf_roles = [owners.get(leaf.argument, "other") for leaf in facts.leaves]
@@ -209,7 +214,7 @@ def _report(
     on_host = [leaf.on_host or at in moved.leaves for at, leaf in enumerate(facts.leaves)]
     kept = list(zip(facts.leaves, leaf_roles, on_host, strict=True))
     buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
-    return MemoryReport(
+    report = MemoryReport(
         target=goal,
         device=device,
         host=host,
@@ -221,6 +226,7 @@ def _report(
         host_peak_moment=found.host_peak_moment if found else 0,
         notes=notes,
     )
+    return report, found
 
 
 def _check_platform(compiled: Any, goal: Target) -> None:

@@ -74,6 +74,7 @@ class Dataflow:
         for value, sources in self._sources.items():
             for source, edge in sources:
                 self.users.setdefault(source, []).append((value, edge))
+        self._named = {at: scope_phase(graph.scope(at)) for at in graph.instructions}
         self.phases = self._phases()
         self._copies = self._origins()
         self._read_backward = self._reads()
@@ -96,6 +97,23 @@ class Dataflow:
         """Whether the forward pass made it for the backward pass."""
         return value in self._read_backward and self.phase(value) == "forward"
 
+    def is_read_backward(self, value: Value) -> bool:
+        """Whether the backward pass reads a value, directly or behind moves."""
+        return value in self._read_backward
+
+    def is_constant(self, value: Value) -> bool:
+        """Whether a value holds no data of any argument, such as zeros."""
+        return self._copies.get(value) == "none"
+
+    def is_differentiated(self, leaf: int) -> bool:
+        """Whether the forward or the backward pass computes with the data of an argument leaf."""
+        data = (value for value, origin in self._copies.items() if origin == leaf)
+        return any(
+            edge == Edge.COMPUTE and self._named.get(user[0]) is not None
+            for value in data
+            for user, edge in self.users.get(value, ())
+        )
+
     def described(self, value: Value) -> tuple[str, str]:
         """The scope and the source line of a value; of a nameless one, those of what it is made of or goes into."""
         for step in (self._sources.get, self.users.get):
@@ -109,7 +127,7 @@ class Dataflow:
         return "", ""
 
     def _phases(self) -> dict[Value, Pass]:
-        named = {at: scope_phase(self.graph.scope(at)) for at in self.graph.instructions}
+        named = self._named
         late = self._spread(
             (v for v in self._values if named[v[0]] in ("backward", "recompute")),
             lambda value: self.users.get(value, ()),
@@ -166,9 +184,7 @@ class Dataflow:
     def _reads(self) -> set[Value]:
         """Values that the backward pass reads, directly or behind moves."""
         late = ("backward", "recompute")
-        readers = {
-            source for value in self._values if self.phases[value] in late for source, _ in self._sources[value]
-        }
+        readers = {source for value in self._values if self.phases[value] in late for source, _ in self._sources[value]}
         # A compiler fuses forward operations that it repeats into the backward ones that read them.
         for at, instruction in self.graph.instructions.items():
             if instruction.opcode == "fusion" and scope_phase(self.graph.scope(at)) in late:

@@ -115,6 +115,16 @@ class Graph:
         shape = self.shape(value)
         return math.prod(shape.dimensions) if element_type(shape.element_type)[1] else 0
 
+    def is_floating(self, value: Value) -> bool:
+        """Whether the items of an array are floating-point numbers."""
+        name = element_type(self.shape(value).element_type)[0]
+        return name.startswith(("f", "bf", "c"))
+
+    def name(self, value: Value) -> str:
+        """The operation that writes a value, in XLA's words: ``fusion loop_multiply_fusion.2``."""
+        proto = self.instructions[value[0]].proto
+        return f"{proto.opcode} {proto.name}"
+
     def values(self) -> Iterator[Value]:
         """Every array that an operation makes, in the order of the text (operands first)."""
         for at, instruction in self.instructions.items():

@@ -41,6 +41,16 @@ class Owners:
     host_peak_moment: int
     dataflow: Dataflow
     """For further questions about the same program."""
+    leaves: Sequence[ArgumentLeaf]
+    outputs: Sequence[OutputLeaf]
+    parameters: Mapping[Value, int]
+    """The argument leaf that every array of the entry's parameters is."""
+    results: Mapping[Value, int]
+    """The output leaf that every array of the entry's result is."""
+    replaced: Mapping[Value, int]
+    """The argument leaf that an array of the entry's result replaces, or is the gradient of."""
+    in_place: frozenset[Value]
+    """Results that are written into an argument's buffer."""
 
 
 def find_owners(
@@ -75,11 +85,12 @@ class _Finder:
         self.last = max(len(self.graph.order) - 1, 0)
         self.parameters = self._match_parameters()
         self.results = self._match_outputs()
-        self.flow = Dataflow(
-            self.graph,
-            {value: at for value, at in self.parameters.items()},
-            self._replaced(),
-        )
+        entries = self.hlo.module.input_output_alias.entries
+        self.in_place = {
+            tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries
+        }
+        self.replaced = self._replaced()
+        self.flow = Dataflow(self.graph, self.parameters, self.replaced)
 
     def find(self, totals: Mapping[Space, tuple[int, int, int, int]] | None) -> Owners:
         found: dict[Space, list[Buffer]] = {"device": [], "host": []}
@@ -108,6 +119,12 @@ class _Finder:
             peak_moment=peaks["device"],
             host_peak_moment=peaks["host"],
             dataflow=self.flow,
+            leaves=self.leaves,
+            outputs=self.outputs,
+            parameters=self.parameters,
+            results=self.results,
+            replaced=self.replaced,
+            in_place=frozenset(value for value in self.results if value[1] in self.in_place),
         )
 
     # --- arguments and outputs ---------------------------------------------------------------------------------------
@@ -137,13 +154,9 @@ class _Finder:
             (self.graph.instructions[at].proto.parameter_number, index): leaf
             for (at, index), leaf in self.parameters.items()
         }
-        aliased = {
-            tuple(entry.output_shape_index): by_number.get((entry.parameter_number, tuple(entry.parameter_shape_index)))
-            for entry in self.hlo.module.input_output_alias.entries
-        }
         replaced: dict[Value, int] = {}
         for value, at in self.results.items():
-            leaf = aliased.get(value[1])
+            leaf = by_number.get(self.in_place.get(value[1], (-1, ())))
             leaf = self._same_leaf(value, self.outputs[at].path) if leaf is None else leaf
             if leaf is not None:
                 replaced[value] = leaf
@@ -221,14 +234,13 @@ class _Finder:
             role = "activations"
         else:
             role = "temporaries" if scope else "unattributed"
-        operation = self.graph.instructions[value[0]].proto
         return Buffer(
             space=space,
             role=role,
             path=path,
             phase=flow.phase(value),
             scope=_readable(scope),
-            operation=f"{operation.opcode} {operation.name}",
+            operation=self.graph.name(value),
             source=_short(source),
             **self._array(value, segment.size),
             start=segment.start,
@@ -247,8 +259,7 @@ class _Finder:
         scope, source = ("", "")
         if value is not None and phase != "argument":
             scope, source = self.flow.described(value)
-            proto = self.graph.instructions[value[0]].proto
-            operation = operation or f"{proto.opcode} {proto.name}"
+            operation = operation or self.graph.name(value)
         array = {"num_bytes": allocation.size} if value is None else self._array(value, allocation.size)
         return Buffer(
             space=space,

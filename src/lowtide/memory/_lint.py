@@ -1,0 +1,386 @@
+"""Findings: what a step holds or moves without need, each with its path, its bytes and a remedy.
+
+The rules ask the compiled program, not the source: whether an output reuses its argument's buffer, whether a state is
+fed by any gradient, whether a value holds only the data of a weight. So they hold for any framework, and a finding
+means that the bytes are really there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from lowtide.core import format_bytes, leaf_bytes, parse_bytes
+from lowtide.core._compat import policy_names
+
+from ._analyze import Role, examine
+from ._buffers import Buffer
+from ._compile import Program, compile
+from ._executable import ArgumentLeaf
+from ._graph import Value
+from ._owners import Owners
+from ._report import MemoryReport
+from ._targets import Target
+
+RULES = {
+    "undonated-state": "an argument that the step replaces is not donated, so that two copies of it live",
+    "donation-not-used": "a donated buffer is not reused for any output",
+    "returned-unchanged": "an output is a copy of an argument",
+    "checkpoint-name-unmatched": "a checkpoint policy asks for a name that no checkpoint_name gives",
+    "offload-moved-nothing": "something is to be offloaded, and nothing is in host memory",
+    "optimizer-over-frozen": "optimizer state or an accumulator of a leaf that gets no gradient",
+    "norm-over-frozen": "the gradient of a leaf that does not train is computed for a norm",
+    "residual-copy": "a copy of an argument is kept for the backward pass",
+    "replicated": "a large argument is on every device of the mesh in full",
+    "padded": "a large buffer is mostly padding",
+}
+"""The rules and what each means."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that costs bytes without need.
+
+    Examples:
+        >>> print(Finding(rule="undonated-state", path="0/w", num_bytes=2**20, remedy="donate argument 0"))
+        undonated-state: 0/w, 1.00 MiB: an argument that the step replaces is not donated, so that two copies of it live
+          hint: donate argument 0
+    """
+
+    rule: str
+    """One of `RULES`."""
+    path: str
+    """The tree path of the argument or output, or the checkpoint name, it is about."""
+    num_bytes: int
+    """Bytes on one device that it costs."""
+    remedy: str
+    """What to do about it."""
+    detail: str = ""
+    """More about this one."""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        text = f"{self.rule}: {self.path}, {format_bytes(self.num_bytes)}: {RULES[self.rule]}{detail}"
+        return f"{text}\n  hint: {self.remedy}"
+
+
+def lint(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    roles: Mapping[str, Role] | None = None,
+    min_bytes: int | str = "1 MiB",
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Finding, ...]:
+    """Compile a step and say what it holds or moves without need.
+
+    Args:
+        fn: the step, as in `lowtide.memory.compile`.
+        *args: its arguments, or shapes of them.
+        target: what to compile for.
+        roles: as in `lowtide.memory.analyze`; no rule needs them.
+        min_bytes: smaller findings are left out (those without bytes of their own never are).
+        donate_argnums: as in `jax.jit`.
+        static_argnums: as in `jax.jit`.
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        Findings, the largest first; empty when there is nothing to say.
+
+    Raises:
+        ConfigError: for a `min_bytes` that is no size; otherwise as `lowtide.memory.compile`.
+
+    Memory:
+        Nothing is allocated on the target.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        >>> [finding.rule for finding in lint(lambda w, g: w - 0.1 * g, w, w)]
+        ['undonated-state']
+    """
+    program = compile(fn, *args, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums, **kwargs)
+    return lint_program(program, roles, min_bytes=min_bytes)
+
+
+def lint_program(
+    program: Program, roles: Mapping[str, Role] | None = None, *, min_bytes: int | str = "1 MiB"
+) -> tuple[Finding, ...]:
+    """The findings of a program that is compiled already; arguments as of `lint`."""
+    limit = parse_bytes(min_bytes)
+    report, owners = examine(program, roles)
+    found: list[Finding] = [*_unmatched_names(program.jaxpr)]
+    if owners is not None:
+        for rule in (_undonated, _unused_donations, _unchanged, _optimizer_over_frozen, _norms, _residual_copies):
+            found += rule(owners, report)
+    found += [*_offload(program, report), *_replicated(program, report), *_padded(report)]
+    kept = [f for f in found if f.num_bytes >= limit or f.rule in ("checkpoint-name-unmatched",)]
+    return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
+
+
+# --- arguments and outputs -----------------------------------------------------------------------------------------
+
+
+def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    for output, at in owners.replaced.items():
+        leaf = owners.leaves[at]
+        if leaf.donated or output in owners.in_place or not _follows(owners, output, at):
+            continue
+        if owners.dataflow.copy_of(output) == at:
+            continue  # returned unchanged
+        yield Finding(
+            rule="undonated-state",
+            path=leaf.path,
+            num_bytes=leaf.num_bytes,
+            detail=f"returned as {owners.outputs[owners.results[output]].path or 'the result'}",
+            remedy=f"donate argument {leaf.argument!r}: jax.jit(step, donate_argnums=...)",
+        )
+
+
+def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    graph = owners.dataflow.graph
+    entries = graph.module.input_output_alias.entries
+    reused = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
+    used = {
+        at
+        for (instruction, index), at in owners.parameters.items()
+        if (graph.instructions[instruction].proto.parameter_number, index) in reused
+    }
+    for at, leaf in enumerate(owners.leaves):
+        if leaf.donated and at not in used:
+            yield Finding(
+                rule="donation-not-used",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes or leaf.logical_bytes,
+                detail="" if leaf.kept else "the program does not read it",
+                remedy="return a value of the same shape, dtype and layout for it, or do not donate it",
+            )
+
+
+def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    for output, at in owners.results.items():
+        copied = owners.dataflow.copy_of(output)
+        if copied is None or output in owners.in_place or not _same_array(owners, output, copied):
+            continue
+        leaf = owners.leaves[copied]
+        yield Finding(
+            rule="returned-unchanged",
+            path=leaf.path,
+            num_bytes=leaf.num_bytes,
+            detail=f"returned as {owners.outputs[at].path or 'the result'}",
+            remedy="leave it out of the result: what does not change is the caller's already",
+        )
+
+
+def _same_array(owners: Owners, output: Value, leaf: int) -> bool:
+    graph = owners.dataflow.graph
+    parameter = next(value for value, at in owners.parameters.items() if at == leaf)
+    one, other = graph.shape(output), graph.shape(parameter)
+    return one.element_type == other.element_type and one.dimensions == other.dimensions
+
+
+def _same_items(owners: Owners, value: Value, leaf: int) -> bool:
+    graph = owners.dataflow.graph
+    parameter = next(value for value, at in owners.parameters.items() if at == leaf)
+    same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
+    return same_type and graph.num_elements(value) <= graph.num_elements(parameter)
+
+
+def _follows(owners: Owners, output: Value, leaf: int) -> bool:
+    """Whether an output is computed from a leaf element by element, as a new state from the old one."""
+    parameters = {value for value, at in owners.parameters.items() if at == leaf}
+    return bool(parameters & set(_same_size(owners, output)))
+
+
+def _same_size(owners: Owners, output: Value) -> Iterator[Value]:
+    """Values of as many elements that an output is made of, itself included."""
+    graph = owners.dataflow.graph
+    size = graph.num_elements(output)
+    seen, border = {output}, [output]
+    while border:
+        value = border.pop()
+        yield value
+        new = [s for s, _ in graph.sources(value) if s not in seen and graph.num_elements(s) == size]
+        seen.update(new)
+        border.extend(new)
+
+
+# --- frozen leaves -------------------------------------------------------------------------------------------------
+
+
+def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    flow = owners.dataflow
+    if not any(phase == "backward" for phase in flow.phases.values()):
+        return
+    sizes = _dimensions(owners)
+    for output, at in owners.replaced.items():
+        leaf, own = owners.leaves[at], flow.graph.num_elements(output)
+        # A state of a leaf has the leaf's shape; the leaf itself is read by the forward pass.
+        twins = [other for other, dims in sizes.items() if other != at and dims == sizes.get(at)]
+        if own <= 1 or not twins or flow.is_differentiated(at):
+            continue
+        if any(flow.phase(value) == "backward" and not flow.is_constant(value) for value in _same_size(owners, output)):
+            continue
+        yield Finding(
+            rule="optimizer-over-frozen",
+            path=leaf.path,
+            num_bytes=leaf.num_bytes,
+            detail="no gradient reaches it",
+            remedy="build the optimizer over what trains: tx.init(trainable) after lowtide.partition(params, wrt)",
+        )
+
+
+def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    flow, graph = owners.dataflow, owners.dataflow.graph
+    trained = set(owners.replaced.values())
+    frozen: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
+    for at, dims in _dimensions(owners).items():
+        if at not in trained and len(dims) > 1:
+            frozen.setdefault(dims, []).append(owners.leaves[at])
+    for at, instruction in graph.instructions.items():
+        if instruction.opcode not in ("reduce", "reduce-window") or flow.phase((at, ())) != "update":
+            continue
+        operand = (instruction.proto.operand_ids[0], ())
+        for value in _same_size(owners, operand):
+            dims = tuple(sorted(d for d in graph.shape(value).dimensions if d != 1))
+            if flow.gradient_of(value) is not None:
+                break  # of a leaf that trains
+            if flow.phase(value) != "backward" or flow.is_constant(value) or not frozen.get(dims):
+                continue
+            leaf = frozen[dims].pop(0)
+            yield Finding(
+                rule="norm-over-frozen",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes,
+                remedy="take the norm over the gradients of what trains only",
+            )
+            break
+
+
+def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
+    """Dimensions other than 1 of every floating leaf, sorted: layouts may be transposed."""
+    graph = owners.dataflow.graph
+    return {
+        at: tuple(sorted(d for d in graph.shape(value).dimensions if d != 1))
+        for value, at in owners.parameters.items()
+        if graph.is_floating(value)
+    }
+
+
+def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    flow = owners.dataflow
+    written = {b.operation: b for b in report.buffers if b.role == "copies"}
+    largest: dict[int, Buffer] = {}
+    for value in flow.phases:
+        at, buffer = flow.copy_of(value), written.get(flow.graph.name(value))
+        if at is None or buffer is None or flow.phase(value) != "forward" or not flow.is_read_backward(value):
+            continue
+        # A copy in the same type and size is the compiler's own (another layout), and nobody's to avoid.
+        if buffer.path != owners.leaves[at].path or _same_items(owners, value, at):
+            continue
+        if at not in largest or buffer.num_bytes > largest[at].num_bytes:
+            largest[at] = buffer
+    for at, buffer in largest.items():
+        yield Finding(
+            rule="residual-copy",
+            path=owners.leaves[at].path,
+            num_bytes=buffer.num_bytes,
+            detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
+            remedy="recompute the cast: jax.checkpoint around it; or cast once, outside of the loop and the gradient",
+        )
+
+
+# --- names, host, mesh ---------------------------------------------------------------------------------------------
+
+
+def _unmatched_names(jaxpr: Any) -> Iterator[Finding]:
+    tags, asked = dict[str, int](), set[str]()
+    for equation, runs in _equations(jaxpr.jaxpr, 1):
+        if equation.primitive.name == "name":
+            name = equation.params["name"]
+            tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
+        elif "policy" in equation.params and equation.params["policy"] is not None:
+            asked |= policy_names(equation.params["policy"])
+    missed = {name: size for name, size in tags.items() if name not in asked}
+    for name in sorted(asked - set(tags)):
+        listed = ", ".join(f"{tag} ({format_bytes(size)})" for tag, size in sorted(missed.items())) or "none"
+        yield Finding(
+            rule="checkpoint-name-unmatched",
+            path=name,
+            num_bytes=sum(missed.values()),
+            detail=f"names that are given and not asked for: {listed}",
+            remedy="spell the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
+        )
+
+
+def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
+    """All equations of a jaxpr and of those inside, with how often each runs."""
+    for equation in jaxpr.eqns:
+        yield equation, runs
+        times = runs * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner, times)
+
+
+def _offload(program: Program, report: MemoryReport) -> Iterator[Finding]:
+    if report.host_bytes or program.target.platform == "cpu":
+        return  # the CPU has one memory, and proves nothing
+    wanted = 0
+    for equation, runs in _equations(program.jaxpr.jaxpr, 1):
+        if equation.primitive.name == "device_put":
+            outs = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
+            wanted += runs * sum(leaf_bytes(v.aval) for v in outs)
+    if wanted:
+        yield Finding(
+            rule="offload-moved-nothing",
+            path="device_put to host memory",
+            num_bytes=wanted,
+            detail="the compiled program holds nothing in host memory",
+            remedy="check the names of the offload policy, and that the values are read again after it",
+        )
+
+
+def _replicated(program: Program, report: MemoryReport) -> Iterator[Finding]:
+    by_path = {b.path: b for b in report.buffers if b.phase == "argument"}
+    for path, sharding, num_bytes in _argument_shardings(program):
+        num_devices = len(sharding.device_set)
+        if num_devices > 1 and sharding.is_fully_replicated and path in by_path:
+            yield Finding(
+                rule="replicated",
+                path=path,
+                num_bytes=by_path[path].num_bytes if path in by_path else num_bytes,
+                detail=f"on {num_devices} devices",
+                remedy="shard it over an axis of the mesh: NamedSharding(mesh, PartitionSpec('axis'))",
+            )
+
+
+def _argument_shardings(program: Program) -> Iterable[tuple[str, Any, int]]:
+    import jax
+
+    from lowtide.core import leaves_with_paths
+
+    if program.error is not None:
+        return
+    infos = leaves_with_paths(program.compiled.args_info)
+    shardings = jax.tree.leaves(program.compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
+    for (path, info), sharding in zip(infos, shardings, strict=True):
+        if sharding is not None:
+            yield path.partition("/")[2], sharding, leaf_bytes(info)
+
+
+def _padded(report: MemoryReport) -> Iterator[Finding]:
+    for buffer in report.peak:
+        if buffer.padding_bytes * 2 > buffer.num_bytes:
+            yield Finding(
+                rule="padded",
+                path=buffer.label,
+                num_bytes=buffer.padding_bytes,
+                detail=f"{buffer.dtype}{list(buffer.shape)} takes {format_bytes(buffer.num_bytes)}",
+                remedy="move the axis of few elements away from the last two, or merge it with its neighbour",
+            )
