@@ -5,6 +5,7 @@ from ._errors import DataError as DataError
 from ._errors import DonationError as DonationError
 from ._errors import LowtideError as LowtideError
 from ._errors import ModelFileError as ModelFileError
+from ._errors import OutOfMemoryError as OutOfMemoryError
 from ._errors import OutputError as OutputError
 from ._errors import ReportError as ReportError
 from ._errors import SelectionError as SelectionError
@@ -47,6 +48,7 @@ __all__ = [
     "LinearWeight",
     "LowtideError",
     "ModelFileError",
+    "OutOfMemoryError",
     "OutputError",
     "ReportError",
     "SelectionError",

@@ -4,6 +4,7 @@
 |---|---|---|
 | `jax.stages.Traced.jaxpr.jaxpr.debug_info.arg_names` | jax 0.10.2 | a public list of the arguments that `jit` kept |
 | closures and attributes of `jax.checkpoint_policies` | jax 0.10.2 | policies that can be asked for their names |
+| `jax._src.compiler.compile_or_get_cached` | jax 0.10.2 | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
 | `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
@@ -13,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import importlib.util
 import os
@@ -189,3 +191,63 @@ def policy_names(policy: Any) -> set[str]:
     names = {name for value in held if isinstance(value, (set, frozenset, list, tuple)) for name in value}
     inner = [policy_names(value) for value in held if callable(value)]
     return {name for name in names if isinstance(name, str)}.union(*inner)
+
+
+class Compilation:
+    """A program that JAX compiled, or tried to."""
+
+    def __init__(self, compile_again: Callable[[list[tuple[str, Any]]], Any]) -> None:
+        self._compile_again = compile_again
+        self.executable: Any = None
+        """XLA's executable; None when the compiler raised."""
+        self.error: BaseException | None = None
+        """What the compiler raised."""
+
+    @property
+    def platform(self) -> str:
+        """What it was compiled for: ``cpu``, ``gpu``, ``tpu``; empty when the compiler raised."""
+        return self.executable.local_devices()[0].platform if self.executable is not None else ""
+
+    def stats(self) -> Any:
+        """The compiler's byte figures, with the fields of `memory_analysis()`; None without an executable."""
+        return self.executable.get_compiled_memory_stats() if self.executable is not None else None
+
+    def dump(self, folder: str) -> None:
+        """Compile it once more, dumped into a folder; an error of the compiler is expected and dropped."""
+        with contextlib.suppress(Exception):
+            self._compile_again([("xla_dump_to", folder), ("xla_dump_hlo_as_proto", True)])
+
+
+@contextlib.contextmanager
+def watch_compilations() -> Generator[list[Compilation]]:
+    """Remember every program that JAX compiles inside the block, so that it can be looked at after a failure.
+
+    Yields:
+        The programs so far, in order. They are kept alive as long as the list is.
+    """
+    from jax._src import compiler
+
+    original = compiler.compile_or_get_cached
+    seen: list[Compilation] = []
+
+    def watched(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **named: Any) -> Any:
+        def again(overrides: list[tuple[str, Any]]) -> Any:
+            changed = copy.copy(options)
+            changed.env_option_overrides = [*changed.env_option_overrides, *overrides]
+            with without_compilation_cache():
+                return original(backend, computation, devices, changed, *rest, **named)
+
+        record = Compilation(again)
+        seen.append(record)
+        try:
+            record.executable = original(backend, computation, devices, options, *rest, **named)
+        except BaseException as error:
+            record.error = error
+            raise
+        return record.executable
+
+    compiler.compile_or_get_cached = watched
+    try:
+        yield seen
+    finally:
+        compiler.compile_or_get_cached = original

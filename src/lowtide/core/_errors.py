@@ -6,7 +6,7 @@ User mistakes derive from `ValueError`; broken invariants of Lowtide itself are 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class LowtideError(Exception):
@@ -92,3 +92,15 @@ class ReportError(LowtideError, ValueError):
     """A memory report that is missing, is no report, or was written in another version of the format."""
 
     code = "LT009"
+
+
+class OutOfMemoryError(LowtideError, MemoryError):
+    """A program that needs more memory than its device has, with the owners of its bytes.
+
+    `report` is its `lowtide.memory.MemoryReport`, `remedies` what would make it smaller; the original exception is the
+    `__cause__`.
+    """
+
+    code = "LT010"
+    report: Any = None
+    remedies: tuple[Any, ...] = ()

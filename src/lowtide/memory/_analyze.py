@@ -12,7 +12,16 @@ from lowtide.core import ConfigError, TargetError, leaves_with_paths
 
 from ._buffers import DERIVED_ROLES, Buffer, Space
 from ._compile import Program, compile, positions
-from ._executable import ArgumentLeaf, aliased, aliased_in, argument_leaves, host_outputs, lowered_leaves
+from ._executable import (
+    ArgumentLeaf,
+    aliased,
+    aliased_in,
+    argument_leaves,
+    host_outputs,
+    lowered_leaves,
+    named_leaves,
+    output_paths,
+)
 from ._heap import DEVICE_COLOR, HOST_COLOR
 from ._owners import OutputLeaf, Owners, find_owners
 from ._report import MemoryReport, SpaceBytes
@@ -138,6 +147,40 @@ def examine(program: Program, roles: Mapping[str, Role] | None = None) -> tuple[
     return _examine(program.target, compiled, facts, program.hlo, roles, static, paths)
 
 
+def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
+    """The report of a program of which only the dump is left, as after an out-of-memory error.
+
+    Args:
+        hlo: the dumped program.
+        goal: what it was compiled for.
+        stats: the compiler's figures; None when it refused the program.
+        roles: the role of an argument, by the name that the function gives it; by default its name.
+
+    Returns:
+        The report, with arguments by the names that JAX gave them, and its owners.
+    """
+    leaves = named_leaves(hlo)
+    facts = _Facts.of_allocations(hlo, leaves) if stats is None else _Facts.of_stats(stats, leaves, {}, [])
+    leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
+    totals = facts.totals() if facts.has_totals else None
+    found = find_owners(hlo, leaves, leaf_roles, [OutputLeaf(path=path) for path in output_paths(hlo)], totals)
+    on_host = [leaf.on_host for leaf in leaves]
+    pairs = list(zip(leaves, leaf_roles, on_host, strict=True))
+    names = list(dict.fromkeys(leaf_roles))
+    report = MemoryReport(
+        target=goal,
+        device=facts.device,
+        host=facts.host,
+        by_role=_by_role(facts.device, names, [(leaf, role) for leaf, role, hosted in pairs if not hosted]),
+        host_by_role=_by_role(facts.host, names, [(leaf, role) for leaf, role, hosted in pairs if hosted]),
+        buffers=found.buffers,
+        moments=found.moments,
+        peak_moment=found.peak_moment,
+        host_peak_moment=found.host_peak_moment,
+    )
+    return report, found
+
+
 @dataclasses.dataclass(frozen=True)
 class _Facts:
     """What the compiler says about a program as a whole."""
@@ -154,8 +197,13 @@ class _Facts:
 
     @classmethod
     def of_compiled(cls, compiled: Any, leaves: list[ArgumentLeaf], hlo: Any = None) -> _Facts:
-        stats = compiled.memory_analysis()
         hits = aliased(compiled, leaves) if hlo is None else aliased_in(hlo, leaves)
+        return cls.of_stats(compiled.memory_analysis(), leaves, host_outputs(compiled), hits)
+
+    @classmethod
+    def of_stats(
+        cls, stats: Any, leaves: list[ArgumentLeaf], host_outputs: Mapping[str, int], hits: list[bool]
+    ) -> _Facts:
         device, host = (
             SpaceBytes(
                 argument_bytes=getattr(stats, f"{prefix}argument_size_in_bytes"),
@@ -166,7 +214,10 @@ class _Facts:
             )
             for prefix in ("", "host_")
         )
-        return cls(leaves, device, host, host_outputs(compiled), hits)
+        return cls(leaves, device, host, host_outputs, hits)
+
+    def totals(self) -> dict[Space, tuple[int, int, int, int]]:
+        return {"device": _totals(self.device), "host": _totals(self.host)}
 
     @classmethod
     def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
@@ -203,11 +254,7 @@ def _examine(
     notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
     if hlo is not None:
         outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(stages.out_info)]
-        totals: dict[Space, tuple[int, int, int, int]] = {
-            "device": _totals(facts.device),
-            "host": _totals(facts.host),
-        }
-        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, totals if facts.has_totals else None)
+        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals() if facts.has_totals else None)
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
     names = [*(roles or {}), "other"]

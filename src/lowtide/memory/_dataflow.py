@@ -74,7 +74,7 @@ class Dataflow:
         for value, sources in self._sources.items():
             for source, edge in sources:
                 self.users.setdefault(source, []).append((value, edge))
-        self._named = {at: scope_phase(graph.scope(at)) for at in graph.instructions}
+        self._named: dict[int, Pass | None] = {at: scope_phase(graph.scope(at)) for at in graph.instructions}
         self.phases = self._phases()
         self._copies = self._origins()
         self._read_backward = self._reads()

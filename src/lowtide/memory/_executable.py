@@ -50,6 +50,8 @@ class ArgumentLeaf:
     """Whether the caller gives the buffer away."""
     kept: bool
     """Whether the program reads it."""
+    num_replicas: int = 1
+    """On how many devices it lies in full; 1 when it is sharded or there is one device."""
 
 
 def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
@@ -75,6 +77,7 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
                 on_host=kept and on_host(fmt.sharding),
                 donated=bool(info.donated),
                 kept=kept,
+                num_replicas=len(fmt.sharding.device_set) if kept and fmt.sharding.is_fully_replicated else 1,
             )
         )
     return leaves
@@ -127,6 +130,46 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str]) -> list[Argumen
             )
         )
     return leaves
+
+
+def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
+    """The argument leaves of a program of which only the dump is left, by the names that JAX gave its parameters.
+
+    ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. Donation is not told:
+    a leaf counts as donated when an output reuses it.
+    """
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    allocations = {a.parameter_number: a for a in hlo.assignment.allocations if a.is_entry_parameter}
+    leaves: list[ArgumentLeaf] = []
+    for parameter in parameters:
+        path = _path_of_name(parameter.metadata.op_name or f"argument {parameter.parameter_number}")
+        allocation = allocations.get(parameter.parameter_number)
+        size = allocation.size if allocation is not None else 0
+        leaves.append(
+            ArgumentLeaf(
+                path=path,
+                argument=path.partition("/")[0],
+                num_bytes=size,
+                logical_bytes=size,
+                on_host=allocation is not None and allocation.color == HOST_COLOR,
+                donated=allocation is not None and allocation.is_parameter_aliased_with_output,
+                kept=True,
+            )
+        )
+    return leaves
+
+
+def output_paths(hlo: Any) -> list[str]:
+    """Stand-ins for the paths of a program's results: their numbers."""
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    root = next(i for i in entry.instructions if i.id == entry.root_id)
+    return [str(at) for at in range(len(root.shape.tuple_shapes))] or [""]
+
+
+def _path_of_name(name: str) -> str:
+    """``params['a'][0].b`` as ``params/a/0/b``."""
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]|\.", lambda match: f"/{match[1] or ''}", name.replace("\\'", "'")).strip("/")
 
 
 def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:

@@ -8,7 +8,7 @@ means that the bytes are really there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lowtide.core import format_bytes, leaf_bytes, parse_bytes
@@ -112,13 +112,15 @@ def lint_program(
     """The findings of a program that is compiled already; arguments as of `lint`."""
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
-    found: list[Finding] = [*_unmatched_names(program.jaxpr)]
-    if owners is not None:
-        for rule in (_undonated, _unused_donations, _unchanged, _optimizer_over_frozen, _norms, _residual_copies):
-            found += rule(owners, report)
-    found += [*_offload(program, report), *_replicated(program, report), *_padded(report)]
+    found = [*_unmatched_names(program.jaxpr), *_offload(program, report)]
+    found += lint_owners(owners, report) if owners is not None else _padded(report)
     kept = [f for f in found if f.num_bytes >= limit or f.rule in ("checkpoint-name-unmatched",)]
     return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
+
+
+def lint_owners(owners: Owners, report: MemoryReport) -> list[Finding]:
+    """The findings that need nothing but the compiled program."""
+    return [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
 
 
 # --- arguments and outputs -----------------------------------------------------------------------------------------
@@ -346,32 +348,16 @@ def _offload(program: Program, report: MemoryReport) -> Iterator[Finding]:
         )
 
 
-def _replicated(program: Program, report: MemoryReport) -> Iterator[Finding]:
-    by_path = {b.path: b for b in report.buffers if b.phase == "argument"}
-    for path, sharding, num_bytes in _argument_shardings(program):
-        num_devices = len(sharding.device_set)
-        if num_devices > 1 and sharding.is_fully_replicated and path in by_path:
+def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    for leaf in owners.leaves:
+        if leaf.num_replicas > 1:
             yield Finding(
                 rule="replicated",
-                path=path,
-                num_bytes=by_path[path].num_bytes if path in by_path else num_bytes,
-                detail=f"on {num_devices} devices",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes,
+                detail=f"on {leaf.num_replicas} devices",
                 remedy="shard it over an axis of the mesh: NamedSharding(mesh, PartitionSpec('axis'))",
             )
-
-
-def _argument_shardings(program: Program) -> Iterable[tuple[str, Any, int]]:
-    import jax
-
-    from lowtide.core import leaves_with_paths
-
-    if program.error is not None:
-        return
-    infos = leaves_with_paths(program.compiled.args_info)
-    shardings = jax.tree.leaves(program.compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
-    for (path, info), sharding in zip(infos, shardings, strict=True):
-        if sharding is not None:
-            yield path.partition("/")[2], sharding, leaf_bytes(info)
 
 
 def _padded(report: MemoryReport) -> Iterator[Finding]:
@@ -384,3 +370,14 @@ def _padded(report: MemoryReport) -> Iterator[Finding]:
                 detail=f"{buffer.dtype}{list(buffer.shape)} takes {format_bytes(buffer.num_bytes)}",
                 remedy="move the axis of few elements away from the last two, or merge it with its neighbour",
             )
+
+
+_RULES_OF_OWNERS = (
+    _undonated,
+    _unused_donations,
+    _unchanged,
+    _optimizer_over_frozen,
+    _norms,
+    _residual_copies,
+    _replicated,
+)

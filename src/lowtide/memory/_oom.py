@@ -1,0 +1,177 @@
+"""Out of memory, explained: who owns the bytes at the peak of the program that failed, and what would help.
+
+The block remembers the programs that JAX compiles inside it. When memory runs out, the failing one (at run time the
+largest) is compiled once more with a dump, and its owners are read from that. So nothing is paid until it fails, and a
+TPU's refusal to compile is explained as well as a GPU's failure to allocate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+import jax
+
+from lowtide.core import OutOfMemoryError, format_bytes
+from lowtide.core._compat import Compilation, watch_compilations
+
+from ._analyze import examine_dump
+from ._compile import is_out_of_memory, read_dump
+from ._lint import lint_owners
+from ._remedies import Remedy, ranked, suggest
+from ._report import MemoryReport
+from ._targets import Target, resolve_target
+
+
+@contextlib.contextmanager
+def explain_oom(
+    *,
+    target: Target | str | None = None,
+    roles: Mapping[str, str] | None = None,
+    top: int = 12,
+    html: str | Path | None = None,
+) -> Generator[None]:
+    """Turn an out-of-memory error inside the block into one that names the owners of the bytes.
+
+    Put it around everything that may fail, first calls included: programs that were compiled before are not known.
+
+    Args:
+        target: the hardware, for its capacity; None for the hardware at hand. Give it for programs that are compiled
+            ahead of time.
+        roles: the role of arguments, by the names that the failing function gives them (``{"params": "weights"}``);
+            by default each argument is a role of its own.
+        top: how many owners and remedies the message lists.
+        html: where to write the report's page, if anywhere.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OutOfMemoryError: instead of JAX's error, which is its cause. Its `report` and `remedies` are for programs. When
+            the explanation itself fails, JAX's error is raised with a note.
+
+    Memory:
+        Programs compiled inside are kept alive until the end of the block. After a failure one of them is compiled
+        again, on the host.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> with explain_oom():
+        ...     total = jax.jit(jnp.sum)(jnp.ones(8))
+    """
+    with watch_compilations() as seen:
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OutOfMemoryError) or not is_out_of_memory(error):
+                raise
+            explained = _explain(error, seen, target, roles or {}, top, html)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+def _explain(
+    error: Exception,
+    seen: list[Compilation],
+    target: Target | str | None,
+    roles: Mapping[str, str],
+    top: int,
+    html: str | Path | None,
+) -> OutOfMemoryError | None:
+    try:
+        culprit = _culprit(error, seen)
+        if culprit is None:
+            error.add_note(
+                "lowtide: no program was compiled inside explain_oom(), so nothing is known about this one; "
+                "put the block around the first call of the step"
+            )
+            return None
+        goal = _goal(target, culprit)
+        report, remedies = _owners(culprit, goal, roles)
+        if html is not None:
+            report.to_html(html)
+        return _error(error, culprit, report, remedies, top)
+    except Exception as failure:  # the user's error must never be hidden by ours
+        error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
+        return None
+
+
+def _culprit(error: Exception, seen: list[Compilation]) -> Compilation | None:
+    """The program that the compiler refused; of programs that compiled, the one that needs most."""
+    refused = [c for c in seen if c.error is error]
+    if refused:
+        return refused[-1]
+
+    def needs(compilation: Compilation) -> int:
+        stats = compilation.stats()
+        sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.temp_size_in_bytes)
+        return sum(sizes) - stats.alias_size_in_bytes
+
+    return max((c for c in seen if c.executable is not None), key=needs, default=None)
+
+
+def _goal(target: Target | str | None, culprit: Compilation) -> Target:
+    if target is not None or culprit.error is None:
+        return resolve_target(target)
+    return resolve_target(None)
+
+
+def _owners(culprit: Compilation, goal: Target, roles: Mapping[str, str]) -> tuple[MemoryReport, tuple[Remedy, ...]]:
+    with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
+        culprit.dump(folder)
+        hlo = read_dump(folder)
+    if hlo is None:
+        raise LookupError("the compiler dumped no buffer assignment")
+    report, owners = examine_dump(hlo, goal, culprit.stats(), roles)
+    findings = lint_owners(owners, report)
+    return report, ranked(suggest(report, owners, findings), report)
+
+
+def _error(
+    error: Exception, culprit: Compilation, report: MemoryReport, remedies: tuple[Remedy, ...], top: int
+) -> OutOfMemoryError:
+    usable = report.target.device_bytes
+    room = f"{format_bytes(usable)} usable" if usable is not None else "capacity unknown"
+    when = "while it was compiled" if culprit.error is not None else "while it ran"
+    listed = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
+    message = (
+        f"out of memory {when}: the program needs {format_bytes(report.device_bytes)} on one device of "
+        f"{report.target.name} ({room})\n{_text(report, top)}"
+        + (f"\nremedies, each by itself:\n{listed}" if listed else "")
+        + ("" if culprit.error is not None else f"\n{_live_arrays(report)}")
+    )
+    explained = OutOfMemoryError(
+        message,
+        hint="lowtide.memory.remedies(step, *args) compiles the remedies that only change how the step is called",
+    )
+    explained.report, explained.remedies = report, remedies
+    return explained
+
+
+def _text(report: MemoryReport, top: int) -> str:
+    from rich.console import Console
+
+    text = io.StringIO()
+    report.print(Console(file=text, width=120, no_color=True), top=top)
+    return text.getvalue().rstrip()
+
+
+def _live_arrays(report: MemoryReport) -> str:
+    """What else was on the device: arrays that live outside of the program."""
+    sizes: dict[str, int] = {}
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            shape = f"{array.dtype}{list(array.shape)}"
+            on_device = max((s.data.nbytes for s in array.addressable_shards), default=0)
+            sizes[shape] = sizes.get(shape, 0) + on_device
+    largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
+    listed = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in largest)
+    arguments = report.device.argument_bytes
+    return (
+        f"arrays alive in the process when it failed: {format_bytes(sum(sizes.values()))} on a device "
+        f"(the program's arguments are {format_bytes(arguments)} of what it needs)" + (f": {listed}" if listed else "")
+    )
