@@ -1,0 +1,38 @@
+"""``lowtide diff``: what changed between two reports, owner by owner."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from ._explain import add_view_arguments, write_views
+from ._load import check_outputs
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "diff",
+        help="compare two reports",
+        description="Compare two reports that `lowtide explain --json` or MemoryReport.to_json wrote: what grew, what "
+        "shrank, and who owns it. Exit status: 0, or 2 for a mistake in the arguments.",
+    )
+    parser.add_argument("before", metavar="BEFORE.json", help="the first report")
+    parser.add_argument("after", metavar="AFTER.json", help="the second report")
+    add_view_arguments(parser, "difference")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from .. import memory
+
+    console = Console(highlight=False)
+    check_outputs(args.html, args.png, args.json)
+    before, after = (memory.MemoryReport.from_json(file) for file in (args.before, args.after))
+    difference = memory.diff(before, after)
+    difference.print(console, top=args.top)
+    write_views(console, difference, args)
+    return 0

@@ -1,0 +1,100 @@
+"""``lowtide explain``: where the bytes of a user's step go, on hardware that is here or not."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ._load import add_job_arguments, check_outputs, load, parse_job, read_settings, spinner, user_code
+
+_VIEWS = {"html": "to_html", "png": "to_png", "json": "to_json"}
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "explain",
+        help="say where the bytes of a step go",
+        description="Compile what a function of yours returns, for hardware that is here or not, and print who owns "
+        "every byte at the peak. Nothing runs on the target. Exit status: 0, also for a program that does not fit; 1 "
+        "when your code fails; 2 for a mistake in the arguments.",
+    )
+    add_job_arguments(parser)
+    parser.add_argument(
+        "--target",
+        action="append",
+        metavar="NAME",
+        help="what to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
+    )
+    add_view_arguments(parser, "report", "; with several targets their names are put before the suffix")
+    parser.add_argument("--seconds", metavar="FILE", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def add_view_arguments(parser: argparse.ArgumentParser, what: str, more: str = "") -> None:
+    """Add the flags that choose the views of a report or a difference."""
+    for kind, text in (("html", "one interactive page"), ("png", "a picture"), ("json", "data for other tools")):
+        parser.add_argument(
+            f"--{kind}", metavar="FILE", help=f"write the {what} as {text}{more} (default: not written)"
+        )
+    parser.add_argument("--top", type=positive, default=20, metavar="N", help="owners to list (default: 20)")
+
+
+def positive(text: str) -> int:
+    """An argument that is a positive whole number."""
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return value
+
+
+def write_views(console: Console, view: Any, args: argparse.Namespace, label: str | None = None) -> None:
+    """Write the files that were asked for.
+
+    Args:
+        console: where to say so.
+        view: a report or a difference.
+        args: the arguments, with the flags of `add_view_arguments`.
+        label: what to put before the suffix of every file.
+    """
+    for kind, method in _VIEWS.items():
+        if file := getattr(args, kind):
+            path = labelled(file, label)
+            getattr(view, method)(path)
+            console.print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def labelled(file: str, label: str | None) -> Path:
+    """A file with a label before its suffix: ``report.json`` and ``v5e:2x2`` make ``report-v5e-2x2.json``."""
+    path = Path(file)
+    return (
+        path if label is None else path.with_name(f"{path.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', label)}{path.suffix}")
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from .. import memory
+
+    console = Console(highlight=False)
+    path, name = parse_job(args.job)
+    names = list(dict.fromkeys(args.target or ["here"]))
+    check_outputs(*(getattr(args, kind) for kind in _VIEWS), args.seconds)
+    with load(path, name) as maker:
+        what = f"{path.name}:{name}"
+        settings = read_settings(args.set, maker, what)
+        for number, target_name in enumerate(names):
+            goal = memory.target(target_name)
+            with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
+                report = memory.Job.make(maker, target=goal, what=what, **settings).analyze(goal)
+            if number:
+                console.rule()
+            report.print(console, top=args.top)
+            write_views(console, report, args, target_name if len(names) > 1 else None)
+            if args.seconds:
+                Path(args.seconds).write_text(f"{clock.seconds}\n")
+    return 0

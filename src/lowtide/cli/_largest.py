@@ -1,0 +1,131 @@
+"""``lowtide fits --largest``: the largest value of a parameter that fits, target by target."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core import ConfigError, format_bytes
+from ._children import ChildError, run_child
+from ._load import load, parse_job, read_settings, spinner, user_code
+
+
+def run_largest(console: Console, args: argparse.Namespace, names: Sequence[str], budget: int | None) -> int:
+    """Run ``fits --largest``; several targets get a process each.
+
+    Args:
+        console: where to print.
+        args: the arguments of the command.
+        names: the targets.
+        budget: the limit in bytes, or None for each target's own.
+
+    Returns:
+        The exit status.
+    """
+    sizes = _read_sizes(args.sizes)
+    if len(names) == 1:
+        found = _extrapolate(args, names[0], sizes, budget)
+        found.print(console)
+        if args.json:
+            _write(console, args.json, [found.to_dict()])
+        return 0
+    rows: list[dict[str, Any]] = []
+    failures: list[ChildError] = []
+    errors = Console(stderr=True, highlight=False, soft_wrap=True)
+    for number, name in enumerate(names, start=1):
+        with spinner(f"enlarging {args.largest} of {args.job} on {name} ({number} of {len(names)})"):
+            try:
+                rows.append(_in_child(args, name))
+            except ChildError as error:
+                failures.append(error)
+                rows.append({"target": name, "error": error.line})
+    for text in dict.fromkeys(failure.text for failure in failures):
+        errors.print(Text("error ", style="bold red") + Text(text))
+    console.print(_table(args.largest, rows))
+    if args.json:
+        _write(console, args.json, rows)
+    if len(failures) == len(rows) and all(failure.status == 2 for failure in failures):
+        return 2
+    return int(bool(failures))
+
+
+def _read_sizes(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError("--sizes needs whole numbers", got=repr(text), hint="for instance --sizes 2,4,8")
+    return tuple(map(int, parts))
+
+
+def _extrapolate(args: argparse.Namespace, name: str, sizes: Sequence[int] | None, budget: int | None) -> Any:
+    from .. import memory
+
+    path, function = parse_job(args.job)
+    what = f"{path.name}:{function}"
+    given: dict[str, Any] = {"sizes": sizes, "maximum": args.maximum, "multiple_of": args.multiple_of}
+    with load(path, function) as maker:
+        if any(pair.partition("=")[0].strip() == args.largest for pair in args.set):
+            raise ConfigError(f"--largest {args.largest} is set, too", hint=f"leave --set {args.largest}=... out")
+        settings = read_settings(args.set, maker, what, variable=args.largest)
+        goal = memory.target(name)
+
+        def make(size: int) -> Any:
+            return memory.Job.make(maker, target=goal, what=what, **settings, **{args.largest: size})
+
+        with spinner(f"enlarging {args.largest} of {what} on {goal.name}"), user_code(path):
+            return memory.extrapolate(
+                make,
+                target=goal,
+                limit=budget,
+                variable=args.largest,
+                **{key: value for key, value in given.items() if value is not None},
+            )
+
+
+def _in_child(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    arguments = ["fits", args.job, "--target", name, "--largest", args.largest]
+    arguments += [part for pair in args.set for part in ("--set", pair)]
+    for flag in ("budget", "sizes", "maximum", "multiple_of"):
+        if getattr(args, flag) is not None:
+            arguments += [f"--{flag.replace('_', '-')}", str(getattr(args, flag))]
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        file = Path(folder) / "rows.json"
+        run_child([*arguments, "--json", str(file)])
+        return json.loads(file.read_text(encoding="utf-8"))["rows"][0]
+
+
+def _write(console: Console, file: str, rows: Sequence[dict[str, Any]]) -> None:
+    Path(file).write_text(json.dumps({"figures": "compiled", "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    console.print(f"wrote {file}", markup=False, soft_wrap=True)
+
+
+def _table(variable: str, rows: Sequence[dict[str, Any]]) -> Table:
+    title = f"Largest {variable} that fits (compiled)"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("target", no_wrap=True)
+    for column in (variable, "device", "limit", "the next", "programs"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    for row in rows:
+        if "error" in row:
+            table.add_row(Text(row["target"]), Text("failed", style="red"), *[""] * 4, Text(row["error"]))
+            continue
+        following = row["next"]
+        table.add_row(
+            Text(row["target"]),
+            f"{row['answer']:,}",
+            format_bytes(row["device_bytes"]),
+            format_bytes(row["limit_bytes"]),
+            "at the maximum" if following is None else format_bytes(following["device_bytes"]),
+            str(len(row["points"])),
+        )
+    return table

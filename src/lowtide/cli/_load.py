@@ -1,0 +1,260 @@
+"""The user's file on the command line: ``FILE.py:NAME`` and ``--set KEY=VALUE``.
+
+A file is imported as a module, so that what stands below ``if __name__ == "__main__"`` does not run; its folder and the
+current directory are importable while it is in use. Whatever its code raises is shown with the user's own frames alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import difflib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from ..core import ConfigError, LowtideError
+
+_JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
+
+
+class UserCodeError(Exception):
+    """What the user's own code raised; its text is the traceback, trimmed to the user's frames."""
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what every command on a user's function takes."""
+    parser.add_argument(
+        "job",
+        metavar="FILE.py:NAME",
+        help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these; when it has a "
+        "parameter `target`, it gets the target",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="keyword argument for NAME, a Python literal or else text; may be repeated (default: none)",
+    )
+
+
+def parse_job(text: str) -> tuple[Path, str]:
+    """File and name of ``FILE.py:NAME``.
+
+    Raises:
+        ConfigError: when a part is missing, or there is no such file.
+    """
+    file, separator, name = text.rpartition(":")
+    if not separator or not file or not name.isidentifier():
+        raise ConfigError(
+            f"{text!r} does not name a function in a file",
+            expected="FILE.py:NAME",
+            got=repr(text),
+            hint="for instance train.py:make_step",
+        )
+    path = Path(file)
+    if not path.is_file():
+        folder = path.parent
+        files = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
+        close = difflib.get_close_matches(path.name, files, n=3)
+        hint = f"near misses: {', '.join(close)}" if close else "give the path of a Python file"
+        raise ConfigError(f"{file}: there is no such file", got=repr(text), hint=hint)
+    return path.resolve(), name
+
+
+@contextlib.contextmanager
+def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
+    """The function of that name in a file, importable with everything beside it as long as the block lasts.
+
+    Args:
+        path: the file.
+        name: what is defined in it.
+
+    Raises:
+        ConfigError: when the file has no such name, or it is not a function.
+        UserCodeError: what the file raises while it is imported.
+    """
+    before = list(sys.path), list(sys.argv)
+    module_name = path.stem if path.stem not in sys.modules else f"_{path.stem}_of_the_command_line"
+    try:
+        sys.path[:0] = [folder for folder in (str(path.parent), str(Path.cwd())) if folder not in sys.path]
+        sys.argv[:] = [str(path)]
+        module = _import(path, module_name)
+        if not hasattr(module, name):
+            mine = [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and getattr(value, "__module__", None) == module_name
+            ]
+            close = difflib.get_close_matches(name, [key for key in vars(module) if not key.startswith("__")], n=3)
+            raise ConfigError(
+                f"{path.name} has no {name!r}",
+                expected=f"one of its functions: {', '.join(mine) or 'it has none'}",
+                got=repr(name),
+                hint=f"near misses: {', '.join(close)}" if close else "name a function of the file",
+            )
+        maker = getattr(module, name)
+        if not callable(maker):
+            raise ConfigError(
+                f"{path.name}:{name} is not a function",
+                expected="a function that returns the step and its arguments",
+                got=type(maker).__name__,
+                hint=f"def {name}(): return (step, args, roles)",
+            )
+        yield maker
+    finally:
+        sys.path[:], sys.argv[:] = before
+        sys.modules.pop(module_name, None)
+
+
+def _import(path: Path, module_name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(
+            f"{path}: not a Python file", got=path.suffix or "no suffix", hint="give a file ending in .py"
+        )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    with user_code(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def user_code(path: Path) -> Generator[None]:
+    """Turn what the user's code raises into `UserCodeError`; errors of Lowtide pass.
+
+    Args:
+        path: the user's file.
+    """
+    try:
+        yield
+    except LowtideError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserCodeError("\n".join([f"in the code of {path.name}", *_trimmed(error, path)])) from error
+
+
+def _trimmed(error: BaseException, path: Path) -> list[str]:
+    lines: list[str] = []
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause is not None and type(cause).__name__ not in _JAX_CAUSES:
+        lines = [*_trimmed(cause, path), "", "and then:", ""]
+    summary = traceback.TracebackException.from_exception(error, compact=True)
+    notes: list[str] = getattr(summary, "__notes__", None) or []
+    summary.__notes__ = [note for note in notes if "JAX has removed its internal frames" not in note]
+    frames = [frame for frame in summary.stack if _is_users(frame.filename, path)]
+    if frames:
+        lines.append("Traceback (most recent call last):")
+        lines += "".join(traceback.StackSummary.from_list(frames).format()).splitlines()
+    text = "".join(summary.format_exception_only()).rstrip()
+    return [*lines, *text.splitlines()]
+
+
+def _is_users(filename: str, path: Path) -> bool:
+    file = Path(filename)
+    if file == path:
+        return True
+    folders = [sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")]
+    libraries = [Path(folder) for folder in folders if folder] + [Path(__file__).parents[1]]
+    return not filename.startswith("<") and not any(file.is_relative_to(folder) for folder in libraries)
+
+
+def read_settings(
+    pairs: Sequence[str], maker: Callable[..., Any], name: str, *, variable: str | None = None
+) -> dict[str, Any]:
+    """The keyword arguments of ``--set``, checked against the function's parameters.
+
+    Args:
+        pairs: texts of the form ``KEY=VALUE``.
+        maker: the function that will get them.
+        name: what it is called.
+        variable: a parameter that gets its value later.
+
+    Raises:
+        ConfigError: for text of another form, a key that is no parameter, or a parameter without a value.
+    """
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, separator, text = pair.partition("=")
+        key = key.strip()
+        if not separator or not key.isidentifier():
+            raise ConfigError("--set needs KEY=VALUE", got=repr(pair), hint="for instance --set batch=8")
+        if key in values:
+            raise ConfigError(f"--set {key} is given twice", got=repr(pair), hint="give it once")
+        try:
+            values[key] = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            values[key] = text
+    _check_settings(values, maker, name, variable)
+    return values
+
+
+def _check_settings(values: dict[str, Any], maker: Callable[..., Any], name: str, variable: str | None) -> None:
+    try:
+        parameters = inspect.signature(maker).parameters
+    except (TypeError, ValueError):
+        return
+    kinds = inspect.Parameter
+    named = [key for key, p in parameters.items() if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    settable = [key for key in named if key != "target"]
+    takes_any = any(p.kind is kinds.VAR_KEYWORD for p in parameters.values())
+    for key in [*values, *([variable] if variable else [])]:
+        if key == "target" or (key not in settable and not takes_any):
+            close = difflib.get_close_matches(key, settable, n=1)
+            hint = "name the target with --target" if key == "target" else None
+            raise ConfigError(
+                f"{name} has no parameter {key!r} to set",
+                expected=", ".join(settable) or "it takes none",
+                got=key,
+                hint=hint or (f"did you mean {close[0]!r}?" if close else "set a parameter that it has"),
+            )
+    missing = [k for k in settable if parameters[k].default is kinds.empty and k not in values and k != variable]
+    if missing:
+        raise ConfigError(f"{name} needs a value for {', '.join(missing)}", hint=f"for instance --set {missing[0]}=8")
+
+
+def check_outputs(*files: str | None) -> None:
+    """Refuse files that cannot be written before minutes of compilation.
+
+    Raises:
+        ConfigError: for a file in a folder that is not there, or one that is a folder.
+    """
+    for file in files:
+        if file and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
+            raise ConfigError(f"{file}: cannot be written", hint="give a file in an existing folder")
+
+
+class Clock:
+    """Seconds that a block took."""
+
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def spinner(text: str) -> Generator[Clock]:
+    """Say what is going on, with the time it takes, on a terminal; nothing elsewhere.
+
+    Args:
+        text: what is going on.
+    """
+    console = Console(stderr=True, highlight=False)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    clock, start = Clock(), time.perf_counter()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(text, total=None)
+        try:
+            yield clock
+        finally:
+            clock.seconds = time.perf_counter() - start

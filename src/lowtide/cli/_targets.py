@@ -1,0 +1,92 @@
+"""``lowtide targets``: what can be compiled for, with the origin of every figure."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core import format_bytes
+
+_COLUMNS = {
+    "usable": "device_bytes",
+    "memory": "hbm_bytes",
+    "bandwidth": "hbm_bandwidth",
+    "bf16": "flops",
+    "host link": "host_link_bandwidth",
+    "host": "host_bytes",
+}
+
+_WIDTH = 160
+"""Of a terminal, for all columns."""
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "targets",
+        help="list the hardware that can be compiled for",
+        description="List the catalogue of targets, per JAX device, and where each figure comes from. The compilers "
+        "need not be installed.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the catalogue as JSON (default: a table)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from .. import memory
+
+    found = memory.targets()
+    if args.json:
+        sys.stdout.write(json.dumps([dataclasses.asdict(goal) for goal in found], indent=2) + "\n")
+        return 0
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    origins: dict[str, int] = {}
+    table = Table(title="Targets, per JAX device", title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("name", no_wrap=True)
+    wide = console.width >= _WIDTH
+    columns = _COLUMNS if wide else {title: _COLUMNS[title] for title in ("usable", "memory", "host")}
+    for title in ("devices", *columns):
+        table.add_column(title, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("machine of the host memory", no_wrap=True)
+    for goal in found:
+        marks = _marks(goal, origins)
+        cells = [_figure(field, getattr(goal, field), marks) for field in columns.values()]
+        machine = [goal.machine or ""] if wide else []
+        table.add_row(Text(goal.name), str(goal.num_devices), *cells, *machine)
+    console.print(table)
+    if not wide:
+        console.print(f"more columns from a width of {_WIDTH} on", style="dim")
+    console.print("\nWhere the figures come from", style="bold")
+    for origin, number in origins.items():
+        console.print(Text(f"{number:>3}  {origin}", style="dim"), soft_wrap=True)
+    return 0
+
+
+def _marks(goal: Any, origins: dict[str, int]) -> dict[str, int]:
+    """The number of the origin of every figure of a target; new origins are added."""
+    marks: dict[str, int] = {}
+    for source in goal.sources:
+        field, _, origin = source.partition(": ")
+        marks[field] = origins.setdefault(origin, len(origins) + 1)
+    return marks
+
+
+def _figure(field: str, value: int | None, marks: dict[str, int]) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    if field == "flops":
+        text = f"{value / 1e12:,.0f} TFLOP/s"
+    else:
+        text = format_bytes(value) + ("/s" if field.endswith("bandwidth") else "")
+    return Text(text).append(f" {marks[field]:>2}" if field in marks else "   ", style="dim")

@@ -1,0 +1,185 @@
+"""What to analyse: a function, its arguments and what they are called, as one value.
+
+The command line, the pytest plugin and `extrapolate` all ask a function of the user's for a job; here its answer is
+read, and refused by name when it is something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from lowtide.core import ConfigError
+
+from ._analyze import Role, analyze
+from ._report import MemoryReport
+from ._targets import Target, resolve_target
+
+_FORMS = (
+    "(fn, args), (fn, args, roles), or a dict with the keys fn, args, kwargs, roles, donate_argnums, static_argnums"
+)
+_HINT = 'return (step, (params, batch), {"params": 0, "batch": 1}), with jax.ShapeDtypeStructs for the arrays'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A function and its arguments, ready to be analysed for any target.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> job = Job.of((lambda w, x: x @ w, (jnp.ones((4, 4)), jnp.ones((2, 4))), {"params": 0}))
+        >>> job.analyze("cpu").by_role["params"]
+        64
+    """
+
+    fn: Callable[..., Any]
+    """The function, jitted or not."""
+    args: tuple[Any, ...] = ()
+    """Its positional arguments; shapes are enough."""
+    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    """Its keyword arguments."""
+    roles: Mapping[str, Role] | None = None
+    """What to call which arguments, as in `analyze`."""
+    donate_argnums: int | Sequence[int] | None = None
+    """As in `analyze`."""
+    static_argnums: int | Sequence[int] | None = None
+    """As in `analyze`."""
+
+    @classmethod
+    def of(cls, value: Any, what: str = "the job") -> Job:
+        """Read a job from what a user's function returned.
+
+        Args:
+            value: a `Job`, ``(fn, args)``, ``(fn, args, roles)``, or a mapping with the names of this class's fields.
+            what: what to call it in an error.
+
+        Returns:
+            The job.
+
+        Raises:
+            ConfigError: when it is something else.
+        """
+        if isinstance(value, Job):
+            return value
+        if isinstance(value, Mapping):
+            fields: dict[str, Any] = dict(cast("Mapping[str, Any]", value))
+            known = [field.name for field in dataclasses.fields(cls)]
+            for key in fields:
+                if key not in known:
+                    close = difflib.get_close_matches(str(key), known, n=1)
+                    raise ConfigError(
+                        f"{what} has the unknown key {key!r}",
+                        expected=", ".join(known),
+                        got=", ".join(map(str, fields)),
+                        hint=f"did you mean {close[0]!r}?" if close else _HINT,
+                    )
+            if "fn" not in fields:
+                raise ConfigError(f"{what} has no key 'fn'", got=", ".join(fields) or "an empty dict", hint=_HINT)
+        elif isinstance(value, tuple | list) and len(cast("Sequence[Any]", value)) in (2, 3):
+            names: tuple[str, ...] = ("fn", "args", "roles")
+            fields = dict(zip(names, cast("Sequence[Any]", value), strict=False))
+        else:
+            raise ConfigError(f"{what} is no job", expected=_FORMS, got=_describe(value), hint=_HINT)
+        return cls(**_checked(fields, what))
+
+    @classmethod
+    def make(
+        cls,
+        maker: Callable[..., Any],
+        *values: Any,
+        target: Target | str | None = None,
+        what: str | None = None,
+        **settings: Any,
+    ) -> Job:
+        """Ask a user's function for a job.
+
+        Args:
+            maker: a function that returns what `of` reads. When it has a parameter ``target`` it gets the `Target`, to
+                build meshes on its devices.
+            *values: its positional arguments.
+            target: what the job will be analysed for.
+            what: what to call the function in an error; None for its name.
+            **settings: its keyword arguments.
+
+        Returns:
+            The job.
+
+        Raises:
+            ConfigError: when it is not callable, or returns something else.
+            Exception: what it raises itself, unchanged.
+        """
+        what = what or getattr(maker, "__name__", "the function")
+        if not callable(maker):
+            raise ConfigError(
+                f"{what} is not a function", expected=f"a function that returns {_FORMS}", got=_describe(maker)
+            )
+        if takes_target(maker):
+            settings["target"] = resolve_target(target)
+        return cls.of(maker(*values, **settings), f"what {what} returns")
+
+    def analyze(self, target: Target | str | None = None) -> MemoryReport:
+        """Compile it for a target and report its bytes.
+
+        Args:
+            target: as in `lowtide.memory.analyze`.
+
+        Returns:
+            The report.
+
+        Raises:
+            Exception: what `lowtide.memory.analyze` raises.
+
+        Memory:
+            None on the target.
+        """
+        return analyze(
+            self.fn,
+            *self.args,
+            target=target,
+            roles=self.roles,
+            donate_argnums=self.donate_argnums,
+            static_argnums=self.static_argnums,
+            **self.kwargs,
+        )
+
+
+def takes_target(maker: Callable[..., Any]) -> bool:
+    """Whether a function has a parameter of the name ``target``."""
+    try:
+        return "target" in inspect.signature(maker).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
+
+
+def _checked(fields: dict[str, Any], what: str) -> dict[str, Any]:
+    def refuse(name: str, expected: str) -> ConfigError:
+        return ConfigError(
+            f"{name} of {what} is of the wrong kind", expected=expected, got=_describe(fields[name]), hint=_HINT
+        )
+
+    if not callable(fields["fn"]):
+        raise refuse("fn", "a function")
+    if not isinstance(fields.get("args", ()), tuple | list):
+        raise refuse("args", "a tuple of the function's positional arguments")
+    if not isinstance(fields.get("roles") or {}, Mapping):
+        raise refuse("roles", 'a dict such as {"params": 0, "batch": 1}, or None')
+    if not isinstance(fields.get("kwargs", {}), Mapping):
+        raise refuse("kwargs", "a dict of the function's keyword arguments")
+    reserved = {"target", "roles", "donate_argnums", "static_argnums"} & set(fields.get("kwargs", {}))
+    if reserved:
+        raise ConfigError(
+            f"kwargs of {what} has names that lowtide.memory.analyze takes itself",
+            got=", ".join(sorted(reserved)),
+            hint="wrap the function in one that takes the argument under another name",
+        )
+    return {**fields, "args": tuple(fields.get("args", ()))}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        kinds = ", ".join(type(item).__name__ for item in cast("Sequence[Any]", value)[:5])
+        return f"a {type(value).__name__} of {len(cast('Sequence[Any]', value))}: {kinds}"
+    return "None" if value is None else f"{type(value).__name__}"

@@ -1,0 +1,92 @@
+"""`lowtide fits`: a row a target, and the largest size that fits."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.memory import MemoryReport
+
+
+@pytest.mark.tpu_aot
+def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any, folder: Path) -> None:
+    targets = ("--target", "v5e:2x2", "--target", "v9", "--target", "cpu")
+    status, printed, errors = lowtide("fits", "train.py:make_step", *targets, "--set", "batch=8", "--json", "t.json")
+    assert status == 1, "one target failed"
+    assert re.search(r"v5e:2x2 .* 15.75 GiB +yes +15.75 GiB", printed)
+    assert re.search(r"v9 +failed +\[LT008\] unknown target 'v9'", printed)
+    assert re.search(r"cpu .* unknown", printed)
+    assert "give one with --budget" in printed
+    assert "hint: near misses" in errors
+    rows = {row["target"]: row for row in json.loads((folder / "t.json").read_text())["rows"]}
+    assert rows["v5e:2x2"]["fits"] is True
+    assert rows["cpu"]["fits"] is None
+    assert rows["v9"]["device_bytes"] is None
+    assert lowtide("explain", "train.py:make_step", "--set", "batch=8", "--target", "cpu", "--json", "c.json")[0] == 0
+    assert rows["cpu"]["device_bytes"] == MemoryReport.from_json(folder / "c.json").device_bytes
+
+
+@pytest.mark.parametrize(("budget", "status", "verdict"), [("1 KiB", 1, "no"), ("1 GiB", 0, "yes")])
+def test_the_exit_status_says_whether_it_fits_a_budget(budget: str, status: int, verdict: str, lowtide: Any) -> None:
+    found, printed, _ = lowtide("fits", "train.py:make_step", "--target", "cpu", "--budget", budget)
+    assert found == status
+    assert re.search(rf"cpu .* {verdict} ", printed)
+
+
+def test_when_every_target_fails_by_a_mistake_it_is_told_once(lowtide: Any) -> None:
+    status, printed, errors = lowtide("fits", "train.py:nope", "--target", "cpu", "--target", "here")
+    assert status == 2
+    assert errors.count("train.py has no 'nope'") == 1
+    assert printed == ""
+
+
+def test_users_code_that_fails_is_shown(lowtide: Any) -> None:
+    status, printed, errors = lowtide("fits", "train.py:broken", "--target", "cpu")
+    assert status == 1
+    assert "return layers.fails()" in errors
+    assert printed == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py:f"], "there is no such file"),
+        (["train.py:make_step", "--budget", "much"], "'much' is not a size"),
+        (["train.py:make_step", "--sizes", "2,4"], "--sizes is for --largest"),
+        (["train.py:make_step", "--multiple-of", "2"], "--multiple-of is for --largest"),
+        (["train.py:make_step", "--largest", "batch", "--sizes", "2,b"], "--sizes needs whole numbers"),
+        (["train.py:make_step", "--largest", "batch", "--target", "cpu"], "the capacity of 'cpu' is unknown"),
+        (["train.py:make_step", "--largest", "bath", "--budget", "1 GiB"], "did you mean 'batch'?"),
+        (["train.py:make_step", "--largest", "batch", "--set", "batch=3"], "--largest batch is set, too"),
+        (["train.py:make_step", "--largest", "batch", "--target=cpu", "--budget=1 B"], "does not fit even at 2"),
+    ],
+)
+def test_mistakes_in_arguments_are_errors_without_tracebacks(arguments: Any, message: str, lowtide: Any) -> None:
+    status, _, errors = lowtide("fits", *arguments)
+    assert status == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_the_largest_size_is_compiled_and_so_is_the_next(lowtide: Any, folder: Path) -> None:
+    flags = ("--largest", "batch", "--target", "cpu", "--budget", "4 MiB", "--sizes", "8,16,32", "--json", "l.json")
+    status, printed, _ = lowtide("fits", "train.py:make_step", *flags)
+    assert status == 0
+    row = json.loads((folder / "l.json").read_text())["rows"][0]
+    points = {point["size"]: point for point in row["points"]}
+    assert points[row["answer"]]["device_bytes"] <= 4 * 2**20 < points[row["answer"] + 1]["device_bytes"]
+    assert f"batch {row['answer']:,} fits cpu" in printed
+    assert re.search(rf"{row['answer']:,} .*yes <-", printed)
+
+
+def test_several_targets_get_their_largest_size_each(lowtide: Any) -> None:
+    flags = ("--largest", "batch", "--budget", "4 MiB", "--multiple-of", "64", "--maximum", "512")
+    status, printed, errors = lowtide("fits", "train.py:make_step", *flags, "--target", "cpu", "--target", "v9")
+    assert status == 1
+    assert re.search(r"cpu +512 .*at the maximum", printed)
+    assert re.search(r"v9 +failed .*LT008", printed)
+    assert "near misses" in errors

@@ -1,0 +1,188 @@
+"""extrapolate: the answer is compiled, the next size does not fit, and a poor fit only costs compilations."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from lowtide.core import ConfigError, TargetError
+from lowtide.memory import ByteFit, Extrapolation, Job, extrapolate, target
+from lowtide.memory._extrapolate import fit_bytes
+
+
+def shape(*dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def row(n: int) -> Any:
+    """2 KiB a unit, nothing else."""
+    return jnp.negative, (shape(n, 256),)
+
+
+def square(n: int) -> Any:
+    """Scores of attention: 8 n² bytes and a little."""
+    return lambda x: jnp.tanh(x @ x.T), (shape(n, 4),), {"x": 0}
+
+
+def steps(n: int) -> Any:
+    """Jumps: only every eighth unit costs anything."""
+    return jnp.negative, (shape(-(-n // 8) * 8, 256),)
+
+
+def printed(found: Extrapolation) -> str:
+    file = io.StringIO()
+    found.print(Console(file=file, width=200))
+    return file.getvalue()
+
+
+def assert_closed(found: Extrapolation, limit: int, multiple_of: int = 1) -> None:
+    points = {point.size: point for point in found.points}
+    assert points[found.answer].fits
+    assert points[found.answer].device_bytes == found.report.device_bytes <= limit
+    assert found.following == points[found.answer + multiple_of]
+    assert not found.following.fits
+
+
+@pytest.mark.parametrize("limit", [2048 * 2, 2048 * 5 + 1, 2048 * 517, 2048 * 1000 - 1])
+def test_the_answer_of_a_line_is_exact(limit: int) -> None:
+    found = extrapolate(row, limit=limit, target="cpu")
+    assert found.answer == limit // 2048
+    assert_closed(found, limit)
+    assert found.fit.is_good
+    assert found.predicted_bytes == found.report.device_bytes
+    assert len(found.points) <= 5
+
+
+@pytest.mark.parametrize("make", [row, square, steps])
+@pytest.mark.parametrize("multiple_of", [1, 8, 7])
+def test_the_next_size_never_fits(make: Any, multiple_of: int) -> None:
+    limit = 2**20 + 12345
+    found = extrapolate(make, limit=limit, target="cpu", multiple_of=multiple_of)
+    assert found.answer % multiple_of == 0
+    assert_closed(found, limit, multiple_of)
+
+
+def test_a_parabola_is_found_where_a_line_is_poor() -> None:
+    found = extrapolate(square, (16, 32, 64, 128), limit="16 MiB", target="cpu")
+    assert len(found.fit.coefficients) == 3
+    assert found.fit.is_good
+    assert abs(found.predicted_bytes - found.report.device_bytes) < 0.02 * found.report.device_bytes
+    assert "n²" in printed(found)
+
+
+def test_a_poor_fit_is_said_and_the_answer_holds() -> None:
+    found = extrapolate(steps, (2, 3, 4), limit=2048 * 2 * 100, target="cpu", maximum=10_000)
+    assert found.answer % 8 == 0
+    assert_closed(found, 2048 * 2 * 100)
+
+
+def test_the_maximum_bounds_the_answer() -> None:
+    found = extrapolate(row, limit="1 GiB", target="cpu", maximum=100, multiple_of=8, variable="batch")
+    assert (found.answer, found.following) == (96, None)
+    assert found.report.device_bytes == 96 * 2048
+    assert "batch 96 fits cpu" in printed(found)
+    assert "it is the maximum" in printed(found)
+    assert extrapolate(row, limit="1 GiB", target="cpu", maximum=3).answer == 3
+
+
+def test_what_does_not_grow_needs_a_maximum() -> None:
+    def flat(n: int) -> Any:
+        return jnp.negative, (shape(256),)
+
+    with pytest.raises(ConfigError, match=r"do not grow with the size[\s\S]*2.00 KiB at 2[\s\S]*hint: give a maximum"):
+        extrapolate(flat, limit="1 MiB", target="cpu")
+    assert extrapolate(flat, limit="1 MiB", target="cpu", maximum=12).answer == 12
+
+
+def test_two_sizes_leave_the_fit_unchecked() -> None:
+    found = extrapolate(row, (4, 8), limit="64 KiB", target="cpu")
+    assert (found.answer, found.fit.residual, found.fit.is_good) == (32, None, False)
+    assert "the fit was not checked" in printed(found)
+
+
+def test_it_prints_what_it_found_and_gives_it_as_data() -> None:
+    found = extrapolate(square, (16, 32, 64, 128), limit="1 MiB", target="cpu", variable="tokens")
+    text = printed(found)
+    assert text.startswith(f"tokens {found.answer} fits cpu: ")
+    assert re.search(rf"{found.answer} .* yes <-", text)
+    assert re.search(r"per tokens", text)
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["answer"] == found.answer
+    assert data["next"]["size"] == found.answer + 1
+    assert repr(found) == text.splitlines()[0]
+
+
+@pytest.mark.tpu_aot
+def test_a_tpu_knows_its_limit_and_the_maker_its_target() -> None:
+    seen = list[str]()
+
+    def make(n: int, target: Any) -> Any:
+        seen.append(target.name)
+        return {"fn": lambda x: jnp.tanh(x), "args": (shape(n, 2**20),), "donate_argnums": 0, "roles": {"x": 0}}
+
+    found = extrapolate(make, (8, 16, 32), target="v5e:1x1", multiple_of=8)
+    assert found.limit_bytes == target("v5e:1x1").device_bytes
+    assert set(seen) == {"v5e:1x1"}
+    assert 3900 < found.answer < 4040
+    assert_closed(found, found.limit_bytes, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sizes": (4, 4, 8)}, "sizes have to increase"),
+        ({"sizes": (4,)}, "two or more positive whole numbers"),
+        ({"sizes": (0, 2)}, "sizes have to increase"),
+        ({"limit": None}, r"the capacity of 'cpu' is unknown[\s\S]*hint: give the bytes"),
+        ({"limit": "1 KiB"}, r"does not fit even at 2[\s\S]*got: 4.00 KiB"),
+        ({"limit": "lots"}, "'lots' is not a size"),
+        ({"multiple_of": 0}, "multiple_of has to be positive"),
+        ({"maximum": 4, "multiple_of": 8}, "maximum is below the smallest size"),
+        ({"multiple_of": 1000}, "no multiple of 1000 fits 1.00 MiB"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        extrapolate(row, **{"limit": "1 MiB", "target": "cpu", **given})
+    with pytest.raises(TargetError):
+        extrapolate(row, target="v9")
+
+
+def test_fits_hold_out_the_largest_size() -> None:
+    line = fit_bytes([(1, 110), (2, 120), (4, 140)])
+    assert [line.predict(size) for size in (0, 10)] == [100, 200]
+    assert line.residual == pytest.approx(0, abs=0.04)
+    parabola = fit_bytes([(n, 7 + 3 * n * n) for n in (1, 2, 3, 4)])
+    assert len(parabola.coefficients) == 3
+    assert parabola.predict(100) == 30_007
+    flattening = fit_bytes([(1, 100), (2, 200), (3, 280), (4, 340)])
+    assert len(flattening.coefficients) == 2, "a parabola that bends down would predict that nothing ever fits less"
+    assert not flattening.is_good
+    assert ByteFit(coefficients=(1.0, 0.5), residual=None).predict(2) == 2
+
+
+def test_jobs_are_read_or_refused_by_name() -> None:
+    job = Job.of((jnp.negative, [shape(4)], None))
+    assert job.args == (shape(4),)
+    assert Job.of(job) is job
+    assert Job.make(lambda n, scale: (jnp.negative, (shape(n * scale),)), 2, scale=3).args == (shape(6),)
+    for value, message in (
+        (None, r"the job is no job\n  expected: \(fn, args\)[\s\S]*got: None"),
+        ((jnp.negative, shape(4)), "args of the job is of the wrong kind"),
+        ((jnp.negative, (), ["x"]), "roles of the job is of the wrong kind"),
+        ({}, "has no key 'fn'"),
+        ({"fn": jnp.negative, "kwargs": {"target": 1}}, "names that lowtide.memory.analyze takes itself"),
+        ({"fn": jnp.negative, "kwargs": 3}, "kwargs of the job is of the wrong kind"),
+        ({"fn": jnp.negative, "role": {}}, "did you mean 'roles'?"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Job.of(value)
+    with pytest.raises(ConfigError, match="is not a function"):
+        Job.make(3)  # pyright: ignore[reportArgumentType]
