@@ -8,7 +8,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, StructureError
-from lowtide.models import LlamaConfig, RopeScaling, generate, init, logits, loss
+from lowtide.models import LlamaConfig, RopeScaling, _llama, generate, init, logits, loss
 from lowtide.models._llama import _attention_implementation
 
 CONFIG = LlamaConfig(
@@ -148,6 +148,7 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
         lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
     )
     cpu = jax.devices("cpu")[0]
+    monkeypatch.setattr(_llama, "has_cudnn", lambda: True)
 
     def chosen(dtype, capability, head_dim=8):
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
@@ -159,5 +160,7 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
     assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "xla"
     with jax.default_device(cpu):
         assert chosen("bfloat16", "9.0") == "xla"
+    monkeypatch.setattr(_llama, "has_cudnn", lambda: False)
+    assert chosen("bfloat16", "9.0") == "xla"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, _batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"

@@ -7,6 +7,7 @@
 | `jax._src.compiler.compile_or_get_cached` | jax 0.10.2 | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
 | `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
+| `jax._src.lib.cuda_versions.cudnn_get_version` | jax 0.10.2 | a public way to ask for cuDNN |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | jax-cuda13-plugin 0.10.2 | the same |
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import importlib
 import importlib.util
 import os
@@ -147,6 +149,17 @@ def find_ptxas() -> str | None:
 def _folders_of(package: str) -> list[str]:
     spec = importlib.util.find_spec(package)
     return list(spec.submodule_search_locations or []) if spec else []
+
+
+@functools.cache
+def has_cudnn() -> bool:
+    """Whether JAX can use NVIDIA's cuDNN in this process; compiling its kernels needs it even without a GPU."""
+    try:
+        from jax._src.lib import cuda_versions
+
+        return cuda_versions is not None and cuda_versions.cudnn_get_version() > 0
+    except (ImportError, RuntimeError, AttributeError):
+        return False
 
 
 @contextlib.contextmanager

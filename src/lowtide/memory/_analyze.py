@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from lowtide.core import ConfigError, TargetError, leaves_with_paths
+from lowtide.core._compat import has_cudnn
 
 from ._buffers import DERIVED_ROLES, Buffer, Space
 from ._compile import Program, compile, positions
@@ -252,6 +253,8 @@ def _examine(
     device, host = _spaces(facts, moved)
     found = None
     notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
+    if goal.platform == "gpu" and goal.is_ahead_of_time and not has_cudnn():
+        notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with it may use other kernels")
     if hlo is not None:
         outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(stages.out_info)]
         found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals() if facts.has_totals else None)

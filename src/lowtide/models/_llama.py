@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..core import LayerStack, LinearWeight, StructureError, Tree, linear
+from ..core._compat import has_cudnn
 from ..losses import chunked_cross_entropy
 from ._config import LlamaConfig
 
@@ -248,7 +249,7 @@ def _attention(attn: Tree, x_BTD: Array, config: LlamaConfig) -> Array:
 
 
 def _attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernel takes half precision, heads up to 128 in multiples of 8, and NVIDIA chips from Ampere on."""
+    """cuDNN's kernel, where it is: for half precision, heads up to 128 in multiples of 8, NVIDIA from Ampere on."""
     # `jax.default_device` says for what the program is traced where that is not the default backend, as in a memory
     # report for a TPU on a machine with a GPU. It is a device, the name of a platform, or None.
     config: Any = jax.config
@@ -257,7 +258,10 @@ def _attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xl
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
     modern = device.platform == "gpu" and capability is not None and int(capability[1]) >= 8
     half = dtype in (jnp.bfloat16, jnp.float16)
-    return "cudnn" if modern and half and head_dim <= 128 and head_dim % 8 == 0 else "xla"
+    takes = modern and half and head_dim <= 128 and head_dim % 8 == 0
+    # Without the library (a GPU that is not here, compiled for without cuDNN) XLA's own operations stand in; they keep
+    # the scores of a layer, so a report counts more bytes for attention than cuDNN needs.
+    return "cudnn" if takes and has_cudnn() else "xla"
 
 
 def _frequencies(config: LlamaConfig) -> Float[Array, "H/2"]:
