@@ -1,0 +1,101 @@
+"""Limits and tolerances: what the marker says, read before the test runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from typing import Any
+
+from lowtide.core import ConfigError, TargetError, format_bytes, parse_bytes
+from lowtide.memory import Target, target
+
+_HINT = '@pytest.mark.device_memory_limit("12 GiB", target="v5e:2x2")'
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limit:
+    """How much of a device a test's programs may take.
+
+    Examples:
+        >>> str(Limit.of("1536 MiB", target="cpu"))
+        '1.50 GiB'
+    """
+
+    num_bytes: int
+    """Bytes on one device."""
+    target: Target | None = None
+    """What the test compiles for when it does not say."""
+    missing: str | None = None
+    """Why the target cannot be compiled for here; only of an optional limit."""
+
+    @classmethod
+    def of(cls, *args: Any, **kwargs: Any) -> Limit:
+        """Read the arguments of the marker: ``(size, *, target=None, optional=False)``.
+
+        Args:
+            *args: the size.
+            **kwargs: the rest.
+
+        Raises:
+            ConfigError: for no size, one that is no size, or an argument that the marker does not have.
+            TargetError: for an unknown target, or one without its compiler unless the limit is optional.
+        """
+        known = ("size", "target", "optional")
+        for key in kwargs:
+            if key not in known:
+                close = difflib.get_close_matches(key, known, n=1)
+                raise ConfigError(
+                    f"the marker has no argument {key!r}",
+                    expected=", ".join(known),
+                    got=key,
+                    hint=f"did you mean {close[0]!r}?" if close else _HINT,
+                )
+        sizes = [*args, *([kwargs["size"]] if "size" in kwargs else [])]
+        if len(sizes) != 1:
+            raise ConfigError(
+                "the marker needs one size", expected='a size such as "12 GiB"', got=sizes or "none", hint=_HINT
+            )
+        num_bytes = parse_bytes(sizes[0])
+        optional = kwargs.get("optional", False)
+        if not isinstance(optional, bool):
+            raise ConfigError("optional of the marker is True or False", got=repr(optional), hint=_HINT)
+        goal = kwargs.get("target")
+        if goal is not None and not isinstance(goal, str | Target):
+            raise ConfigError("target of the marker is a name or a Target", got=type(goal).__name__, hint=_HINT)
+        try:
+            goal = target(goal) if isinstance(goal, str) else goal
+        except TargetError as error:
+            # A name that nobody knows is a mistake; a compiler that is not installed may be another machine's matter.
+            if not optional or "pip install" not in (error.hint or ""):
+                raise
+            return cls(num_bytes=num_bytes, missing=error.message)
+        return cls(num_bytes=num_bytes, target=goal)
+
+    def __str__(self) -> str:
+        return format_bytes(self.num_bytes)
+
+
+def tolerated_bytes(tolerance: str | int, whole: int) -> int:
+    """Bytes of a tolerance: a size, or a share of a whole.
+
+    Args:
+        tolerance: ``"1 %"``, ``"2 MiB"``, or bytes.
+        whole: what the share is of.
+
+    Raises:
+        ConfigError: for text that is neither.
+    """
+    share = _PERCENT.fullmatch(tolerance) if isinstance(tolerance, str) else None
+    if share is not None:
+        return int(float(share[1]) / 100 * whole)
+    try:
+        return parse_bytes(tolerance)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{tolerance!r} is not a tolerance",
+            expected='a size such as "2 MiB", or a share such as "1 %"',
+            got=repr(tolerance),
+            hint="leave it out for none",
+        ) from error

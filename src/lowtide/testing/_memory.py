@@ -1,0 +1,286 @@
+"""The fixture `device_memory`: compiles, remembers, and holds bytes against what a test allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from lowtide.core import ConfigError, format_bytes, parse_bytes
+from lowtide.memory import Job, MemoryReport, Target, target
+
+from ._limit import Limit
+from ._owners import check_role, owners_text, role_bytes
+from ._scaling import Ratio, Slope
+from ._snapshot import Snapshots
+
+
+class DeviceMemory:
+    """Compiles functions for a test and asserts their bytes; every failure names the owners.
+
+    Args:
+        limit: what every program may take, from the marker `device_memory_limit`.
+        snapshots: where the test's snapshots are; without it there are none.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> device_memory = DeviceMemory()
+        >>> report = device_memory(lambda w, x: x @ w, jnp.ones((8, 8)), jnp.ones((4, 8)), target="cpu",
+        ...                        roles={"params": 0})
+        >>> device_memory.limit(report, "256 B", role="params")
+        >>> device_memory.limit(report, "255 B", role="params")
+        Traceback (most recent call last):
+        AssertionError: role 'params' was limited to 255 B but needs 256 B at the peak on cpu
+        largest owners at the peak of role 'params':
+                256 B  params  argument  0  f32[8,8]
+    """
+
+    def __init__(self, *, limit: Limit | None = None, snapshots: Snapshots | None = None) -> None:
+        self.reports = list[MemoryReport]()
+        self._limit, self._snapshots = limit, snapshots
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        target: Target | str | None = None,
+        roles: Mapping[str, Any] | None = None,
+        donate_argnums: int | Sequence[int] | None = None,
+        static_argnums: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> MemoryReport:
+        """Compile a function and report its bytes, as `lowtide.memory.analyze` does.
+
+        Args:
+            fn: the function.
+            *args: its arguments; shapes are enough.
+            target: what to compile for; None for the marker's target, or else the hardware at hand.
+            roles: what to call which arguments.
+            donate_argnums: as in `jax.jit`.
+            static_argnums: as in `jax.jit`.
+            **kwargs: keyword arguments of `fn`.
+
+        Returns:
+            The report.
+
+        Raises:
+            AssertionError: when the test's marker allows less, with the largest owners at the peak.
+
+        Memory:
+            None on the target.
+        """
+        __tracebackhide__ = True
+        given = Job(
+            fn=fn, args=args, kwargs=kwargs, roles=roles, donate_argnums=donate_argnums, static_argnums=static_argnums
+        )
+        return self._analyze(given, self._goal(target))
+
+    def _goal(self, given: Target | str | None) -> Target:
+        if given is None and self._limit is not None and self._limit.target is not None:
+            return self._limit.target
+        return given if isinstance(given, Target) else target(given or "here")
+
+    def _analyze(self, job: Job, goal: Target) -> MemoryReport:
+        __tracebackhide__ = True
+        report = job.analyze(goal)
+        self.reports.append(report)
+        if self._limit is not None and report.device_bytes > self._limit.num_bytes:
+            raise AssertionError(
+                f"test was limited to {self._limit} but needs {format_bytes(report.device_bytes)} on {goal.name}\n"
+                f"{owners_text(report)}"
+            )
+        return report
+
+    def limit(self, report: MemoryReport, size: str | int, *, role: str | None = None) -> None:
+        """Fail when a role takes more at the peak.
+
+        Args:
+            report: the report.
+            size: bytes, or text such as ``"1 GiB"``.
+            role: the role; None for everything on the device.
+
+        Raises:
+            AssertionError: with the largest owners.
+            ConfigError: for a role that the report does not know.
+        """
+        __tracebackhide__ = True
+        allowed, needed = parse_bytes(size), role_bytes(report, role)
+        if needed > allowed:
+            what = f"role {role!r}" if role else "the program"
+            raise AssertionError(
+                f"{what} was limited to {format_bytes(allowed)} but needs {format_bytes(needed)} at the peak on "
+                f"{report.target.name}\n{owners_text(report, role=role)}"
+            )
+
+    def limits(self, report: MemoryReport, sizes: Mapping[str, str | int]) -> None:
+        """Fail when any of several roles takes more at the peak.
+
+        Args:
+            report: the report.
+            sizes: the largest size of every role.
+
+        Raises:
+            AssertionError: with the largest owners of every role that is too large.
+            ConfigError: for a role that the report does not know, or when there is none.
+        """
+        __tracebackhide__ = True
+        if not sizes:
+            raise ConfigError("no role is limited", hint='give at least one, such as {"opt_state": "1 GiB"}')
+        failures: list[str] = []
+        for role, size in sizes.items():
+            try:
+                self.limit(report, size, role=role)
+            except AssertionError as error:
+                failures.append(str(error))
+        if failures:
+            raise AssertionError("\n".join(failures))
+
+    def slope(
+        self,
+        make: Callable[..., Any],
+        sizes: Sequence[int],
+        *,
+        target: Target | str | None = None,
+        role: str | None = None,
+        space: Literal["device", "host"] = "device",
+        variable: str = "unit",
+    ) -> Slope:
+        """Compile a program at several sizes, to assert how its bytes grow.
+
+        Args:
+            make: takes a size and returns ``(fn, args)``, ``(fn, args, roles)``, a dict or a `Job`, as for
+                `lowtide.memory.extrapolate`.
+            sizes: two or more, increasing: layers, a batch, a length of sequences.
+            target: as for a call.
+            role: the role whose bytes at the peak are meant; None for all.
+            space: which memory.
+            variable: what one more is called, such as ``"layer"``.
+
+        Returns:
+            The slope, with `assert_slope_at_most` and `assert_flat`.
+
+        Raises:
+            AssertionError: when the test's marker allows less than one of the sizes needs.
+            ConfigError: for sizes that do not increase, or a role that a report does not know.
+        """
+        __tracebackhide__ = True
+        found = tuple(sizes)
+        if len(found) < 2 or any(b <= a for a, b in zip(found, found[1:], strict=False)):
+            raise ConfigError("sizes have to increase, two or more of them", got=found, hint="for instance [2, 4, 8]")
+        goal = self._goal(target)
+        reports = tuple(self._analyze(Job.make(make, size, target=goal), goal) for size in found)
+        for report in reports:
+            check_role(report, role)
+        return Slope(sizes=found, reports=reports, role=role, space=space, variable=variable)
+
+    def ratio(
+        self,
+        numerator: Any,
+        denominator: Any,
+        *args: Any,
+        target: Target | str | None = None,
+        role: str | None = None,
+        **options: Any,
+    ) -> Ratio:
+        """Compile two functions, to assert what the one needs of the other's bytes.
+
+        Args:
+            numerator: a function of `args`, a report, or what `slope` takes from `make`.
+            denominator: the same.
+            *args: the arguments of both.
+            target: as for a call.
+            role: the role whose bytes at the peak are meant; None for all.
+            **options: what else a call takes: `roles`, `donate_argnums`, keyword arguments.
+
+        Returns:
+            The ratio, with `value` and `assert_at_most`.
+
+        Raises:
+            AssertionError: when the test's marker allows less than one of them needs.
+            ConfigError: for a role that a report does not know.
+        """
+        __tracebackhide__ = True
+        reports: list[MemoryReport] = []
+        for side in (numerator, denominator):
+            if isinstance(side, MemoryReport):
+                reports.append(side)
+            elif callable(side):
+                reports.append(self(side, *args, target=target, **options))
+            else:
+                reports.append(self._analyze(Job.of(side, "one side of the ratio"), self._goal(target)))
+        for report in reports:
+            check_role(report, role)
+        return Ratio(numerator=reports[0], denominator=reports[1], role=role)
+
+    def assert_offloaded(
+        self,
+        report: MemoryReport,
+        role: str,
+        *,
+        at_least: str | int | None = None,
+        copies_at_most: str | int | None = None,
+    ) -> None:
+        """Fail unless a role's arguments lie in host memory and not on the device.
+
+        Args:
+            report: a report for a TPU, or for a GPU that is here. Elsewhere placement proves nothing: the CPU's
+                compiler has one memory, and compile-only GPUs know no host memory for arguments, so a report for them
+                only moves the bytes that were declared for the host.
+            role: the role.
+            at_least: the fewest bytes of it on the host; None for any.
+            copies_at_most: the most bytes that copies of its arrays may take on the device at the peak, where they are
+                streamed; None for any.
+
+        Raises:
+            AssertionError: with the owners.
+            ConfigError: for a target on which placement proves nothing, or a role that the report does not know.
+        """
+        __tracebackhide__ = True
+        goal = report.target
+        if goal.platform == "cpu" or (goal.platform == "gpu" and goal.is_ahead_of_time):
+            raise ConfigError(
+                f"on {goal.name!r} placement in host memory proves nothing",
+                expected='a TPU such as "v5e:2x2", or a GPU that is here',
+                got="a compiler without host memory for arguments: the report only moves the bytes that are declared "
+                "for the host",
+                hint='compile for a TPU: target="v5e:2x2" (pip install "lowtide[tpu-aot]")',
+            )
+        check_role(report, role)
+        on_device, on_host = report.by_role.get(role, 0), report.host_by_role.get(role, 0)
+        paths = {b.path for b in report.buffers if b.role == role}
+        copies = [b for b in report.peak if b.role == "copies" and b.path in paths]
+        allowed = None if copies_at_most is None else parse_bytes(copies_at_most)
+        num_copied = sum(b.num_bytes for b in copies)
+        failure = None
+        if on_device:
+            failure = f"{format_bytes(on_device)} of it are on the device, {format_bytes(on_host)} on the host"
+        elif not on_host:
+            failure = "it has no bytes on the host"
+        elif at_least is not None and on_host < parse_bytes(at_least):
+            failure = f"{format_bytes(on_host)} are on the host, not {format_bytes(parse_bytes(at_least))}"
+        elif allowed is not None and num_copied > allowed:
+            failure = f"copies of it take {format_bytes(num_copied)} at the peak, not {format_bytes(allowed)}"
+        if failure is not None:
+            shown = "copies" if failure.startswith("copies") else role
+            raise AssertionError(
+                f"role {role!r} is not offloaded on {goal.name}: {failure}\n{owners_text(report, role=shown)}\n"
+                f"{owners_text(report, role=role, space='host')}"
+            )
+
+    def snapshot(self, report: MemoryReport, name: str | None = None, *, tolerance: str | int = 0) -> None:
+        """Hold a report against the snapshot beside the test; ``pytest --memory-snapshot-update`` writes it.
+
+        Args:
+            report: the report.
+            name: of this snapshot, where a test takes several.
+            tolerance: by how much device and host bytes may differ, either way: bytes, or a share such as ``"1 %"``.
+
+        Raises:
+            AssertionError: when there is none for the target and the versions of JAX and its compilers, or the bytes
+                differ; with the difference by owner.
+            ConfigError: outside of a test, or for a name that was used already.
+            ReportError: when the file is damaged.
+        """
+        __tracebackhide__ = True
+        if self._snapshots is None:
+            raise ConfigError("there are no snapshots outside of a test", hint="use the fixture device_memory")
+        self._snapshots.check(report, name, tolerance)

@@ -1,0 +1,92 @@
+"""What a failing test prints: the largest owners at the peak, and what changed between two reports."""
+
+from __future__ import annotations
+
+import difflib
+import io
+from typing import Any
+
+from lowtide.core import ConfigError, format_bytes
+from lowtide.memory import MemoryReport, diff
+
+DERIVED = (
+    "activations",
+    "gradients",
+    "copies",
+    "temporaries",
+    "outputs",
+    "constants",
+    "code",
+    "fragmentation",
+    "unattributed",
+)
+"""Roles that every program may have, and that need not be in a report."""
+
+
+def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "device", top: int = 8) -> str:
+    """The largest owners at the peak, a line each: bytes, role, phase, name, array, source.
+
+    Args:
+        report: the report.
+        role: only those of a role.
+        space: which memory.
+        top: how many lines.
+    """
+    peak = report.host_peak if space == "host" else report.peak
+    equal: dict[tuple[Any, ...], list[Any]] = {}
+    for b in peak:
+        if role is None or b.role == role:
+            equal.setdefault((b.role, b.phase, b.shape, b.dtype, b.num_bytes, b.source), []).append(b)
+    groups = sorted(equal.values(), key=lambda group: -sum(b.num_bytes for b in group))
+    where = "on the host" if space == "host" else "at the peak"
+    lines = [f"largest owners {where}" + (f" of role {role!r}:" if role else ":")]
+    for group in groups[:top]:
+        b, count = group[0], len(group)
+        array = f"{b.dtype}[{','.join(map(str, b.shape))}]" if b.dtype else ""
+        name = b.label + (f" and {count - 1} equal ones" if count > 1 else "")
+        parts = [b.role, b.phase, name, array, b.source]
+        lines.append(f"  {format_bytes(sum(o.num_bytes for o in group)):>11}  " + "  ".join(p for p in parts if p))
+    if len(groups) > top:
+        rest = sum(b.num_bytes for group in groups[top:] for b in group)
+        lines.append(f"  {format_bytes(rest):>11}  {len(groups) - top} more")
+    return "\n".join(lines if groups else [*lines, "  nothing"])
+
+
+def difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8) -> str:
+    """What changed between two reports, owner by owner."""
+    from rich.console import Console
+
+    file = io.StringIO()
+    diff(before, after).print(Console(file=file, width=110, no_color=True, highlight=False), top=top)
+    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+
+
+def role_bytes(report: MemoryReport, role: str | None, space: str = "device") -> int:
+    """Bytes of a role at the peak, or of everything.
+
+    Args:
+        report: the report.
+        role: the role; None for all.
+        space: which memory.
+
+    Raises:
+        ConfigError: for a role that the report does not know, so that a mistyped one does not pass as 0 bytes.
+    """
+    check_role(report, role)
+    peak = report.host_peak if space == "host" else report.peak
+    return sum(b.num_bytes for b in peak if role is None or b.role == role)
+
+
+def check_role(report: MemoryReport, role: str | None) -> None:
+    """Refuse a role that the report does not know."""
+    known = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED])
+    if role is not None and role not in known:
+        close = difflib.get_close_matches(role, known, n=3)
+        raise ConfigError(
+            f"the report has no role {role!r}",
+            expected=", ".join(known),
+            got=repr(role),
+            hint=f"near misses: {', '.join(close)}"
+            if close
+            else 'name it: device_memory(fn, ..., roles={"params": 0})',
+        )

@@ -1,0 +1,169 @@
+"""Snapshots: the owners at the peak of a test's programs, kept beside the test, per target and version.
+
+A file holds one report a target and version, cut down to what is alive at the peak. Compiled bytes are exact for given
+versions, so the default tolerance is none; other versions have other snapshots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tempfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lowtide.core import ConfigError, ReportError, format_bytes, write_files
+from lowtide.memory import MemoryReport, diff
+
+from ._limit import tolerated_bytes
+from ._owners import difference_text
+
+FORMAT = 1
+"""Version of the files."""
+_FLAG = "--memory-snapshot-update"
+
+
+class Snapshots:
+    """The snapshots of one test.
+
+    Args:
+        folder: where they are.
+        test: the name of the test, a part of file names.
+        update: whether to write what is missing or differs.
+        on_write: called with the file and ``made`` or ``updated``.
+    """
+
+    def __init__(self, folder: Path, test: str, *, update: bool, on_write: Callable[[str, str], None]) -> None:
+        self.folder, self.test, self.update, self._on_write = folder, test, update, on_write
+        self._seen = set[tuple[Path, str]]()
+
+    @classmethod
+    def of_test(cls, path: Path, nodeid: str, *, update: bool, on_write: Callable[[str, str], None]) -> Snapshots:
+        """The snapshots of a test of pytest's.
+
+        Args:
+            path: the test's file.
+            nodeid: pytest's name of the test.
+            update: as in the class.
+            on_write: as in the class.
+        """
+        folder = path.parent / "__memory_snapshots__" / path.stem
+        return cls(folder, nodeid.partition("::")[2].replace("::", "."), update=update, on_write=on_write)
+
+    def check(self, report: MemoryReport, name: str | None, tolerance: str | int) -> None:
+        """Hold a report against its snapshot, or write it.
+
+        Raises:
+            AssertionError: when there is none, or it differs by more than the tolerance.
+            ConfigError: for a name that was used already, or a tolerance that is none.
+            ReportError: when the file is damaged.
+        """
+        __tracebackhide__ = True
+        file, key = self.folder / f"{_file_name(self.test, name)}.json", _key(report)
+        if (file, key) in self._seen:
+            raise ConfigError(
+                f"the test takes two snapshots{f' {name!r}' if name else ''} for {key}", hint="give each a name"
+            )
+        self._seen.add((file, key))
+        now = _at_peak(report)
+        stored = _read(file)
+        before = stored.get(key)
+        changes = [] if before is None else _changes(before, now, tolerance)
+        if self.update:
+            if before is None or any(row.delta_bytes for row in diff(before, now).rows):
+                _write(file, {**stored, key: now})
+                self._on_write(str(file), "made" if before is None else "updated")
+            return
+        if before is None:
+            others = f"\n  stored: {'; '.join(stored)}" if stored else ""
+            raise AssertionError(
+                f"no memory snapshot for {key}\n  file: {file}{others}\nhint: run pytest {_FLAG}, and commit the file"
+            )
+        if changes:
+            raise AssertionError(
+                f"the memory changed against the snapshot for {key}: {'; '.join(changes)}\n  file: {file}\n"
+                f"{difference_text(before, now)}\nhint: if that is meant, run pytest {_FLAG}, and commit the file"
+            )
+
+
+def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> list[str]:
+    pairs = {
+        "device": (before.device_bytes, now.device_bytes),
+        "host": (before.host_bytes, now.host_bytes),
+    }
+    return [
+        f"{format_bytes(old)} -> {format_bytes(new)} on the {space}"
+        for space, (old, new) in pairs.items()
+        if abs(new - old) > tolerated_bytes(tolerance, old)
+    ]
+
+
+def _key(report: MemoryReport) -> str:
+    """Target, and the versions that decide its figures."""
+    goal = report.target
+    needed = ["jax", "jaxlib", *(["libtpu"] if goal.platform == "tpu" else [])]
+    if goal.platform == "gpu":
+        needed += [name for name in report.versions if "cuda" in name]
+    name = f"{goal.name} ({goal.chip})" if goal.name == "here" else goal.name
+    return ", ".join([name, *(f"{package} {report.versions.get(package) or 'none'}" for package in needed)])
+
+
+def _file_name(test: str, name: str | None) -> str:
+    text = test if name is None else f"{test}.{name}"
+    plain = re.sub(r"[^\w.,=\[\]-]", "_", text)
+    return plain if plain == text and len(text) < 150 else f"{plain[:150]}-{zlib.crc32(text.encode()):08x}"
+
+
+def _at_peak(report: MemoryReport) -> MemoryReport:
+    """The same report, with nothing but what is alive at the peaks."""
+    alive = (*report.peak, *report.host_peak)
+    return dataclasses.replace(
+        report,
+        buffers=tuple(dataclasses.replace(b, start=0, end=0) for b in alive),
+        moments=(report.moments[report.peak_moment],),
+        peak_moment=0,
+        host_peak_moment=0,
+    )
+
+
+def _read(file: Path) -> dict[str, MemoryReport]:
+    if not file.is_file():
+        return {}
+    try:
+        data: Any = json.loads(file.read_text(encoding="utf-8"))
+        version, snapshots = data["memory_snapshot_version"], dict(data["snapshots"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(file, error) from error
+    if version != FORMAT:
+        raise _damaged(file, f"version {version}, expected {FORMAT}")
+    found: dict[str, MemoryReport] = {}
+    with tempfile.TemporaryDirectory() as folder:  # reports are read from files alone
+        for key, value in snapshots.items():
+            path = Path(folder) / "report.json"
+            path.write_text(json.dumps(value), encoding="utf-8")
+            try:
+                found[key] = MemoryReport.from_json(path)
+            except ReportError as error:
+                raise _damaged(file, f"{key}: {error.got or error.message}") from error
+    return found
+
+
+def _damaged(file: Path, got: object) -> ReportError:
+    return ReportError(
+        f"{file}: not a memory snapshot that can be read", got=got, hint=f"delete it and run pytest {_FLAG}"
+    )
+
+
+def _write(file: Path, reports: dict[str, MemoryReport]) -> None:
+    parts: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for key, report in sorted(reports.items()):
+            path = Path(folder) / "report.json"
+            report.to_json(path)
+            parts.append(f"{json.dumps(key)}: {path.read_text(encoding='utf-8').strip()}")
+    snapshots = ",\n".join(parts)
+    text = f'{{"memory_snapshot_version": {FORMAT}, "snapshots": {{\n{snapshots}\n}}}}\n'
+    write_files(file.parent, {file.name: text.encode()})
