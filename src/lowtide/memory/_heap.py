@@ -48,15 +48,15 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
         for b in assignment.logical_buffers
         if b.id in placed
     }
+    last = max(len(graph.order) - 1, 0)
     found = [
         segment
         for trace in assignment.heap_traces
         for region in _regions(graph, [e for e in trace.events if e.buffer_id in placed])
-        for segment in region.segments(placed, defined)
+        for segment in region.segments(placed, defined, last)
     ]
     moved = {buffer for trace in assignment.heap_traces for buffer in (e.buffer_id for e in trace.events)}
     taken = _Ranges((s.offset, s.offset + s.size) for s in found)
-    last = max(len(graph.order) - 1, 0)
     for buffer in sorted(placed.keys() - moved, key=lambda b: -placed[b][1]):
         offset, size = placed[buffer]
         if size and taken.add(offset, offset + size):
@@ -65,19 +65,31 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
 
 
 class _Region:
-    """Values that share bytes, the first one's first."""
+    """Values that share bytes, one after the other; there may be pauses in which other regions use the bytes."""
 
     def __init__(self, buffer: int, position: int) -> None:
-        self.takes = [(position, buffer)]
-        self.alive = {buffer}
-        self.end: int | None = None
+        self.takes: list[tuple[int, int, int]] = []  # (start, stop, buffer)
+        self._open = (position, buffer)
+        self._alive = {buffer}
+        self._end = position
 
-    def segments(self, placed: dict[int, tuple[int, int]], defined: dict[int, Value]) -> Iterable[Segment]:
-        assert self.end is not None, "a region is closed before it is read"
-        size = max(placed[buffer][1] for _, buffer in self.takes)
-        offset = placed[self.takes[0][1]][0]
-        stops = [position - 1 for position, _ in self.takes[1:]] + [max(self.end, self.takes[-1][0])]
-        for (start, buffer), stop in zip(self.takes, stops, strict=True):
+    def take(self, buffer: int, position: int) -> None:
+        """Another value takes the bytes over."""
+        start, holder = self._open
+        self.takes.append((start, position - 1 if self._alive else min(self._end, position - 1), holder))
+        self._open = (position, buffer)
+        self._alive.add(buffer)
+
+    def free(self, buffer: int, position: int) -> None:
+        """A value is done."""
+        self._alive.discard(buffer)
+        self._end = max(position, self._open[0])
+
+    def segments(self, placed: dict[int, tuple[int, int]], defined: dict[int, Value], last: int) -> Iterable[Segment]:
+        takes = [*self.takes, (self._open[0], last if self._alive else self._end, self._open[1])]
+        size = max(placed[buffer][1] for _, _, buffer in takes)
+        offset = placed[takes[0][2]][0]
+        for start, stop, buffer in takes:
             if stop >= start:
                 yield Segment(defined[buffer], offset, size, start, stop)
 
@@ -90,19 +102,10 @@ def _regions(graph: Graph, events: Sequence[Any]) -> list[_Region]:
             of[event.buffer_id] = _Region(event.buffer_id, position)
             regions.append(of[event.buffer_id])
         elif event.kind == _SHARE_WITH and event.share_with_canonical_id in of:
-            region = of[event.share_with_canonical_id]
-            of[event.buffer_id] = region
-            region.takes.append((max(position, region.takes[-1][0]), event.buffer_id))
-            region.alive.add(event.buffer_id)
-            region.end = None
+            of[event.buffer_id] = of[event.share_with_canonical_id]
+            of[event.buffer_id].take(event.buffer_id, position)
         elif event.kind == _FREE and event.buffer_id in of:
-            region = of[event.buffer_id]
-            region.alive.discard(event.buffer_id)
-            if not region.alive:
-                region.end = max(position, region.takes[-1][0])
-    last = max(len(graph.order) - 1, 0)
-    for region in regions:
-        region.end = last if region.alive else region.end
+            of[event.buffer_id].free(event.buffer_id, position)
     return regions
 
 
