@@ -79,9 +79,10 @@ def _extrapolate(args: argparse.Namespace, name: str, sizes: Sequence[int] | Non
         goal = memory.target(name)
 
         def make(size: int) -> Any:
+            clock.say(f"compiling {what} with {args.largest}={size} for {goal.name}")
             return memory.Job.make(maker, target=goal, what=what, **settings, **{args.largest: size})
 
-        with spinner(f"enlarging {args.largest} of {what} on {goal.name}"), user_code(path):
+        with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
             return memory.extrapolate(
                 make,
                 target=goal,

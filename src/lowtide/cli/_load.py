@@ -237,9 +237,11 @@ def check_outputs(*files: str | None) -> None:
 
 
 class Clock:
-    """Seconds that a block took."""
+    """Seconds that a block took, and what it is at."""
 
-    seconds: float = 0.0
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.seconds = 0.0
+        self.say = say
 
 
 @contextlib.contextmanager
@@ -251,9 +253,10 @@ def spinner(text: str) -> Generator[Clock]:
     """
     console = Console(stderr=True, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    clock, start = Clock(), time.perf_counter()
+    start = time.perf_counter()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task(text, total=None)
+        task = progress.add_task(text, total=None)
+        clock = Clock(lambda news: progress.update(task, description=news))
         try:
             yield clock
         finally:
