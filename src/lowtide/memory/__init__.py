@@ -2,6 +2,7 @@
 
 from ._analyze import analyze as analyze
 from ._analyze import analyze_compiled as analyze_compiled
+from ._buffers import Buffer as Buffer
 from ._compile import Program as Program
 from ._compile import compile as compile
 from ._diff import DiffRow as DiffRow
@@ -17,6 +18,9 @@ from ._extrapolate import extrapolate as extrapolate
 from ._job import Job as Job
 from ._lint import Finding as Finding
 from ._lint import lint as lint
+from ._oom import explain_oom as explain_oom
+from ._remedies import Remedy as Remedy
+from ._remedies import remedies as remedies
 from ._report import MemoryReport as MemoryReport
 from ._report import SpaceBytes as SpaceBytes
 from ._report import versions as versions
@@ -25,14 +29,16 @@ from ._targets import target as target
 from ._targets import targets as targets
 
 __all__ = [
+    "Buffer",
     "ByteFit",
     "DiffRow",
-    "Finding",
     "Extrapolation",
+    "Finding",
     "Job",
     "MemoryDiff",
     "MemoryReport",
     "Program",
+    "Remedy",
     "SizePoint",
     "SpaceBytes",
     "Target",
@@ -42,8 +48,10 @@ __all__ = [
     "check_donation",
     "compile",
     "diff",
-    "lint",
+    "explain_oom",
     "extrapolate",
+    "lint",
+    "remedies",
     "target",
     "targets",
     "undonated",

@@ -39,7 +39,8 @@ def scope_phase(scope: str) -> Pass | None:
         >>> scope_phase("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/tanh")
         'recompute'
     """
-    parts = _segments(scope)[:-1]  # the last one is the primitive
+    # The compiler joins the scopes of operations that it merges with a semicolon; the last part is the primitive.
+    parts = _segments(scope.partition(";")[0])[:-1]
     if any(_BACKWARD.fullmatch(part) for part in parts):
         return "recompute" if "rematted_computation" in parts else "backward"
     return "forward" if any(_FORWARD.fullmatch(part) for part in parts) else None
@@ -49,7 +50,7 @@ def _segments(scope: str) -> list[str]:
     """The parts between slashes that stand in no bracket."""
     parts, depth, begin = list[str](), 0, 0
     for at, char in enumerate(scope):
-        depth += (char == "(") - (char == ")")
+        depth += (char in "([") - (char in ")]")
         if char == "/" and depth == 0:
             parts.append(scope[begin:at])
             begin = at + 1
@@ -115,7 +116,14 @@ class Dataflow:
         )
 
     def described(self, value: Value) -> tuple[str, str]:
-        """The scope and the source line of a value; of a nameless one, those of what it is made of or goes into."""
+        """The scope and the source line of a value.
+
+        Of one that was only moved (stacked by a loop, copied to another memory), those of the operation that computed
+        its data; of a nameless one, those of what it is made of or goes into.
+        """
+        maker = self._maker(value)
+        if maker is not None and (scope := self.graph.scope(maker[0])):
+            return scope, self.graph.source(maker[0])
         for step in (self._sources.get, self.users.get):
             seen, border = {value}, [value]
             for _ in range(8):
@@ -126,6 +134,19 @@ class Dataflow:
                 seen.update(border)
         return "", ""
 
+    def _maker(self, value: Value) -> Value | None:
+        """The operation that computed the data of a value, behind moves and other names; None for an argument's."""
+        seen, border = {value}, [value]
+        while border:
+            found = border.pop(0)
+            sources = self._sources.get(found, ())
+            if any(edge == Edge.COMPUTE for _, edge in sources) and not self.is_constant(found):
+                return found
+            new = [s for s, edge in sources if edge != Edge.COMPUTE and s not in seen and not self.is_constant(s)]
+            seen.update(new)
+            border.extend(new)
+        return None
+
     def _phases(self) -> dict[Value, Pass]:
         named = self._named
         late = self._spread(
@@ -134,12 +155,27 @@ class Dataflow:
         )
         phases: dict[Value, Pass] = {}
         for value in self._values:
-            own = named[value[0]]
-            if own is None and not self.graph.scope(value[0]) and (moved := self._moved_from(value)):
+            # A fusion is named after one of its operations; each result belongs to the one that makes it.
+            made = self._made_as(value)
+            own = named[made[0]]
+            if own is None and not self.graph.scope(made[0]) and (moved := self._moved_from(made)):
                 own = named[moved[0]]  # a compiler's copy belongs to what it copies
             default: Pass = "update" if value in late else "forward"
             phases[value] = default if own is None else own
         return phases
+
+    def _made_as(self, value: Value) -> Value:
+        """The operation behind a value's other names; of the state of a loop, what the loop makes of it if anything."""
+        seen, stack = {value}, [value]
+        while stack:
+            found = stack.pop()
+            sources = self._sources[found]
+            if not sources or any(edge != Edge.ALIAS for _, edge in sources):
+                return found
+            new = [source for source, _ in sources if source not in seen]
+            seen.update(new)
+            stack.extend(new)  # what the body returns comes last, and is looked at first
+        return value
 
     def _moved_from(self, value: Value) -> Value | None:
         """The first value with a scope behind moves and other names."""

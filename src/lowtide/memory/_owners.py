@@ -355,7 +355,7 @@ def _common_suffix(one: str, other: str) -> int:
 
 def _readable(scope: str) -> str:
     """A scope without the parts that every operation has."""
-    return re.sub(r"^jit\([^/()]*\)/", "", scope)
+    return re.sub(r"^jit\([^/()]*\)/", "", scope.partition(";")[0])
 
 
 def _short(source: str) -> str:
