@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
 from lowtide.core import ConfigError, TargetError
-from lowtide.memory import ByteFit, Extrapolation, Job, extrapolate, target
-from lowtide.memory._extrapolate import fit_bytes
+from lowtide.memory import ByteFit, Extrapolation, Job, SizePoint, extrapolate, target
+from lowtide.memory._extrapolate import _Search, fit_bytes
 
 
 def shape(*dims: int) -> jax.ShapeDtypeStruct:
@@ -46,7 +49,9 @@ def assert_closed(found: Extrapolation, limit: int, multiple_of: int = 1) -> Non
     points = {point.size: point for point in found.points}
     assert points[found.answer].fits
     assert points[found.answer].device_bytes == found.report.device_bytes <= limit
-    assert found.following == points[found.answer + multiple_of]
+    assert found.following is not None
+    assert found.following == points[found.following.size]
+    assert found.answer < found.following.size <= found.answer + multiple_of
     assert not found.following.fits
 
 
@@ -153,6 +158,65 @@ def test_what_cannot_be_answered_is_refused(given: dict[str, Any], message: str)
         extrapolate(row, **{"limit": "1 MiB", "target": "cpu", **given})
     with pytest.raises(TargetError):
         extrapolate(row, target="v9")
+
+
+class Imagined(_Search):
+    """A search on a function of bytes instead of compiled programs."""
+
+    def __init__(self, curve: Callable[[int], int], limit: int, multiple_of: int, most: int | None) -> None:
+        super().__init__(row, target("cpu"), limit, multiple_of, most)
+        self.curve = curve
+
+    def measure(self, size: int, predicted: int | None = None) -> bool:
+        num_bytes = self.curve(size)
+        fits = num_bytes <= self.limit_bytes
+        self.points[size] = SizePoint(
+            size=size, device_bytes=num_bytes, host_bytes=0, fits=fits, predicted_bytes=predicted
+        )
+        return fits
+
+
+@given(
+    fixed=st.integers(0, 10**6),
+    slope=st.integers(1, 5000),
+    bend=st.integers(0, 50),
+    tile=st.sampled_from([1, 2, 8, 100]),
+    jump=st.tuples(st.integers(1, 5000), st.integers(0, 10**7)),
+    sizes=st.lists(st.integers(1, 64), min_size=2, max_size=4, unique=True).map(sorted),
+    room=st.integers(0, 10**8),
+    multiple_of=st.sampled_from([1, 3, 8]),
+    maximum=st.none() | st.integers(8, 5000),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_search_ends_at_the_largest_size_whatever_the_curve(
+    fixed: int, slope: int, bend: int, tile: int, jump: tuple[int, int], sizes: list[int], room: int, multiple_of: int,
+    maximum: int | None,
+) -> None:  # fmt: skip
+    def curve(size: int) -> int:
+        padded = -(-size // tile) * tile
+        return fixed + slope * padded + bend * padded**2 + (jump[1] if size >= jump[0] else 0)
+
+    limit = curve(sizes[0]) + room
+    search = Imagined(curve, limit, multiple_of, None if maximum is None else maximum // multiple_of)
+    try:
+        answer = search.run(*search.fit(sizes))
+    except ConfigError as error:
+        if "no multiple" in str(error):
+            assert curve(multiple_of) > limit
+        else:
+            assert "do not grow" in str(error)
+            assert maximum is None
+            assert tile > 1, "a curve without steps grows"
+        return
+    assert answer % multiple_of == 0
+    assert curve(answer) <= limit
+    assert answer in search.points
+    if maximum is None or answer + multiple_of <= maximum:
+        assert curve(answer + multiple_of) > limit
+        following = search.following(answer)
+        assert following is not None
+        assert not following.fits
+    assert len(search.points) < 60
 
 
 def test_fits_hold_out_the_largest_size() -> None:

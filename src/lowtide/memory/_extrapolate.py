@@ -99,7 +99,8 @@ class Extrapolation:
     report: MemoryReport
     """The compiled report at the answer."""
     following: SizePoint | None
-    """The next size, which does not fit; None when the answer is the maximum."""
+    """The next size that was compiled, which does not fit: at most `multiple_of` larger. None when the answer is the
+    maximum."""
 
     @property
     def predicted_bytes(self) -> int:
@@ -224,7 +225,6 @@ def extrapolate(
     search = _Search(make, goal, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of)
     fit, host_fit = search.fit(sizes)
     answer = search.run(fit, host_fit)
-    following = search.points.get((answer // multiple_of + 1) * multiple_of)
     return Extrapolation(
         variable=variable,
         target=goal,
@@ -235,7 +235,7 @@ def extrapolate(
         by_role=search.role_fits(),
         answer=answer,
         report=search.reports[answer],
-        following=following,
+        following=search.following(answer),
     )
 
 
@@ -284,6 +284,13 @@ def _polynomial(points: Sequence[tuple[int, int]], degree: int) -> tuple[float, 
     scale = float(sizes.max())
     solved = np.linalg.lstsq(np.vander(sizes / scale, degree + 1, increasing=True), values, rcond=None)[0]
     return tuple(float(c) / scale**power for power, c in enumerate(solved))
+
+
+def _middle(low: int, high: int | None) -> int:
+    """Halfway between two steps; by ratio, where they lie far apart."""
+    if high is None:
+        return 2 * low
+    return math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
 
 
 class _Search:
@@ -374,6 +381,7 @@ class _Search:
             least = low if low and not self._is_measured(low) else low + 1
             most = (_FARTHEST // self.multiple_of) if self.most is None else self.most
             step = min(max(step, least), most if high is None else high - 1)
+            assert not self._is_measured(step), f"size {step * self.multiple_of} looked at twice"
             if high is not None and low == 0 and high == 1:
                 raise ConfigError(
                     f"no multiple of {self.multiple_of} fits {format_bytes(self.limit_bytes)}",
@@ -390,6 +398,11 @@ class _Search:
             probes += 1
             step = self._next(low, high, probes)
         return low * self.multiple_of
+
+    def following(self, answer: int) -> SizePoint | None:
+        """The smallest size above the answer that was compiled, if it shows that the next multiple does not fit."""
+        above = [p for p in self.points.values() if answer < p.size <= answer + self.multiple_of and not p.fits]
+        return min(above, key=lambda p: p.size, default=None)
 
     def _is_measured(self, step: int) -> bool:
         return step * self.multiple_of in self.points
@@ -422,7 +435,7 @@ class _Search:
     def _next(self, low: int, high: int | None, probes: int) -> int:
         """Where to look next: where the line through the nearest sizes meets the limit; every third time halfway."""
         if probes % 3 == 0:
-            return 2 * low if high is None else (low + high) // 2
+            return _middle(low, high)
         points = sorted(self.points.values(), key=lambda p: p.size)
         below = [p for p in points if p.fits]
         above = [p for p in points if not p.fits]
@@ -431,5 +444,5 @@ class _Search:
         )
         slope = (other.device_bytes - one.device_bytes) / max(1, other.size - one.size)
         if slope <= 0:
-            return low + 1 if high is None else (low + high) // 2
+            return _middle(low, high)
         return math.floor((one.size + (self.limit_bytes - one.device_bytes) / slope) / self.multiple_of)
