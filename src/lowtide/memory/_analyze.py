@@ -249,6 +249,7 @@ def _examine(
     num_args = len(stages.args_info[0]) + len(static)
     owners = _owners(roles or {}, num_args, list(stages.args_info[1]), static)
     leaf_roles = [owners.get(leaf.argument, "other") for leaf in facts.leaves]
+    facts = dataclasses.replace(facts, leaves=[_as_called(leaf, num_args, static) for leaf in facts.leaves])
     moved = _moved_to_host(goal, facts, host_paths)
     device, host = _spaces(facts, moved)
     found = None
@@ -317,6 +318,15 @@ def _owners(
                 )
             owners[keys[argument]] = role
     return owners
+
+
+def _as_called(leaf: ArgumentLeaf, num_args: int, static: Sequence[int]) -> ArgumentLeaf:
+    """A leaf whose argument is numbered as the caller does, static ones included."""
+    if not static or not isinstance(leaf.argument, int):
+        return leaf
+    position = [at for at in range(num_args) if at not in static][leaf.argument]
+    _, slash, inner = leaf.path.partition("/")
+    return dataclasses.replace(leaf, argument=position, path=f"{position}{slash}{inner}")
 
 
 _HOST_NOTES = {

@@ -39,7 +39,7 @@ class ArgumentLeaf:
     path: str
     """Where it is: the argument's number or keyword, then the tree path (``0/params/w``)."""
     argument: int | str
-    """The argument it belongs to: position among the arguments that are not static, or keyword."""
+    """The argument it belongs to: position (in a compiled program, among those that are not static) or keyword."""
     num_bytes: int
     """Compiled bytes on one device: padded, tiled, this device's shard; 0 when the program dropped the leaf."""
     logical_bytes: int

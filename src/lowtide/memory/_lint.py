@@ -197,14 +197,20 @@ def _follows(owners: Owners, output: Value, leaf: int) -> bool:
     return bool(parameters & set(_same_size(owners, output)))
 
 
+# Operations whose result of equal size is another thing than their operand.
+_MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "scatter", "sort", "triangular-solve"}
+
+
 def _same_size(owners: Owners, output: Value) -> Iterator[Value]:
-    """Values of as many elements that an output is made of, itself included."""
+    """Values of as many elements that an output is made of element by element, itself included."""
     graph = owners.dataflow.graph
     size = graph.num_elements(output)
     seen, border = {output}, [output]
     while border:
         value = border.pop()
         yield value
+        if graph.instructions[value[0]].opcode in _MIXING:
+            continue
         new = [s for s, _ in graph.sources(value) if s not in seen and graph.num_elements(s) == size]
         seen.update(new)
         border.extend(new)

@@ -163,7 +163,7 @@ class _Finder:
         return replaced
 
     def _same_leaf(self, output: Value, path: str) -> int | None:
-        wanted, best = self.graph.shape(output), (0, None)
+        wanted, best = self.graph.shape(output), (-1, None)
         for parameter, leaf in self.parameters.items():
             shape = self.graph.shape(parameter)
             if shape.dimensions == wanted.dimensions and shape.element_type == wanted.element_type:

@@ -19,7 +19,7 @@ from lowtide.core import format_bytes
 
 from ._analyze import Role, examine
 from ._buffers import Buffer, live_bytes
-from ._compile import Program, compile, positions
+from ._compile import Program, compile
 from ._executable import ArgumentLeaf
 from ._lint import Finding, lint_owners
 from ._owners import Owners
@@ -226,16 +226,8 @@ def _donations(
 def _donation(owners: Owners, call: _Call | None, argument: int | str) -> Callable[[], Program] | None:
     if call is None or not isinstance(argument, int) or (call.is_jitted and not hasattr(call.fn, "__wrapped__")):
         return None
-    donated = {leaf.argument for leaf in owners.leaves if leaf.donated}
-    numbers = _caller_positions(call)
-    also = {numbers[a] for a in donated if isinstance(a, int)}
-    return call.donating(numbers[argument], also).compile
-
-
-def _caller_positions(call: _Call) -> list[int]:
-    """The caller's position of every argument that is not static."""
-    static = positions("static_argnums", call.static, len(call.args))
-    return [at for at in range(len(call.args)) if at not in static]
+    donated = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
+    return call.donating(argument, donated).compile
 
 
 def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterable[Remedy]:
@@ -381,7 +373,7 @@ def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[
         spec = PartitionSpec(*[None] * axis, sharding.mesh.axis_names)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
 
-    return call.changing(_caller_positions(call)[argument], sharded).compile
+    return call.changing(argument, sharded).compile
 
 
 def _smaller_batch(

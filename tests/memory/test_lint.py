@@ -1,0 +1,226 @@
+"""Lint: planted waste is found with its path and its bytes, and clean steps get no finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowtide.core import ConfigError
+from lowtide.memory import Finding, lint
+from lowtide.memory._lint import RULES
+
+MIB = 2**20
+TARGETS = ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)]
+UNUSABLE = "ignore:Some donated buffers were not usable:UserWarning"
+
+
+def shape(*dims: int, dtype: Any = jnp.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+def found(findings: tuple[Finding, ...], rule: str) -> dict[str, int]:
+    return {finding.path: finding.num_bytes for finding in findings if finding.rule == rule}
+
+
+def sgd(w: Any, x: Any) -> Any:
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return w - 0.1 * grads, loss
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_undonated_state_of_64_mib(name: str) -> None:
+    findings = lint(sgd, shape(4096, 4096), shape(256, 4096), target=name)
+    assert found(findings, "undonated-state") == {"0": 64 * MIB}
+    assert "hint: donate argument 0" in str(findings[0])
+    assert lint(sgd, shape(4096, 4096), shape(256, 4096), target=name, donate_argnums=0) == ()
+
+
+def test_gradients_are_no_undonated_state() -> None:
+    def grads_of(w: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    assert lint(grads_of, shape(2048, 2048), shape(2048, 2048)) == ()
+
+
+def adam_over_everything(tx: Any) -> tuple[Callable[..., Any], Any]:
+    def step(params: Any, opt_state: Any, x: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            return jnp.mean((x @ jax.lax.stop_gradient(params["base"]) @ params["a"] @ params["b"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {"base": shape(4096, 4096), "a": shape(4096, 256), "b": shape(256, 4096)}
+    return step, (params, jax.eval_shape(tx.init, params), shape(512, 4096))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("clip", [False, True])
+def test_adam_over_frozen_leaves(name: str, clip: bool) -> None:
+    adam = optax.adam(1e-3)
+    step, args = adam_over_everything(optax.chain(optax.clip_by_global_norm(1.0), adam) if clip else adam)
+    findings = found(lint(step, *args, target=name, donate_argnums=(0, 1)), "optimizer-over-frozen")
+    prefix = "1/1/0" if clip else "1/0"
+    assert findings == {f"{prefix}/mu/base": 64 * MIB, f"{prefix}/nu/base": 64 * MIB}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_adam_over_what_trains_is_clean(name: str) -> None:
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, opt_state: Any, base: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ base @ p["a"] @ p["b"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {"a": shape(4096, 256), "b": shape(256, 4096)}
+    args = (params, jax.eval_shape(tx.init, params), shape(4096, 4096), shape(512, 4096))
+    assert lint(step, *args, target=name, donate_argnums=(0, 1)) == ()
+
+
+def remat_layers(*names: str) -> Callable[..., Any]:
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def block(h: Any, w: Any) -> tuple[Any, None]:
+        return checkpoint_name(jnp.tanh(h @ w), "mlp_out") @ w.T, None
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(jax.checkpoint(block, policy=policy), x, params)[0])
+
+    return jax.grad(loss)
+
+
+def test_a_remat_policy_whose_names_match_nothing() -> None:
+    arguments = (shape(8, 1024, 1024), shape(2048, 1024))
+    (finding,) = [f for f in lint(remat_layers("mlp_uot"), *arguments) if f.rule == "checkpoint-name-unmatched"]
+    assert finding.path == "mlp_uot"
+    assert finding.num_bytes == 8 * 2048 * 1024 * 4
+    assert "mlp_out (64.00 MiB)" in finding.detail
+    assert found(lint(remat_layers("mlp_out"), *arguments), "checkpoint-name-unmatched") == {}
+
+
+@pytest.mark.parametrize("kind", ["offload", "both", "except"])
+def test_names_of_every_policy_are_read(kind: str) -> None:
+    policies = jax.checkpoint_policies
+    policy = {
+        "offload": policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["mlp_out"],
+            names_which_can_be_offloaded=["absent"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+        "both": policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names("absent")),
+        "except": policies.save_any_names_but_these("absent"),
+    }[kind]
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.checkpoint(lambda x: checkpoint_name(jnp.tanh(x @ w), "mlp_out") @ w, policy=policy)(x))
+
+    findings = lint(jax.grad(loss), shape(64, 64), shape(64, 64))
+    assert set(found(findings, "checkpoint-name-unmatched")) == {"absent"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_weight_cast_stashed_per_microbatch(name: str) -> None:
+    def loss(weights: Any, batches: Any) -> Any:
+        def microbatch(total: Any, step: Any) -> Any:
+            at, x = step
+            w = jax.lax.dynamic_index_in_dim(weights, at % 4, keepdims=False).astype(jnp.bfloat16)
+            return total + jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w).astype(jnp.float32)), None
+
+        return jax.lax.scan(microbatch, 0.0, (jnp.arange(8), batches))[0]
+
+    arguments = (shape(4, 2048, 2048), shape(8, 256, 2048, dtype=jnp.bfloat16))
+    findings = found(lint(jax.grad(loss), *arguments, target=name), "residual-copy")
+    item = 4 if name == "cpu" else 2  # XLA's CPU compiler keeps half-precision stacks in float32
+    assert findings["0"] == 8 * 2048 * 2048 * item
+
+
+@pytest.mark.tpu_aot
+def test_no_residual_copy_when_the_cast_is_recomputed() -> None:
+    def loss(weights: Any, x: Any) -> Any:
+        block = jax.checkpoint(lambda h, w: (jnp.tanh(h @ w.astype(jnp.bfloat16)), None), prevent_cse=False)
+        return jnp.sum(jax.lax.scan(block, x, weights)[0].astype(jnp.float32))
+
+    arguments = (shape(8, 2048, 2048, dtype=jnp.bfloat16), shape(512, 2048, dtype=jnp.bfloat16))
+    assert found(lint(jax.grad(loss), *arguments, target="v5e"), "residual-copy") == {}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_frozen_leaf_that_is_returned(name: str) -> None:
+    findings = lint(
+        lambda p, x: ({"base": p["base"]}, jnp.sum(x @ p["base"])),
+        {"base": shape(4096, 4096)},
+        shape(8, 4096),
+        target=name,
+    )
+    assert found(findings, "returned-unchanged") == {"0/base": 64 * MIB}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_norm_over_the_whole_tree(name: str) -> None:
+    def step(adapter: Any, base: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda a, b: jnp.mean(((x @ b) @ a) ** 2), argnums=(0, 1))(adapter, base)
+        return adapter - 0.1 * grads[0], loss, optax.tree.norm(grads)
+
+    arguments = (shape(2048, 256), shape(2048, 2048), shape(1024, 2048))
+    findings = lint(step, *arguments, target=name, donate_argnums=0)
+    assert found(findings, "norm-over-frozen") == {"1": 16 * MIB}
+
+
+@pytest.mark.filterwarnings(UNUSABLE)
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_donation_that_no_output_uses(name: str) -> None:
+    findings = lint(lambda a, b: jnp.sum(a @ b), shape(2048, 2048), shape(2048, 2048), target=name, donate_argnums=0)
+    assert found(findings, "donation-not-used") == {"0": 16 * MIB}
+
+
+@pytest.mark.tpu_aot
+def test_an_offload_that_moved_nothing() -> None:
+    def put_and_forget(x: Any) -> Any:
+        on_host = jax.device_put(jnp.tanh(x), jax.memory.Space.Host)
+        return jnp.sum(jax.device_put(on_host, jax.memory.Space.Device)[:1, :1])
+
+    findings = lint(put_and_forget, shape(4096, 4096), target="v5e")
+    assert set(found(findings, "offload-moved-nothing")) <= {"device_put to host memory"}
+
+    def kept(x: Any) -> Any:
+        return jax.device_put(jnp.tanh(x), jax.memory.Space.Host)
+
+    assert found(lint(kept, shape(4096, 4096), target="v5e"), "offload-moved-nothing") == {}
+
+
+def test_large_replicated_arguments() -> None:
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+    findings = lint(lambda w, x: jnp.sum(x @ w), shape(2048, 2048, sharding=whole), shape(1024, 2048, sharding=split))
+    assert found(findings, "replicated") == {"0": 16 * MIB}
+    assert "on 4 devices" in findings[0].detail
+
+
+@pytest.mark.tpu_aot
+def test_padding() -> None:
+    findings = lint(lambda x: jnp.tanh(x), shape(3, 5), target="v5e", min_bytes=1000)
+    assert found(findings, "padded") == {"0": 4 * 128 * 4 - 60, "tanh": 4 * 128 * 4 - 60}
+
+
+def test_small_findings_are_left_out_on_request() -> None:
+    assert lint(sgd, shape(64, 64), shape(8, 64)) == ()
+    assert found(lint(sgd, shape(64, 64), shape(8, 64), min_bytes=0), "undonated-state") == {"0": 64 * 64 * 4}
+    with pytest.raises(ConfigError, match="'soon' is not a size"):
+        lint(sgd, shape(64, 64), shape(8, 64), min_bytes="soon")
+
+
+def test_every_rule_explains_itself() -> None:
+    for rule in RULES:
+        text = str(Finding(rule=rule, path="a/b", num_bytes=2048, remedy="do it", detail="why"))
+        assert text == f"{rule}: a/b, 2.00 KiB: {RULES[rule]} (why)\n  hint: do it"

@@ -1,0 +1,235 @@
+"""Remedies and out-of-memory explanations: savings that compiling confirms, owners that add up to what is required."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from lowtide.core import OutOfMemoryError
+from lowtide.memory import Remedy, analyze, explain_oom, remedies, target
+
+GIB = 2**30
+
+
+def shape(*dims: int, dtype: Any = jnp.float32, sharding: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+def language_model(
+    vocab: int, width: int, layers: int, batch: int, length: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Adam over an embedding, a stack of blocks that keep everything, and a head with the whole logits."""
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            h = params["embed"][batch["tokens"]]
+
+            def block(h: Any, layer: Any) -> tuple[Any, None]:
+                return h + jax.nn.gelu(h @ layer["up"]) @ layer["down"], None
+
+            logits = jax.lax.scan(block, h, params["layers"])[0] @ params["head"]
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    params = {
+        "embed": shape(vocab, width),
+        "layers": {"up": shape(layers, width, 4 * width), "down": shape(layers, 4 * width, width)},
+        "head": shape(width, vocab),
+    }
+    tokens = {name: shape(batch, length, dtype=jnp.int32) for name in ("tokens", "labels")}
+    return step, (params, jax.eval_shape(tx.init, params), tokens)
+
+
+ROLES = {"params": 0, "opt_state": 1, "batch": 2}
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.slow
+def test_a_step_over_a_v5e_gets_remedies_that_compiling_confirms() -> None:
+    step, args = language_model(vocab=65536, width=2048, layers=6, batch=16, length=1024)
+    report = analyze(step, *args, target="v5e", roles=ROLES)
+    assert report.fits is False
+    assert sum(b.num_bytes for b in report.peak) == report.device_bytes > 15.75 * GIB
+    found = {remedy.action.partition(" (")[0] if remedy.kind == "donate" else remedy.kind: remedy
+             for remedy in remedies(step, *args, target="v5e", roles=ROLES)}  # fmt: skip
+    assert {"donate argument 0", "donate argument 1", "chunk-loss", "recompute", "smaller-batch"} <= set(found)
+    for remedy in found.values():
+        if remedy.apply is not None:
+            after = remedy.apply().report(ROLES).device_bytes
+            assert remedy.saving_bytes == pytest.approx(report.device_bytes - after, rel=0.1)
+            assert remedy.saving_bytes == remedy.compiled_bytes > 0
+    assert "offload-optimizer" in found and found["offload-optimizer"].compiled_bytes is None
+
+
+def test_estimates_without_compiling() -> None:
+    step, args = language_model(vocab=4096, width=256, layers=4, batch=8, length=128)
+    estimated = remedies(step, *args, roles=ROLES, verify=False)
+    compiled = remedies(step, *args, roles=ROLES)
+    assert all(remedy.compiled_bytes is None for remedy in estimated)
+    assert {r.kind for r in compiled if r.compiled_bytes is not None} == {"donate", "smaller-batch"}
+    assert list(estimated) == sorted(estimated, key=lambda remedy: -remedy.saving_bytes)
+    assert all(0 < remedy.saving_bytes < sum(b.num_bytes for b in analyze(step, *args).peak) for remedy in estimated)
+
+
+def test_the_chunked_loss_saves_what_it_says() -> None:
+    def loss_of(chunks: int) -> Callable[..., Any]:
+        def loss(params: Any, batch: Any) -> Any:
+            h = params["embed"][batch["tokens"]]
+
+            def chunk(total: Any, rows: Any) -> tuple[Any, None]:
+                logits = rows["h"] @ params["head"]
+                return total + optax.softmax_cross_entropy_with_integer_labels(logits, rows["labels"]).sum(), None
+
+            if chunks == 1:
+                return chunk(0.0, {"h": h, "labels": batch["labels"]})[0]
+            rows = jax.tree.map(lambda x: x.reshape(chunks, -1, *x.shape[2:]), {"h": h, "labels": batch["labels"]})
+            return jax.lax.scan(jax.checkpoint(chunk), 0.0, rows)[0]
+
+        return jax.grad(loss)
+
+    params = {"embed": shape(8192, 128), "head": shape(128, 8192)}
+    batch = {name: shape(8, 512, dtype=jnp.int32) for name in ("tokens", "labels")}
+    whole = analyze(loss_of(1), params, batch, roles={"params": 0, "batch": 1})
+    (remedy,) = [r for r in remedies(loss_of(1), params, batch) if r.kind == "chunk-loss"]
+    chunked = analyze(loss_of(8), params, batch, roles={"params": 0, "batch": 1})
+    assert remedy.estimated_bytes == pytest.approx(whole.device_bytes - chunked.device_bytes, rel=0.1)
+
+
+def test_sharding_saves_what_it_says() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+
+    def step(state: Any, x: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * 0.9 + jnp.mean(x), state)
+
+    state = {"mu": shape(1024, 1024, sharding=whole), "nu": shape(8, 4096, sharding=whole), "odd": shape(3)}
+    (remedy,) = [r for r in remedies(step, state, shape(64, 8, sharding=split), donate_argnums=0) if r.kind == "shard"]
+    moved = 1024 * 1024 * 4 + 8 * 4096 * 4
+    assert remedy.compiled_bytes == pytest.approx(moved * 7 / 8, rel=0.1)
+    assert remedy.estimated_bytes == pytest.approx(remedy.compiled_bytes, rel=0.1)
+    assert "over the 8 devices" in remedy.action
+
+
+def test_a_jitted_step_keeps_its_donation_when_another_argument_is_tried() -> None:
+    step, args = language_model(vocab=4096, width=256, layers=4, batch=8, length=128)
+    jitted = jax.jit(step, donate_argnums=0)
+    donations = [r for r in remedies(jitted, *args, roles=ROLES) if r.kind == "donate"]
+    assert [r.action for r in donations] == ["donate argument 1 (opt_state)"]
+    assert donations[0].compiled_bytes is not None
+
+
+def test_static_arguments_shift_no_position() -> None:
+    def step(mode: str, state: Any, x: Any) -> Any:
+        return state * 0.9 + jnp.mean(x)
+
+    found = remedies(step, "fast", shape(1024, 1024), shape(8), static_argnums=0, roles={"state": 1})
+    (donation,) = [r for r in found if r.kind == "donate"]
+    assert donation.compiled_bytes == 1024 * 1024 * 4
+
+
+def test_a_remedy_says_where_its_figure_comes_from() -> None:
+    estimated = Remedy(kind="recompute", action="recompute it", estimated_bytes=GIB)
+    assert str(estimated) == "recompute: recompute it, saves about 1.00 GiB (estimated)"
+    compiled = Remedy(kind="donate", action="donate it", estimated_bytes=GIB, compiled_bytes=2 * GIB)
+    assert str(compiled) == "donate: donate it, saves 2.00 GiB (compiled)"
+
+
+# --- explain_oom ---------------------------------------------------------------------------------------------------
+
+
+def mlp_step(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> Any:
+        h = batch
+        for w in params["layers"]:
+            h = jnp.tanh(h @ w)
+        return jnp.sum(h)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+
+@pytest.mark.tpu_aot
+def test_a_tpu_s_refusal_to_compile_is_explained(tmp_path: Path) -> None:
+    sharding = SingleDeviceSharding(target("v5e").devices()[0])
+    params = {"layers": [shape(16384, 16384, sharding=sharding)] * 4}
+    batch = shape(65536, 16384, sharding=sharding)
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explain_oom(target="v5e", roles={"params": "weights"}, html=tmp_path / "oom.html"),
+    ):
+        jax.jit(mlp_step).trace(params, batch).lower(lowering_platforms=("tpu",)).compile()
+    error = caught.value
+    required = float(re.search(r"temporaries \(([\d.]+)G\)", str(error.__cause__))[1])  # pyright: ignore
+    assert sum(b.num_bytes for b in error.report.peak) == error.report.device_bytes
+    assert error.report.device_bytes == pytest.approx(required * GIB, rel=1e-3)
+    assert error.report.peak_by_role["weights"] == error.report.peak_by_role["batch"] == 4 * GIB
+    assert error.report.peak_by_role["activations"] >= 12 * GIB
+    assert {"donate", "recompute", "smaller-batch"} <= {remedy.kind for remedy in error.remedies}
+    text = str(error)
+    assert text.startswith("[LT010] out of memory while it was compiled")
+    assert "params/layers" in text and "remedies, each by itself:\n  1. " in text and "hint: " in text
+    assert (tmp_path / "oom.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable:UserWarning")
+def test_a_failure_to_allocate_is_explained() -> None:
+    kept = jnp.ones((1000, 1000))
+    with pytest.raises(OutOfMemoryError) as caught, explain_oom():
+        jax.jit(jnp.sin)(jnp.ones(3)).block_until_ready()
+        jax.jit(lambda x: jnp.outer(x, x))(jnp.ones(2**20)).block_until_ready()
+    error = caught.value
+    assert error.report.device_bytes >= 2**42
+    assert error.report.peak[0].role == "outputs" and error.report.peak[0].shape == (2**20, 2**20)
+    assert "RESOURCE_EXHAUSTED" in str(error.__cause__)
+    assert f"float32{list(kept.shape)} 3.81 MiB" in str(error)
+    assert isinstance(error, MemoryError)
+
+
+def test_other_errors_and_successes_pass_through() -> None:
+    with explain_oom():
+        assert float(jax.jit(lambda x: x + 1)(1.0)) == 2.0
+    with pytest.raises(ZeroDivisionError), explain_oom():
+        _ = 1 // 0
+
+
+def test_a_program_compiled_before_the_block_is_said_to_be_unknown() -> None:
+    def outer(x: Any) -> Any:
+        return jnp.outer(x, x)
+
+    jitted, x = jax.jit(outer), jnp.ones(2**20)
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
+        jitted(x).block_until_ready()
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as caught, explain_oom():
+        jitted(x).block_until_ready()
+    assert "put the block around the first call" in caught.value.__notes__[0]
+
+
+def test_an_explanation_that_fails_never_hides_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.memory import _oom
+
+    monkeypatch.setattr(_oom, "read_dump", lambda folder: None)
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as caught, explain_oom():
+        jax.jit(lambda x: jnp.outer(x, x) + 1)(jnp.ones(2**20)).block_until_ready()
+    assert "explaining it failed: LookupError" in caught.value.__notes__[0]
+
+
+def test_the_block_leaves_jax_as_it_was() -> None:
+    from jax._src import compiler
+
+    before = compiler.compile_or_get_cached
+    with explain_oom():
+        assert compiler.compile_or_get_cached is not before
+    assert compiler.compile_or_get_cached is before
