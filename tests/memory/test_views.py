@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
-from lowtide.memory import MemoryReport, analyze, diff
+from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
 from lowtide.memory._buffers import DERIVED_ROLES, Buffer
 from lowtide.memory.views._groups import differing
 from lowtide.memory.views._png import byte_ticks
 from lowtide.memory.views._roles import DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
-from lowtide.memory.views._series import Capacity
 from lowtide.memory.views._verdict import fit_text
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
@@ -338,15 +337,53 @@ def test_importing_lowtide_imports_no_drawing_package() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "usable", "reserve", "text"),
+    ("device", "host", "usable", "reserve", "host_usable", "text"),
     [
-        (60, 100, 0, "fits: 60 B of 100 B, 40 B free"),
-        (60, 100, 40, "fits: 60 B of 100 B, 40 B in reserve, 0 B free"),
-        (60, 100, 50, "does not fit: 60 B of 100 B, 50 B in reserve, 10 B too much"),
-        (101, 100, 0, "does not fit: 101 B of 100 B, 1 B too much"),
-        (60, None, 0, "60 B; the capacity is unknown"),
+        (60, 0, 100, 0, 48, "fits: 60 B of 100 B, 40 B free"),
+        (60, 40, 100, 40, 48, "fits: 60 B of 100 B, 40 B in reserve, 0 B free"),
+        (60, 90, 100, 0, None, "fits: 60 B of 100 B, 40 B free"),
+        (60, 0, 100, 50, None, "does not fit: 60 B of 100 B, 50 B in reserve, 10 B too much"),
+        (101, 0, 100, 0, None, "does not fit: 101 B of 100 B, 1 B too much"),
+        (60, 0, None, 0, 48, "60 B; the capacity is unknown"),
+        (
+            60,
+            90,
+            100,
+            0,
+            48,
+            "does not fit: 60 B of 100 B on the device; the host's share of a box is too small: 90 B of 48 B, "
+            "42 B too much",
+        ),
+        (
+            60,
+            90,
+            None,
+            0,
+            48,
+            "does not fit: 60 B on the device; the host's share of a box is too small: 90 B of 48 B, 42 B too much",
+        ),
     ],
 )
-def test_the_verdict_keeps_the_reserve(total: int, usable: int | None, reserve: int, text: str) -> None:
-    figures = Capacity(total_bytes=total, usable_bytes=usable, reserve_bytes=reserve)
-    assert fit_text(figures, None if figures.free_bytes is None else figures.free_bytes >= 0) == text
+def test_the_verdict_keeps_reserve_and_host(
+    device: int, host: int, usable: int | None, reserve: int, host_usable: int | None, text: str
+) -> None:
+    report = MemoryReport(
+        target=Target(
+            name="cpu",
+            platform="cpu",
+            chip="cpu",
+            num_devices=1,
+            device_bytes=usable,
+            reserve_bytes=reserve,
+            host_bytes=host_usable,
+            machine="box",
+        ),
+        device=SpaceBytes(argument_bytes=device),
+        host=SpaceBytes(argument_bytes=host),
+        by_role={"other": device},
+        host_by_role={"other": host},
+    )
+    assert fit_text(report) == text
+    assert report.fits is (None if usable is None and "does not" not in text else text.startswith("fits"))
+    assert report.margin_bytes == (None if usable is None else usable - reserve - device)
+    assert report.host_margin_bytes == (None if host_usable is None else host_usable - host)

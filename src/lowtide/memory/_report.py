@@ -18,7 +18,6 @@ from ._buffers import Buffer, Space, live_bytes, sum_by_role, to_rows
 from ._targets import Target
 from .views import _json as views_json
 from .views._files import write_view
-from .views._series import capacity
 from .views._terminal import print_report
 from .views._verdict import summary
 
@@ -143,10 +142,25 @@ class MemoryReport:
         return self.host.total_bytes
 
     @property
+    def margin_bytes(self) -> int | None:
+        """Usable bytes of the device less the target's reserve that are left; negative when it does not fit."""
+        budget = self.target.budget_bytes
+        return None if budget is None else budget - self.device_bytes
+
+    @property
+    def host_margin_bytes(self) -> int | None:
+        """Bytes of the host, of this device's share, that are left; None when the machine is unknown."""
+        return None if self.target.host_bytes is None else self.target.host_bytes - self.host_bytes
+
+    @property
     def fits(self) -> bool | None:
-        """Whether one device can hold it and keep the target's reserve; None when its capacity is unknown."""
-        free_bytes = capacity(self).free_bytes
-        return None if free_bytes is None else free_bytes >= 0
+        """Whether one device can hold it and keep the target's reserve, and the host its part of it.
+
+        None when the device's capacity is unknown; a host whose capacity is unknown is taken to suffice.
+        """
+        if self.host_bytes and self.host_margin_bytes is not None and self.host_margin_bytes < 0:
+            return False
+        return None if self.margin_bytes is None else self.margin_bytes >= 0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, the content of `to_json`."""
@@ -157,6 +171,8 @@ class MemoryReport:
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
             "fits": self.fits,
+            "margin_bytes": self.margin_bytes,
+            "host_margin_bytes": self.host_margin_bytes,
             "device": {**dataclasses.asdict(self.device), "total_bytes": self.device_bytes},
             "host": {**dataclasses.asdict(self.host), "total_bytes": self.host_bytes},
             "by_role": dict(self.by_role),

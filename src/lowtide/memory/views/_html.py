@@ -56,9 +56,8 @@ def report_page(report: MemoryReport) -> bytes:
         A whole HTML file in UTF-8.
     """
     payload, folded = report_payload(report)
-    figures = capacity(report)
     state = {True: "good", False: "bad", None: "unknown"}[report.fits]
-    verdict = fit_text(figures, report.fits)
+    verdict = fit_text(report)
     body = {
         "target": report.target.name,
         "state": state,
@@ -94,7 +93,7 @@ def diff_page(difference: MemoryDiff) -> bytes:
         "target": " → ".join(names),
         "verdict": f"{signed(difference.delta_bytes())} on the device: {sizes}",
     }
-    facts = [("Before", fit_text(capacity(before), before.fits)), ("After", fit_text(capacity(after), after.fits))]
+    facts = [("Before", fit_text(before)), ("After", fit_text(after))]
     if before.host_bytes or after.host_bytes:
         hosts = f"{format_bytes(before.host_bytes)} → {format_bytes(after.host_bytes)}"
         facts.append(("Host", f"{hosts} ({signed(difference.delta_bytes(space='host'))})"))
@@ -123,7 +122,7 @@ def notebook(report: MemoryReport) -> str:
         names = [group.buffers[0].role, group.text, array_text(group.buffers[0])]
         rows.append([format_bytes(group.num_bytes), percent(group.num_bytes, total), *names])
     owners = _table(("bytes", "share", "role", "owner", "array"), rows) if rows else ""
-    head = html.escape(f"{report.target.name}: {fit_text(capacity(report), report.fits)}")
+    head = html.escape(f"{report.target.name}: {fit_text(report)}")
     return f"<div><p><b>{head}</b></p>{_static_roles(report)}{owners}</div>"
 
 
@@ -301,7 +300,6 @@ def _escaped(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _report_facts(report: MemoryReport) -> list[tuple[str, str]]:
-    figures = capacity(report)
     facts = [("Total", format_bytes(figures.total_bytes))]
     if figures.usable_bytes is not None:
         facts.append(("Usable", format_bytes(figures.usable_bytes)))

@@ -59,7 +59,7 @@ def report_png(report: MemoryReport) -> bytes:
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
         figure = _figure()
-        _heading(figure, f"{report.target.name} · {fit_text(capacity(report), report.fits)}", _subtitle(report))
+        _heading(figure, f"{report.target.name} · {fit_text(report)}", _subtitle(report))
         grid = figure.add_gridspec(
             1, 2, left=0.062, right=0.978, top=0.79, bottom=0.07, width_ratios=(1.1, 1), wspace=0.62
         )

@@ -14,7 +14,7 @@ from lowtide.core import format_bytes
 from .._buffers import Space, sum_by_role
 from ._groups import Group, group_buffers, group_rows
 from ._roles import styles
-from ._series import SPACES, at_peak, capacity, columns, drawn_buffers, peak_moment, role_series, total_series
+from ._series import SPACES, at_peak, columns, drawn_buffers, peak_moment, role_series, total_series
 from ._verdict import fit_text, peak_text
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _headline(report: MemoryReport) -> Text:
     fits = report.fits
     style = {True: "bold green", False: "bold red", None: "bold"}[fits]
     text = Text(f"Compiled bytes on one device of {report.target.name}\n", style="bold")
-    return text.append(fit_text(capacity(report), fits), style=style)
+    return text.append(fit_text(report), style=style)
 
 
 def _section(space: Space, report: MemoryReport, width: int) -> Text:

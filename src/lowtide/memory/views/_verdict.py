@@ -13,21 +13,27 @@ if TYPE_CHECKING:
     from .._report import MemoryReport
 
 
-def fit_text(figures: Capacity, fits: bool | None) -> str:
-    """Whether it fits, in one sentence: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``.
+def fit_text(report: MemoryReport) -> str:
+    """Whether it fits, in one sentence: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
+    figures, room = capacity(report), report.host_margin_bytes
+    host = ""
+    if report.host_bytes and room is not None and room < 0:
+        machine = f" of a {report.target.machine}" if report.target.machine else ""
+        assert report.target.host_bytes is not None, "a margin has a capacity"
+        share = f"{format_bytes(report.host_bytes)} of {format_bytes(report.target.host_bytes)}"
+        host = f"; the host's share{machine} is too small: {share}, {format_bytes(-room)} too much"
+    return _device_text(figures, report.fits) + host
 
-    Args:
-        figures: total, usable and reserve.
-        fits: the report's verdict.
-    """
+
+def _device_text(figures: Capacity, fits: bool | None) -> str:
     total, free = format_bytes(figures.total_bytes), figures.free_bytes
     if figures.usable_bytes is None or free is None:
-        return f"{total}; the capacity is unknown"
+        return f"{total}; the capacity is unknown" if fits is None else f"does not fit: {total} on the device"
     reserve = f", {format_bytes(figures.reserve_bytes)} in reserve" if figures.reserve_bytes else ""
     of = f"{total} of {format_bytes(figures.usable_bytes)}"
     if fits:
         return f"fits: {of}{reserve}, {format_bytes(free)} free"
-    short = f", {format_bytes(-free)} too much" if free < 0 else ""
+    short = f", {format_bytes(-free)} too much" if free < 0 else " on the device"
     return f"does not fit: {of}{reserve}{short}"
 
 
