@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 
 import pytest
 
-from lowtide.core import ConfigError, LowtideError, _errors
+from lowtide.core import ConfigError, LowtideError, OutOfMemoryError, _errors
 
 CLASSES = [cls for _, cls in inspect.getmembers(_errors, inspect.isclass) if issubclass(cls, LowtideError)]
 
@@ -37,4 +38,10 @@ def test_codes_are_unique() -> None:
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not LowtideError])
 def test_users_catch_value_error(cls: type[LowtideError]) -> None:
-    assert issubclass(cls, ValueError)
+    assert issubclass(cls, MemoryError if cls is OutOfMemoryError else ValueError)
+
+
+def test_errors_travel_between_processes() -> None:
+    error = ConfigError("wrong", expected=1, got=[2], hint="mend it")
+    sent = pickle.loads(pickle.dumps(error))
+    assert (type(sent), str(sent), sent.got, sent.hint) == (ConfigError, str(error), [2], "mend it")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
+import jax
 from rich.console import Console
 from rich.text import Text
 
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for module in (_finetune, _explain, _fits, _diff, _targets):
         module.register(commands)
     args = parser.parse_args(argv)
+    _leave_out_absent_accelerators()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return args.run(args)
@@ -42,3 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print(Text("interrupted", style="bold red"))
         return 130
+
+
+def _leave_out_absent_accelerators() -> None:
+    """Let JAX use the CPU where no accelerator is.
+
+    Plugins that are installed to compile for absent hardware would otherwise be started as if it were there, and fill
+    the terminal with complaints. A choice in JAX_PLATFORMS holds.
+    """
+    devices = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
+    here = any(glob.glob(pattern) for pattern in devices)
+    if sys.platform == "linux" and not here and not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", "cpu")

@@ -39,6 +39,14 @@ class LowtideError(Exception):
         super().__init__("\n".join(lines))
         self.message, self.expected, self.got, self.hint = message, expected, got, hint
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.message, self.expected, self.got, self.hint)
+
+
+def _rebuilt(cls: type[LowtideError], message: str, expected: object, got: object, hint: str | None) -> LowtideError:
+    """An error that was sent to another process."""
+    return cls(message, expected=expected, got=got, hint=hint)
+
 
 class SelectionError(LowtideError, ValueError):
     """A pattern or predicate that selects nothing, too much, or a leaf that cannot train."""

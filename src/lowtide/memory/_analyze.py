@@ -41,6 +41,7 @@ def analyze(
     roles: Mapping[str, Role] | None = None,
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] | None = None,
+    isolate: bool = False,
     **kwargs: Any,
 ) -> MemoryReport:
     """Compile a function for a target and report its bytes.
@@ -54,6 +55,8 @@ def analyze(
         roles: what to call which arguments: a name for a position, a keyword, or several of these.
         donate_argnums: as in `jax.jit`; not for a function that is jitted already.
         static_argnums: as in `jax.jit`. For a jitted function with static positional arguments, repeat its own.
+        isolate: compile in a process of its own, since one that compiled for a TPU keeps much memory. The function
+            and its arguments are sent with cloudpickle, arrays as shapes.
         **kwargs: keyword arguments of `fn` (except those named like this function's own).
 
     Returns:
@@ -77,6 +80,11 @@ def analyze(
         >>> report.device.alias_bytes, report.by_role["state"], report.by_role["outputs"]
         (4096, 4096, 0)
     """
+    if isolate:
+        from ._isolate import analyze_isolated
+
+        call = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
+        return analyze_isolated(fn, args, call, resolve_target(target))
     program = compile(fn, *args, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums, **kwargs)
     return analyze_program(program, roles)
 

@@ -300,6 +300,7 @@ def _escaped(values: Mapping[str, str]) -> dict[str, str]:
 
 
 def _report_facts(report: MemoryReport) -> list[tuple[str, str]]:
+    figures = capacity(report)
     facts = [("Total", format_bytes(figures.total_bytes))]
     if figures.usable_bytes is not None:
         facts.append(("Usable", format_bytes(figures.usable_bytes)))

@@ -1,0 +1,132 @@
+"""Compile and analyze in a process of its own.
+
+A process that compiled for a TPU keeps hundreds of megabytes, and a compiler that crashes takes its process along.
+Functions travel by cloudpickle, arrays as shapes; what comes back is the report.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lowtide.core import StructureError, TargetError
+
+from ._report import MemoryReport
+from ._targets import Target
+
+
+def analyze_isolated(
+    fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], goal: Target
+) -> MemoryReport:
+    """Run `lowtide.memory.analyze` in a child process.
+
+    Args:
+        fn: the function.
+        args: its arguments; arrays are sent as shapes.
+        options: further arguments of `analyze`.
+        goal: the target.
+
+    Returns:
+        The report.
+
+    Raises:
+        StructureError: when the function or an argument cannot be sent.
+        TargetError: when the child died, with the end of what it wrote.
+        Exception: what `analyze` raised in the child.
+    """
+    shapes = [_shapes(arg) for arg in args]
+    call = {**options, "kwargs": {key: _shapes(value) for key, value in options["kwargs"].items()}}
+    try:
+        payload = _dumps((fn, shapes, call, goal), goal)
+    except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
+        raise StructureError(
+            "the function or its arguments cannot be sent to a process of its own",
+            got=str(error).splitlines()[0],
+            hint="leave isolate out, or define the function and what it closes over so that cloudpickle takes them",
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        source, result = Path(folder) / "call.pkl", Path(folder) / "result.pkl"
+        source.write_bytes(payload)
+        command = [sys.executable, "-m", "lowtide.memory._isolate", str(source), str(result)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*filter(None, sys.path)])}
+        child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if not result.exists():
+            raise TargetError(
+                f"the process that compiled for {goal.name!r} ended without a report (status {child.returncode})",
+                got=(child.stderr or child.stdout).strip()[-2000:] or None,
+                hint="compile in this process: leave isolate out",
+            )
+        outcome = pickle.loads(result.read_bytes())
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def _dumps(value: Any, goal: Target) -> bytes:
+    """Pickle a value; devices, which cannot travel, are looked up again on the other side."""
+    import cloudpickle
+
+    places = {device: at for at, device in enumerate(goal.devices())}
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, jax.Device):
+                if obj in places:
+                    return _target_device, (goal, places[obj])
+                return _local_device, (obj.platform, obj.id)
+            return super().reducer_override(obj)
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _target_device(goal: Target, at: int) -> Any:
+    return goal.devices()[at]
+
+
+def _local_device(platform: str, number: int) -> Any:
+    return next(device for device in jax.devices(platform) if device.id == number)
+
+
+def _shapes(tree: Any) -> Any:
+    """A tree with shapes in place of arrays, host memory kept."""
+
+    def shape(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        sharding = leaf.sharding if getattr(leaf, "committed", True) else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+
+    return jax.tree.map(shape, tree)
+
+
+def _main(source: str, result: str) -> None:
+    import cloudpickle
+
+    from ._analyze import analyze
+
+    fn, args, call, goal = pickle.loads(Path(source).read_bytes())
+    kwargs = call.pop("kwargs")
+    try:
+        outcome: Any = analyze(fn, *args, target=goal, **call, **kwargs)
+    except Exception as error:
+        try:
+            pickle.loads(cloudpickle.dumps(error))
+            outcome = error
+        except Exception:
+            outcome = RuntimeError(f"{type(error).__name__}: {error}")
+    Path(result).write_bytes(cloudpickle.dumps(outcome))
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2])

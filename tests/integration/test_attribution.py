@@ -1,0 +1,67 @@
+"""Steps of other libraries, as `benchmarks/attribution.py` compiles them: every byte has an owner."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TPU, GPU = pytest.mark.tpu_aot, pytest.mark.gpu_aot
+NEEDS = {"equinox_mlp": "equinox", "equinox_transformer": "equinox", "nnx_transformer": "flax", "keras_model": "keras"}
+EVERYWHERE = [
+    *(pytest.param(name, "cpu", id=f"{name}-cpu") for name in (*NEEDS, "adam_loop", "fsdp", "lora_8b")),
+    *(
+        pytest.param(name, "h100", id=f"{name}-h100", marks=GPU)
+        for name in ("equinox_mlp", "scan_remat_names", "lora_8b", "fsdp", "offload_activations", "offload_parameters")
+    ),
+    *(
+        pytest.param(name, "v5e:2x2", id=f"{name}-v5e", marks=TPU)
+        for name in ("equinox_mlp", "adam_loop", "offload_base", "offload_activations", "offload_parameters")
+    ),
+    pytest.param("lora_8b", "v5e:2x2", id="lora_8b-v5e", marks=[TPU, pytest.mark.slow]),
+]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("attribution", BENCHMARKS / "attribution.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for loaded in ("_common", "_programs"):
+            sys.modules.pop(loaded, None)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(("name", "target"), EVERYWHERE)
+def test_every_byte_has_an_owner(bench: Any, name: str, target: str) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}: install its extra")
+    with jax.numpy_rank_promotion("allow"):  # other people's code
+        row = bench.measure(name, target)
+    assert bench.problems(row) == []
+    assert row["sum_of_owners_bytes"] == row["device_bytes"]
+    if name.startswith("offload") and target != "cpu":
+        assert (row["host_bytes"] > 0) == (name != "offload_base")
+    if name == "lora_8b" and target.startswith("v5e"):
+        assert row["fits"] is False
+        assert row["by_role"]["frozen"] > 14 * 2**30
+
+
+def test_a_row_that_breaks_a_promise_is_told(bench: Any) -> None:
+    row = bench.measure("offload_base", "cpu")
+    assert bench.problems(row) == []
+    assert bench.problems({**row, "sum_of_owners_bytes": row["device_bytes"] - 1}) == ["owners do not add up"]
+    assert bench.problems({**row, "unattributed": 0.03}) == ["too much unattributed"]
+    assert bench.problems({**row, "difference": 0.002}) == ["not argument + output - alias + temp"]
+    assert bench.problems({**row, "xla_total_bytes": 1}) == ["not XLA's total"]
