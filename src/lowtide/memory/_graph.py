@@ -132,6 +132,28 @@ class Graph:
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
         """What a value is made of: (value, how) pairs; empty for arguments and constants."""
+        return [(found, edge) for source, edge in self._sources(value) for found in self._existing(source, value)]
+
+    def _existing(self, source: Value, value: Value) -> list[Value]:
+        """A source, if there is such a value.
+
+        Where a compiler packs the results of an asynchronous operation in a way of its own, those of the same shape.
+        """
+        at, index = source
+        leaves = self._leaves(at)
+        if index in leaves:
+            return [source]
+        return [(at, leaf) for leaf in leaves if self._like((at, leaf), value)]
+
+    def _like(self, one: Value, other: Value) -> bool:
+        a, b = self.shape(one), self.shape(other)
+        return a.element_type == b.element_type and list(a.dimensions) == list(b.dimensions)
+
+    @functools.cache  # noqa: B019 - lives as long as the program
+    def _leaves(self, at: int) -> frozenset[tuple[int, ...]]:
+        return frozenset(_leaf_indices(self.instructions[at].proto.shape))
+
+    def _sources(self, value: Value) -> list[tuple[Value, Edge]]:
         at, index = value
         instruction = self.instructions[at]
         opcode, operands = instruction.opcode, list(instruction.proto.operand_ids)
