@@ -9,6 +9,7 @@ what replaces a buffer (recomputation, transfers) takes memory, too.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -277,21 +278,25 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
 
 
 def _recompute(report: MemoryReport) -> Iterable[Remedy]:
-    """The largest groups of activations, by the line that makes them."""
+    """The largest groups of activations, by the function that makes them."""
     groups: dict[str, list[Buffer]] = {}
     for buffer in report.peak:
         if buffer.role == "activations":
-            groups.setdefault(buffer.source or buffer.scope, []).append(buffer)
-    largest = sorted(groups.items(), key=lambda item: -sum(b.num_bytes for b in item[1]))[:5]
-    for where, buffers in largest:
-        keys = {(b.operation, b.start) for b in buffers}
+            groups.setdefault(_maker(buffer), []).append(buffer)
+    for where, buffers in sorted(groups.items(), key=lambda item: -sum(b.num_bytes for b in item[1]))[:5]:
         shapes = _some(f"{b.dtype}{list(b.shape)}" for b in buffers)
         yield Remedy(
             kind="recompute",
             action=f"recompute what {where} keeps for the backward pass ({shapes}): jax.checkpoint around it, "
             "or checkpoint_name and offload it",
-            estimated_bytes=saving(report, lambda b, k=keys: float((b.operation, b.start) in k)),
+            # All that the function keeps, at any time: before the peak the same arrays have other names.
+            estimated_bytes=saving(report, lambda b, w=where: float(b.role == "activations" and _maker(b) == w)),
         )
+
+
+def _maker(buffer: Buffer) -> str:
+    """The file and function of a buffer's source line, ``train.py (block)``; its scope when there is none."""
+    return re.sub(r":\d+ \(", " (", buffer.source) or buffer.scope
 
 
 def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
