@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,42 @@ def test_a_file_that_cannot_be_imported_is_shown_like_python_does(lowtide: Any, 
     assert status == 1
     assert "import no_such_module" in errors
     assert "frozen" not in errors
+
+
+def test_a_mistake_in_the_last_target_costs_no_compilation(lowtide: Any, folder: Path) -> None:
+    status, printed, errors = lowtide("explain", "train.py:pair", "--target", "cpu", "--target", "h1000")
+    assert (status, printed) == (2, "")
+    assert "near misses: h100" in errors
+
+
+def test_a_target_under_two_names_is_compiled_once(lowtide: Any, folder: Path) -> None:
+    flags = ("--target", "cpu", "--target", "cpu", "--json", "report.json")
+    status, printed, _ = lowtide("explain", "train.py:pair", *flags)
+    assert (status, printed.count("one device of cpu")) == (0, 1)
+    assert (folder / "report.json").exists()
+
+
+def test_a_folder_is_called_a_folder(lowtide: Any, folder: Path) -> None:
+    (folder / "steps.py").mkdir()
+    status, _, errors = lowtide("explain", "steps.py:pair", "--target", "cpu")
+    assert (status, "steps.py is a folder" in errors) == (2, True)
+
+
+def test_two_views_do_not_share_a_file(lowtide: Any, folder: Path) -> None:
+    status, printed, errors = lowtide("explain", "train.py:pair", "--html", "one", "--json", f"{folder}/./one")
+    assert (status, printed) == (2, "")
+    assert "two outputs cannot share a file" in errors
+
+
+@pytest.mark.parametrize("command", ["explain", "fits"])
+def test_a_terminal_without_unicode_gets_the_report(command: str, folder: Path) -> None:
+    source = (folder / "train.py").read_text() + "\n\ndef fails():\n    raise ValueError('größer ✓')\n"
+    (folder / "train.py").write_text(source)
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1" if command == "fits" else "ascii"}
+    for job, status in (("pair", 0), ("fails", 1)):
+        words = [sys.executable, "-m", "lowtide", command, f"train.py:{job}", "--target", "cpu"]
+        done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, check=False)
+        assert done.returncode == status, done.stderr
+        assert b"UnicodeEncodeError" not in done.stderr
+        assert b"UnicodeDecodeError" not in done.stderr
+    assert b"ValueError: gr" in done.stderr

@@ -90,3 +90,21 @@ def test_several_targets_get_their_largest_size_each(lowtide: Any) -> None:
     assert re.search(r"cpu +512 .*at the maximum", printed)
     assert re.search(r"v9 +failed .*LT008", printed)
     assert "near misses" in errors
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that refuses new files")
+@pytest.mark.parametrize("more", [(), ("--largest", "batch", "--maximum", "2")])
+def test_a_table_that_cannot_be_written_is_an_error(more: tuple[str, ...], lowtide: Any) -> None:
+    flags = ("--target", "cpu", "--budget", "1 GiB", "--json", "/proc/rows.json")
+    status, _, errors = lowtide("fits", "train.py:pair", *flags, *more)
+    assert status == 2
+    assert "/proc/rows.json: cannot be written" in errors
+
+
+def test_what_the_users_code_prints_is_not_the_error(lowtide: Any, folder: Path) -> None:
+    source = (folder / "train.py").read_text()
+    lines = "def loud():\n    import sys\n    print('error none at all', file=sys.stderr)\n    raise KeyError('k')\n"
+    (folder / "train.py").write_text(f"{source}\n\n{lines}")
+    status, _, errors = lowtide("fits", "train.py:loud", "--target", "cpu")
+    assert (status, "none at all" in errors) == (1, False)
+    assert "KeyError: 'k'" in errors

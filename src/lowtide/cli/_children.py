@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -33,11 +34,19 @@ def run_child(arguments: Sequence[str], *, success: Sequence[int] = (0,)) -> Non
     Raises:
         ChildError: when it ends with another status.
     """
-    done = subprocess.run([sys.executable, "-m", "lowtide", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+        check=False,
+    )
     if done.returncode in success:
         return
     if done.returncode < 0:
         text = f"the compiling process was killed by signal {-done.returncode}: its own memory may not have sufficed"
         raise ChildError(text, done.returncode)
-    found = re.search(r"^error (.*)", done.stderr, flags=re.MULTILINE | re.DOTALL)
+    # The user's code may print lines that begin with "error", too.
+    found = re.search(r"^error ((?:\[LT|in the code of ).*)", done.stderr, flags=re.MULTILINE | re.DOTALL)
     raise ChildError(found[1].rstrip() if found else done.stderr.rstrip()[-2000:], done.returncode)

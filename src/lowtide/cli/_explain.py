@@ -82,19 +82,22 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(highlight=False)
     path, name = parse_job(args.job)
-    names = list(dict.fromkeys(args.target or ["here"]))
     check_outputs(*(getattr(args, kind) for kind in _VIEWS), args.seconds)
     with load(path, name) as maker:
         what = f"{path.name}:{name}"
         settings = read_settings(args.set, maker, what)
-        for number, target_name in enumerate(names):
-            goal = memory.target(target_name)
+        # All of them first: a mistake in the last name must not cost the compilation of the others.
+        goals: dict[str, tuple[str, Any]] = {}
+        for given in args.target or ["here"]:
+            goal = memory.target(given)
+            goals.setdefault(goal.name, (given, goal))
+        for number, (given, goal) in enumerate(goals.values()):
             with spinner(f"compiling {what} for {goal.name}") as clock, user_code(path):
                 report = memory.Job.make(maker, target=goal, what=what, **settings).analyze(goal)
             if number:
                 console.rule()
             report.print(console, top=args.top)
-            write_views(console, report, args, target_name if len(names) > 1 else None)
+            write_views(console, report, args, given if len(goals) > 1 else None)
             if args.seconds:
                 Path(args.seconds).write_text(f"{clock.seconds}\n")
     return 0

@@ -18,7 +18,7 @@ from ..core import ConfigError, format_bytes, parse_bytes
 from ._children import ChildError, run_child
 from ._explain import positive
 from ._largest import run_largest
-from ._load import add_job_arguments, check_outputs, parse_job, spinner
+from ._load import add_job_arguments, check_outputs, parse_job, spinner, write_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,8 +116,7 @@ def run(args: argparse.Namespace) -> int:
         if any(row.fits is None and row.error is None for row in rows):
             console.print(Text("note: a capacity is unknown; give one with --budget", style="dim"))
     if args.json:
-        Path(args.json).write_text(json.dumps(_data(rows), indent=2) + "\n", encoding="utf-8")
-        console.print(f"wrote {args.json}", markup=False, soft_wrap=True)
+        write_text(console, args.json, json.dumps(_data(rows), indent=2) + "\n")
     if len(failures) == len(rows) and all(failure.status == 2 for failure in failures):
         return 2
     return int(any(row.fits is False or row.error for row in rows))

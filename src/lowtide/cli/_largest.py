@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..core import ConfigError, format_bytes
 from ._children import ChildError, run_child
-from ._load import load, parse_job, read_settings, spinner, user_code
+from ._load import load, parse_job, read_settings, spinner, user_code, write_text
 
 
 def run_largest(console: Console, args: argparse.Namespace, names: Sequence[str], budget: int | None) -> int:
@@ -105,8 +105,7 @@ def _in_child(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def _write(console: Console, file: str, rows: Sequence[dict[str, Any]]) -> None:
-    Path(file).write_text(json.dumps({"figures": "compiled", "rows": rows}, indent=2) + "\n", encoding="utf-8")
-    console.print(f"wrote {file}", markup=False, soft_wrap=True)
+    write_text(console, file, json.dumps({"figures": "compiled", "rows": rows}, indent=2) + "\n")
 
 
 def _table(variable: str, rows: Sequence[dict[str, Any]]) -> Table:

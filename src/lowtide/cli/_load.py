@@ -12,6 +12,7 @@ import contextlib
 import difflib
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import time
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..core import ConfigError, LowtideError
+from ..core import ConfigError, LowtideError, OutputError
 
 _JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
 
@@ -64,6 +65,8 @@ def parse_job(text: str) -> tuple[Path, str]:
             hint="for instance train.py:make_step",
         )
     path = Path(file)
+    if path.is_dir():
+        raise ConfigError(f"{file} is a folder", expected="FILE.py:NAME", got=repr(text), hint="name a file in it")
     if not path.is_file():
         folder = path.parent
         files = [p.name for p in folder.glob("*.py")] if folder.is_dir() else []
@@ -229,11 +232,32 @@ def check_outputs(*files: str | None) -> None:
     """Refuse files that cannot be written before minutes of compilation.
 
     Raises:
-        ConfigError: for a file in a folder that is not there, or one that is a folder.
+        ConfigError: for a file in a folder that is not there or not yours to write to, one that is a folder, or one
+            that is given twice.
     """
-    for file in files:
-        if file and (not Path(file).absolute().parent.is_dir() or Path(file).is_dir()):
+    seen = set[Path]()
+    for file in filter(None, files):
+        path = Path(file)
+        if path.is_dir() or not os.access(path.absolute().parent, os.W_OK | os.X_OK):
             raise ConfigError(f"{file}: cannot be written", hint="give a file in an existing folder")
+        is_device = path.exists() and not path.is_file()
+        if path.resolve() in seen and not is_device:
+            raise ConfigError(f"{file}: two outputs cannot share a file", hint="give each a file of its own")
+        seen.add(path.resolve())
+
+
+def write_text(console: Console, file: str, text: str) -> None:
+    """Write a file, and say so.
+
+    Raises:
+        OutputError: when it cannot be written.
+    """
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        got = f"{type(error).__name__}: {error}"
+        raise OutputError(f"{file}: cannot be written", got=got, hint="give a file in an existing folder") from error
+    console.print(f"wrote {file}", markup=False, soft_wrap=True)
 
 
 class Clock:

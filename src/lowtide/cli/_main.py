@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import glob
+import io
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -34,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.register(commands)
     args = parser.parse_args(argv)
     _leave_out_absent_accelerators()
+    _print_what_can_be_printed()
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return args.run(args)
@@ -46,6 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print(Text("interrupted", style="bold red"))
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _print_what_can_be_printed() -> None:
+    """Let a terminal without Unicode show question marks where it cannot draw, in place of a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
 
 
 def _leave_out_absent_accelerators() -> None:
