@@ -115,7 +115,7 @@ def add_states(program: Program, layer: int, read: int, backward: int) -> None:
                 "source": "llama.py:88 (linear)",
             }
             copied = {"operation": f"copy.{layer * 40 + 7}", "start": read, "end": min(last, read + 3)}
-            program.add("weight copies", shape, "bf16", **made, **copied)
+            program.add("copies", shape, "bf16", **made, **copied)
             summed = {
                 "operation": f"fusion dot_general.{layer * 40 + 1}",
                 "start": read + 2,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import re
 import struct
 import subprocess
@@ -14,13 +16,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
 from lowtide.memory._buffers import DERIVED_ROLES, Buffer
 from lowtide.memory.views._groups import differing
 from lowtide.memory.views._png import byte_ticks
-from lowtide.memory.views._roles import DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
+from lowtide.memory.views._roles import _FIXED, DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
 from lowtide.memory.views._verdict import fit_text
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def test_the_terminal_view_says_what_matters(reports: Any, tmp_path: Path) -> No
     assert "note: loop bodies are counted once" in text
     short = printed(reports.llm(capacity=30 * 2**30), 80, tmp_path / "out.txt")
     assert "does not fit: 40.16 GiB of 30.00 GiB, 10.16 GiB too much" in short
-    assert "llama.py" not in short
+    assert "llama.py:141" in short, "the line of what has no path of its own"
 
 
 def test_the_shares_of_the_terminal_view_add_up(reports: Any, tmp_path: Path) -> None:
@@ -387,3 +390,79 @@ def test_the_verdict_keeps_reserve_and_host(
     assert report.fits is (None if usable is None and "does not" not in text else text.startswith("fits"))
     assert report.margin_bytes == (None if usable is None else usable - reserve - device)
     assert report.host_margin_bytes == (None if host_usable is None else host_usable - host)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_links_stay_links_and_pipes_stay_pipes(reports: Any, tmp_path: Path) -> None:
+    report = reports.small()
+    link, real = tmp_path / "link.json", tmp_path / "real.json"
+    real.write_text("old")
+    link.symlink_to(real)
+    report.to_json(link)
+    assert link.is_symlink()
+    assert MemoryReport.from_json(real) == report
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        report.to_json(pipe)
+        assert pipe.is_fifo(), "the report took the place of the pipe"
+        assert os.read(reader, 100).startswith(b"{")
+    finally:
+        os.close(reader)
+
+
+# --- narrow terminals ------------------------------------------------------------------------------------------------
+
+
+def _printed(report: MemoryReport, width: int, top: int = 20) -> str:
+    out = io.StringIO()
+    report.print(Console(file=out, width=width, highlight=False), top=top)
+    return out.getvalue()
+
+
+def _made(**fields: Any) -> Buffer:
+    return Buffer(**{"space": "device", "start": 0, "end": 1, "num_bytes": 1002 * 2**20, **fields})
+
+
+def _report_of(*buffers: Buffer) -> MemoryReport:
+    total = sum(b.num_bytes for b in buffers)
+    moments = ("jvp()/while/body/closed_call/checkpoint/vmap(jit(_where))/select_n" * 2, "end")
+    return MemoryReport(
+        target=Target(name="cpu", platform="cpu", chip="cpu", num_devices=1, device_bytes=None),
+        device=SpaceBytes(temp_bytes=total),
+        host=SpaceBytes(),
+        by_role={"temporaries": total},
+        host_by_role={},
+        buffers=buffers,
+        moments=moments,
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160, 200])
+def test_file_and_line_of_what_has_no_path_are_shown(width: int) -> None:
+    source = "some/long/folder/of/a/project/attention.py:241 (Model.attend.<locals>.scores)"
+    scope = "transpose(jvp())/while/body/closed_call/checkpoint/rematted_computation/vmap(BNTS,BSNH->BTNH)/dot_general"
+    report = _report_of(_made(role="temporaries", phase="recompute", scope=scope, source=source, dtype="f32"))
+    assert "attention.py:241" in _printed(report, width)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_no_size_and_no_count_is_cut(width: int) -> None:
+    report = _report_of(*(_made(role="code", operation=name, phase="") for name in ("one", "two", "three")))
+    text = _printed(report, width, top=1)
+    assert re.search(r"^ *1002\.00 MiB ", text, flags=re.MULTILINE), "a size is cut"
+    assert re.search(r" 2 more *$", text, flags=re.MULTILINE)
+    assert "2.94 GiB, moment 1 of 2, jvp()" in text
+    out = io.StringIO()
+    diff(_report_of(), report).print(Console(file=out, width=width, highlight=False), top=1)
+    assert re.search(r"\+1002\.00 MiB ", out.getvalue())
+    assert re.search(r" 2 more *$", out.getvalue(), flags=re.MULTILINE)
+
+
+def test_copies_look_like_no_parameter() -> None:
+    assert set(DERIVED_ROLES) <= set(_FIXED)
+    assert set(_FIXED) <= set(DERIVED_ROLES), "a style for a role that no report has"
+    assert stacked(["copies", "batch", "params"])[-1] == "copies"

@@ -36,8 +36,7 @@ class Style:
 _FIXED = {
     "activations": Style(color="#d0661a"),
     "gradients": Style(color="#d0436f", texture="/"),
-    "weight copies": Style(color="#4e8f6b", texture="\\"),
-    "argument copies": Style(color="#6b83c9", texture="\\"),
+    "copies": Style(color="#6b83c9", texture="\\"),
     "temporaries": Style(color="#a97f1c", texture="\\"),
     "outputs": Style(color="#2b8f45", texture="/"),
     "constants": Style(color="#a0705c"),
@@ -61,7 +60,7 @@ _SPARE = (
     Style(color="#3f78b5", texture="x"),
 )
 _FIRST = ("constants", "code")
-_LAST = ("weight copies", "argument copies", "gradients", "activations", "temporaries", "outputs")
+_LAST = ("copies", "gradients", "activations", "temporaries", "outputs")
 _TOP = ("unattributed", "fragmentation")
 
 

@@ -125,8 +125,10 @@ def _section(space: Space, report: MemoryReport, width: int) -> Text:
     total = format_bytes(sum(b.num_bytes for b in at_peak(report, space)))
     text = Text("On the host" if space == "host" else "At the peak", style="bold")
     rest = f": {total}" if len(report.moments) == 1 else f": {total}, {peak_text(report, space)}"
-    text.append(shorten(rest, width - len(text)), style="")
-    return text
+    if len(text) + len(rest) > width:  # where it is may be cut, how much and when may not
+        rest, separator, name = rest.rpartition(", ")
+        rest += f"{separator}{shorten(name, max(6, width - len(text) - len(rest) - 2))}"
+    return text.append(rest, style="")
 
 
 def _bar(roles: dict[str, int], width: int) -> Text:
@@ -180,43 +182,73 @@ def _print_sparkline(out: Console, report: MemoryReport, space: Space, width: in
     out.print(Text(" " * at + f"▲ {label}" if left else f"{label} ▲".rjust(at + 1), style="bold", no_wrap=True))
 
 
+_SOURCE_FROM = 130
+"""The width from which on sources have a column; below, they stand behind the owners that have no path."""
+_SOURCE_WIDTH = 32
+_BYTES = 11
+"""Of the widest size below 1024 TiB: ``1023.99 MiB``."""
 _COLUMNS = (
     _Column("role", lambda g: g.buffers[0].role, 14),
     _Column("phase", lambda g: g.buffers[0].phase, 9, from_width=100),
     _Column("owner", lambda g: g.text, 0),
-    _Column("array", lambda g: g.array, 19, from_width=96),
-    _Column("source", lambda g: g.source, 26, from_width=130),
+    _Column("array", lambda g: g.array, 24, from_width=96),
+    _Column("source", lambda g: g.source, _SOURCE_WIDTH, from_width=_SOURCE_FROM),
 )
 
 
 def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     shown = [column for column in _COLUMNS if width >= column.from_width]
     texts = {c.name: [c.text(g) for g in groups[:top]] for c in shown}
+    if "source" in texts:
+        texts["source"] = [short_source(text, _SOURCE_WIDTH) for text in texts["source"]]
     # A column nobody fills costs no room; one that needs less than its width takes less.
     widths = {c.name: min(c.width, max([len(c.name), *map(len, texts[c.name])])) for c in shown if c.width}
     widths = {name: size for name, size in widths.items() if any(texts[name])}
     table = _plain_table(f"Largest owners {'at the peak' if len(groups) > 1 else ''}".strip())
-    table.add_column("bytes", justify="right", width=10, no_wrap=True)
+    table.add_column("bytes", justify="right", width=_BYTES, no_wrap=True)
     table.add_column("share", justify="right", width=7, no_wrap=True)
-    left = width - 10 - 7 - 2 * 2 - sum(size + 2 for size in widths.values())
+    left = max(12, width - _BYTES - 7 - 2 * 2 - sum(size + 2 for size in widths.values()))
+    if "source" not in texts:
+        texts["owner"] = [_with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
     for column in shown:
         if column.width and column.name not in widths:
             continue
-        table.add_column(column.name, width=widths.get(column.name, max(12, left)), no_wrap=True, overflow="crop")
+        table.add_column(column.name, width=widths.get(column.name, left), no_wrap=True, overflow="crop")
     found = styles(g.buffers[0].role for g in groups)
     for at, group in enumerate(groups[:top]):
-        cells = [
-            shorten(texts[c.name][at], widths.get(c.name, max(12, left)))
-            for c in shown
-            if not c.width or c.name in widths
-        ]
+        cells = [shorten(texts[c.name][at], widths.get(c.name, left)) for c in shown if not c.width or c.name in widths]
         colored = [_cell(cells[0], found[group.buffers[0].role].color), *map(_cell, cells[1:])]
         table.add_row(format_bytes(group.num_bytes), percent(group.num_bytes, total), *colored)
     rest = groups[top:]
     if rest:
         size = sum(group.num_bytes for group in rest)
-        table.add_row(format_bytes(size), percent(size, total), f"{len(rest):,} more", style="dim")
+        before = next(at for at, c in enumerate(c for c in shown if not c.width or c.name in widths) if not c.width)
+        table.add_row(format_bytes(size), percent(size, total), *[""] * before, f"{len(rest):,} more", style="dim")
     return table
+
+
+def _with_source(text: str, group: Group, width: int) -> str:
+    """An owner without a path, and the line of the program it is made at, which says more than its scope."""
+    if group.buffers[0].path or not group.source:
+        return text
+    place = len(group.source.partition(" (")[0].rpartition("/")[2])
+    source = short_source(group.source, min(width, max(place, min(_SOURCE_WIDTH, width - 11))))
+    room = width - len(source) - 3
+    return f"{shorten(text, room)} · {source}" if room >= 8 else source
+
+
+def short_source(source: str, width: int) -> str:
+    """A source line in at most a width: without its folders, then without its function; file and line stay longest.
+
+    Args:
+        source: as in `Buffer.source`: ``pkg/train.py:41 (loss_fn)``.
+        width: how many characters there are.
+    """
+    place, separator, function = source.partition(" (")
+    name = place.rpartition("/")[2]
+    last = function.removesuffix(")").rpartition(".")[2]
+    forms = (source, f"{name}{separator}{function}", f"{name} ({last})" if last else name, name)
+    return next((form for form in forms if len(form) <= width), name[-width:])
 
 
 def _diff_roles(difference: MemoryDiff, space: Space) -> Table:
@@ -242,11 +274,11 @@ def _diff_owners(rows: Sequence[DiffRow], width: int, top: int, *, host: bool) -
     wide = width >= 100
     table = _plain_table("Owners that changed most")
     for name in ("change", *(("before", "after") if wide else ())):
-        table.add_column(name, justify="right", width=11, no_wrap=True)
+        table.add_column(name, justify="right", width=_BYTES + (name == "change"), no_wrap=True)
     table.add_column("role", width=14, no_wrap=True)
     if host:
         table.add_column("space", width=6, no_wrap=True)
-    left = max(12, width - (13 * 3 if wide else 13) - 16 - (8 if host else 0) - 7)
+    left = max(12, width - (_BYTES + 3) - (2 * (_BYTES + 2) if wide else 0) - 16 - (8 if host else 0) - 7)
     table.add_column("owner", width=left, no_wrap=True)
     table.add_column("type", width=5, no_wrap=True)
     groups = group_rows(rows)
@@ -261,7 +293,8 @@ def _diff_owners(rows: Sequence[DiffRow], width: int, top: int, *, host: bool) -
     rest = groups[top:]
     if rest:
         size = sum(group.after_bytes - group.before_bytes for group in rest)
-        table.add_row(signed(size), *([""] * 2 if wide else []), f"{len(rest):,} more", style="dim")
+        before = (2 if wide else 0) + 1 + (1 if host else 0)
+        table.add_row(signed(size), *[""] * before, f"{len(rest):,} more", style="dim")
     return table
 
 
