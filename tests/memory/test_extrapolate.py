@@ -250,3 +250,21 @@ def test_jobs_are_read_or_refused_by_name() -> None:
             Job.of(value)
     with pytest.raises(ConfigError, match="is not a function"):
         Job.make(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_program_that_stops_growing_needs_a_maximum() -> None:
+    # It grows at the sizes that are fitted, and never again: no size is too large.
+    def make(n: int) -> Any:
+        return jnp.negative, (jax.ShapeDtypeStruct((min(n, 40), 256), jnp.float32),)
+
+    with pytest.raises(ConfigError, match="do not grow with the size"):
+        extrapolate(make, limit="1 MiB", target="cpu")
+    assert extrapolate(make, limit="1 MiB", target="cpu", maximum=1000).answer == 1000
+
+
+def test_the_next_size_says_how_much_is_missing() -> None:
+    def make(n: int) -> Any:
+        return jnp.negative, (jax.ShapeDtypeStruct((n, 4), jnp.float32),)
+
+    found = extrapolate(make, limit="1 MiB", target="cpu")
+    assert repr(found).endswith("32,769 needs 1.00 MiB, 32 B too much")

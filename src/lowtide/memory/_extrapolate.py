@@ -167,7 +167,8 @@ class Extrapolation:
         if self.following is None:
             return f"{fits}{limit}; it is the maximum"
         point = self.following
-        where = "" if point.device_bytes > self.limit_bytes else ", and its host memory does not fit"
+        beyond = point.device_bytes - self.limit_bytes
+        where = f", {format_bytes(beyond)} too much" if beyond > 0 else ", and its host memory does not fit"
         return f"{fits}{limit}; {point.size:,} needs {format_bytes(point.device_bytes)}{where}"
 
 
@@ -381,6 +382,8 @@ class _Search:
             least = low if low and not self._is_measured(low) else low + 1
             most = (_FARTHEST // self.multiple_of) if self.most is None else self.most
             step = min(max(step, least), most if high is None else high - 1)
+            if self.most is None and low == most:
+                raise self._endless()
             assert not self._is_measured(step), f"size {step * self.multiple_of} looked at twice"
             if high is not None and low == 0 and high == 1:
                 raise ConfigError(
@@ -421,16 +424,21 @@ class _Search:
         if fits(farthest):
             if self.most is not None:
                 return farthest
-            raise ConfigError(
-                "the bytes do not grow with the size, as far as the sizes that were compiled show",
-                got=", ".join(f"{format_bytes(p.device_bytes)} at {p.size}" for p in self.points.values()),
-                hint="give a maximum, or sizes that lie farther apart",
-            )
+            raise self._endless()
         below, above = low, farthest
         while above - below > 1:
             middle = (below + above) // 2
             below, above = (middle, above) if fits(middle) else (below, middle)
         return below
+
+    def _endless(self) -> ConfigError:
+        points = sorted(self.points.values(), key=lambda p: p.size)
+        shown = [*points[:4], *points[4:][-1:]]
+        return ConfigError(
+            "the bytes do not grow with the size, as far as the sizes that were compiled show",
+            got=", ".join(f"{format_bytes(p.device_bytes)} at {p.size}" for p in shown),
+            hint="give a maximum, or sizes that lie farther apart",
+        )
 
     def _next(self, low: int, high: int | None, probes: int) -> int:
         """Where to look next: where the line through the nearest sizes meets the limit; every third time halfway."""
