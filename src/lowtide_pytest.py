@@ -42,9 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Summary(), "lowtide-snapshots")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Read the marker, and refuse one that says nothing or nonsense."""
+    """Read the marker, and refuse one that says nothing or nonsense.
+
+    This comes after pytest's own skipping, so a test that is skipped needs no compiler, and before the fixtures, which
+    ask for the limit.
+    """
     marker = item.get_closest_marker(MARKER)
     if marker is None:
         return

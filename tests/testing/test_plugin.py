@@ -438,3 +438,52 @@ def test_help_and_markers_name_the_defaults(run: Any) -> None:
     result.stdout.fnmatch_lines(["@pytest.mark.device_memory_limit(size, *, target=None, optional=False): *"])
     result = run("", "--help")
     result.stdout.fnmatch_lines(["*--memory-snapshot-update*", "*(default: they fail)*"])
+
+
+SKIPPED = """
+@pytest.mark.skip(reason="not today")
+@pytest.mark.device_memory_limit("1 GiB", target="no-such-chip")
+def test_skipped(device_memory): ...
+
+
+@pytest.mark.device_memory_limit("1 GiB", target="no-such-chip")
+@pytest.mark.xfail(run=False, reason="not yet")
+def test_not_run(device_memory): ...
+"""
+
+
+def test_a_skipped_test_needs_no_target(run: Any) -> None:
+    run(SKIPPED).assert_outcomes(skipped=1, xfailed=1)
+
+
+TEXTS = """
+def test_an_empty_target_is_not_the_default(device_memory):
+    with pytest.raises(ValueError, match="name is empty"):
+        device_memory(step, PARAMS, X, target="")
+
+
+@pytest.mark.device_memory_limit("640 KiB", target="cpu")
+def test_a_limit_that_reads_like_the_need(device_memory):
+    report = device_memory(step, PARAMS, X)
+    device_memory.limit(report, report.device_bytes - 1)
+
+
+def test_arguments_that_nobody_takes(device_memory):
+    with pytest.raises(ValueError, match="neither side is one"):
+        device_memory.ratio((step, (PARAMS, X)), (step, (PARAMS, X)), roles={"params": 0}, target="cpu")
+
+
+@pytest.mark.parametrize("size", ["a::b", "a.b", "a/b", "\u00e4" * 140, "x" * 300], ids=str)
+def test_names(device_memory, size):
+    device_memory.snapshot(device_memory(step, PARAMS, X, target="cpu"), "../../x")
+"""
+
+
+def test_inputs_are_not_passed_over(run: Any, pytester: pytest.Pytester) -> None:
+    result = run(TEXTS, "--memory-snapshot-update")
+    result.assert_outcomes(passed=7, failed=1)
+    result.stdout.fnmatch_lines(["*was limited to *KiB but needs *KiB (1 B more) at the peak on cpu*"])
+    files = [file.name for file in pytester.path.rglob("*.json")]
+    assert len(files) == 5, files
+    assert {file.parent.name for file in pytester.path.rglob("*.json")} == {"test_user"}
+    run(TEXTS).assert_outcomes(passed=7, failed=1)

@@ -77,6 +77,12 @@ class Limit:
         return format_bytes(self.num_bytes)
 
 
+def beyond_text(needed: int, allowed: int) -> str:
+    """Bytes beyond a limit as text, with the excess where both would read the same."""
+    text = format_bytes(needed)
+    return text if text != format_bytes(allowed) else f"{text} ({format_bytes(needed - allowed)} more)"
+
+
 def tolerated_bytes(tolerance: str | int, whole: int) -> int:
     """Bytes of a tolerance: a size, or a share of a whole.
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lowtide.core import ConfigError, format_bytes, parse_bytes
 from lowtide.memory import Job, MemoryReport, Target, target
 
-from ._limit import Limit
+from ._limit import Limit, beyond_text
 from ._owners import check_role, owners_text, role_bytes
 from ._scaling import Ratio, Slope
 from ._snapshot import Snapshots
@@ -77,7 +77,7 @@ class DeviceMemory:
     def _goal(self, given: Target | str | None) -> Target:
         if given is None and self._limit is not None and self._limit.target is not None:
             return self._limit.target
-        return given if isinstance(given, Target) else target(given or "here")
+        return given if isinstance(given, Target) else target("here" if given is None else given)
 
     def _analyze(self, job: Job, goal: Target) -> MemoryReport:
         __tracebackhide__ = True
@@ -85,7 +85,8 @@ class DeviceMemory:
         self.reports.append(report)
         if self._limit is not None and report.device_bytes > self._limit.num_bytes:
             raise AssertionError(
-                f"test was limited to {self._limit} but needs {format_bytes(report.device_bytes)} on {goal.name}\n"
+                f"test was limited to {self._limit} but needs "
+                f"{beyond_text(report.device_bytes, self._limit.num_bytes)} on {goal.name}\n"
                 f"{owners_text(report)}"
             )
         return report
@@ -107,8 +108,8 @@ class DeviceMemory:
         if needed > allowed:
             what = f"role {role!r}" if role else "the program"
             raise AssertionError(
-                f"{what} was limited to {format_bytes(allowed)} but needs {format_bytes(needed)} at the peak on "
-                f"{report.target.name}\n{owners_text(report, role=role)}"
+                f"{what} was limited to {format_bytes(allowed)} but needs {beyond_text(needed, allowed)} at the peak "
+                f"on {report.target.name}\n{owners_text(report, role=role)}"
             )
 
     def limits(self, report: MemoryReport, sizes: Mapping[str, str | int]) -> None:
@@ -196,9 +197,15 @@ class DeviceMemory:
 
         Raises:
             AssertionError: when the test's marker allows less than one of them needs.
-            ConfigError: for a role that a report does not know.
+            ConfigError: for a role that a report does not know, or arguments that neither side takes.
         """
         __tracebackhide__ = True
+        if (args or options) and not (callable(numerator) or callable(denominator)):
+            raise ConfigError(
+                "arguments of the ratio are for functions, and neither side is one",
+                got=", ".join([*(type(a).__name__ for a in args), *options]),
+                hint="a job or a report has its own arguments; leave them out",
+            )
         reports: list[MemoryReport] = []
         for side in (numerator, denominator):
             if isinstance(side, MemoryReport):
@@ -258,7 +265,7 @@ class DeviceMemory:
         elif at_least is not None and on_host < parse_bytes(at_least):
             failure = f"{format_bytes(on_host)} are on the host, not {format_bytes(parse_bytes(at_least))}"
         elif allowed is not None and num_copied > allowed:
-            failure = f"copies of it take {format_bytes(num_copied)} at the peak, not {format_bytes(allowed)}"
+            failure = f"copies of it take {beyond_text(num_copied, allowed)} at the peak, not {format_bytes(allowed)}"
         if failure is not None:
             shown = "copies" if failure.startswith("copies") else role
             raise AssertionError(

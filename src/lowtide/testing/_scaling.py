@@ -9,7 +9,7 @@ import numpy as np
 from lowtide.core import ConfigError, format_bytes, parse_bytes
 from lowtide.memory import MemoryReport
 
-from ._limit import tolerated_bytes
+from ._limit import beyond_text, tolerated_bytes
 from ._owners import difference_text, owners_text, role_bytes
 
 
@@ -53,7 +53,7 @@ class Slope:
         if self.bytes_per_unit > allowed:
             raise AssertionError(
                 f"{self._what()} was limited to {format_bytes(allowed)} per {self.variable} but grows by "
-                f"{format_bytes(self.bytes_per_unit)}\n{self._text()}"
+                f"{beyond_text(self.bytes_per_unit, allowed)}\n{self._text()}"
             )
 
     def assert_flat(self, tolerance: str | int = 0) -> None:

@@ -51,7 +51,9 @@ class Snapshots:
             on_write: as in the class.
         """
         folder = path.parent / "__memory_snapshots__" / path.stem
-        return cls(folder, nodeid.partition("::")[2].replace("::", "."), update=update, on_write=on_write)
+        # Only the part before a parameter's text is a name whose "::" can become "." without meeting another test.
+        name, bracket, parameters = nodeid.partition("::")[2].partition("[")
+        return cls(folder, name.replace("::", ".") + bracket + parameters, update=update, on_write=on_write)
 
     def check(self, report: MemoryReport, name: str | None, tolerance: str | int) -> None:
         """Hold a report against its snapshot, or write it.
@@ -95,10 +97,16 @@ def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> l
         "host": (before.host_bytes, now.host_bytes),
     }
     return [
-        f"{format_bytes(old)} -> {format_bytes(new)} on the {space}"
+        f"{format_bytes(old)} -> {_after_text(old, new)} on the {space}"
         for space, (old, new) in pairs.items()
         if abs(new - old) > tolerated_bytes(tolerance, old)
     ]
+
+
+def _after_text(old: int, new: int) -> str:
+    """A size, with the difference where it would read like the other."""
+    text = format_bytes(new)
+    return text if text != format_bytes(old) else f"{text} ({new - old:+,} B)"
 
 
 def _key(report: MemoryReport) -> str:
@@ -113,8 +121,12 @@ def _key(report: MemoryReport) -> str:
 
 def _file_name(test: str, name: str | None) -> str:
     text = test if name is None else f"{test}.{name}"
-    plain = re.sub(r"[^\w.,=\[\]-]", "_", text)
-    return plain if plain == text and len(text) < 150 else f"{plain[:150]}-{zlib.crc32(text.encode()):08x}"
+    plain = re.sub(r"[^\w.,=\[\]-]", "_", text, flags=re.ASCII)
+    return (
+        plain
+        if plain == text and len(text) < 150
+        else f"{plain[:150]}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}"
+    )
 
 
 def _at_peak(report: MemoryReport) -> MemoryReport:
