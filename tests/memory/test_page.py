@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import shutil
@@ -370,3 +371,28 @@ def test_the_page_of_a_difference_adds_up(browser: Page, llm: MemoryReport, repo
     assert browser.at("#tooltip").text.splitlines()[0] == format_bytes(after.device_bytes)
     assert "the targets differ: v5p:1x1x1 before, v5e:2x2 after" in browser.at("footer").text
     browser.assert_quiet()
+
+
+def test_the_table_shows_file_and_line_whole(browser: Page, reports: Any, tmp_path: Path) -> None:
+    source = "a/long/way/to/the/attention.py:1241 (Model.attend.<locals>.scores)"
+    report = reports.small()
+    report = dataclasses.replace(report, buffers=tuple(dataclasses.replace(b, source=source) for b in report.buffers))
+    report.to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    cell = browser.at("td.source")
+    assert cell.text == "attention.py:1241 (scores)"
+    assert cell.get_attribute("title") == source
+    assert browser.js("return arguments[0].scrollWidth <= arguments[0].clientWidth", cell), "it is cut"
+
+
+def test_a_scrollbar_that_comes_late_cuts_nothing(browser: Page, reports: Any, tmp_path: Path) -> None:
+    # The page grows as it is drawn: here the last part makes it higher than its window.
+    reports.small().to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    before = browser.driver.get_window_size()
+    try:
+        browser.driver.set_window_size(1400, browser.js("return document.documentElement.scrollHeight") + 60)
+        browser.open(tmp_path / "page.html")
+        assert browser.js("return innerWidth > document.documentElement.clientWidth"), "room is kept for a scrollbar"
+    finally:
+        browser.driver.set_window_size(before["width"], before["height"])

@@ -18,7 +18,7 @@ from .._buffers import Space
 from ._groups import group_buffers, group_rows
 from ._roles import Style, styles
 from ._series import at_peak, capacity, columns, drawn_buffers, peak_moment, role_order, role_series, total_series
-from ._terminal import shorten
+from ._terminal import shorten, with_source
 from ._verdict import fit_text, peak_text
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def _draw_owners(axes: Any, report: MemoryReport, found: Mapping[str, Style]) ->
     groups = group_buffers(at_peak(report, "device"))
     shown, rest = groups[:_TOP], groups[_TOP:]
     sizes = [group.num_bytes for group in shown] + [sum(g.num_bytes for g in rest)] * bool(rest)
-    names = [f"{shorten(g.text, 40)}" for g in shown] + [f"{len(rest):,} smaller"] * bool(rest)
+    names = [shorten(with_source(g.text, g, 44), 44) for g in shown] + [f"{len(rest):,} smaller"] * bool(rest)
     looks = [found[g.buffers[0].role] for g in shown] + [Style(color="#b4bac2")] * bool(rest)
     _bars(axes, names, sizes, looks, [format_bytes(size) for size in sizes])
     axes.set_title("Largest owners at the peak", loc="left", fontsize=11, color=_QUIET)

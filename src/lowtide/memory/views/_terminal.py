@@ -209,7 +209,7 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     table.add_column("share", justify="right", width=7, no_wrap=True)
     left = max(12, width - _BYTES - 7 - 2 * 2 - sum(size + 2 for size in widths.values()))
     if "source" not in texts:
-        texts["owner"] = [_with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
+        texts["owner"] = [with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
     for column in shown:
         if column.width and column.name not in widths:
             continue
@@ -227,8 +227,14 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     return table
 
 
-def _with_source(text: str, group: Group, width: int) -> str:
-    """An owner without a path, and the line of the program it is made at, which says more than its scope."""
+def with_source(text: str, group: Group, width: int) -> str:
+    """An owner without a path, and the line of the program it is made at, which says more than its scope.
+
+    Args:
+        text: what to call the owner.
+        group: its buffers.
+        width: how many characters there are.
+    """
     if group.buffers[0].path or not group.source:
         return text
     place = len(group.source.partition(" (")[0].rpartition("/")[2])

@@ -180,7 +180,7 @@ const COLUMNS = [
   { key: "dtype", name: "Type", value: (i) => i.dtype, cell: (i) => cell(i.dtype) },
   { key: "shape", name: "Shape", value: (i) => i.shape, cell: (i) => cell(i.shape.replaceAll(",", " × ")) },
   { key: "padding", name: "Padding", right: true, value: (i) => i.padding, cell: (i) => cell(i.padding ? formatBytes(i.padding) : "", "right") },
-  { key: "source", name: "Source", value: (i) => i.source, cell: (i) => cell(i.source, "source") },
+  { key: "source", name: "Source", value: (i) => i.source, cell: (i) => element("td", { class: "source", title: i.source || null }, shortSource(i.source)) },
   { key: "length", name: "Lifetime", value: (i) => i.length, cell: lifetime },
 ];
 

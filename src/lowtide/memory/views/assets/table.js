@@ -69,7 +69,14 @@ function filterRows(rows, query, texts) {
   });
 }
 
-const cell = (text, kind) => element("td", { class: kind ?? null, title: kind === "source" ? text : null }, text);
+const cell = (text, kind) => element("td", { class: kind ?? null }, text);
+
+/** `a/b/train.py:41 (Model.fit.<locals>.loss)` as `train.py:41 (loss)`: a column must not cut the line. */
+function shortSource(source) {
+  const [place, scope] = source.split(" (");
+  const name = place.slice(place.lastIndexOf("/") + 1);
+  return scope ? `${name} (${scope.slice(scope.lastIndexOf(".", scope.length - 2) + 1)}` : name;
+}
 
 /** Rows that differ in the numbers of their names alone, as one row: `32 × layers/…`. */
 function groupAlike(rows, keyOf, merge) {
