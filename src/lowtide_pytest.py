@@ -48,7 +48,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     This comes after pytest's own skipping, so a test that is skipped needs no compiler, and before the fixtures, which
     ask for the limit.
     """
-    marker = item.get_closest_marker(MARKER)
+    marker = _marker(item)
     if marker is None:
         return
     from lowtide.core import LowtideError
@@ -61,6 +61,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if limit.missing is not None:
         pytest.skip(f"@pytest.mark.{MARKER}(optional=True): {limit.missing}")
     item.stash[_LIMIT] = limit
+
+
+def _marker(item: pytest.Item) -> Any:
+    """The limit that is nearest to a test: that of its parameters, else as pytest finds it.
+
+    To pytest a function's own marker is nearer than what ``pytest.param(..., marks=...)`` gives to one of its cases.
+    """
+    marks: list[Any] = [mark for mark in getattr(getattr(item, "callspec", None), "marks", ()) if mark.name == MARKER]
+    return marks[-1] if marks else item.get_closest_marker(MARKER)
 
 
 @pytest.hookimpl(trylast=True)

@@ -1,0 +1,106 @@
+"""Which marker counts, and inputs that must not be passed over, in pytest runs of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest_plugins = "pytester"
+
+HEADER = """
+import jax
+import jax.numpy as jnp
+import pytest
+
+S = jax.ShapeDtypeStruct
+PARAMS, X = S((256, 256), jnp.float32), S((64, 256), jnp.float32)
+
+
+def loss(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+
+
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Any:
+    """Run pytest with the plugin on a test file, in a process of its own: JAX cannot be imported twice in one."""
+
+    def run(body: str, *arguments: str, name: str = "test_user") -> pytest.RunResult:
+        pytester.makepyfile(**{name: HEADER + body})
+        flags = ("-p", "lowtide_pytest", "-p", "no:cacheprovider", "--strict-markers", "-W", "error", "-rs")
+        return pytester.runpytest_subprocess(*flags, *arguments)
+
+    return run
+
+
+PARAMETERS = """
+TIGHT = pytest.mark.device_memory_limit("1 B", target="cpu")
+
+
+@pytest.mark.device_memory_limit("1 GiB", target="cpu")
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=TIGHT)])
+def test_limits_of_parameters(device_memory, size):
+    device_memory(step, PARAMS, X)
+"""
+
+
+def test_the_limit_of_a_parameter_is_nearer_than_that_of_its_function(run: Any) -> None:
+    result = run(PARAMETERS)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["*test was limited to 1 B but needs *"])
+
+
+SKIPPED = """
+@pytest.mark.skip(reason="not today")
+@pytest.mark.device_memory_limit("1 GiB", target="no-such-chip")
+def test_skipped(device_memory): ...
+
+
+@pytest.mark.device_memory_limit("1 GiB", target="no-such-chip")
+@pytest.mark.xfail(run=False, reason="not yet")
+def test_not_run(device_memory): ...
+"""
+
+
+def test_a_skipped_test_needs_no_target(run: Any) -> None:
+    run(SKIPPED).assert_outcomes(skipped=1, xfailed=1)
+
+
+TEXTS = """
+def test_an_empty_target_is_not_the_default(device_memory):
+    with pytest.raises(ValueError, match="name is empty"):
+        device_memory(step, PARAMS, X, target="")
+
+
+@pytest.mark.device_memory_limit("640 KiB", target="cpu")
+def test_a_limit_that_reads_like_the_need(device_memory):
+    report = device_memory(step, PARAMS, X)
+    device_memory.limit(report, report.device_bytes - 1)
+
+
+def test_arguments_that_nobody_takes(device_memory):
+    with pytest.raises(ValueError, match="neither side is one"):
+        device_memory.ratio((step, (PARAMS, X)), (step, (PARAMS, X)), roles={"params": 0}, target="cpu")
+
+
+@pytest.mark.parametrize("size", ["a::b", "a.b", "a/b", "\u00e4" * 140, "x" * 300], ids=str)
+def test_names(device_memory, size):
+    device_memory.snapshot(device_memory(step, PARAMS, X, target="cpu"), "../../x")
+"""
+
+
+def test_inputs_are_not_passed_over(run: Any, pytester: pytest.Pytester) -> None:
+    result = run(TEXTS, "--memory-snapshot-update")
+    result.assert_outcomes(passed=7, failed=1)
+    result.stdout.fnmatch_lines(["*was limited to *KiB but needs *KiB (1 B more) at the peak on cpu*"])
+    files = [file.name for file in pytester.path.rglob("*.json")]
+    assert len(files) == 5, files
+    assert {file.parent.name for file in pytester.path.rglob("*.json")} == {"test_user"}
+    run(TEXTS).assert_outcomes(passed=7, failed=1)
