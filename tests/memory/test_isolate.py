@@ -73,3 +73,11 @@ def test_a_child_that_dies_is_reported() -> None:
 
     with pytest.raises(TargetError, match=r"ended without a report \(status 7\)[\s\S]*hint: compile in this process"):
         analyze(crash, shape(3), target=target("cpu"), isolate=True)
+
+
+def test_the_configuration_of_jax_holds_in_the_child() -> None:
+    with jax.enable_x64(True):
+        report = analyze(lambda x: x * 2.0, np.ones((64, 64), np.float64), target="cpu", isolate=True)
+    assert report.device.argument_bytes == 64 * 64 * 8
+    report = analyze(lambda x: x * 2.0, np.ones((64, 64), np.float64), target="cpu", isolate=True)
+    assert report.device.argument_bytes == 64 * 64 * 4

@@ -1,7 +1,8 @@
 """Compile and analyze in a process of its own.
 
 A process that compiled for a TPU keeps hundreds of megabytes, and a compiler that crashes takes its process along.
-Functions travel by cloudpickle, arrays as shapes; what comes back is the report.
+Functions travel by cloudpickle, arrays among the arguments as shapes, JAX's configuration as it is here; what comes
+back is the report. Arrays that the function closes over are constants of the program, and travel in full.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from lowtide.core import StructureError, TargetError
 
@@ -46,7 +48,7 @@ def analyze_isolated(
     shapes = [_shapes(arg) for arg in args]
     call = {**options, "kwargs": {key: _shapes(value) for key, value in options["kwargs"].items()}}
     try:
-        payload = _dumps((fn, shapes, call, goal), goal)
+        payload = pickle.dumps(_configuration()) + _dumps((fn, shapes, call, goal), goal)
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise StructureError(
             "the function or its arguments cannot be sent to a process of its own",
@@ -90,6 +92,18 @@ def _dumps(value: Any, goal: Target) -> bytes:
     return buffer.getvalue()
 
 
+def _configuration() -> dict[str, Any]:
+    """JAX's options as they hold here, those that a context manager set included."""
+    options = {name: getattr(jax.config, name, None) for name in jax.config.values}
+    return {name: value for name, value in options.items() if isinstance(value, (bool, int, float, str))}
+
+
+def _configure(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if getattr(jax.config, name, value) != value:
+            jax.config.update(name, value)
+
+
 def _target_device(goal: Target, at: int) -> Any:
     return goal.devices()[at]
 
@@ -102,6 +116,8 @@ def _shapes(tree: Any) -> Any:
     """A tree with shapes in place of arrays, host memory kept."""
 
     def shape(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
         if not isinstance(leaf, jax.Array):
             return leaf
         sharding = leaf.sharding if getattr(leaf, "committed", True) else None
@@ -115,7 +131,10 @@ def _main(source: str, result: str) -> None:
 
     from ._analyze import analyze
 
-    fn, args, call, goal = pickle.loads(Path(source).read_bytes())
+    # One after the other: what is configured decides how the rest is read.
+    payload = io.BytesIO(Path(source).read_bytes())
+    _configure(pickle.load(payload))
+    fn, args, call, goal = pickle.load(payload)
     kwargs = call.pop("kwargs")
     try:
         outcome: Any = analyze(fn, *args, target=goal, **call, **kwargs)
