@@ -224,3 +224,56 @@ def test_every_rule_explains_itself() -> None:
     for rule in RULES:
         text = str(Finding(rule=rule, path="a/b", num_bytes=2048, remedy="do it", detail="why"))
         assert text == f"{rule}: a/b, 2.00 KiB: {RULES[rule]} (why)\n  hint: do it"
+
+
+def test_averages_and_statistics_are_no_state_of_frozen_leaves() -> None:
+    def step(w: Any, average: Any, scale: Any, mean: Any, x: Any) -> Any:
+        def loss_fn(w: Any) -> Any:
+            h = x @ w * jax.lax.stop_gradient(scale)
+            return jnp.mean(jnp.tanh(h - mean) ** 2), jnp.mean(h, 0, keepdims=True)
+
+        grads, seen = jax.grad(loss_fn, has_aux=True)(w)
+        return w - grads, 0.9 * average + 0.1 * w, 0.9 * mean + 0.1 * seen
+
+    size = 2048
+    arguments = (shape(size, size), shape(size, size), shape(1, size), shape(1, size), shape(256, size))
+    assert lint(step, *arguments, donate_argnums=(0, 1, 3), min_bytes=1024) == ()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_gradient_that_contains_the_weights_is_no_new_state(name: str) -> None:
+    def regularised(w: Any, x: Any) -> Any:
+        return jnp.mean((x @ w) ** 2) + 0.1 * jnp.sum(w**2)
+
+    assert lint(jax.grad(regularised), shape(2048, 2048), shape(2048, 2048), target=name) == ()
+
+
+@pytest.mark.tpu_aot
+def test_a_state_that_is_prefetched_in_slices_is_undonated_all_the_same() -> None:
+    tx = optax.adam(1e-3)
+
+    def step(w: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))(w)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = {"a": shape(1024, 1024), "b": shape(1024, 1024)}
+    findings = lint(step, w, jax.eval_shape(tx.init, w), shape(2048, 1024), target="v5e")
+    assert len(found(findings, "undonated-state")) == 6
+
+
+def test_outputs_that_could_share_one_argument_are_one_finding() -> None:
+    findings = lint(lambda x: (x * 2, x * 3), shape(1024, 1024))
+    assert [(f.rule, f.path) for f in findings] == [("undonated-state", "0")]
+
+
+def test_clipping_what_trains_is_clean_beside_a_batch_of_the_same_shape() -> None:
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=1e-3))
+
+    def step(w: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2))(w)
+        updates, state = tx.update(grads, state, w)
+        return optax.apply_updates(w, updates), state
+
+    w = {"a": shape(1024, 1024), "b": shape(1024, 1024)}
+    assert lint(step, w, jax.eval_shape(tx.init, w), shape(1024, 1024), donate_argnums=(0, 1)) == ()

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from lowtide.memory import Buffer, Program, compile
+from lowtide.memory._analyze import examine
 from lowtide.memory._dataflow import scope_phase
 from lowtide.memory._graph import Graph
 from lowtide.memory._heap import segments
@@ -195,6 +196,9 @@ def test_a_program_without_gradients_has_one_phase(name: str) -> None:
         ("jit(step)/vmap(jvp())/while/body/dot_general", "forward"),
         ("jit(step)/transpose(jvp())/checkpoint/rematted_computation/tanh", "recompute"),
         ("jit(step)/transpose(jvp(jit(take)))/scatter-add", "backward"),
+        ("jit(step)/vmap(transpose(jvp()))/dot_general", "backward"),
+        ("jit(step)/jvp(transpose(jvp(mlp)))/dot_general", "backward"),
+        ("jit(step)/vmap(vmap(jvp(mlp)))/dot_general", "forward"),
         ("jit(transpose)/add", None),
         ("jit(jvp_like)/mul", None),
         ("params['jvp(x)/y']", None),
@@ -224,3 +228,108 @@ def test_a_loss_is_read_in_a_while_loop_and_in_branches() -> None:
     report = compile(fn, shape(WIDTH, WIDTH), shape(ROWS, WIDTH), shape(dtype=jnp.bool_)).report({"params": 0})
     assert sum(b.num_bytes for b in report.peak) == report.device_bytes
     assert report.peak_by_role.get("unattributed", 0) == 0
+
+
+def two_layers(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x @ w["one"]) @ w["two"]) ** 2)
+
+
+def adam(params: Any, opt_state: Any, x: Any) -> Any:
+    grads = jax.grad(two_layers)(params, x)
+    updates, opt_state = optax.adam(1e-3).update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_outputs_replace_the_arguments_they_are_computed_from(name: str, donate: bool) -> None:
+    # The state comes first and the parameters are returned first: JAX hands each the other one's buffer.
+    params = {key: shape(WIDTH, WIDTH) for key in ("one", "two")}
+    state = jax.eval_shape(optax.adam(1e-3).init, params)
+    program = compile(
+        lambda state, params, x: adam(params, state, x),
+        state,
+        params,
+        shape(ROWS, WIDTH),
+        target=name,
+        donate_argnums=(0, 1) if donate else (),
+    )
+    owners = examine(program)[1]
+    assert owners is not None
+    replaced = {owners.outputs[owners.results[v]].path: owners.leaves[at].path for v, at in owners.replaced.items()}
+    expected = {f"0/{key}": f"1/{key}" for key in params}
+    expected |= {f"1/0/{kind}/{key}": f"0/0/{kind}/{key}" for kind in ("mu", "nu") for key in params}
+    assert {path: leaf for path, leaf in replaced.items() if "count" not in path} == expected
+    gradients = {b.path for b in owners.buffers if b.role == "gradients"}
+    assert gradients <= {"1/one", "1/two"}
+
+
+def test_new_values_of_equal_arguments_are_told_apart_by_what_they_are_made_of() -> None:
+    def step(one: Any, two: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(two_layers)({"one": one, "two": two}, x)
+        return loss, one - grads["one"], two - 0.5 * grads["two"]
+
+    def only_gradients(one: Any, two: Any, x: Any) -> Any:
+        loss, grads = jax.value_and_grad(two_layers)({"one": one, "two": two}, x)
+        return loss, grads["one"], grads["two"]
+
+    for fn in (step, only_gradients):
+        owners = examine(compile(fn, shape(WIDTH, WIDTH), shape(WIDTH, WIDTH), shape(ROWS, WIDTH)))[1]
+        assert owners is not None
+        assert {owners.outputs[owners.results[v]].path: at for v, at in owners.replaced.items()} == {"1": 0, "2": 1}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_accumulators_of_a_loop_are_gradients(name: str) -> None:
+    def step(w: Any, xs: Any) -> Any:
+        def body(total: Any, x: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, jax.grad(two_layers)(w, x)), None
+
+        grads, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, w), xs)
+        return jax.tree.map(lambda leaf, grad: leaf - grad, w, grads)
+
+    wide = 2 * WIDTH
+    w = {key: shape(wide, wide) for key in ("one", "two")}
+    report = compile(step, w, shape(4, ROWS, wide), target=name, donate_argnums=0).report({"params": 0})
+    found = [b for b in report.peak if b.shape == (wide, wide) and b.role in ("gradients", "temporaries")]
+    if name == "cpu":  # a TPU keeps them in its other memory
+        assert found
+    assert {(b.role, b.path) for b in found} <= {("gradients", "0/one"), ("gradients", "0/two")}
+
+
+def test_a_gradient_under_vmap_is_of_the_backward_pass() -> None:
+    each = jax.vmap(jax.grad(two_layers), (None, 0))
+    w = {key: shape(WIDTH, WIDTH) for key in ("one", "two")}
+    report = compile(each, w, shape(4, ROWS, WIDTH)).report()
+    assert {b.phase for b in only(report.buffers, role="outputs") if b.dtype} == {"backward"}
+
+
+@pytest.mark.parametrize("name", ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)])
+def test_ordered_effects_leave_arguments_and_outputs_their_owners(name: str) -> None:
+    def step(w: Any, unread: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ w)
+        jax.debug.print("{}", jnp.sum(y), ordered=True)
+        return {"w": w - x.T @ y}
+
+    arguments = (shape(1024, 1024), shape(1024, 1024), shape(ROWS, 1024))
+    program = compile(step, *arguments, target=name, donate_argnums=0)
+    report = program.report({"params": 0, "unread": 1, "batch": 2})
+    assert report.by_role["params"] == 4 * MIB
+    assert report.by_role["unread"] == 0
+    assert report.by_role["batch"] == ROWS * 1024 * 4
+    assert report.device.alias_bytes >= 4 * MIB
+    assert sum(b.num_bytes for b in report.peak) == report.device_bytes
+
+
+@pytest.mark.tpu_aot
+def test_thousands_of_arguments_of_a_program_that_does_not_fit_have_owners() -> None:
+    def step(leaves: Any, x: Any) -> Any:
+        return [leaf * jnp.sum(x) for leaf in leaves]
+
+    leaves = [shape(8, 128) for _ in range(2100)]
+    program = compile(step, leaves, shape(2**16, 2**16), target="v5e", donate_argnums=0)
+    assert program.error is not None
+    report = program.report({"params": 0})
+    assert report.by_role["params"] == 2100 * 4096
+    assert {b.path for b in report.buffers if b.role == "params"} == {f"0/{at}" for at in range(2100)}
+    assert sum(b.num_bytes for b in report.peak) == report.device_bytes

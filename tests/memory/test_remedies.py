@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,49 @@ def test_the_block_leaves_jax_as_it_was() -> None:
     with explain_oom():
         assert compiler.compile_or_get_cached is not before
     assert compiler.compile_or_get_cached is before
+
+
+def test_blocks_in_several_threads_leave_jax_as_it_was() -> None:
+    from jax._src import compiler
+
+    original = compiler.compile_or_get_cached
+    first, second = threading.Event(), threading.Event()
+
+    def outer() -> None:
+        with explain_oom():
+            first.set()
+            second.wait(60)
+
+    def inner() -> None:
+        first.wait(60)
+        with explain_oom():
+            second.set()
+            thread.join(60)
+
+    thread, other = threading.Thread(target=outer), threading.Thread(target=inner)
+    thread.start()
+    other.start()
+    thread.join(60)
+    other.join(60)
+    assert compiler.compile_or_get_cached is original
+
+
+def test_a_step_that_refuses_a_remedy_keeps_the_estimate() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - jax.grad(lambda w: jnp.mean((x.reshape(8, 512, 1024) @ w) ** 2))(w)
+
+    w, x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+    (halved,) = [r for r in remedies(step, w, x, roles={"batch": 1}) if r.kind == "smaller-batch"]
+    assert halved.compiled_bytes is None
+    assert halved.estimated_bytes > 0
+    assert "the step refuses: cannot reshape" in halved.action
+
+
+def test_a_jitted_step_is_donated_with_all_that_it_was_jitted_with() -> None:
+    def step(w: Any, x: Any, *, mode: str) -> Any:
+        assert mode == "sum"
+        return w - 0.1 * x
+
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    (donated,) = remedies(jax.jit(step, static_argnames="mode"), w, w, mode="sum")
+    assert (donated.kind, donated.compiled_bytes) == ("donate", 4 * 2**20)

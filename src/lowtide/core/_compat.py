@@ -3,6 +3,7 @@
 | use | checked on | replaced by |
 |---|---|---|
 | `jax.stages.Traced.jaxpr.jaxpr.debug_info.arg_names` | jax 0.10.2 | a public list of the arguments that `jit` kept |
+| `jax.stages.Lowered._lowering.compile_args` | jax 0.10.2 | the same |
 | closures and attributes of `jax.checkpoint_policies` | jax 0.10.2 | policies that can be asked for their names |
 | `jax._src.compiler.compile_or_get_cached` | jax 0.10.2 | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
@@ -22,6 +23,7 @@ import importlib.util
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -162,17 +164,41 @@ def has_cudnn() -> bool:
         return False
 
 
+class _Patch:
+    """A function of a JAX module that is replaced as long as anybody needs it, in whichever order threads leave."""
+
+    def __init__(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._name, self._make = name, make
+        self._lock = threading.Lock()
+        self._users = 0
+        self._original: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self, module: Any) -> Generator[None]:
+        with self._lock:
+            if self._users == 0:
+                self._original = getattr(module, self._name)
+                setattr(module, self._name, self._make(self._original))
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    setattr(module, self._name, self._original)
+
+
+_cache_is_used = _Patch("is_cache_used", lambda original: lambda backend: False)
+
+
 @contextlib.contextmanager
 def without_compilation_cache() -> Generator[None]:
     """Compile for certain: a program found in JAX's persistent cache would dump nothing."""
     from jax._src import compilation_cache
 
-    original = compilation_cache.is_cache_used
-    compilation_cache.is_cache_used = lambda backend: False
-    try:
+    with _cache_is_used(compilation_cache):
         yield
-    finally:
-        compilation_cache.is_cache_used = original
 
 
 def argument_names(traced: Any) -> list[str]:
@@ -185,6 +211,25 @@ def argument_names(traced: Any) -> list[str]:
         One name a leaf, in flattening order; empty when JAX keeps none.
     """
     return list(traced.jaxpr.jaxpr.debug_info.arg_names or ())
+
+
+def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
+    """The argument leaves that a lowered program reads, in the order of its parameters.
+
+    Args:
+        lowered: a `jax.stages.Lowered`.
+        num_leaves: how many leaves its arguments have.
+
+    Returns:
+        Indices in flattening order; None when JAX does not tell.
+    """
+    try:
+        told = lowered._lowering.compile_args
+        num_constants = len(told["all_args_info"].in_avals) - num_leaves  # constants that JAX hoisted come first
+        kept = sorted(at - num_constants for at in told["kept_var_idx"])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return [at for at in kept if at >= 0]
 
 
 def policy_names(policy: Any) -> set[str]:
@@ -240,10 +285,19 @@ def watch_compilations() -> Generator[list[Compilation]]:
     """
     from jax._src import compiler
 
-    original = compiler.compile_or_get_cached
     seen: list[Compilation] = []
+    with _compile_or_get_cached(compiler):
+        _watchers.append(seen)
+        try:
+            yield seen
+        finally:
+            _watchers[:] = [watcher for watcher in _watchers if watcher is not seen]
 
-    def watched(backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **named: Any) -> Any:
+
+def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
+    def compile_or_get_cached(
+        backend: Any, computation: Any, devices: Any, options: Any, *rest: Any, **named: Any
+    ) -> Any:
         def again(overrides: list[tuple[str, Any]]) -> Any:
             changed = copy.copy(options)
             changed.env_option_overrides = [*changed.env_option_overrides, *overrides]
@@ -251,7 +305,8 @@ def watch_compilations() -> Generator[list[Compilation]]:
                 return original(backend, computation, devices, changed, *rest, **named)
 
         record = Compilation(again)
-        seen.append(record)
+        for watcher in tuple(_watchers):
+            watcher.append(record)
         try:
             record.executable = original(backend, computation, devices, options, *rest, **named)
         except BaseException as error:
@@ -259,8 +314,8 @@ def watch_compilations() -> Generator[list[Compilation]]:
             raise
         return record.executable
 
-    compiler.compile_or_get_cached = watched
-    try:
-        yield seen
-    finally:
-        compiler.compile_or_get_cached = original
+    return compile_or_get_cached
+
+
+_watchers: list[list[Compilation]] = []
+_compile_or_get_cached = _Patch("compile_or_get_cached", _watched)

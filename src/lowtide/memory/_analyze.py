@@ -152,7 +152,10 @@ def examine(program: Program, roles: Mapping[str, Role] | None = None) -> tuple[
         facts = _Facts.of_allocations(program.hlo, leaves)
         return _examine(program.target, program.lowered, facts, program.hlo, roles, static, paths)
     compiled = program.compiled
-    facts = _Facts.of_compiled(compiled, argument_leaves(compiled), program.hlo)
+    leaves = argument_leaves(compiled)
+    if program.hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
+        leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names, compiled)
+    facts = _Facts.of_compiled(compiled, leaves, program.hlo)
     return _examine(program.target, compiled, facts, program.hlo, roles, static, paths)
 
 
@@ -265,7 +268,9 @@ def _examine(
     if goal.platform == "gpu" and goal.is_ahead_of_time and not has_cudnn():
         notes = (*notes, "compiled without cuDNN, which is not installed: a GPU with it may use other kernels")
     if hlo is not None:
-        outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(stages.out_info)]
+        # Not out_info, which JAX cannot give for programs with ordered effects.
+        numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
+        outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(numbers)]
         found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals() if facts.has_totals else None)
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")

@@ -16,8 +16,9 @@ reshapes are fine, a sharded update after reduce-scatter is not) stays a tempora
 
 from __future__ import annotations
 
+import collections
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ._graph import Edge, Graph, Value
@@ -26,8 +27,10 @@ Pass = Literal["forward", "recompute", "backward", "update"]
 
 # What may happen to a cotangent inside the backward pass without making it another value's.
 _ELEMENTWISE = {"add", "all-reduce", "all-reduce-start", "divide", "multiply", "negate", "select", "subtract"}
-_BACKWARD = re.compile(r"transpose\(.*\)")
-_FORWARD = re.compile(r"(jvp|vmap|checkpoint|remat)?\(?.*jvp\(.*\)")
+# Operations whose result of equal size is another thing than their operand.
+_MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "scatter", "sort", "triangular-solve"}
+# Transformations that JAX writes around each other: vmap(transpose(jvp(mlp))).
+_TRANSFORMED = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
 
 
 def scope_phase(scope: str) -> Pass | None:
@@ -41,9 +44,17 @@ def scope_phase(scope: str) -> Pass | None:
     """
     # The compiler joins the scopes of operations that it merges with a semicolon; the last part is the primitive.
     parts = _segments(scope.partition(";")[0])[:-1]
-    if any(_BACKWARD.fullmatch(part) for part in parts):
+    made = {name for part in parts for name in _transformations(part)}
+    if "transpose" in made:
         return "recompute" if "rematted_computation" in parts else "backward"
-    return "forward" if any(_FORWARD.fullmatch(part) for part in parts) else None
+    return "forward" if "jvp" in made else None
+
+
+def _transformations(part: str) -> Iterator[str]:
+    """The transformations around a part of a scope, the outermost first."""
+    while found := _TRANSFORMED.fullmatch(part):
+        yield found[1]
+        part = found[2]
 
 
 def _segments(scope: str) -> list[str]:
@@ -63,14 +74,15 @@ class Dataflow:
     Args:
         graph: the program.
         leaves: the argument leaf that every array of the entry's parameters is.
-        replaced: the leaf that every array of the entry's result replaces or reports on, where there is one.
     """
 
-    def __init__(self, graph: Graph, leaves: Mapping[Value, int], replaced: Mapping[Value, int]) -> None:
+    def __init__(self, graph: Graph, leaves: Mapping[Value, int]) -> None:
         self.graph = graph
         self._leaves = leaves
         self._values = list(graph.values())
-        self._sources = {value: graph.sources(value) for value in self._values}
+        # A token may stand for the whole result of an operation (a send), which is no value.
+        known = set(self._values)
+        self._sources = {value: [e for e in graph.sources(value) if e[0] in known] for value in self._values}
         self.users: dict[Value, list[tuple[Value, Edge]]] = {}
         for value, sources in self._sources.items():
             for source, edge in sources:
@@ -79,7 +91,8 @@ class Dataflow:
         self.phases = self._phases()
         self._copies = self._origins()
         self._read_backward = self._reads()
-        self._gradients = self._cotangents(replaced)
+        self._differentiated = self._computed_with()
+        self._gradients: dict[Value, int] = {}
 
     def phase(self, value: Value) -> Pass:
         """The pass that makes a value."""
@@ -102,18 +115,62 @@ class Dataflow:
         """Whether the backward pass reads a value, directly or behind moves."""
         return value in self._read_backward
 
+    def is_of_a_pass(self, value: Value) -> bool:
+        """Whether JAX made a value in the forward or the backward pass of a differentiation."""
+        return self._named.get(value[0]) is not None or self.phase(value) in ("backward", "recompute")
+
     def is_constant(self, value: Value) -> bool:
         """Whether a value holds no data of any argument, such as zeros."""
         return self._copies.get(value) == "none"
 
+    def standing_for(self, value: Value) -> Value:
+        """The value that tells what a buffer is for.
+
+        Of a loop's state inside the loop, and of a buffer that is made empty for a loop to fill, it is the result of
+        the loop; else the value itself.
+        """
+        if (loop := self.graph.loop_of(value)) is not None:
+            return (loop, value[1])
+        if not self.is_constant(value):
+            return value
+        seen, border = {value}, [value]
+        while border:
+            found = border.pop(0)
+            new = [user for user, edge in self.users.get(found, ()) if edge == Edge.ALIAS and user not in seen]
+            for user in new:
+                if self.graph.instructions[user[0]].opcode == "while" and not self.is_constant(user):
+                    return user
+            seen.update(new)
+            border.extend(new)
+        return value
+
     def is_differentiated(self, leaf: int) -> bool:
         """Whether the forward or the backward pass computes with the data of an argument leaf."""
-        data = (value for value, origin in self._copies.items() if origin == leaf)
-        return any(
-            edge == Edge.COMPUTE and self._named.get(user[0]) is not None
-            for value in data
-            for user, edge in self.users.get(value, ())
-        )
+        return leaf in self._differentiated
+
+    def sources(self, value: Value) -> Sequence[tuple[Value, Edge]]:
+        """What a value is made of: (value, how) pairs; empty for arguments and constants."""
+        return self._sources.get(value, ())
+
+    def same_size(self, value: Value, *, through_backward: bool = False) -> Iterator[Value]:
+        """Values of as many elements that a value is made of element by element, itself included.
+
+        Args:
+            value: where to start.
+            through_backward: whether to go on behind what the backward pass made. There, a product hands each of two
+                arguments the data of the other one.
+        """
+        size = self.graph.num_elements(value)
+        seen, border = {value}, [value]
+        while border:
+            found = border.pop()
+            yield found
+            mixes = self.graph.instructions[found[0]].opcode in _MIXING and self.copy_of(found) is None
+            if mixes or (self.phase(found) == "backward" and not through_backward):
+                continue
+            new = [s for s, _ in self.sources(found) if s not in seen and self.graph.num_elements(s) == size]
+            seen.update(new)
+            border.extend(new)
 
     def described(self, value: Value) -> tuple[str, str]:
         """The scope and the source line of a value.
@@ -136,9 +193,9 @@ class Dataflow:
 
     def _maker(self, value: Value) -> Value | None:
         """The operation that computed the data of a value, behind moves and other names; None for an argument's."""
-        seen, border = {value}, [value]
+        seen, border = {value}, collections.deque([value])
         while border:
-            found = border.pop(0)
+            found = border.popleft()
             sources = self._sources.get(found, ())
             if any(edge == Edge.COMPUTE for _, edge in sources) and not self.is_constant(found):
                 return found
@@ -160,6 +217,8 @@ class Dataflow:
             own = named[made[0]]
             if own is None and not self.graph.scope(made[0]) and (moved := self._moved_from(made)):
                 own = named[moved[0]]  # a compiler's copy belongs to what it copies
+            if own is None and not self.graph.scope(made[0]):
+                own = named[value[0]]  # a branch without a scope belongs to its conditional
             default: Pass = "update" if value in late else "forward"
             phases[value] = default if own is None else own
         return phases
@@ -227,9 +286,25 @@ class Dataflow:
                 readers.update((operand, ()) for operand in instruction.proto.operand_ids)
         return self._spread(readers, lambda value: [e for e in self._sources.get(value, ()) if e[1] != Edge.COMPUTE])
 
-    def _cotangents(self, replaced: Mapping[Value, int]) -> dict[Value, int]:
-        gradients: dict[Value, int] = {}
-        for output, leaf in replaced.items():
+    def _computed_with(self) -> set[int]:
+        """The leaves whose data the forward or the backward pass computes with."""
+        return {
+            origin
+            for value, origin in self._copies.items()
+            if isinstance(origin, int)
+            and any(edge == Edge.COMPUTE and self._named.get(u[0]) is not None for u, edge in self.users.get(value, ()))
+        }
+
+    def follow_gradients(self, replaced: Mapping[Value, int]) -> None:
+        """Find the gradients, from the outputs that replace the leaves or report on them.
+
+        Args:
+            replaced: the leaf that every array of the entry's result replaces or is the gradient of.
+        """
+        # A gradient also feeds the momenta of its leaf; the leaf is the one that the passes compute with.
+        outputs = sorted(replaced.items(), key=lambda item: not self.is_differentiated(item[1]))
+        summed = self._summed()
+        for output, leaf in outputs:
             size = self.graph.num_elements(output)
             if size <= 1:
                 continue
@@ -237,8 +312,8 @@ class Dataflow:
             while border:
                 value = border.pop()
                 backward = self.phases.get(value) == "backward"
-                if backward:
-                    gradients.setdefault(value, leaf)
+                if backward or value in summed:
+                    self._gradients.setdefault(value, leaf)
                 for source, edge in self._sources.get(value, ()):
                     same_size = self.graph.num_elements(source) == size
                     sums = same_size and self.graph.instructions[value[0]].opcode in _ELEMENTWISE
@@ -246,7 +321,23 @@ class Dataflow:
                     if follows and source not in seen and not self._is_argument_data(source):
                         seen.add(source)
                         border.append(source)
-        return gradients
+
+    def _summed(self) -> set[Value]:
+        """Values of the update that are made of cotangents and nothing else: accumulators, clipped gradients."""
+
+        def updated(value: Value) -> list[tuple[Value, Edge]]:
+            size = self.graph.num_elements(value)
+            return [
+                e
+                for e in self.users.get(value, ())
+                if self.phases.get(e[0]) == "update" and self.graph.num_elements(e[0]) == size
+            ]
+
+        made = [v for v in self._values if self.graph.num_elements(v) > 1 and not self.is_constant(v)]
+        cotangents = self._spread([v for v in made if self.phases[v] == "backward"], updated)
+        others = [v for v in made if self.phases[v] in ("forward", "recompute") or self.copy_of(v) is not None]
+        mixed = self._spread(others, updated)
+        return {v for v in cotangents - mixed if self.phases[v] == "update"}
 
     def _is_argument_data(self, value: Value) -> bool:
         return isinstance(self._copies.get(value), int) and self.phases.get(value) != "backward"

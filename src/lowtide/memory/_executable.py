@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from lowtide.core import leaf_bytes, leaves_with_paths, on_host, path_str
+from lowtide.core._compat import kept_arguments
 
 from ._heap import HOST_COLOR
 
@@ -85,6 +86,8 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
 
 def host_outputs(compiled: Any) -> dict[str, int]:
     """Paths and compiled bytes of the outputs whose sharding names host memory."""
+    if not any(on_host(sharding) for sharding in jax.tree.leaves(compiled.output_shardings)):
+        return {}  # JAX knows no formats where tokens of ordered effects are among the outputs
     shapes = leaves_with_paths(compiled.out_info)
     formats = jax.tree.leaves(compiled.output_formats)
     return {
@@ -94,30 +97,36 @@ def host_outputs(compiled: Any) -> dict[str, int]:
     }
 
 
-def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str]) -> list[ArgumentLeaf]:
-    """The leaves of the arguments of a program that the compiler refused, from its dumped buffer assignment.
+def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any = None) -> list[ArgumentLeaf]:
+    """The leaves of a program's arguments from its dumped buffer assignment.
+
+    For programs that the compiler refused, and for those with ordered effects, of whose layouts JAX tells nothing.
 
     Args:
         lowered: the `jax.stages.Lowered`.
         hlo: the dumped program.
         names: JAX's names of the leaves: a leaf that no parameter of the program is named after was dropped.
+        compiled: the `jax.stages.Compiled`, where there is one.
 
     Returns:
         One entry a leaf, in flattening order.
     """
-    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
-    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
-    allocations = {a.parameter_number: a for a in hlo.assignment.allocations if a.is_entry_parameter}
-    waiting = [(i.metadata.op_name, allocations.get(i.parameter_number)) for i in parameters]
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
-    if len(infos) != len(names):
-        names = [name for name, _ in waiting]  # JAX told none: right as long as the program reads every leaf
+    shardings = _input_shardings(compiled, len(infos))
+    parameters = _parameter_arrays(hlo)
+    allocations = {
+        (a.parameter_number, tuple(a.parameter_shape_index)): a
+        for a in hlo.assignment.allocations
+        if a.is_entry_parameter
+    }
+    kept = kept_arguments(lowered, len(infos))
+    if kept is None:
+        kept = _kept_by_name([name for _, name in parameters], names, len(infos))
+    offset = max(len(parameters) - len(kept), 0)  # constants that JAX hoisted and tokens come first
+    place_of = {at: place for at, (place, _) in zip(kept, parameters[offset:], strict=False)}
     leaves: list[ArgumentLeaf] = []
-    for (path, info), name in zip(infos, names, strict=False):
-        at = next((at for at, (other, _) in enumerate(waiting) if other == name), None)
-        kept = at is not None
-        allocation = waiting[at][1] if at is not None else None
-        del waiting[: 0 if at is None else at + 1]
+    for at, (path, info) in enumerate(infos):
+        allocation, sharding = allocations.get(place_of.get(at, (-1, ()))), shardings[at]
         leaves.append(
             ArgumentLeaf(
                 path=path_str(path[1:]),
@@ -126,10 +135,40 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str]) -> list[Argumen
                 logical_bytes=leaf_bytes(info),
                 on_host=allocation is not None and allocation.color == HOST_COLOR,
                 donated=bool(info.donated),
-                kept=kept,
+                kept=at in place_of,
+                num_replicas=len(sharding.device_set) if sharding is not None and sharding.is_fully_replicated else 1,
             )
         )
     return leaves
+
+
+def _parameter_arrays(hlo: Any) -> list[tuple[tuple[int, tuple[int, ...]], str]]:
+    """The place and the name of every array of the entry's parameters; thousands of them come as one tuple."""
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
+        return [((0, (at,)), "") for at in range(len(parameters[0].shape.tuple_shapes))]
+    return [((i.parameter_number, ()), i.metadata.op_name) for i in parameters]
+
+
+def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
+    """Leaves that a parameter is named after; all of them when JAX told no names."""
+    waiting = list(found)
+    if len(names) != num_leaves or not any(found):
+        return list(range(num_leaves))
+    kept: list[int] = []
+    for at, name in enumerate(names):
+        if name in waiting:
+            del waiting[: waiting.index(name) + 1]
+            kept.append(at)
+    return kept
+
+
+def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
+    """The shardings of the leaves of a compiled program; None for each when there is none."""
+    shardings = compiled.input_shardings if compiled is not None else None
+    found = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None) if shardings is not None else []
+    return found if len(found) == num_leaves else [None] * num_leaves
 
 
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
@@ -138,13 +177,15 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. Donation is not told:
     a leaf counts as donated when an output reuses it.
     """
-    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
-    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
-    allocations = {a.parameter_number: a for a in hlo.assignment.allocations if a.is_entry_parameter}
+    allocations = {
+        (a.parameter_number, tuple(a.parameter_shape_index)): a
+        for a in hlo.assignment.allocations
+        if a.is_entry_parameter
+    }
     leaves: list[ArgumentLeaf] = []
-    for parameter in parameters:
-        path = _path_of_name(parameter.metadata.op_name or f"argument {parameter.parameter_number}")
-        allocation = allocations.get(parameter.parameter_number)
+    for number, (place, name) in enumerate(_parameter_arrays(hlo)):
+        path = _path_of_name(name or f"argument {number}")
+        allocation = allocations.get(place)
         size = allocation.size if allocation is not None else 0
         leaves.append(
             ArgumentLeaf(

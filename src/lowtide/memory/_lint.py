@@ -7,6 +7,7 @@ means that the bytes are really there.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -127,12 +128,14 @@ def lint_owners(owners: Owners, report: MemoryReport) -> list[Finding]:
 
 
 def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    told = set[int]()  # one buffer serves one output
     for output, at in owners.replaced.items():
         leaf = owners.leaves[at]
-        if leaf.donated or output in owners.in_place or not _follows(owners, output, at):
+        if leaf.donated or at in told or output in owners.in_place or not _follows(owners, output, at):
             continue
         if owners.dataflow.copy_of(output) == at:
             continue  # returned unchanged
+        told.add(at)
         yield Finding(
             rule="undonated-state",
             path=leaf.path,
@@ -179,41 +182,21 @@ def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 def _same_array(owners: Owners, output: Value, leaf: int) -> bool:
     graph = owners.dataflow.graph
-    parameter = next(value for value, at in owners.parameters.items() if at == leaf)
+    parameter = owners.parameter_of[leaf]
     one, other = graph.shape(output), graph.shape(parameter)
     return one.element_type == other.element_type and one.dimensions == other.dimensions
 
 
 def _same_items(owners: Owners, value: Value, leaf: int) -> bool:
     graph = owners.dataflow.graph
-    parameter = next(value for value, at in owners.parameters.items() if at == leaf)
+    parameter = owners.parameter_of[leaf]
     same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
     return same_type and graph.num_elements(value) <= graph.num_elements(parameter)
 
 
 def _follows(owners: Owners, output: Value, leaf: int) -> bool:
     """Whether an output is computed from a leaf element by element, as a new state from the old one."""
-    parameters = {value for value, at in owners.parameters.items() if at == leaf}
-    return bool(parameters & set(_same_size(owners, output)))
-
-
-# Operations whose result of equal size is another thing than their operand.
-_MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "scatter", "sort", "triangular-solve"}
-
-
-def _same_size(owners: Owners, output: Value) -> Iterator[Value]:
-    """Values of as many elements that an output is made of element by element, itself included."""
-    graph = owners.dataflow.graph
-    size = graph.num_elements(output)
-    seen, border = {output}, [output]
-    while border:
-        value = border.pop()
-        yield value
-        if graph.instructions[value[0]].opcode in _MIXING:
-            continue
-        new = [s for s, _ in graph.sources(value) if s not in seen and graph.num_elements(s) == size]
-        seen.update(new)
-        border.extend(new)
+    return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size(output))
 
 
 # --- frozen leaves -------------------------------------------------------------------------------------------------
@@ -224,13 +207,12 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
     if not any(phase == "backward" for phase in flow.phases.values()):
         return
     sizes = _dimensions(owners)
+    counts = collections.Counter(sizes.values())
     for output, at in owners.replaced.items():
         leaf, own = owners.leaves[at], flow.graph.num_elements(output)
         # A state of a leaf has the leaf's shape; the leaf itself is read by the forward pass.
-        twins = [other for other, dims in sizes.items() if other != at and dims == sizes.get(at)]
-        if own <= 1 or not twins or flow.is_differentiated(at):
-            continue
-        if any(flow.phase(value) == "backward" and not flow.is_constant(value) for value in _same_size(owners, output)):
+        has_twin = at in sizes and counts[sizes[at]] > 1
+        if own <= 1 or not has_twin or flow.is_differentiated(at) or _is_fed(owners, output, at):
             continue
         yield Finding(
             rule="optimizer-over-frozen",
@@ -241,31 +223,60 @@ def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Fin
         )
 
 
+def _is_fed(owners: Owners, output: Value, leaf: int) -> bool:
+    """Whether more than the old state reaches a new one: a gradient, an activation, a leaf that the passes read.
+
+    Scalars do not count: the norm of all gradients scales also what is zero. A moving average of parameters or of
+    statistics is fed, and no optimizer's state.
+    """
+    flow = owners.dataflow
+    seen, border = {output}, [output]
+    while border:
+        value = border.pop()
+        origin = flow.copy_of(value)
+        if origin is not None:
+            if origin != leaf and flow.is_differentiated(origin):
+                return True
+            continue
+        if not flow.is_constant(value) and flow.is_of_a_pass(value):
+            return True
+        new = [s for s, _ in flow.sources(value) if s not in seen and flow.graph.num_elements(s) > 1]
+        seen.update(new)
+        border.extend(new)
+    return False
+
+
 def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     flow, graph = owners.dataflow, owners.dataflow.graph
     trained = set(owners.replaced.values())
     frozen: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
+    # A compiler may compute a gradient twice, once for the norm: such a one has no leaf of its own.
+    unnamed: dict[tuple[int, ...], set[int]] = {}
     for at, dims in _dimensions(owners).items():
         if at not in trained and len(dims) > 1:
             frozen.setdefault(dims, []).append(owners.leaves[at])
+        elif at in trained and flow.is_differentiated(at):
+            unnamed.setdefault(dims, set()).add(at)
+    norms = collections.Counter[tuple[int, ...]]()
     for at, instruction in graph.instructions.items():
         if instruction.opcode not in ("reduce", "reduce-window") or flow.phase((at, ())) != "update":
             continue
-        operand = (instruction.proto.operand_ids[0], ())
-        for value in _same_size(owners, operand):
-            dims = tuple(sorted(d for d in graph.shape(value).dimensions if d != 1))
-            if flow.gradient_of(value) is not None:
-                break  # of a leaf that trains
-            if flow.phase(value) != "backward" or flow.is_constant(value) or not frozen.get(dims):
-                continue
-            leaf = frozen[dims].pop(0)
+        values = list(flow.same_size((instruction.proto.operand_ids[0], ()), through_backward=True))
+        leaves = {leaf for value in values if (leaf := flow.gradient_of(value)) is not None}
+        if leaves:
+            for rest in unnamed.values():
+                rest -= leaves
+            continue  # of a leaf that trains
+        made = (v for v in values if flow.phase(v) == "backward" and not flow.is_constant(v))
+        norms.update({tuple(sorted(d for d in graph.shape(value).dimensions if d != 1)) for value in made})
+    for dims, count in norms.items():
+        for leaf in frozen.get(dims, [])[: max(count - len(unnamed.get(dims, ())), 0)]:
             yield Finding(
                 rule="norm-over-frozen",
                 path=leaf.path,
                 num_bytes=leaf.num_bytes,
                 remedy="take the norm over the gradients of what trains only",
             )
-            break
 
 
 def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:

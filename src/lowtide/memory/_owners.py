@@ -7,7 +7,9 @@ is listed as unattributed, so that the buffers at the peak always add up to XLA'
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ from ._dataflow import Dataflow
 from ._executable import ArgumentLeaf
 from ._graph import Graph, Value
 from ._heap import DEVICE_COLOR, HOST_COLOR, Segment, peak_position, segments
+from ._matching import match_outputs
 from ._proto import element_type
 
 _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
@@ -51,6 +54,11 @@ class Owners:
     """The argument leaf that an array of the entry's result replaces, or is the gradient of."""
     in_place: frozenset[Value]
     """Results that are written into an argument's buffer."""
+
+    @functools.cached_property
+    def parameter_of(self) -> Mapping[int, Value]:
+        """The array of the entry's parameters that a leaf is; without those that the program dropped."""
+        return {leaf: value for value, leaf in self.parameters.items()}
 
 
 def find_owners(
@@ -89,8 +97,18 @@ class _Finder:
         self.in_place = {
             tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries
         }
+        self.flow = Dataflow(self.graph, self.parameters)
         self.replaced = self._replaced()
-        self.flow = Dataflow(self.graph, self.parameters, self.replaced)
+        self.flow.follow_gradients(self.replaced)
+        self.places = {
+            (self.graph.instructions[at].proto.parameter_number, index): ((at, index), leaf)
+            for (at, index), leaf in self.parameters.items()
+        }
+        self.entry = {i.parameter_number: i for i in self.graph.entry.instructions if i.opcode == "parameter"}
+        self.buffers = {
+            b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
+            for b in self.hlo.assignment.logical_buffers
+        }
 
     def find(self, totals: Mapping[Space, tuple[int, int, int, int]] | None) -> Owners:
         found: dict[Space, list[Buffer]] = {"device": [], "host": []}
@@ -101,7 +119,7 @@ class _Finder:
             ]
             arguments = [self._argument(space, a) for a in mine if a.is_entry_parameter]
             constants = [self._constant(space, a) for a in mine if a.is_constant]
-            results = [self._output(space, a) for a in mine if _is_output(a)]
+            results = self._outputs(space, [a for a in mine if _is_output(a)])
             heaps = {a.index: (a, segments(self.graph, self.hlo.assignment, a)) for a in mine if _is_heap(a)}
             peaks[space] = peak_position([s for _, s in heaps.values()], self.last + 1)
             temporaries = [self._temporary(space, s) for _, found_here in heaps.values() for s in found_here]
@@ -149,66 +167,57 @@ class _Finder:
         return {value: at for at, value in enumerate(values[offset:])}
 
     def _replaced(self) -> dict[Value, int]:
-        """The argument leaf that an output replaces or is the gradient of: in its buffer, else by path and shape."""
         by_number = {
             (self.graph.instructions[at].proto.parameter_number, index): leaf
             for (at, index), leaf in self.parameters.items()
         }
-        replaced: dict[Value, int] = {}
-        for value, at in self.results.items():
-            leaf = by_number.get(self.in_place.get(value[1], (-1, ())))
-            leaf = self._same_leaf(value, self.outputs[at].path) if leaf is None else leaf
-            if leaf is not None:
-                replaced[value] = leaf
-        return replaced
-
-    def _same_leaf(self, output: Value, path: str) -> int | None:
-        wanted, best = self.graph.shape(output), (-1, None)
-        for parameter, leaf in self.parameters.items():
-            shape = self.graph.shape(parameter)
-            if shape.dimensions == wanted.dimensions and shape.element_type == wanted.element_type:
-                common = _common_suffix(path, self.leaves[leaf].path)
-                best = max(best, (common, leaf), key=lambda pair: pair[0])
-        return best[1]
+        reused = {v: by_number[place] for v in self.results if (place := self.in_place.get(v[1])) in by_number}
+        paths = {value: self.outputs[at].path for value, at in self.results.items()}
+        return match_outputs(self.flow, self.leaves, self.parameters, paths, reused)
 
     def _argument(self, space: Space, allocation: Any) -> Buffer:
         number, index = allocation.parameter_number, tuple(allocation.parameter_shape_index)
-        for (at, inner), leaf in self.parameters.items():
-            if self.graph.instructions[at].proto.parameter_number == number and inner == index:
-                return self._whole(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", (at, inner))
+        if (number, index) in self.places:
+            value, leaf = self.places[number, index]
+            return self._whole(space, allocation, self.roles[leaf], self.leaves[leaf].path, "argument", value)
         # A table of pointers, or a constant that JAX passes as an argument.
-        entry = next((i for i in self.graph.entry.instructions if i.parameter_number == number), None)
-        value = (entry.id, index) if entry is not None and entry.opcode == "parameter" else None
+        entry = self.entry.get(number)
+        value = (entry.id, index) if entry is not None else None
         is_array = value is not None and not self.graph.shape(value).tuple_shapes
         role = "constants" if is_array else "unattributed"
         return self._whole(space, allocation, role, "", "argument", value if is_array else None)
 
-    def _output(self, space: Space, allocation: Any) -> Buffer:
-        defined = self._defined(allocation)
-        for value, at in self.results.items():
-            if made := self._maker(value, defined):
-                return self._whole(space, allocation, "outputs", self.outputs[at].path, self.flow.phase(made), made)
-        return self._whole(space, allocation, "outputs", "", "output", None, operation="table of outputs")
+    def _outputs(self, space: Space, allocations: Sequence[Any]) -> list[Buffer]:
+        holders = {value: at for at, allocation in enumerate(allocations) for value in self._defined(allocation)}
+        made: dict[int, tuple[Value, int]] = {}
+        for output, at in self.results.items():
+            if (maker := self._maker(output, holders)) is not None:
+                made.setdefault(holders[maker], (maker, at))
+        return [self._output(space, allocation, made.get(at)) for at, allocation in enumerate(allocations)]
 
-    def _maker(self, output: Value, defined: set[Value]) -> Value | None:
-        """The value that is an output under another name, among those that an allocation holds."""
-        seen, border = {output}, [output]
+    def _output(self, space: Space, allocation: Any, made: tuple[Value, int] | None) -> Buffer:
+        if made is None:
+            return self._whole(space, allocation, "outputs", "", "output", None, operation="table of outputs")
+        value, at = made
+        return self._whole(space, allocation, "outputs", self.outputs[at].path, self.flow.phase(value), value)
+
+    def _maker(self, output: Value, defined: Mapping[Value, int]) -> Value | None:
+        """The value that is an output under another name, among those that allocations hold."""
+        seen, border = {output}, collections.deque([output])
         while border:
-            value = border.pop(0)
+            value = border.popleft()
             if value in defined:
                 return value
-            new = [s for s, edge in self.graph.sources(value) if not edge and s not in seen]
+            new = [s for s, edge in self.flow.sources(value) if not edge and s not in seen]
             seen.update(new)
             border.extend(new)
         return None
 
-    def _defined(self, allocation: Any) -> set[Value]:
-        ids = {a.logical_buffer_id for a in allocation.assigned}
-        return {
-            (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
-            for b in self.hlo.assignment.logical_buffers
-            if b.id in ids and (b.defined_at.shape_index or not self._is_tuple(b.defined_at.instruction_id))
-        }
+    def _defined(self, allocation: Any) -> list[Value]:
+        """The values that an allocation holds; of tuples, what is in them."""
+        ids = sorted({a.logical_buffer_id for a in allocation.assigned})
+        values = [self.buffers[at] for at in ids if at in self.buffers]
+        return [value for value in values if value[1] or not self._is_tuple(value[0])]
 
     def _is_tuple(self, at: int) -> bool:
         return bool(self.graph.instructions[at].proto.shape.tuple_shapes)
@@ -220,7 +229,8 @@ class _Finder:
     # --- temporaries -------------------------------------------------------------------------------------------------
 
     def _temporary(self, space: Space, segment: Segment) -> Buffer:
-        value, flow = segment.value, self.flow
+        flow = self.flow
+        value = flow.standing_for(segment.value)
         scope, source = flow.described(value)
         copied, gradient = flow.copy_of(value), flow.gradient_of(value)
         path = ""
@@ -240,9 +250,9 @@ class _Finder:
             path=path,
             phase=flow.phase(value),
             scope=_readable(scope),
-            operation=self.graph.name(value),
+            operation=self.graph.name(segment.value),
             source=_short(source),
-            **self._array(value, segment.size),
+            **self._array(segment.value, segment.size),
             start=segment.start,
             end=segment.end,
         )
@@ -342,15 +352,6 @@ def _is_heap(allocation: Any) -> bool:
 
 def _total(buffers: Sequence[Buffer]) -> int:
     return sum(buffer.num_bytes for buffer in buffers)
-
-
-def _common_suffix(one: str, other: str) -> int:
-    count = 0
-    for a, b in zip(reversed(one.split("/")), reversed(other.split("/")), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _readable(scope: str) -> str:

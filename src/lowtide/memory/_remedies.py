@@ -9,6 +9,7 @@ what replaces a buffer (recomputation, transfers) takes memory, too.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -124,7 +125,12 @@ def ranked(found: Iterable[Remedy], report: MemoryReport) -> tuple[Remedy, ...]:
 def _verified(remedy: Remedy, report: MemoryReport) -> Remedy:
     if remedy.apply is None:
         return remedy
-    saved = report.device_bytes - remedy.apply().report().device_bytes
+    try:
+        saved = report.device_bytes - remedy.apply().report().device_bytes
+    except Exception as error:
+        # A step that counts on its batch or its shardings does not compile with other ones; the estimate stands.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return dataclasses.replace(remedy, action=f"{remedy.action} (as it is, the step refuses: {reason})", apply=None)
     return dataclasses.replace(remedy, compiled_bytes=saved)
 
 
@@ -153,9 +159,20 @@ class _Call:
     def is_jitted(self) -> bool:
         return hasattr(self.fn, "trace") and hasattr(self.fn, "lower")
 
-    def donating(self, also: int, donated: Iterable[int]) -> _Call:
-        fn = getattr(self.fn, "__wrapped__", self.fn) if self.is_jitted else self.fn
-        return dataclasses.replace(self, fn=fn, donate=tuple(sorted({*donated, also})))
+    def donating(self, also: int, donated: Iterable[int], keywords: Iterable[str]) -> _Call:
+        """The call with one more donated argument; of a jitted function, with all else that it was jitted with.
+
+        Args:
+            also: the position to donate.
+            donated: positions that are donated already.
+            keywords: keyword arguments that are not static.
+        """
+        changed = dataclasses.replace(self, donate=tuple(sorted({*donated, also})))
+        if not self.is_jitted:
+            return changed
+        static = {key: value for key, value in self.kwargs.items() if key not in set(keywords)}
+        rest = {key: value for key, value in self.kwargs.items() if key not in static}
+        return dataclasses.replace(changed, fn=functools.partial(self.fn, **static), kwargs=rest)
 
     def changing(self, argument: int, change: Callable[[Any], Any]) -> _Call:
         args = list(self.args)
@@ -225,10 +242,10 @@ def _donations(
 
 
 def _donation(owners: Owners, call: _Call | None, argument: int | str) -> Callable[[], Program] | None:
-    if call is None or not isinstance(argument, int) or (call.is_jitted and not hasattr(call.fn, "__wrapped__")):
+    if call is None or not isinstance(argument, int):
         return None
     donated = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
-    return call.donating(argument, donated).compile
+    return call.donating(argument, donated, {str(leaf.argument) for leaf in owners.leaves}).compile
 
 
 def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterable[Remedy]:
@@ -376,7 +393,8 @@ def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[
         if axis is None:
             return leaf
         spec = PartitionSpec(*[None] * axis, sharding.mesh.axis_names)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(sharding.mesh, spec))
+        split = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
 
     return call.changing(argument, sharded).compile
 

@@ -1,0 +1,113 @@
+"""Which argument leaf an output replaces, or is the gradient of.
+
+Buffers alone do not tell: JAX gives a donated buffer to whichever output of its shape comes first, so that new
+parameters may be written into a momentum. Paths alone do not either: a result often has another shape of tree. So the
+dataflow is asked first: a new momentum is computed from the old one, new parameters from the old ones and the momenta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._dataflow import Dataflow
+from ._executable import ArgumentLeaf
+from ._graph import Value
+
+
+def match_outputs(
+    flow: Dataflow,
+    leaves: Sequence[ArgumentLeaf],
+    parameters: Mapping[Value, int],
+    paths: Mapping[Value, str],
+    reused: Mapping[Value, int],
+) -> dict[Value, int]:
+    """The leaf that every array of the entry's result replaces or is the gradient of, where there is one.
+
+    Of leaves of the same shape and type those count that the output is computed from element by element. The output
+    with the fewest chooses first, and no leaf is taken twice as long as there is another one. Among several, the path
+    decides (an argument's number is no part of it), then the buffer that is reused, then the order. An output that is
+    computed from no leaf, but from the backward pass, is a gradient: there the path decides, then the order.
+
+    Args:
+        flow: the program.
+        leaves: the argument leaves.
+        parameters: the leaf that every array of the entry's parameters is.
+        paths: the path of every array of the entry's result.
+        reused: the leaf in whose buffer an array of the entry's result is written.
+    """
+    matcher = _Matcher(flow, leaves, parameters)
+    gradients: list[Value] = []
+    pairs: list[tuple[tuple[int, ...], Value, int]] = []
+    for order, (value, path) in enumerate(paths.items()):
+        origins = matcher.origins(value)
+        if not origins and flow.phase(value) in ("backward", "update"):
+            gradients.append(value)
+        for leaf in origins:
+            rank = (len(origins), -matcher.common(path, leaf), leaf != reused.get(value), order, leaf)
+            pairs.append((rank, value, leaf))
+    pairs.sort(key=lambda pair: pair[0])
+    matched, taken = dict[Value, int](), set[int]()
+    for _, value, leaf in pairs:
+        if value not in matched and leaf not in taken:
+            matched[value] = leaf
+            taken.add(leaf)
+    for _, value, leaf in pairs:
+        matched.setdefault(value, leaf)
+    taken.clear()
+    for value in gradients:
+        leaf = matcher.closest(value, paths[value], taken)
+        if leaf is not None:
+            matched[value] = leaf
+            taken.add(leaf)
+    return {**reused, **matched}
+
+
+class _Matcher:
+    def __init__(self, flow: Dataflow, leaves: Sequence[ArgumentLeaf], parameters: Mapping[Value, int]) -> None:
+        self.flow = flow
+        self.types = {leaf: self._type(value) for value, leaf in parameters.items()}
+        self.names = {leaf: _names(leaves[leaf]) for leaf in parameters.values()}
+        self.alike: dict[tuple[int, ...], list[int]] = {}
+        self.by_suffix: dict[tuple[Any, ...], list[int]] = {}
+        # Leaves that are differentiated first: of the parameters and a momentum, a gradient is the parameters'.
+        for leaf in sorted(self.types, key=lambda leaf: (not flow.is_differentiated(leaf), leaf)):
+            self.alike.setdefault(self.types[leaf], []).append(leaf)
+            for length in range(1, len(self.names[leaf]) + 1):
+                self.by_suffix.setdefault((self.types[leaf], self.names[leaf][-length:]), []).append(leaf)
+
+    def origins(self, output: Value) -> set[int]:
+        """Leaves of the output's shape and type that it is computed from element by element."""
+        wanted = self._type(output)
+        found = {self.flow.copy_of(value) for value in self.flow.same_size(output)}
+        return {leaf for leaf in found if leaf is not None and self.types.get(leaf) == wanted}
+
+    def common(self, path: str, leaf: int) -> int:
+        """How many names at their ends a path and a leaf have in common."""
+        count = 0
+        for one, other in zip(reversed(path.split("/")), reversed(self.names[leaf]), strict=False):
+            if one != other:
+                break
+            count += 1
+        return count
+
+    def closest(self, output: Value, path: str, taken: set[int]) -> int | None:
+        """The first free leaf of the output's shape and type whose path ends most alike."""
+        wanted, names = self._type(output), tuple(path.split("/"))
+        for length in range(len(names), 0, -1):
+            if alike := self.by_suffix.get((wanted, names[-length:])):
+                return next((leaf for leaf in alike if leaf not in taken), alike[0])
+        alike = self.alike.get(wanted, [])
+        while alike and alike[0] in taken and len(alike) > 1:
+            alike.pop(0)
+        return alike[0] if alike else None
+
+    def _type(self, value: Value) -> tuple[int, ...]:
+        shape = self.flow.graph.shape(value)
+        return (shape.element_type, *shape.dimensions)
+
+
+def _names(leaf: ArgumentLeaf) -> tuple[str, ...]:
+    """The names of a leaf's path; an argument's number is none, a result has numbers of its own."""
+    names = tuple(leaf.path.split("/"))
+    return names[1:] if isinstance(leaf.argument, int) else names
