@@ -50,7 +50,7 @@ def test_an_asynchronous_operation_that_packs_its_results_in_a_way_of_its_own() 
     graph = Graph(module(entry, inner))
     values = set(graph.values())
     assert all(source in values for value in values for source, _ in graph.sources(value))
-    flow = Dataflow(graph, {(1, ()): 0}, {})
+    flow = Dataflow(graph, {(1, ()): 0})
     assert flow.copy_of((4, ())) == 0
 
 
@@ -75,7 +75,7 @@ def test_a_loop_s_state_comes_from_its_start_and_from_its_body() -> None:
     assert graph.sources((4, (1,))) == [((3, (1,)), Edge.ALIAS), ((15, (1,)), Edge.ALIAS)]
     assert graph.sources((11, (1,))) == [((3, (1,)), Edge.ALIAS), ((15, (1,)), Edge.ALIAS)]
     assert graph.order.index(22) < graph.order.index(12) < graph.order.index(4)
-    assert Dataflow(graph, {(1, ()): 7}, {}).copy_of((5, ())) == 7
+    assert Dataflow(graph, {(1, ()): 7}).copy_of((5, ())) == 7
 
 
 @pytest.mark.parametrize(("opcode", "copied"), [("transpose", True), ("add", False), ("sine", False)])
@@ -85,5 +85,5 @@ def test_only_moves_make_copies(opcode: str, copied: bool) -> None:
         {"id": 1, "opcode": "parameter", "shape": array(8)},
         {"id": 2, "opcode": opcode, "shape": array(8), "operand_ids": operands},
     ]
-    flow = Dataflow(Graph(module(entry)), {(1, ()): 0}, {})
+    flow = Dataflow(Graph(module(entry)), {(1, ()): 0})
     assert (flow.copy_of((2, ())) == 0) is copied

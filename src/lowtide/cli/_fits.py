@@ -174,7 +174,7 @@ def _table(rows: Sequence[Row], budget: int | None) -> Table:
         seconds = "" if row.compile_seconds is None else f"{row.compile_seconds:.1f} s"
         sizes = [_size(row.device_bytes), _size(row.usable_bytes)]
         hosted = [_size(row.host_bytes), _size(row.host_usable_bytes)] if host else []
-        table.add_row(Text(row.target), *sizes, _verdict(row), _size(row.margin_bytes), *hosted, seconds)
+        table.add_row(Text(row.target), *sizes, _verdict(row), _margin(row.margin_bytes), *hosted, seconds)
     return table
 
 
@@ -188,3 +188,8 @@ def _verdict(row: Row) -> Text:
 
 def _size(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _margin(num_bytes: int | None) -> str:
+    """What is left, or how much too much it is: sizes that can be given back, without a sign."""
+    return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)

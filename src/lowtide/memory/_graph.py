@@ -209,6 +209,14 @@ class Graph:
     def _branches(self, instruction: Instruction) -> list[int]:
         return list(instruction.proto.called_computation_ids)
 
+    def loop_of(self, value: Value) -> int | None:
+        """The loop whose state a value is, inside the loop; None for anything else."""
+        instruction = self.instructions[value[0]]
+        if instruction.opcode != "parameter":
+            return None
+        callers = self._callers.get(instruction.computation, ())
+        return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
+
     def _from_callers(self, parameter: Instruction, index: tuple[int, ...]) -> list[tuple[Value, Edge]]:
         number = parameter.proto.parameter_number
         edges: list[tuple[Value, Edge]] = []
