@@ -85,6 +85,8 @@ def analyze(
 
         call = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
         return analyze_isolated(fn, args, call, resolve_target(target))
+    # Before the compiler's minutes are spent.
+    _owners(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
     program = compile(fn, *args, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums, **kwargs)
     return analyze_program(program, roles)
 
@@ -320,7 +322,8 @@ def _owners(
             if argument not in keys:
                 raise ConfigError(
                     f"role {role!r} names argument {argument!r}, which is static or does not exist",
-                    expected=f"one of the positions {sorted(dynamic)} or keywords {sorted(keywords)}",
+                    expected=f"one of the positions {sorted(dynamic)}"
+                    + (f" or keywords {sorted(keywords)}" if keywords else ""),
                     got=repr(argument),
                     hint="count positions from 0, as the function is called",
                 )

@@ -315,7 +315,7 @@ class _Search:
                 expected=f"at most {format_bytes(self.limit_bytes)} on one device of {self.goal.name}",
                 got=format_bytes(smallest.device_bytes)
                 + (f", and {format_bytes(smallest.host_bytes)} on the host" if smallest.host_bytes else ""),
-                hint="begin with smaller sizes, or choose a larger target",
+                hint="begin with smaller sizes (sizes=(1, 2, 3), or --sizes 1,2,3), or choose a larger target",
             )
         fits = self._fits_by_space()
         largest = sizes[-1]

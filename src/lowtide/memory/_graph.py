@@ -55,6 +55,24 @@ _MOVED_OPERANDS = {
 }
 _MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
 _FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
+# Operations whose result holds their operands' own memory.
+_HOLDERS = {
+    "async-done",
+    "async-start",
+    "async-update",
+    "bitcast",
+    "call",
+    "conditional",
+    "copy-done",
+    "copy-start",
+    "dynamic-update-slice",
+    "fusion",
+    "get-tuple-element",
+    "optimization-barrier",
+    "scatter",
+    "tuple",
+    "while",
+}
 _OPENED = {"fusion", "call", "while", "conditional", "async-start"}
 
 
@@ -258,6 +276,29 @@ class Graph:
         for position, at in enumerate(self.order):
             found[at] = (found.get(at, (position, 0))[0], position)
         return found
+
+    def last_use(self, name: str) -> int:
+        """The last position at which something reads the result of an instruction, under whatever name."""
+        return self._last_uses.get(name, len(self.order))
+
+    @functools.cached_property
+    def _last_uses(self) -> dict[str, int]:
+        """For every instruction by name. A tuple or a loop that holds a value is read where it is itself."""
+        found: dict[int, int] = {}
+        for position in range(len(self.order) - 1, -1, -1):
+            at = self.order[position]
+            mine = found.get(at, position)
+            instruction = self.instructions[at]
+            until = mine if instruction.opcode in _HOLDERS else position
+            for operand in instruction.proto.operand_ids:
+                found[operand] = max(found.get(operand, 0), until)
+        if self.order:
+            found[self.entry.root_id] = len(self.order) - 1
+        return {
+            i.proto.name: found.get(at, self.positions[at][1])
+            for at, i in self.instructions.items()
+            if at in self.positions
+        }
 
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 

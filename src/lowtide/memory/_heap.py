@@ -112,25 +112,31 @@ def _regions(graph: Graph, events: Sequence[Any]) -> list[_Region]:
 def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     """When each event happens.
 
-    A FREE names the instruction that made the value, not its last reader: it happens somewhere before the next value
-    comes, and here at the last position before that. An instruction that runs more than once means its next run.
+    A FREE names the instruction that made the value, not its last reader. It happens after the value that came last
+    and before the one that comes next; in between, at the last use of the value. An instruction that runs more than
+    once means its next run.
     """
     places: dict[str, list[int]] = {}
     for position, at in enumerate(graph.order):
         places.setdefault(graph.instructions[at].proto.name, []).append(position)
     now, comes = 0, list[int | None]()
+    earliest = list[int]()
     for event in events:
         if event.kind == _FREE:
             comes.append(None)
-            continue
-        runs = places.get(event.instruction_name, [])
-        now = next((p for p in runs if p >= now), runs[0] if runs else now)
-        comes.append(now)
+        else:
+            runs = places.get(event.instruction_name, [])
+            now = next((p for p in runs if p >= now), runs[0] if runs else now)
+            comes.append(now)
+        earliest.append(now)
     following, positions = len(graph.order), list[int]()
-    for position in reversed(comes):
+    for event, position, first in zip(reversed(events), reversed(comes), reversed(earliest), strict=True):
         if position is not None:
             following = position
-        positions.append(max(following - 1, 0) if position is None else position)
+            positions.append(position)
+        else:
+            latest = max(following - 1, 0)
+            positions.append(max(min(graph.last_use(event.instruction_name), latest), min(first, latest)))
     return positions[::-1]
 
 

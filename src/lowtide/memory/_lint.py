@@ -308,7 +308,7 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             path=owners.leaves[at].path,
             num_bytes=buffer.num_bytes,
             detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
-            remedy="recompute the cast: jax.checkpoint around it; or cast once, outside of the loop and the gradient",
+            remedy="recompute it: jax.checkpoint around the cast or gather; or make it once, outside of the loop",
         )
 
 

@@ -140,7 +140,7 @@ def _error(
     listed = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
     message = (
         f"out of memory {when}: the program needs {format_bytes(report.device_bytes)} on one device of "
-        f"{report.target.name} ({room})\n{_text(report, top)}"
+        f"{'this machine' if report.target.name == 'here' else report.target.name} ({room})\n{_text(report, top)}"
         + (f"\nremedies, each by itself:\n{listed}" if listed else "")
         + ("" if culprit.error is not None else f"\n{_live_arrays(report)}")
     )

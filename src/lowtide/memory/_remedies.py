@@ -260,7 +260,7 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
     for path in sorted(copied):
         yield Remedy(
             kind="residual-copy",
-            action=f"recompute the cast of {path} in the backward pass, or cast it once outside of the loop",
+            action=f"recompute the copy of {path} in the backward pass, or make it once, outside of the loop",
             estimated_bytes=saving(report, lambda b, p=path: float(b.role == "copies" and b.path == p)),
         )
     returned = {f.path for f in findings if f.rule == "returned-unchanged"}

@@ -44,6 +44,10 @@ _SETTINGS: dict[str, Any] = {
 }
 
 
+_PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+"""Behind text that may lie on a coloured area."""
+
+
 def report_png(report: MemoryReport) -> bytes:
     """A picture of a report: timeline by role, and the largest owners at the peak.
 
@@ -191,7 +195,9 @@ def _draw_timeline(
     if usable is not None and usable <= 1.5 * top:
         top = max(top, usable)
         axes.axhline(usable, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
-        axes.text(num_moments, usable, f"limit {format_bytes(usable)}", ha="right", va="bottom", color="#b3261e")
+        axes.text(
+            num_moments, usable, f"limit {format_bytes(usable)}", ha="right", va="bottom", color="#b3261e", bbox=_PLATE
+        )
     axes.set_xlim(0, num_moments)
     axes.set_ylim(0, top * 1.12)
     ticks = byte_ticks(top)

@@ -81,7 +81,7 @@ def print_diff(difference: MemoryDiff, console: Console | None, *, top: int) -> 
 
     out, width = _console(console)
     before, after = difference.before, difference.after
-    head = Text("Compiled bytes on one device of ", style="bold").append(after.target.name)
+    head = Text("Compiled bytes on one device of ", style="bold").append(_named(after))
     out.print(head.append(f", compared with {before.target.name}" if before.target != after.target else ""))
     for space in SPACES:
         roles = difference.by_role(space=space)
@@ -110,12 +110,16 @@ def _line(out: Console) -> None:
     out.print("", highlight=False)
 
 
+def _named(report: MemoryReport) -> str:
+    return "this machine" if report.target.name == "here" else report.target.name
+
+
 def _headline(report: MemoryReport) -> Text:
     from rich.text import Text
 
     fits = report.fits
     style = {True: "bold green", False: "bold red", None: "bold"}[fits]
-    text = Text(f"Compiled bytes on one device of {report.target.name}\n", style="bold")
+    text = Text(f"Compiled bytes on one device of {_named(report)}\n", style="bold")
     return text.append(fit_text(report), style=style)
 
 
