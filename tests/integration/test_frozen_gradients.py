@@ -60,10 +60,11 @@ def test_gradients_of_thirty_four_layers_on_the_cpu(bench: Any) -> None:
 def test_thirty_four_layers_do_not_fit_a_v5e_and_their_adamw_step_fits_a_v5p_only_split(bench: Any) -> None:
     model, x = [bench.lora_linear(16384, 16384) for _ in range(34)], bench.shape(16384)
     refused = bench.gradient_reports(model, x, "v5e:2x2")
-    assert [round(num_bytes / 2**30) for num_bytes in refused] == [69, 35]
+    assert [round(report.device_bytes / 2**30) for report in refused] == [69, 35]
+    assert [report.fits for report in refused] == [False, False]
     naive, ours = bench.step_reports(model, x, bench.ROOMY)
-    assert round(naive / 2**30) == 103
-    assert ours.fits
+    assert round(naive.device_bytes / 2**30) == 103
+    assert naive.fits is False and ours.fits
     assert ours.by_role["outputs"] < MIB
     assert ours.by_role["opt_state"] == pytest.approx(2 * 34 * 8 * MIB, abs=1024)
 
