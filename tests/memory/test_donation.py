@@ -144,3 +144,24 @@ def test_a_program_with_one_tuple_parameter() -> None:
 )
 def test_alias_headers(header: str, expected: set[Any]) -> None:
     assert aliased_parameters(header) == expected
+
+
+class Unprintable:
+    """A compiled program whose text XLA cannot print."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compiled, name)
+
+    def as_text(self) -> str:
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure")
+
+
+@pytest.mark.filterwarnings(UNUSABLE)
+def test_a_program_whose_text_cannot_be_printed_is_judged_by_its_total() -> None:
+    check_donation(Unprintable(compiled_for(lambda a, b: a + b, shape(64, 128), shape(64, 128))))
+    unused = compiled_for(lambda a, b: jnp.sum(a + b), shape(64, 128), shape(64, 128))
+    with pytest.raises(DonationError, match="0"):
+        check_donation(Unprintable(unused))

@@ -221,9 +221,17 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
         leaves: the result of `argument_leaves`.
 
     Returns:
-        One boolean a leaf; False for dropped ones.
+        One boolean a leaf; False for dropped ones. Of a program whose text cannot be printed (some TPU programs with
+        asynchronous operations), all donated leaves or none, as XLA's total of reused bytes says.
     """
-    header = (compiled.as_text() or "").split("\n", 1)[0]
+    try:
+        header = (compiled.as_text() or "").split("\n", 1)[0]
+    except jax.errors.JaxRuntimeError:
+        donated = [leaf.kept and leaf.donated for leaf in leaves]
+        stats = compiled.memory_analysis()
+        reused = stats.alias_size_in_bytes + stats.host_alias_size_in_bytes
+        complete = reused >= sum(leaf.num_bytes for leaf, hit in zip(leaves, donated, strict=True) if hit)
+        return [hit and complete for hit in donated]
     parameters = aliased_parameters(header)
     kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
     shapes = _entry_parameters(header)
