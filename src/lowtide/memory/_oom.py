@@ -90,8 +90,7 @@ def _explain(
                 "put the block around the first call of the step"
             )
             return None
-        goal = _goal(target, culprit)
-        report, remedies = _owners(culprit, goal, roles)
+        report, remedies = _owners(culprit, resolve_target(target), roles)
         if html is not None:
             report.to_html(html)
         return _error(error, culprit, report, remedies, top)
@@ -112,12 +111,6 @@ def _culprit(error: Exception, seen: list[Compilation]) -> Compilation | None:
         return sum(sizes) - stats.alias_size_in_bytes
 
     return max((c for c in seen if c.executable is not None), key=needs, default=None)
-
-
-def _goal(target: Target | str | None, culprit: Compilation) -> Target:
-    if target is not None or culprit.error is None:
-        return resolve_target(target)
-    return resolve_target(None)
 
 
 def _owners(culprit: Compilation, goal: Target, roles: Mapping[str, str]) -> tuple[MemoryReport, tuple[Remedy, ...]]:

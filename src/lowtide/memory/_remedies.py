@@ -263,8 +263,7 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
             action=f"recompute the copy of {path} in the backward pass, or make it once, outside of the loop",
             estimated_bytes=saving(report, lambda b, p=path: float(b.role == "copies" and b.path == p)),
         )
-    returned = {f.path for f in findings if f.rule == "returned-unchanged"}
-    for finding in (f for f in findings if f.path in returned and f.rule == "returned-unchanged"):
+    for finding in (f for f in findings if f.rule == "returned-unchanged"):
         yield Remedy(
             kind="returned-unchanged",
             action=f"leave {finding.path} out of the result",
