@@ -3,6 +3,7 @@
 from . import losses as losses
 from . import memory as memory
 from . import models as models
+from . import offload as offload
 from .adapters import lora as lora
 from .core import LayerStack as LayerStack
 from .core import LowtideError as LowtideError
@@ -26,6 +27,7 @@ __all__ = [
     "losses",
     "memory",
     "models",
+    "offload",
     "partition",
     "target",
     "value_and_grad",

@@ -7,6 +7,8 @@ from ._errors import LowtideError as LowtideError
 from ._errors import ModelFileError as ModelFileError
 from ._errors import OutOfMemoryError as OutOfMemoryError
 from ._errors import OutputError as OutputError
+from ._errors import PlacementError as PlacementError
+from ._errors import PlacementWarning as PlacementWarning
 from ._errors import ReportError as ReportError
 from ._errors import SelectionError as SelectionError
 from ._errors import StructureError as StructureError
@@ -50,6 +52,8 @@ __all__ = [
     "ModelFileError",
     "OutOfMemoryError",
     "OutputError",
+    "PlacementError",
+    "PlacementWarning",
     "ReportError",
     "SelectionError",
     "StructureError",

@@ -112,3 +112,13 @@ class OutOfMemoryError(LowtideError, MemoryError):
     code = "LT010"
     report: Any = None
     remedies: tuple[Any, ...] = ()
+
+
+class PlacementError(LowtideError, ValueError):
+    """A value that is not in the memory where it was said to be, or that cannot be put there."""
+
+    code = "LT011"
+
+
+class PlacementWarning(UserWarning):
+    """A placement that takes another form than the one asked for, at a cost in bytes or time."""
