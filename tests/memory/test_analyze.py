@@ -350,3 +350,17 @@ def test_padding(dims: Any, major_to_minor: Any, tiling: Any, bits: int, num_byt
 def test_the_same_target_object_is_accepted() -> None:
     goal = target("cpu")
     assert analyze(lambda x: x + 1, shape(3), target=goal).target is goal
+
+
+@pytest.mark.tpu_aot
+def test_a_shape_in_host_memory_is_traced_in_the_host_space() -> None:
+    spaces: list[object] = []
+
+    def step(w: jax.Array) -> jax.Array:
+        spaces.append(jax.typeof(w).memory_space)
+        return jax.device_put(w, jax.memory.Space.Device) * 2
+
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    report = analyze(step, jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=host), target="v5e")
+    assert spaces == [jax.memory.Space.Host]
+    assert report.host_bytes == 256 * 256 * 4

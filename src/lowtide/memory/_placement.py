@@ -110,9 +110,13 @@ def _moved(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None) -> Any:
             expected="a NamedSharding",
             hint="shard it with jax.sharding.NamedSharding(mesh, PartitionSpec(...))",
         )
-    if mesh is None or (sharding is not None and getattr(leaf, "committed", True) and kind is None):
-        return SingleDeviceSharding(mover.devices[0], memory_kind=kind)
-    return None if kind is None else NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+    if kind is not None:
+        # The type of a traced shape carries a sharding's memory space only when there is a mesh (jax 0.10.2).
+        alone = Mesh(np.array(mover.devices[:1], dtype=object), ("device",)) if mesh is None else mesh
+        return NamedSharding(alone, PartitionSpec(), memory_kind=kind)
+    if mesh is None or (sharding is not None and getattr(leaf, "committed", True)):
+        return SingleDeviceSharding(mover.devices[0])
+    return None
 
 
 def _sharding(leaf: Any) -> Any:
