@@ -1,3 +1,15 @@
 """Host offload that moves bytes: activations, parameters, optimizer state, and updates inside the backward pass."""
 
-__all__: list[str] = []
+from ._checkpoint import checkpoint as checkpoint
+from ._place import memory_kinds as memory_kinds
+from ._place import to_device as to_device
+from ._place import to_host as to_host
+from ._scan import scan as scan
+
+__all__ = [
+    "checkpoint",
+    "memory_kinds",
+    "scan",
+    "to_device",
+    "to_host",
+]

@@ -1,0 +1,252 @@
+"""Put the leaves of a tree into host memory, or back: arrays, tracers and shapes alike.
+
+JAX has a memory kind in every concrete sharding and a memory space in every traced type; both are set here, so that
+one call serves a checkpoint that was just read, a traced function and an ahead-of-time compile.
+
+Limits. Only ``pinned_host`` can be reached from a program, so `to_host` has no other kind. A shape with a
+`jax.sharding.SingleDeviceSharding` forgets its memory kind when JAX traces it (jax 0.10.2); it gets a mesh of that one
+device instead. Compile-only GPUs know no host memory, and a shape placed there stays a device's: a warning says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from lowtide.core import (
+    ConfigError,
+    PlacementError,
+    PlacementWarning,
+    SelectionError,
+    Tree,
+    Where,
+    leaves_with_paths,
+    memory_space,
+    on_host,
+    select,
+)
+
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+
+
+def to_host(tree: Tree, where: Where = "**") -> Tree:
+    """Move leaves to the memory of the machine that holds their device.
+
+    Args:
+        tree: any pytree. Arrays (NumPy's too) and tracers are moved; a `jax.ShapeDtypeStruct` gets a sharding in host
+            memory, on JAX's default device when it has none. Other leaves stay as they are.
+        where: which leaves: globs on tree paths or a predicate, as in `lowtide.core.select`.
+
+    Returns:
+        The tree; arrays keep the devices and the sharding they had, with the memory kind ``pinned_host``.
+
+    Raises:
+        SelectionError: when `where` selects nothing.
+
+    Memory:
+        One host copy of every leaf that moves. The device's copy lives until the caller drops it, or donates it.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> moved = to_host({"layers": jnp.ones((2, 3)), "head": jnp.ones(3)}, "layers")
+        >>> moved["layers"].sharding.memory_kind, moved["head"].sharding.memory_kind
+        ('pinned_host', 'device')
+
+    References:
+        JAX's tutorial "Memories and host offloading".
+    """
+    return _move(tree, where, "pinned_host")
+
+
+def to_device(tree: Tree, where: Where = "**") -> Tree:
+    """Move leaves to device memory: the inverse of `to_host`, with the same arguments.
+
+    Args:
+        tree: any pytree, as in `to_host`.
+        where: which leaves, as in `to_host`.
+
+    Returns:
+        The tree, with the selected arrays in the memory kind ``device``.
+
+    Raises:
+        SelectionError: when `where` selects nothing.
+
+    Memory:
+        One device copy of every leaf that moves. Inside a jitted function the compiler decides how long it lives; of
+        a whole tree it makes all copies at once (`lowtide.offload.scan` takes one layer at a time).
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> double = jax.jit(lambda w: to_device(w) * 2)
+        >>> double(to_host(jnp.ones(3))).sharding.memory_kind
+        'device'
+    """
+    return _move(tree, where, "device")
+
+
+def _move(tree: Tree, where: Where, kind: str) -> Tree:
+    chosen = select(tree, where)
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(_moved(leaf, kind) if hit else leaf for leaf, hit in zip(leaves, chosen, strict=True))
+
+
+def _moved(leaf: Any, kind: str) -> Any:
+    if isinstance(leaf, Tracer):
+        return jax.device_put(leaf, jax.memory.Space.Device if kind == "device" else jax.memory.Space.Host)
+    if isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        return jax.device_put(leaf, _of_kind(_sharding_of(leaf, None), kind))
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        sharding = _of_kind(_sharding_of(leaf, None), kind)
+        if kind != "device" and isinstance(sharding, SingleDeviceSharding):
+            mesh = Mesh(np.array(list(sharding.device_set), dtype=object), ("device",))
+            sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    return leaf
+
+
+def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mesh | None = None) -> Tree:
+    """Shardings for the `in_shardings` and `out_shardings` of `jax.jit`, with memory kinds by path.
+
+    Args:
+        tree: a pytree of arrays, `jax.ShapeDtypeStruct`s, shardings, or (with `mesh`) `PartitionSpec`s.
+        match: a regular expression for whole tree paths, such as ``.*/(mu|nu)/.*``.
+        kind: the memory kind of the leaves that it matches: ``pinned_host``, ``unpinned_host`` or ``device``.
+        mesh: the mesh of `PartitionSpec`s, and of leaves that have no sharding, which are replicated on it. Without
+            one these go to JAX's default device.
+
+    Returns:
+        The tree with each leaf's own sharding in its place, in `kind` where the path matches, else in ``device``.
+
+    Raises:
+        SelectionError: when no path matches, or `match` is no regular expression.
+        ConfigError: for an unknown `kind`, or `PartitionSpec`s without a mesh.
+
+    Memory:
+        None: shardings hold no data.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> kinds = memory_kinds({"adam": {"mu": jnp.ones(3), "count": jnp.zeros(())}}, ".*/(mu|nu)")
+        >>> kinds["adam"]["mu"].memory_kind, kinds["adam"]["count"].memory_kind
+        ('pinned_host', 'device')
+    """
+    if kind not in MEMORY_KINDS:
+        raise ConfigError(
+            f"unknown memory kind {kind!r}",
+            expected=" or ".join(MEMORY_KINDS),
+            got=repr(kind),
+            hint='"pinned_host" is the host memory that a device can read by itself',
+        )
+    hits = match_paths(tree, match, is_leaf=_is_placement)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_placement)
+    shardings = [_sharding_of(leaf, mesh) for leaf in leaves]
+    return treedef.unflatten(_of_kind(s, kind if hit else "device") for s, hit in zip(shardings, hits, strict=True))
+
+
+def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = None) -> list[bool]:
+    """Say for every leaf, in flattening order, whether a regular expression matches its whole path.
+
+    Args:
+        tree: any pytree.
+        match: the regular expression, for `re.fullmatch` on paths such as ``0/mu/layers/w``.
+        is_leaf: as in `jax.tree.flatten`.
+
+    Returns:
+        One boolean a leaf.
+
+    Raises:
+        SelectionError: when it matches no path, or is no regular expression.
+    """
+    paths = [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
+    sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
+    try:
+        hits = [re.fullmatch(match, path) is not None for path in paths]
+    except re.error as error:
+        raise SelectionError(
+            f"{match!r} is no regular expression",
+            expected="a regular expression for whole tree paths",
+            got=str(error),
+            hint=f"paths look like: {sample}",
+        ) from error
+    if not any(hits):
+        inside = [path for path in paths if re.search(match, path)]
+        remedy = f"did you mean {f'.*({match}).*'!r}?" if inside else "segments are separated by '/', as in '.*/mu/.*'"
+        raise SelectionError(
+            f"the regular expression {match!r} matches nothing",
+            expected="a regular expression for whole tree paths",
+            got=f"{len(paths)} paths: {sample}",
+            hint=remedy,
+        )
+    return hits
+
+
+@contextlib.contextmanager
+def explain_spaces(tree: Tree, what: str) -> Generator[None]:
+    """Turn JAX's error about operands in different memories into one that names the leaves on the host.
+
+    Args:
+        tree: what the code inside the block reads.
+        what: the words for that code, such as ``the body of scan``.
+
+    Raises:
+        PlacementError: in place of JAX's `ValueError`, when a leaf of `tree` is on the host.
+    """
+    try:
+        yield
+    except ValueError as error:
+        hosted = [path for path, leaf in leaves_with_paths(tree) if memory_space(leaf) == jax.memory.Space.Host]
+        if "memory_space of all inputs passed to" not in str(error) or not hosted:
+            raise
+        raise PlacementError(
+            f"{hosted[0]}: {what} computes with a value in host memory",
+            expected="operands in device memory",
+            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(hosted[:8])}"
+            + (f", … ({len(hosted) - 8} more)" if len(hosted) > 8 else ""),
+            hint="move it with lt.offload.to_device inside the jitted function",
+        ) from error
+
+
+def _is_placement(leaf: Any) -> bool:
+    return isinstance(leaf, (PartitionSpec, Sharding))
+
+
+def _sharding_of(leaf: Any, mesh: Mesh | None) -> Sharding:
+    if isinstance(leaf, Sharding):
+        return leaf
+    if isinstance(leaf, PartitionSpec):
+        if mesh is None:
+            raise ConfigError(
+                "a tree of PartitionSpecs needs a mesh", got=repr(leaf), hint="pass memory_kinds(..., mesh=mesh)"
+            )
+        return NamedSharding(mesh, leaf)
+    own = getattr(leaf, "sharding", None)
+    if isinstance(own, Sharding):
+        return own
+    return SingleDeviceSharding(default_device()) if mesh is None else NamedSharding(mesh, PartitionSpec())
+
+
+def _of_kind(sharding: Sharding, kind: str) -> Sharding:
+    placed = sharding.with_memory_kind(kind)
+    if kind != "device" and not on_host(placed):
+        warnings.warn(
+            f"{sharding}: its devices know no memory {kind!r}, so the leaf counts for the device\n"
+            "hint: devices that only compile know none on GPUs; place arrays of the CPU, and let "
+            "lowtide.memory.compile move them to the target",
+            PlacementWarning,
+            stacklevel=4,
+        )
+    return placed
+
+
+def default_device() -> Any:
+    """JAX's default device; while a function is traced for another target, one of that target's."""
+    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return device if hasattr(device, "platform") else jax.devices(device)[0]

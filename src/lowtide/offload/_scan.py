@@ -1,0 +1,218 @@
+"""`jax.lax.scan` over layers whose parameters stay in host memory, one slice on the device at a time.
+
+The whole loop is one differentiable operation. Forward it keeps the carries (what enters each layer); backward it
+takes the layers in reverse, recomputes one at a time with `jax.vjp`, and writes each slice of the gradient in place
+into a stack on the host. So the device never holds a stack of parameters or of gradients, nor a layer's residuals
+longer than that layer's turn.
+
+What JAX and XLA decide (jax 0.10.2, libtpu 0.0.51):
+
+- The gradient of a host leaf is a host value: JAX requires a cotangent to have the memory space of its primal. Whoever
+  wants it elsewhere moves it with `to_device`.
+- The gradient's stack is the loop's stacked output, which XLA allocates in host memory without ever clearing it on the
+  device; it becomes the program's output, with no second copy.
+- With `prefetch` the next slice is part of the carry, so that its copy has the whole layer's time; without it XLA
+  overlaps only the copies inside a layer with each other's use.
+
+Limits. Reverse mode only, as for every `jax.custom_vjp`. Each pass fetches one slice more than there are (the last
+iteration has no next one; leaving it out would mean compiling the body twice). Compile-only GPUs have no host memory:
+there the loop is compiled with device arguments, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from lowtide.core import (
+    ConfigError,
+    PlacementError,
+    PlacementWarning,
+    Tree,
+    combine,
+    leaves_with_paths,
+    memory_space,
+    num_layers,
+)
+
+from ._place import default_device, explain_spaces
+
+DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+
+
+def scan(
+    body: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    init: Tree,
+    xs: Tree,
+    *,
+    prefetch: bool = True,
+    inputs: Literal["device", "host"] = "device",
+) -> tuple[Tree, Tree]:
+    """Run `jax.lax.scan` with `xs` in host memory, layer by layer on the device, and recompute in the backward pass.
+
+    Args:
+        body: ``body(carry, x) -> (carry, y)``, as for `jax.lax.scan`. It gets its slice in device memory, and may
+            close over anything, also what is differentiated.
+        init: the carry that enters the first layer.
+        xs: stacked parameters, every leaf of shape ``[num_layers, ...]``; those in host memory are streamed, others
+            are indexed where they are.
+        prefetch: bring the next slice while the current one computes, for the bytes of one more slice.
+        inputs: where the carries wait for the backward pass.
+
+    Returns:
+        ``(carry, ys)``, as `jax.lax.scan` returns them. Gradients with respect to host leaves of `xs` are on the host.
+
+    Raises:
+        StructureError: when the leading axes of `xs` differ.
+        PlacementError: when no leaf of `xs` is in host memory, or `body` computes with a value that is.
+        ConfigError: for an unknown `inputs`.
+
+    Warns:
+        PlacementWarning: when it is traced for a compile-only device that has no host memory.
+
+    Memory:
+        On the device two slices of `xs` (one without `prefetch`), one layer's residuals and gradient; num_layers
+        carries when differentiated, which ``inputs="host"`` moves to the host; and `ys`. On the host `xs`, and as
+        much again for its gradient.
+
+    Examples:
+        >>> from lowtide.offload import to_host
+        >>> xs = to_host({"w": jnp.full((3, 2), 2.0)})
+        >>> step = jax.jit(jax.grad(lambda xs, h: jnp.sum(scan(lambda h, x: (h * x["w"], None), h, xs)[0])))
+        >>> grads = step(xs, jnp.ones(2))
+        >>> grads["w"].sharding.memory_kind, float(grads["w"].sum())
+        ('pinned_host', 24.0)
+
+    References:
+        JAX's tutorial "Memories and host offloading", which streams parameters without a gradient rule of its own.
+    """
+    if inputs not in ("device", "host"):
+        raise ConfigError(
+            f"unknown place {inputs!r} for a layer's inputs",
+            expected='"device" or "host"',
+            got=repr(inputs),
+            hint='inputs="host" keeps what enters each layer in host memory until the backward pass',
+        )
+    num_layers(xs)
+    _check_on_host(xs)
+    init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
+    with explain_spaces({"init": init}, "the body of scan"):
+        pure, closed = jax.closure_convert(body, init, layer)
+    return _differentiable(pure, prefetch=prefetch, inputs_on_host=inputs == "host")(init, xs, tuple(closed))
+
+
+def _check_on_host(xs: Tree) -> None:
+    leaves = leaves_with_paths(xs)
+    if any(memory_space(leaf) == HOST for _, leaf in leaves):
+        return
+    if not default_device().addressable_memories():
+        warnings.warn(
+            "scan: this compile-only device has no host memory, so the layers are arguments on the device\n"
+            "hint: lowtide.memory.analyze counts them for the host where they were placed there",
+            PlacementWarning,
+            stacklevel=3,
+        )
+        return
+    paths = [path for path, _ in leaves]
+    raise PlacementError(
+        f"{paths[0]}: no leaf of xs is in host memory, so there is nothing to stream",
+        expected="stacked layers placed by lt.offload.to_host",
+        got=f"{len(paths)} leaves in device memory: {', '.join(paths[:6])}" + (", …" if len(paths) > 6 else ""),
+        hint="place them with lt.offload.to_host before the jitted function is called, or use jax.lax.scan",
+    )
+
+
+def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host: bool) -> Callable[..., Any]:
+    @jax.custom_vjp
+    def run(init: Tree, xs: Tree, closed: Tree) -> tuple[Tree, Tree]:
+        return _stream(lambda carry, x: body(carry, x, *closed), init, xs, prefetch=prefetch)
+
+    def forward(init: Tree, xs: Tree, closed: Tree) -> tuple[Any, Any]:
+        def step(carry: Tree, x: Tree) -> tuple[Tree, Tree]:
+            after, y = body(carry, x, *closed)
+            floating, rest = _split(carry)
+            return after, (y, _put(floating, HOST) if inputs_on_host else floating, rest)
+
+        carry, (ys, *saved) = _stream(step, init, xs, prefetch=prefetch)
+        return (carry, ys), (saved, xs, closed)
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        saved, xs, closed = residuals
+        d_carry, d_ys = (_split(cotangent)[0] for cotangent in cotangents)
+        floating_xs = _split(xs)[0]
+        closed, closed_rest = _split(closed)
+
+        def step(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
+            d_carry, d_closed = state
+            (carry, carry_rest), x, d_y = slices
+            x, x_rest = _split(x)
+
+            def layer(carry: Tree, x: Tree, closed: Tree) -> Tree:
+                whole = combine(closed, closed_rest)
+                return _split(body(combine(carry, carry_rest), combine(x, x_rest), *whole))[0]
+
+            out, pull = jax.vjp(layer, carry, x, closed)
+            d_carry, d_x, more = pull(jax.tree.map(_beside, (d_carry, d_y), out))
+            return (d_carry, jax.tree.map(_add, d_closed, more)), jax.tree.map(_beside, d_x, floating_xs)
+
+        zeros = jax.tree.map(lambda leaf: _beside(jnp.zeros(leaf.shape, leaf.dtype), leaf), closed)
+        (d_init, d_closed), d_xs = _stream(step, (d_carry, zeros), (saved, xs, d_ys), prefetch=prefetch, reverse=True)
+        return d_init, d_xs, d_closed
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _stream(
+    step: Callable[[Tree, Tree], tuple[Tree, Tree]], init: Tree, stacked: Tree, *, prefetch: bool, reverse: bool = False
+) -> tuple[Tree, Tree]:
+    """`jax.lax.scan` over slices of `stacked`, whose host leaves come to the device a slice at a time."""
+    leaves, treedef = jax.tree.flatten(stacked)
+    hosted = [memory_space(leaf) == HOST for leaf in leaves]
+    length = leaves[0].shape[0]
+
+    def fetch(at: Any) -> list[Any]:
+        return [
+            jax.device_put(_at(leaf, at), DEVICE) for leaf, streamed in zip(leaves, hosted, strict=True) if streamed
+        ]
+
+    def turn(state: Any, at: Any) -> Any:
+        carry, fetched = state
+        ahead = fetch(jnp.maximum(at - 1, 0) if reverse else jnp.minimum(at + 1, length - 1)) if prefetch else []
+        here = iter(fetched if prefetch else fetch(at))
+        slices = [next(here) if streamed else _at(leaf, at) for leaf, streamed in zip(leaves, hosted, strict=True)]
+        carry, out = step(carry, treedef.unflatten(slices))
+        return (carry, ahead), out
+
+    first = fetch(length - 1 if reverse else 0) if prefetch else []
+    (carry, _), outs = jax.lax.scan(turn, (init, first), jnp.arange(length), reverse=reverse)
+    return carry, outs
+
+
+def _at(leaf: Any, at: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
+
+
+def _split(tree: Tree) -> tuple[Tree, Tree]:
+    """The leaves that have gradients, and the others; `None` where a leaf is in the other tree."""
+    floating = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
+    return floating, jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
+
+
+def _put(tree: Tree, space: Any) -> Tree:
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, space), tree)
+
+
+def _beside(value: Any, leaf: Any) -> Any:
+    """The value in the memory of a leaf."""
+    space = memory_space(leaf)
+    return value if memory_space(value) == space else jax.device_put(value, space)
+
+
+def _add(total: Any, more: Any) -> Any:
+    return _beside(_put(total, DEVICE) + _put(more, DEVICE), total)
