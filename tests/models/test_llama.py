@@ -164,3 +164,26 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
     assert chosen("bfloat16", "9.0") == "xla"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, _batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"
+
+
+def test_attention_in_blocks_of_queries_is_attention(monkeypatch: pytest.MonkeyPatch):
+    # 9 tokens in blocks of 4: the last block is not full.
+    model, batch = init(CONFIG, key=jax.random.key(0)), _batch()
+    plain = jax.value_and_grad(lambda m: loss(m, batch)[0])(model)
+    monkeypatch.setattr(_llama, "_MAX_QUERIES", 8)
+    monkeypatch.setattr(_llama, "_QUERY_BLOCK", 4)
+    blocks = jax.value_and_grad(lambda m: loss(m, batch)[0])(model)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, blocks)
+
+
+@pytest.mark.tpu_aot
+def test_attention_over_a_long_sequence_holds_the_scores_of_one_block():
+    config = dataclasses.replace(CONFIG, num_layers=1, num_heads=8, num_kv_heads=2, head_dim=64)
+    model = jax.eval_shape(lambda key: init(config, key=key), jax.random.key(0))
+
+    def temp_bytes(length):
+        batch = {name: jax.ShapeDtypeStruct((1, length), jnp.int32) for name in ("tokens", "labels")}
+        return lt.memory.analyze(jax.grad(lambda m, b: loss(m, b)[0]), model, batch, target="v5e").device.temp_bytes
+
+    scores = 8 * 4096 * 4096 * 4
+    assert temp_bytes(4096) < 0.6 * scores

@@ -3,7 +3,8 @@
 RMSNorm, rotary positions with scaling, grouped-query attention, SwiGLU, tied or untied head. Every matrix is stored
 as [out, in], the orientation of Hugging Face checkpoints, and multiplied through `lowtide.core.linear`, so an adapter
 or a quantised weight can stand in its place. Attention is `jax.nn.dot_product_attention`: cuDNN's fused kernel on a
-GPU in half precision, XLA elsewhere (which holds [B, N, T, T] scores for one layer).
+GPU in half precision, XLA elsewhere (which holds [B, N, T, T] scores for one layer; beyond 2048 tokens, of 1024
+queries at a time).
 
 Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, F MLP, V vocabulary, L layers.
 
@@ -27,6 +28,10 @@ from ..core import LayerStack, LinearWeight, StructureError, Tree, linear
 from ..core._compat import has_cudnn
 from ..losses import chunked_cross_entropy
 from ._config import LlamaConfig
+
+# XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks.
+_MAX_QUERIES = 2048
+_QUERY_BLOCK = 1024
 
 EXTERNAL = {
     "outer/embed": "model.embed_tokens",
@@ -238,14 +243,34 @@ def _attention(attn: Tree, x_BTD: Array, config: LlamaConfig) -> Array:
     v_BTKH = _dense(attn["v_proj"], x_BTD).reshape(batch, length, config.num_kv_heads, config.head_dim)
     angles_TH = jnp.arange(length, dtype=jnp.float32)[:, None] * _frequencies(config)[None]
     cos, sin = (fn(angles_TH)[None, :, None] for fn in (jnp.cos, jnp.sin))
-    out_BTNH = jax.nn.dot_product_attention(
-        _rotate(q_BTNH, cos, sin),
-        _rotate(k_BTKH, cos, sin),
-        v_BTKH,
-        is_causal=True,
-        implementation=_attention_implementation(x_BTD.dtype, config.head_dim),
-    )
+    implementation = _attention_implementation(x_BTD.dtype, config.head_dim)
+    attend = _attend_in_blocks if implementation == "xla" and length > _MAX_QUERIES else _attend
+    out_BTNH = attend(_rotate(q_BTNH, cos, sin), _rotate(k_BTKH, cos, sin), v_BTKH, implementation)
     return _dense(attn["o_proj"], out_BTNH.reshape(batch, length, config.num_heads * config.head_dim))
+
+
+def _attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, implementation: Literal["cudnn", "xla"]) -> Array:
+    return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation=implementation)
+
+
+def _attend_in_blocks(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, implementation: Literal["cudnn", "xla"]) -> Array:
+    """The same with scores of one block of queries at a time, forward and backward."""
+    batch, length, heads, dim = q_BTNH.shape
+    num_blocks = -(-length // _QUERY_BLOCK)
+    padding = ((0, 0), (0, num_blocks * _QUERY_BLOCK - length), (0, 0), (0, 0))
+    blocks = jnp.moveaxis(jnp.pad(q_BTNH, padding).reshape(batch, num_blocks, _QUERY_BLOCK, heads, dim), 1, 0)
+
+    def attend(block: tuple[Array, Array]) -> Array:
+        start, q_BCNH = block
+        queries_C, keys_T = start + jnp.arange(_QUERY_BLOCK), jnp.arange(length)
+        mask_CT = queries_C[:, None] >= keys_T[None]
+        return jax.nn.dot_product_attention(
+            q_BCNH, k_BTKH, v_BTKH, mask=mask_CT[None, None], implementation=implementation
+        )
+
+    starts = _QUERY_BLOCK * jnp.arange(num_blocks)
+    out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (starts, blocks))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, num_blocks * _QUERY_BLOCK, heads, dim)[:, :length]
 
 
 def _attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
