@@ -1,0 +1,127 @@
+"""Functions as JAX traces them, and the named values inside.
+
+What the three functions on activations (`checkpoint`, `tag`, `names`) share. A jaxpr is read through `jax.extend.core`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+from jax.extend.core.primitives import name_p
+
+from lowtide.core import Tree, leaves_with_paths
+
+HIDING: Mapping[str, str] = {
+    "custom_vjp_call": "inside a function with a custom_vjp",
+    "custom_jvp_call": "inside a function with a custom_jvp",
+    "while": "inside a while loop, which reverse-mode differentiation does not enter",
+    "pallas_call": "inside a Pallas kernel",
+}
+"""Operations into which the policy of a `jax.checkpoint` does not see."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function of its array arguments; everything else in its arguments is constant."""
+
+    closed: Any
+    """The `ClosedJaxpr`."""
+    arrays: tuple[Any, ...]
+    """The traced leaves: arguments of the jaxpr."""
+    paths: tuple[str, ...]
+    """For each of them its path within its argument; empty for an argument that is an array itself."""
+    out_tree: Any
+    """The structure of the result."""
+
+
+def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a function in its arrays; Python numbers, text and functions among its arguments stay what they are."""
+    named = leaves_with_paths((args, dict(kwargs)))
+    leaves, treedef = jax.tree.flatten((args, dict(kwargs)))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))]
+
+    def of_arrays(*arrays: Any) -> Tree:
+        filled = list(leaves)
+        for i, array in zip(at, arrays, strict=True):
+            filled[i] = array
+        positional, keywords = treedef.unflatten(filled)
+        return fn(*positional, **keywords)
+
+    arrays = tuple(leaves[i] for i in at)
+    closed, shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+    # A path starts with 0 or 1 (positional, keyword) and the argument's own position or name.
+    paths = tuple("/".join(named[i][0].split("/")[2:]) for i in at)
+    return Traced(closed, arrays, paths, jax.tree.structure(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedValue:
+    """One `checkpoint_name` in a traced function."""
+
+    name: str
+    aval: Any
+    hidden: str
+    """Why a policy never hears of it; empty when it does."""
+
+
+def named_values(jaxpr: Any, hidden: str = "") -> Iterator[NamedValue]:
+    """All named values of a jaxpr and the jaxprs inside, in program order; `hidden` holds for all of them."""
+    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jex.Var)}
+    read |= {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is name_p:
+            unread = "" if eqn.outvars[0] in read else "dead code: what checkpoint_name returned is not used"
+            yield NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from named_values(inner, hidden or HIDING.get(eqn.primitive.name, ""))
+
+
+def has_custom_rule(jaxpr: Any) -> bool:
+    """Whether differentiation replaces a part of the jaxpr by code that the jaxpr does not show."""
+    return any(
+        eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call")
+        or any(has_custom_rule(inner) for inner in jex.jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
+    )
+
+
+def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[str]:
+    """The names that a policy is asked about when a traced function is linearised.
+
+    Custom derivative rules bring names of their own, which only differentiating shows.
+
+    Args:
+        fn: the function of the arrays alone.
+        traced: the same function as `trace` found it.
+
+    Returns:
+        The names; empty when the function cannot be linearised, or has no argument to differentiate in.
+    """
+    seen = set[str]()
+
+    def record(primitive: Any, *_: Any, **params: Any) -> bool:
+        if primitive is name_p:
+            seen.add(params["name"])
+        return False
+
+    floating = [jax.numpy.issubdtype(array.dtype, jax.numpy.inexact) for array in traced.arrays]
+
+    def linearised(*arrays: Any) -> Any:
+        def of_floats(*floats: Any) -> Any:
+            given = iter(floats)
+            return fn(*(next(given) if f else array for f, array in zip(floating, arrays, strict=True)))
+
+        floats = [array for f, array in zip(floating, arrays, strict=True) if f]
+        return jax.linearize(jax.checkpoint(of_floats, policy=record), *floats)[0]
+
+    if any(floating):
+        try:
+            jax.make_jaxpr(linearised)(*traced.arrays)
+        except Exception:  # whatever keeps it from being differentiated is told when somebody differentiates it
+            return set()
+    return seen
