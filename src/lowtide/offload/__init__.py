@@ -5,11 +5,15 @@ from ._place import memory_kinds as memory_kinds
 from ._place import to_device as to_device
 from ._place import to_host as to_host
 from ._scan import scan as scan
+from ._verify import Placement as Placement
+from ._verify import verify as verify
 
 __all__ = [
+    "Placement",
     "checkpoint",
     "memory_kinds",
     "scan",
     "to_device",
     "to_host",
+    "verify",
 ]

@@ -1,0 +1,342 @@
+"""Check on a compiled program that a placement happened.
+
+A lost placement is silent: the program computes the same values and needs the memory that was to be saved. AXLearn's
+`offload_optimizer` moves nothing under `jit`, because it asks tracers for a `sharding`; a memory kind dropped on the
+way and a donation that no output takes up look the same. So the executable is asked: the memory kinds of its arguments
+and outputs, XLA's byte totals per memory, what it aliases, and the copies between the memories.
+
+Limits. A CPU has one memory: there kinds are checked, bytes and copies are not. Compile-only GPUs keep no memory kind
+of an argument: there what was declared is checked, which only a `lowtide.memory.Program` knows. Copies are counted in
+XLA's dump, for a bare `jax.stages.Compiled` in its text, which some TPU programs cannot print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from lowtide.core import (
+    ConfigError,
+    PlacementError,
+    format_bytes,
+    leaf_bytes,
+    leaves_with_paths,
+    match_names,
+    on_host,
+    parse_bytes,
+    path_str,
+)
+from lowtide.memory import Program, undonated
+
+Space = Literal["host", "device"]
+
+_HOST_SPACE = 5  # what XLA's layouts call host memory: f32[8]{0:S(5)}
+_COPIES = ("copy", "copy-start", "async-start", "dynamic-slice", "dynamic-update-slice", "fusion", "custom-call")
+_COPY_IN_TEXT = re.compile(r"= (.*?) (?:copy|copy-start|async-start|dynamic-slice-start|dynamic-update-slice-start)\(")
+_ARRAY_IN_TEXT = re.compile(r"\w+\[\d[\d,]*\]\{[^}]*\}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """What `verify` found, on one device.
+
+    Examples:
+        >>> Placement(platform="tpu", host_paths=("0/w",), num_moves=2, host_argument_bytes=64).num_moves
+        2
+    """
+
+    platform: str
+    """What the program was compiled for: ``cpu``, ``gpu`` or ``tpu``."""
+    host_paths: tuple[str, ...] = ()
+    """Arguments that the program takes in host memory."""
+    device_bytes: int = 0
+    """Device memory while the program runs: argument + output - alias + temporaries + code."""
+    host_argument_bytes: int = 0
+    """Arguments in host memory, as XLA counts them."""
+    host_output_bytes: int = 0
+    """Outputs in host memory, those written into arguments included."""
+    host_alias_bytes: int = 0
+    """Outputs in host memory that are written into arguments."""
+    host_temp_bytes: int = 0
+    """Temporaries in host memory: offloaded activations, and copies that should not be there."""
+    num_moves: int | None = None
+    """Copies between the memories in the program's text, loop bodies once; None where they cannot be counted."""
+    notes: tuple[str, ...] = ()
+    """What could not be checked, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    path: str
+    space: Space
+    num_bytes: int
+    kept: bool = True
+    donated: bool = False
+
+
+def verify(
+    compiled: Any,
+    expected: Mapping[str, Space],
+    *,
+    outputs: Mapping[str, Space] | None = None,
+    device_bytes: int | str | None = None,
+    host_temp_bytes: int | str | None = None,
+) -> Placement:
+    """Raise unless a compiled program has its arguments and outputs where they were meant to be.
+
+    Args:
+        compiled: a `lowtide.memory.Program` or a `jax.stages.Compiled`.
+        expected: globs on argument paths (the argument's position or keyword, then the tree path, as in ``1/**``) and
+            the memory that their leaves belong in. Where globs overlap, the later one counts.
+        outputs: the same for the function's results.
+        device_bytes: the most device memory that the program may need; a number or text such as ``"2.5 GiB"``.
+        host_temp_bytes: the least temporaries in host memory, for offloaded activations.
+
+    Returns:
+        What was found, with notes on what this platform's compiler does not tell.
+
+    Raises:
+        PlacementError: listing every leaf that is elsewhere, host arguments that XLA does not count for the host,
+            donated host leaves that no output reuses, a program that reads host leaves and copies nothing between
+            the memories, or bytes beyond the given bounds.
+        SelectionError: when a glob matches no argument or output.
+        ConfigError: for a memory other than ``host`` and ``device``.
+
+    Memory:
+        Reads what the compiler reported; allocates nothing on a device.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.offload import to_device, to_host
+        >>> step = jax.jit(lambda state, x: to_device(state["mu"]) + x)
+        >>> compiled = step.lower({"mu": to_host(jnp.ones(3))}, jnp.ones(3)).compile()
+        >>> verify(compiled, {"0/**": "host", "1": "device"}).host_paths
+        ('0/mu',)
+    """
+    program = compiled if isinstance(compiled, Program) else None
+    executable = program.compiled if program is not None else compiled
+    arguments, results = _arguments(executable, program), _results(executable)
+    platform, is_compile_only = _platform(executable, program)
+    notes: list[str] = []
+    if is_compile_only and platform == "gpu":
+        arguments = _as_declared(arguments, program, expected)
+        results = []
+        notes.append("compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all")
+    wrong = _misplaced(arguments, expected, "argument")
+    if outputs and not (is_compile_only and platform == "gpu"):
+        wrong += _misplaced(results, outputs, "output")
+    read = [leaf for leaf in arguments if leaf.space == "host" and leaf.kept]
+    found = dataclasses.replace(
+        _totals(executable, platform),
+        host_paths=tuple(leaf.path for leaf in arguments if leaf.space == "host"),
+        num_moves=None if platform == "cpu" else _num_moves(executable, program),
+    )
+    if platform == "cpu":
+        notes.append("a CPU has one memory: kinds were checked, bytes and copies were not")
+    elif platform == "tpu" or not is_compile_only:
+        wrong += _miscounted(
+            executable, found, read, _named(arguments, expected, "host"), sum(leaf.space == "host" for leaf in results)
+        )
+    if platform != "cpu" and found.num_moves is None:
+        notes.append("the program's text cannot be printed: copies were not counted")
+    if platform != "cpu":
+        wrong += _out_of_bounds(found, device_bytes, host_temp_bytes)
+    notes += [f"{leaf.path}: not read by the program" for leaf in arguments if not leaf.kept]
+    if wrong:
+        raise PlacementError(
+            wrong[0] if len(wrong) == 1 else f"{len(wrong)} placements did not happen",
+            expected="every leaf in the memory it was meant for, copied to the device by the program that reads it",
+            got="\n    ".join(["", *wrong[:12], *([f"… ({len(wrong) - 12} more)"] if len(wrong) > 12 else [])]),
+            hint="place arguments with lt.offload.to_host before the call and move results back with it inside the "
+            "jitted function; under jit a value is a tracer, which has a memory space in its type and no `sharding`",
+        )
+    return dataclasses.replace(found, notes=tuple(notes))
+
+
+# --- what the program says -----------------------------------------------------------------------------------------
+
+
+def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
+    static = program.static if program is not None else ()
+    infos = jax.tree_util.tree_leaves_with_path(executable.args_info)
+    dynamic = [at for at in range(len(executable.args_info[0]) + len(static)) if at not in static]
+    leaves: list[_Leaf] = []
+    for (path, info), fmt in zip(infos, jax.tree.leaves(executable.input_formats), strict=True):
+        name = str(dynamic[path[1].idx]) if hasattr(path[1], "idx") else path[1].key
+        inner = path_str(path[2:])
+        kept = fmt.layout is not None
+        leaves.append(
+            _Leaf(
+                path=f"{name}/{inner}" if inner else name,
+                space="host" if kept and on_host(fmt.sharding) else "device",
+                num_bytes=_shard_bytes(info, fmt.sharding) if kept else 0,
+                kept=kept,
+                donated=bool(info.donated),
+            )
+        )
+    return leaves
+
+
+def _results(executable: Any) -> list[_Leaf]:
+    shardings = jax.tree.leaves(executable.output_shardings)
+    return [
+        _Leaf(path=path, space="host" if on_host(sharding) else "device", num_bytes=_shard_bytes(info, sharding))
+        for (path, info), sharding in zip(leaves_with_paths(executable.out_info), shardings, strict=True)
+    ]
+
+
+def _shard_bytes(info: Any, sharding: Any) -> int:
+    """Logical bytes on one device, a lower bound of what XLA counts."""
+    share = math.prod(sharding.shard_shape(tuple(info.shape))) / max(math.prod(info.shape), 1)
+    return int(leaf_bytes(info) * share)
+
+
+def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:
+    """The platform, and whether its devices know no host memory because they only compile."""
+    devices = [
+        device
+        for sharding in jax.tree.leaves((executable.input_shardings, executable.output_shardings))
+        if sharding is not None
+        for device in sharding.device_set
+    ]
+    if not devices:
+        return (program.target.platform, program.target.is_ahead_of_time) if program is not None else ("cpu", False)
+    platform = "gpu" if devices[0].platform in ("cuda", "rocm") else devices[0].platform
+    return platform, not devices[0].addressable_memories()
+
+
+def _as_declared(leaves: Sequence[_Leaf], program: Program | None, expected: Mapping[str, Space]) -> list[_Leaf]:
+    if program is None and "host" in expected.values():
+        raise PlacementError(
+            "a program for a compile-only GPU does not tell which arguments are on the host",
+            expected="a lowtide.memory.Program, which remembers what was declared",
+            got="a jax.stages.Compiled; JAX dropped the memory kinds of its arguments",
+            hint='compile it with lowtide.memory.compile(fn, *args, target="h100"), or verify it for a TPU or on a GPU',
+        )
+    declared = program.host_paths if program is not None else frozenset[str]()
+    return [dataclasses.replace(leaf, space="host" if leaf.path in declared else "device") for leaf in leaves]
+
+
+def _totals(executable: Any, platform: str) -> Placement:
+    stats = executable.memory_analysis()
+    if stats is None:
+        return Placement(platform=platform)
+    return Placement(
+        platform=platform,
+        device_bytes=stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+        + stats.generated_code_size_in_bytes,
+        host_argument_bytes=stats.host_argument_size_in_bytes,
+        host_output_bytes=stats.host_output_size_in_bytes,
+        host_alias_bytes=stats.host_alias_size_in_bytes,
+        host_temp_bytes=stats.host_temp_size_in_bytes,
+    )
+
+
+# --- what is wrong -------------------------------------------------------------------------------------------------
+
+
+def _named(leaves: Sequence[_Leaf], expected: Mapping[str, Space], space: Space) -> set[str]:
+    """The paths that are expected in a memory."""
+    return {path for path, wanted in _wanted(leaves, expected).items() if wanted == space}
+
+
+def _wanted(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> dict[str, Space]:
+    wanted: dict[str, Space] = {}
+    for pattern, space in expected.items():
+        if space not in ("host", "device"):
+            raise ConfigError(
+                f"{pattern}: unknown memory {space!r}",
+                expected='"host" or "device"',
+                got=repr(space),
+                hint='every kind of host memory counts as "host"',
+            )
+        wanted.update(dict.fromkeys(match_names([leaf.path for leaf in leaves], pattern), space))
+    return wanted
+
+
+def _misplaced(leaves: Sequence[_Leaf], expected: Mapping[str, Space], what: str) -> list[str]:
+    wanted = _wanted(leaves, expected)
+    return [
+        f"{what} {leaf.path}: expected on the {wanted[leaf.path]}, got on the {leaf.space} "
+        f"({format_bytes(leaf.num_bytes)})"
+        for leaf in leaves
+        if leaf.kept and wanted.get(leaf.path, leaf.space) != leaf.space
+    ]
+
+
+def _miscounted(
+    executable: Any, found: Placement, read: Sequence[_Leaf], wanted: set[str], num_host_outputs: int
+) -> list[str]:
+    """Host arguments that XLA counts elsewhere, keeps twice, or never copies to the device."""
+    wrong: list[str] = []
+    names = ", ".join(leaf.path for leaf in read[:6]) + (", …" if len(read) > 6 else "")
+    total = sum(leaf.num_bytes for leaf in read)
+    if found.host_argument_bytes < total:
+        wrong.append(
+            f"{names}: XLA counts {format_bytes(found.host_argument_bytes)} of host arguments, "
+            f"not at least {format_bytes(total)}"
+        )
+    given = [leaf for leaf in read if leaf.donated and leaf.path in wanted]
+    if given:
+        twice = {leaf.path for leaf in undonated(executable)}
+        wrong += [f"{leaf.path}: donated, but no output reuses its buffer" for leaf in given if leaf.path in twice]
+        # JAX pairs a donated host buffer with a device output of its shape, and XLA believes it (jax 0.10.2).
+        if len([leaf for leaf in given if leaf.path not in twice]) > num_host_outputs:
+            wrong.append(f"{names}: donated to an output that the program declares on the device")
+    if read and found.num_moves == 0:
+        wrong.append(f"{names}: read by the program, which copies nothing between the memories")
+    return wrong
+
+
+def _out_of_bounds(found: Placement, most_device: int | str | None, least_temp: int | str | None) -> list[str]:
+    wrong: list[str] = []
+    if most_device is not None and found.device_bytes > (limit := parse_bytes(most_device)):
+        wrong.append(f"the device: expected at most {format_bytes(limit)}, got {format_bytes(found.device_bytes)}")
+    if least_temp is not None and found.host_temp_bytes < (limit := parse_bytes(least_temp)):
+        wrong.append(
+            f"temporaries on the host: expected at least {format_bytes(limit)}, "
+            f"got {format_bytes(found.host_temp_bytes)}"
+        )
+    return wrong
+
+
+# --- copies between the memories -----------------------------------------------------------------------------------
+
+
+def _num_moves(executable: Any, program: Program | None) -> int | None:
+    if program is not None and program.hlo is not None:
+        return sum(_moves_in(computation) for computation in program.hlo.module.computations)
+    try:
+        text = executable.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        return None
+    written = (_ARRAY_IN_TEXT.findall(match[1]) for match in map(_COPY_IN_TEXT.search, text.splitlines()) if match)
+    return sum(len({f"S({_HOST_SPACE})" in array for array in arrays}) == 2 for arrays in written)
+
+
+def _moves_in(computation: Any) -> int:
+    shapes = {instruction.id: instruction.shape for instruction in computation.instructions}
+    moves = 0
+    for instruction in computation.instructions:
+        if instruction.opcode in _COPIES:
+            touched = [instruction.shape, *(shapes[at] for at in instruction.operand_ids)]
+            spaces = {array.layout.memory_space == _HOST_SPACE for shape in touched for array in _arrays(shape)}
+            moves += len(spaces) == 2
+    return moves
+
+
+def _arrays(shape: Any) -> Iterator[Any]:
+    """The arrays of a shape; indices and contexts of asynchronous copies are scalars."""
+    if shape.tuple_shapes:
+        for part in shape.tuple_shapes:
+            yield from _arrays(part)
+    elif shape.dimensions:
+        yield shape

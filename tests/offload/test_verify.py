@@ -1,0 +1,156 @@
+"""Verification: what was placed passes, what was lost is named, and what a platform cannot tell is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lowtide.core import ConfigError, PlacementError, SelectionError
+from lowtide.memory import Program, compile
+from lowtide.offload import scan, to_device, to_host, verify
+
+SIZE = 1024 * 1024 * 4
+EXPECTED: dict[str, Any] = {"0/*": "host", "1": "device"}
+OUTPUTS: dict[str, Any] = {"*": "host"}
+
+
+def shape(*dims: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def state() -> dict[str, Any]:
+    return {"mu": shape(1024, 1024), "nu": shape(1024, 1024)}
+
+
+def step(state: Any, grads: Any) -> Any:
+    return to_host(jax.tree.map(lambda leaf: leaf * 0.9 + grads, to_device(state)))
+
+
+def axlearn_step(state: Any, grads: Any) -> Any:
+    """The same with AXLearn's guard: a tracer has no `sharding`, so nothing goes back to the host."""
+
+    def move(leaf: Any) -> Any:
+        if hasattr(leaf, "sharding"):
+            return jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host"))
+        return leaf
+
+    return jax.tree.map(lambda leaf: move(leaf * 0.9 + grads), to_device(state))
+
+
+def program(fn: Callable[..., Any] = step, target: str = "v5e", *, place: bool = True, donate: bool = True) -> Program:
+    placed = to_host(state()) if place else state()
+    return compile(fn, placed, shape(1024, 1024), target=target, donate_argnums=0 if donate else None)
+
+
+@pytest.mark.tpu_aot
+def test_a_placement_that_happened_passes_with_its_bytes(tpu_device: jax.Device) -> None:
+    made = program()
+    for compiled in (made, made.compiled):
+        found = verify(compiled, EXPECTED, outputs=OUTPUTS, device_bytes="32 MiB")
+        assert found.host_paths == ("0/mu", "0/nu")
+        assert found.host_argument_bytes == found.host_output_bytes == found.host_alias_bytes == 2 * SIZE
+        assert (found.platform, found.host_temp_bytes, found.num_moves, found.notes) == ("tpu", 0, 4, ())
+
+
+@pytest.mark.tpu_aot
+def test_axlearn_s_guard_is_caught(tpu_device: jax.Device) -> None:
+    with pytest.raises(PlacementError, match="placements did not happen") as raised:
+        verify(program(axlearn_step), EXPECTED, outputs=OUTPUTS)
+    text = str(raised.value)
+    assert "output mu: expected on the host, got on the device (4.00 MiB)" in text
+    assert "0/mu, 0/nu: donated to an output that the program declares on the device" in text
+    assert "hint: place arguments with lt.offload.to_host" in text and "a tracer" in text
+
+
+@pytest.mark.tpu_aot
+def test_arguments_left_on_the_device_are_caught(tpu_device: jax.Device) -> None:
+    with pytest.raises(PlacementError, match=re.escape("argument 0/mu: expected on the host, got on the device")):
+        verify(program(axlearn_step, place=False), EXPECTED)
+    with pytest.raises(PlacementError, match="argument 0/mu: expected on the device, got on the host"):
+        verify(program(), {"0/*": "device"})
+
+
+@pytest.mark.tpu_aot
+def test_a_donation_that_no_output_takes_up_is_caught(tpu_device: jax.Device) -> None:
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        made = compile(lambda s: jnp.sum(to_device(s)), to_host(shape(64, 128)), target="v5e", donate_argnums=0)
+    with pytest.raises(PlacementError, match="0: donated, but no output reuses its buffer"):
+        verify(made, {"0": "host"})
+
+
+@pytest.mark.tpu_aot
+def test_offloaded_activations_are_counted(tpu_device: jax.Device) -> None:
+    def loss(xs: Any, x: Any, inputs: Any) -> Any:
+        return jnp.sum(scan(lambda h, w: (jnp.tanh(h @ w), None), x, xs, inputs=inputs)[0])
+
+    def made(inputs: str) -> Program:
+        return compile(
+            jax.grad(lambda xs, x: loss(xs, x, inputs)), to_host(shape(4, 512, 512)), shape(256, 512), target="v5e"
+        )
+
+    found = verify(made("host"), {"0": "host"}, outputs={"**": "host"}, host_temp_bytes=4 * 256 * 512 * 2)
+    assert found.num_moves is not None and found.num_moves >= 4
+    with pytest.raises(PlacementError, match="temporaries on the host: expected at least 1.00 MiB, got 0 B"):
+        verify(made("device"), {"0": "host"}, host_temp_bytes="1 MiB")
+
+
+@pytest.mark.tpu_aot
+def test_device_bytes_have_a_limit(tpu_device: jax.Device) -> None:
+    with pytest.raises(PlacementError, match="the device: expected at most 1.00 MiB"):
+        verify(program(), EXPECTED, device_bytes=1 << 20)
+
+
+@pytest.mark.tpu_aot
+def test_static_arguments_keep_the_caller_s_numbering(tpu_device: jax.Device) -> None:
+    made = compile(lambda n, s: to_device(s) * n, 2, to_host(shape(8, 128)), target="v5e", static_argnums=0)
+    assert verify(made, {"1": "host"}).host_paths == ("1",)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_on_a_cpu_kinds_are_checked_and_the_rest_is_said(bare: bool) -> None:
+    made = program(target="cpu")
+    found = verify(made.compiled if bare else made, EXPECTED, outputs=OUTPUTS, host_temp_bytes=1 << 30)
+    assert found.host_paths == ("0/mu", "0/nu") and found.num_moves is None
+    assert found.notes == ("a CPU has one memory: kinds were checked, bytes and copies were not",)
+    with pytest.raises(PlacementError, match="output mu: expected on the host, got on the device"):
+        verify(program(axlearn_step, target="cpu"), EXPECTED, outputs=OUTPUTS)
+
+
+@pytest.mark.gpu_aot
+def test_a_compile_only_gpu_is_checked_by_what_was_declared() -> None:
+    made = program(target="h100")
+    found = verify(made, EXPECTED, outputs=OUTPUTS)
+    assert found.host_paths == ("0/mu", "0/nu")
+    assert found.notes == (
+        "compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all",
+    )
+    with pytest.raises(PlacementError, match="argument 0/mu: expected on the host, got on the device"):
+        verify(program(axlearn_step, target="h100", place=False), EXPECTED)
+    with pytest.raises(
+        PlacementError, match=r"does not tell which arguments are on the host(.|\n)*hint: compile it with"
+    ):
+        verify(made.compiled, EXPECTED)
+
+
+def test_leaves_that_are_not_read_are_noted() -> None:
+    compiled = jax.jit(lambda s, x: to_device(s["mu"]) + x).lower(to_host(state()), shape(1024, 1024)).compile()
+    assert "0/nu: not read by the program" in verify(compiled, EXPECTED).notes
+
+
+def test_later_globs_count() -> None:
+    mixed = to_host(state(), "mu")
+    compiled = jax.jit(lambda s: (to_device(s["mu"]), s["nu"])).lower(mixed).compile()
+    assert verify(compiled, {"0/**": "host", "0/nu": "device"}).host_paths == ("0/mu",)
+
+
+def test_patterns_that_match_nothing_are_refused() -> None:
+    compiled = program(target="cpu")
+    with pytest.raises(SelectionError, match="pattern '2/mu' matches nothing(.|\n)*hint: "):
+        verify(compiled, {"2/mu": "host"})
+    with pytest.raises(ConfigError, match="0/mu: unknown memory 'hbm'(.|\n)*hint: every kind of host memory"):
+        verify(compiled, {"0/mu": "hbm"})  # pyright: ignore[reportArgumentType]
