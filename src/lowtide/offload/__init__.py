@@ -1,18 +1,26 @@
 """Host offload that moves bytes: activations, parameters, optimizer state, and updates inside the backward pass."""
 
 from ._checkpoint import checkpoint as checkpoint
+from ._names import Name as Name
+from ._names import Names as Names
+from ._names import names as names
 from ._place import memory_kinds as memory_kinds
 from ._place import to_device as to_device
 from ._place import to_host as to_host
 from ._scan import scan as scan
+from ._tag import tag as tag
 from ._verify import Placement as Placement
 from ._verify import verify as verify
 
 __all__ = [
+    "Name",
+    "Names",
     "Placement",
     "checkpoint",
     "memory_kinds",
+    "names",
     "scan",
+    "tag",
     "to_device",
     "to_host",
     "verify",

@@ -1,0 +1,199 @@
+"""The named values of a function: their bytes, and what it costs to compute them again.
+
+The two sides of every choice between saving, offloading and recomputing. A cost counts the operations between a value
+and what is there anyway: the function's arguments and the other named values. Inside a loop, a value's cost ends at the
+start of the iteration, and a loop on the way to a value counts whole, named values inside or not.
+
+Limit: names in the forward function of a `custom_vjp` exist only under differentiation, and are not listed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jax.extend import core as jex
+from jax.extend.core.primitives import name_p
+
+from lowtide.core import format_bytes, leaf_bytes
+
+from ._flops import eqn_flops
+from ._trace import HIDING, trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Name:
+    """One name, and all values of one shape that carry it."""
+
+    name: str
+    """As `checkpoint_name` or `lowtide.offload.tag` gave it."""
+    shape: tuple[int, ...]
+    """Of one value."""
+    dtype: str
+    """Of one value."""
+    count: int
+    """How many values there are: iterations of the loops around it times places where the name stands."""
+    bytes: int
+    """Of all values together, without a device's padding."""
+    flops: int
+    """To compute all of them again from the arguments and the other named values."""
+    hidden: str = ""
+    """Why `lowtide.offload.checkpoint` cannot act on it; empty when it can."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The named values of a function, in program order; iterates over its rows."""
+
+    rows: tuple[Name, ...]
+    """One for each name and shape."""
+
+    def __iter__(self) -> Iterator[Name]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> Name:
+        """The first row of a name."""
+        return next(row for row in self.rows if row.name == name)
+
+    def __str__(self) -> str:
+        table = [("name", "values", "bytes", "FLOPs to recompute", "")]
+        for row in self.rows:
+            values = f"{row.count} x {row.dtype}{list(row.shape)}"
+            table.append((row.name, values, format_bytes(row.bytes), f"{row.flops:.3g}", row.hidden))
+        widths = [max(len(line[column]) for line in table) for column in range(5)]
+        marks = "<<>><"  # text to the left, figures to the right
+        lines = [
+            "  ".join(f"{cell:{mark}{width}}" for cell, mark, width in zip(line, marks, widths, strict=True))
+            for line in table
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
+    """The named values of a function, with their bytes and the FLOPs that computing them again takes.
+
+    FLOPs are counted on the traced function: 2mnk for a matrix product, one for each element that any other operation
+    computes or reduces, none for moving data. They leave out what XLA fuses away or adds.
+
+    Args:
+        fn: a function with values named by `jax.ad_checkpoint.checkpoint_name` or `lowtide.offload.tag`.
+        *args: its arguments: arrays or `jax.ShapeDtypeStruct`s. Nothing is computed.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        One row for each name and shape; `str` makes a table.
+
+    Memory:
+        None. What a row says in `bytes` is what saving it costs on the device, or offloading it on the host. Inside a
+        `jax.shard_map` that is for one device.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.ad_checkpoint import checkpoint_name
+        >>> def loss(w, x):
+        ...     def body(h, w):
+        ...         return jnp.tanh(checkpoint_name(h @ w, "up")), None
+        ...     return jax.lax.scan(body, x, w)[0].sum()
+        >>> print(names(loss, jax.ShapeDtypeStruct((3, 8, 8), "float32"), jnp.ones((4, 8))))
+        name  values              bytes  FLOPs to recompute
+        up    3 x float32[4, 8]   384 B            1.54e+03
+    """
+    jaxpr = trace(fn, args, kwargs).closed.jaxpr
+    graph = _Graph(1, "")
+    graph.add(jaxpr, [graph.source() for _ in jaxpr.invars])
+    merged: dict[tuple[Any, ...], Name] = {}
+    for row in graph.rows():
+        key = (row.name, row.shape, row.dtype, row.hidden)
+        seen = merged.get(key)
+        merged[key] = (
+            row
+            if seen is None
+            else dataclasses.replace(
+                seen, count=seen.count + row.count, bytes=seen.bytes + row.bytes, flops=seen.flops + row.flops
+            )
+        )
+    return Names(tuple(merged.values()))
+
+
+_INLINED = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+
+
+class _Graph:
+    """Operations of one iteration, calls inlined: values are numbers, each made by one operation or there before."""
+
+    def __init__(self, count: int, hidden: str) -> None:
+        self._count, self._hidden = count, hidden
+        self._next = 0
+        self._made: dict[int, tuple[list[int], int, bool]] = {}
+        self._order: list[Any] = []  # (operation, value, hidden) for a name, a graph for a body
+
+    def source(self) -> int:
+        """A value that is there."""
+        self._next += 1
+        return self._next
+
+    def add(self, jaxpr: Any, arguments: list[int], hidden: str = "") -> list[int]:
+        """Add the operations of a jaxpr; the values of its results."""
+        hidden = hidden or self._hidden
+        value: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(var: Any) -> int:
+            return value[var] if isinstance(var, jex.Var) and var in value else self.source()
+
+        for eqn in jaxpr.eqns:
+            operands = [read(var) for var in eqn.invars]
+            primitive = eqn.primitive.name
+            inner = list(jex.jaxprs_in_params(eqn.params))
+            inside = hidden or HIDING.get(primitive, "")
+            if primitive in _INLINED and len(inner) == 1 and len(inner[0].invars) == len(operands):
+                results = self.add(inner[0], operands, inside)
+            else:
+                self._bodies(eqn, inner, inside)
+                results = [self.source() for _ in eqn.outvars]
+                maker = (operands, eqn_flops(eqn), eqn.primitive is name_p)
+                self._made.update((result, maker) for result in results)
+                if eqn.primitive is name_p:
+                    self._order.append((eqn, operands[0], hidden))
+            value.update(zip(eqn.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def _bodies(self, eqn: Any, inner: list[Any], hidden: str) -> None:
+        """Bodies of loops and branches: graphs of their own, whose arguments are there."""
+        for jaxpr in inner:
+            body = _Graph(self._count * eqn.params.get("length", 1), hidden)
+            body.add(jaxpr, [body.source() for _ in jaxpr.invars])
+            self._order.append(body)
+
+    def rows(self) -> Iterator[Name]:
+        """A row for each place with a name, in program order."""
+        for entry in self._order:
+            if isinstance(entry, _Graph):
+                yield from entry.rows()
+                continue
+            eqn, operand, hidden = entry
+            aval = eqn.outvars[0].aval
+            yield Name(
+                name=eqn.params["name"],
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                count=self._count,
+                bytes=self._count * leaf_bytes(aval),
+                flops=self._count * self._flops(operand),
+                hidden=hidden,
+            )
+
+    def _flops(self, value: int) -> int:
+        """Of everything that a value needs, up to arguments and named values."""
+        seen, operations, waiting = {value}, dict[int, int](), [value]
+        while waiting:
+            operands, flops, is_name = self._made.get(waiting.pop(), ([], 0, True))
+            if is_name:
+                continue
+            operations[id(operands)] = flops
+            waiting += [operand for operand in operands if operand not in seen]
+            seen.update(operands)
+        return sum(operations.values())

@@ -1,0 +1,256 @@
+"""Names for the values that are worth keeping, without editing the function that computes them.
+
+The function is traced, and the jaxpr gets a `checkpoint_name` behind every matrix product, convolution and attention;
+what else it holds (loops, branches, inner `jit`s and checkpoints, effects, custom derivative rules) stays as it was.
+
+Names are meant to be written by hand:
+
+| the value | its name | for instance |
+|---|---|---|
+| a product with a parameter | the parameter's path, without a last `weight` or `kernel` | `attn/q_proj` |
+| the result of `jax.nn.dot_product_attention`, and its scores where they exist | | `dot_product_attention` |
+| a result of a custom-derivative function that holds a product or a kernel | that function's name | `flash_attention` |
+| any other product | `dot_0`, `dot_1`, … behind named scopes and names of inner `jit`s | `mlp/dot_0` |
+
+The same name again gets a number: `attn/q_proj_1`. Several results of one call are told apart by `/0`, `/1`.
+
+Limits: a product inside a `while` loop or a custom derivative rule gets no name: policies do not see it there. JAX's
+attention is recognised by the traceback that JAX keeps with an operation. Tracing anew at every call costs time, and
+inner `jit`s compile anew, outside a `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+from jax.extend.core.primitives import name_p
+
+from lowtide.core import SelectionError
+
+from ._trace import HIDING, trace
+
+Origin = tuple[str, ...] | None
+"""The path of the parameter that a value is made of; empty for an activation, None for a constant."""
+
+_PRODUCTS = {"dot_general": "dot", "conv_general_dilated": "conv", "ragged_dot": "dot", "ragged_dot_general": "dot"}
+_KERNELS = {"pallas_call", "scaled_matmul_wrapper", "dot_product_attention_fwd_wrapper"}
+_CUSTOM = {"custom_vjp_call", "custom_jvp_call"}
+_ATTENTION = "dot_product_attention"
+
+
+def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, its matrix products, convolutions and attention outputs named for `checkpoint`.
+
+    A product with a parameter is called by the parameter's path within its argument, without a last ``weight`` or
+    ``kernel``: ``attn/q_proj``. JAX's attention is ``dot_product_attention`` (and ``dot_product_attention/scores``,
+    where XLA computes them), a function with its own derivative rule has that function's name, any other product is
+    ``dot_0``, ``dot_1``, … behind its named scopes: ``mlp/dot_0``. What has a name already keeps it. A product that is
+    cast to a smaller dtype right away is named behind the cast, where it has fewer bytes. `lowtide.offload.names`
+    lists the names of a function.
+
+    Args:
+        fn: a function of any arguments. Its arrays are traced as `jax.jit` traces them; everything else (numbers,
+            text, functions) reaches it unchanged.
+
+    Returns:
+        A function with the results, gradients, dtypes and effects of `fn`. Call it under `jax.jit`: it is traced at
+        every call.
+
+    Raises:
+        SelectionError: when it is called and `fn` computes nothing that could be named.
+
+    Memory:
+        None by itself: a name keeps nothing.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.offload import names
+        >>> def mlp(params, x):
+        ...     return jnp.tanh(x @ params["up"]["kernel"]) @ params["down"]["kernel"]
+        >>> params = {"up": {"kernel": jnp.ones((4, 8))}, "down": {"kernel": jnp.ones((8, 4))}}
+        >>> [value.name for value in names(tag(mlp), params, jnp.ones((2, 4)))]
+        ['up', 'down']
+    """
+
+    @functools.wraps(fn)
+    def tagged(*args: Any, **kwargs: Any) -> Any:
+        traced = trace(fn, args, kwargs)
+        namer = _Namer()
+        origins = [tuple(path.split("/")) if path else () for path in traced.paths]
+        jaxpr = namer.jaxpr(traced.closed.jaxpr, origins, ())
+        if not namer.found:
+            raise SelectionError(
+                f"{getattr(fn, '__qualname__', fn)!r} computes nothing that tag could name",
+                expected="a matrix product, a convolution or attention, outside of while loops",
+                got=f"{len(jaxpr.eqns)} other operations",
+                hint="name values in the function with jax.ad_checkpoint.checkpoint_name",
+            )
+        results = jex.jaxpr_as_fun(traced.closed.replace(jaxpr=jaxpr))(*traced.arrays)
+        return jax.tree.unflatten(traced.out_tree, results)
+
+    return tagged
+
+
+class _Namer:
+    """One pass over a function, jaxprs inside included; it knows the names that are taken."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self._taken = collections.Counter[str]()
+        self._attention_products = 0
+
+    def jaxpr(self, jaxpr: Any, origins: Sequence[Origin], scope: tuple[str, ...]) -> Any:
+        """The jaxpr with names, given what its arguments are made of and the names of the calls around it."""
+        origin: dict[Any, Origin] = dict(zip(jaxpr.invars, origins, strict=True))
+        consumers: dict[Any, list[Any]] = {}
+        for eqn in jaxpr.eqns:
+            for var in eqn.invars:
+                if isinstance(var, jex.Var):
+                    consumers.setdefault(var, []).append(eqn)
+        names: dict[Any, str] = {}
+        eqns: list[Any] = []
+        fresh = jex.gensym()
+        for old in jaxpr.eqns:
+            made_of = [origin.get(var) if isinstance(var, jex.Var) else None for var in old.invars]
+            eqn = self._inside(old, made_of, scope)
+            if _is_worth_a_name(eqn):
+                self.found = True
+                values = [_narrowed(var, consumers, jaxpr.outvars) for var in eqn.outvars]
+                if not any(use.primitive is name_p for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
+                    names.update(zip(values, self._names(eqn, made_of, scope), strict=True))
+            origin.update((var, _origin(eqn, made_of)) for var in eqn.outvars)
+            named = [var for var in eqn.outvars if var in names and not isinstance(var, jex.DropVar)]
+            inner = {var: fresh(var.aval) for var in named}
+            eqns.append(eqn.replace(outvars=[inner.get(var, var) for var in eqn.outvars]) if named else eqn)
+            eqns += [
+                jex.new_jaxpr_eqn([inner[var]], [var], name_p, {"name": names[var]}, set(), eqn.source_info, eqn.ctx)
+                for var in named
+            ]
+        return jaxpr.replace(eqns=eqns)
+
+    def _inside(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> Any:
+        """The operation with names in the jaxprs that it calls; itself when a policy would not see them."""
+        primitive, params = eqn.primitive.name, eqn.params
+        inner = list(jex.jaxprs_in_params(params))
+        if not inner or primitive in HIDING:
+            return eqn
+        if primitive == "cond":
+            made_of = made_of[1:]
+        elif primitive == "scan":  # a carry is an activation, whatever it starts as
+            consts, carry = params["num_consts"], params["num_carry"]
+            made_of = [*made_of[:consts], *[()] * carry, *made_of[consts + carry :]]
+        if any(len(jaxpr.invars) != len(made_of) for jaxpr in inner):
+            return eqn
+        # JAX's own jits (einsum, silu) say where they are defined; their names mean nothing to the reader.
+        is_jax = "/jax/_src/" in (inner[0].debug_info.func_src_info or "")
+        own = "" if is_jax else _plain(params.get("name"))
+        scope = (*scope, *_scopes(eqn), *([own] if own else []))
+
+        def rewritten(value: Any) -> Any:
+            if isinstance(value, jex.ClosedJaxpr):
+                return value.replace(jaxpr=self.jaxpr(value.jaxpr, made_of, scope))
+            if isinstance(value, jex.Jaxpr):
+                return self.jaxpr(value, made_of, scope)
+            return tuple(rewritten(item) for item in value) if isinstance(value, tuple) else value
+
+        return eqn.replace(params={key: rewritten(value) for key, value in params.items()})
+
+    def _names(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> list[str]:
+        """One name for each result of an operation that is worth names."""
+        primitive = eqn.primitive.name
+        scope = (*scope, *_scopes(eqn))
+        if _in_attention(eqn):
+            return self._attention_names(eqn, scope)
+        if primitive in _PRODUCTS:
+            parameters = [path for path in made_of[:2] if path]
+            if parameters:
+                path = max(reversed(parameters), key=len)  # of two the deeper one, else the right-hand side
+                return [self._unique("/".join(_without_leaf(path)))]
+            return [self._unique("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
+        own = eqn.params["call_jaxpr"].jaxpr.debug_info.func_name if primitive in _CUSTOM else eqn.params.get("name")
+        return self._each_result(eqn, (*scope, _plain(own) or primitive))
+
+    def _attention_names(self, eqn: Any, scope: tuple[str, ...]) -> list[str]:
+        if eqn.primitive.name not in _PRODUCTS:
+            return self._each_result(eqn, (*scope, _ATTENTION))
+        self._attention_products += 1  # XLA's form: the scores, then their product with the values
+        leaf = [_ATTENTION, "scores"] if self._attention_products % 2 else [_ATTENTION]
+        return [self._unique("/".join((*scope, *leaf)))]
+
+    def _each_result(self, eqn: Any, path: tuple[str, ...]) -> list[str]:
+        name = self._unique("/".join(path))
+        return [name] if len(eqn.outvars) == 1 else [f"{name}/{i}" for i in range(len(eqn.outvars))]
+
+    def _unique(self, name: str, first: str = "") -> str:
+        self._taken[name] += 1
+        again = self._taken[name] - 1
+        return f"{name}_{again}" if again else f"{name}{first}"
+
+
+def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any]) -> Any:
+    """The value behind a cast to a smaller dtype, when nothing else reads the value itself."""
+    uses = consumers.get(var, [])
+    if len(uses) != 1 or uses[0].primitive.name != "convert_element_type" or var in results:
+        return var
+    cast = uses[0].outvars[0]
+    return cast if cast.aval.dtype.itemsize < var.aval.dtype.itemsize else var
+
+
+def _origin(eqn: Any, made_of: list[Origin]) -> Origin:
+    """What a result is made of: what its operands have in common, constants aside."""
+    if eqn.primitive.name in _PRODUCTS or any(True for _ in jex.jaxprs_in_params(eqn.params)):
+        return ()
+    paths = [path for path in made_of if path is not None]
+    if not paths:
+        return None
+    common = min(paths, key=len)
+    while any(path[: len(common)] != common for path in paths):
+        common = common[:-1]
+    return common
+
+
+def _without_leaf(path: tuple[str, ...]) -> tuple[str, ...]:
+    while len(path) > 1 and path[-1] in ("weight", "kernel", "value"):
+        path = path[:-1]
+    return path
+
+
+def _scopes(eqn: Any) -> list[str]:
+    """The named scopes of an operation, without transformations and the subscripts that einsum leaves there."""
+    scopes: list[str] = []
+    for part in str(eqn.source_info.name_stack).split("/"):
+        while (inner := re.fullmatch(r"\w+\((.*)\)", part)) is not None:
+            part = inner[1]
+        if part and "->" not in part:
+            scopes.append(part)
+    return scopes
+
+
+def _plain(name: Any) -> str:
+    """A function's own name, without where it was defined; empty for a lambda."""
+    own = str(name or "").rsplit(".", 1)[-1].strip("_")
+    return own if own.isidentifier() else ""
+
+
+def _in_attention(eqn: Any) -> bool:
+    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
+    return any(frame.function_name == _ATTENTION and "jax" in frame.file_name for frame in frames)
+
+
+def _is_worth_a_name(eqn: Any) -> bool:
+    """Whether an operation is a product or a kernel, or a function with its own derivative that holds one."""
+
+    def holds(jaxpr: Any) -> bool:
+        return any(
+            inner.primitive.name in (*_PRODUCTS, *_KERNELS) or any(map(holds, jex.jaxprs_in_params(inner.params)))
+            for inner in jaxpr.eqns
+        )
+
+    primitive = eqn.primitive.name
+    return primitive in (*_PRODUCTS, *_KERNELS) or (primitive in _CUSTOM and holds(eqn.params["call_jaxpr"].jaxpr))
