@@ -55,7 +55,7 @@ def checkpoint(
             text is a regular expression that has to match a whole name (`re.fullmatch`).
         offload: names of values that go to pinned host memory in the forward pass and come back in the backward pass.
         recompute: names of values that are computed again.
-        prevent_cse: as in `jax.checkpoint`. False is right, and faster, when `fn` is the body of a `jax.lax.scan`.
+        prevent_cse: as in `jax.checkpoint`, which advises False when `fn` is the body of a `jax.lax.scan`.
         static_argnums: as in `jax.checkpoint`.
 
     Returns:
@@ -69,7 +69,8 @@ def checkpoint(
 
     Memory:
         Between forward and backward pass: the arguments of `fn`, the saved values, and on the host the offloaded ones
-        (`lowtide.offload.names` lists bytes). Inside a scan, each once per iteration. Around a function that itself
+        (`lowtide.offload.names` lists bytes). Inside a scan, each once per iteration. What the backward pass does not
+        read (a product that is only added to something) is neither kept nor moved. Around a function that itself
         scans over layers, the backward pass still holds all layers' residuals: put it on the block instead.
 
     Examples:
@@ -91,7 +92,7 @@ def checkpoint(
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # JAX remembers how a checkpointed function traced: doing so here costs no second trace of `fn`.
         traced = trace(make(), args, kwargs)
-        where = getattr(fn, "__qualname__", repr(fn))
+        where = getattr(fn, "__qualname__", type(fn).__name__)
         return make(policy=_policy(*_decide(claims, traced, where)))(*args, **kwargs)
 
     return checkpointed

@@ -86,7 +86,7 @@ def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
         jaxpr = namer.jaxpr(traced.closed.jaxpr, origins, ())
         if not namer.found:
             raise SelectionError(
-                f"{getattr(fn, '__qualname__', fn)!r} computes nothing that tag could name",
+                f"{getattr(fn, '__qualname__', type(fn).__name__)!r} computes nothing that tag could name",
                 expected="a matrix product, a convolution or attention, outside of while loops",
                 got=f"{len(jaxpr.eqns)} other operations",
                 hint="name values in the function with jax.ad_checkpoint.checkpoint_name",
