@@ -28,6 +28,7 @@ from ._paths import leaf_bytes as leaf_bytes
 from ._paths import leaves_with_paths as leaves_with_paths
 from ._paths import path_str as path_str
 from ._paths import tree_bytes as tree_bytes
+from ._running import RunningGradient as RunningGradient
 from ._select import Where as Where
 from ._select import mask_tree as mask_tree
 from ._select import match_names as match_names
@@ -55,6 +56,7 @@ __all__ = [
     "PlacementError",
     "PlacementWarning",
     "ReportError",
+    "RunningGradient",
     "SelectionError",
     "StructureError",
     "TargetError",

@@ -44,6 +44,9 @@ class LayerStack:
     """``block(layer, h, batch) -> h``: one block; `layer` is one slice of `layers`, without the leading axis."""
     last: Last
     """``last(outer, h, batch) -> (loss, metrics)``: the loss of the activations that leave the last block."""
+    running: tuple[str, ...] = ()
+    """Globs of outer leaves that `last` uses once, in `lowtide.core.linear` or
+    `lowtide.losses.chunked_cross_entropy`: over microbatches they may come as a `lowtide.core.RunningGradient`."""
 
     def hidden(self, outer: Tree, layers: Tree, batch: Tree, *, remat: bool | Callable[..., bool] = False) -> Any:
         """Run `first` and all blocks; the activations that enter `last`.

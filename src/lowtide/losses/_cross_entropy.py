@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError, LinearWeight, StructureError, linear
+from ..core import ConfigError, LinearWeight, RunningGradient, StructureError, linear
 
 _Carry = Any
 
@@ -71,8 +71,11 @@ def chunked_cross_entropy(
     _check(h, head, labels, chunk_size, reduction)
     num_sequences = max(1, labels.size // max(1, labels.shape[-1]))
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
-    leaves, treedef = jax.tree.flatten(head)
-    total: Array = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
+    if isinstance(head, RunningGradient):
+        total: Array = _running_cross_entropy((ignore_index, chunk), h, head.weight, head.total, labels)  # pyright: ignore[reportAssignmentType]
+    else:
+        leaves, treedef = jax.tree.flatten(head)
+        total = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
@@ -133,6 +136,43 @@ def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> t
 
 
 _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _running_cross_entropy(static: tuple[int, int], h: Array, weight: Array, total: Array, labels: Array) -> Array:
+    """The sum for a `RunningGradient` head: its gradient starts from `total`, so it waits for the cotangent's scale."""
+    ignore_index, chunk = static
+
+    def body(start: Any, size: int, loss: Array) -> Array:
+        return loss + _chunk_loss(_slice(h, start, size, -2), weight, _slice(labels, start, size, -1), ignore_index)
+
+    return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
+
+
+def _running_forward(static: tuple[int, int], h: Array, weight: Array, total: Array, labels: Array) -> Any:
+    return _running_cross_entropy(static, h, weight, total, labels), (h, weight, total, labels)
+
+
+def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array) -> tuple[Array, Array, None, None]:
+    ignore_index, chunk = static
+    h, weight, total, labels = residuals
+
+    def body(start: Any, size: int, carry: _Carry) -> _Carry:
+        dh, total = carry
+
+        def loss(h_BCD: Array, weight: Array) -> Array:
+            return _chunk_loss(h_BCD, weight, _slice(labels, start, size, -1), ignore_index)
+
+        _, vjp = jax.vjp(loss, _slice(h, start, size, -2), weight)
+        grad_h, grad = vjp(cotangent)
+        dh = jax.lax.dynamic_update_slice_in_dim(dh, grad_h.astype(dh.dtype), start, axis=dh.ndim - 2)
+        return dh, total + grad.astype(total.dtype)
+
+    dh, total = _over_chunks(labels.shape[-1], chunk, body, (jnp.zeros_like(h), total))
+    return dh, total, None, None
+
+
+_running_cross_entropy.defvjp(_running_forward, _running_backward)
 
 
 def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int) -> Array:

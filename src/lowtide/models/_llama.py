@@ -215,7 +215,7 @@ def _stack(config: LlamaConfig, compute_dtype: str) -> LayerStack:
         return chunked_cross_entropy(h_BTD, _head(outer), batch["labels"]), {}
 
     eps = config.rms_norm_eps
-    return LayerStack(first, block, last)
+    return LayerStack(first, block, last, running=("embed/weight", "lm_head/weight"))
 
 
 def _head(outer: Tree) -> Any:

@@ -1,0 +1,235 @@
+"""Forward and backward over a layer stack, one block at a time, all microbatches of a step at each block.
+
+The forward pass keeps what enters each block and nothing else; the backward pass recomputes a block from it, asks what
+to do with the block's gradients, and moves on, so gradients of two blocks never live together. Microbatches go breadth
+first: a block's weights come to the device once a pass, whatever the number of microbatches, which meet it one after
+the other.
+
+Between two blocks the activations, and backward their cotangents, wait in the *wave*, of leading axis [M].
+
+Shapes: L layers, M microbatches; `inputs`, what enters each block, has leading axes [L, M].
+
+Known inefficiency: every block runs forward twice, as with `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowtide.core import LayerStack, RunningGradient, Tree, combine, leaves_with_paths, match_path, path_str
+
+from ._slices import DEVICE, buffer, put, read, write
+
+Carry = Any
+Consume = Callable[[Carry, Any, Tree, Tree], Carry]
+"""``consume(carry, i, layer, grads) -> carry``: what becomes of the gradients of block i."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweeps:
+    """The passes over one batch; every method is pure."""
+
+    stack: LayerStack
+    """The model."""
+    frozen_outer: Tree
+    """Outer leaves that do not train."""
+    frozen_layers: Tree
+    """Stacked leaves that do not train, wherever they live."""
+    batches: Tree
+    """The batch, every leaf with a leading axis of length M."""
+    seeds: Any
+    """The part of each microbatch in the loss, float32 [M], adding up to one."""
+    num_layers: int
+    """L."""
+    inputs_space: Any
+    """Where what enters each block waits for the backward pass."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.seeds.shape[0]
+
+    @property
+    def wave_space(self) -> Any:
+        """Where activations and their cotangents are between two blocks: one microbatch never leaves the device."""
+        return DEVICE if self.num_microbatches == 1 else self.inputs_space
+
+    def batch(self, m: Any) -> Tree:
+        """Microbatch m."""
+        return read(self.batches, m)
+
+    def forward(self, outer: Tree, layers: Tree) -> tuple[Tree, Tree]:
+        """Run `first` and all blocks.
+
+        Args:
+            outer: the trainable outer leaves that `first` reads.
+            layers: the trainable stacked leaves, wherever they live.
+
+        Returns:
+            What entered each block, and the wave that leaves the last one, leading axis [M].
+        """
+        whole = put(combine(outer, self.frozen_outer), DEVICE)
+        h = jax.eval_shape(self.stack.first, whole, self.batch(0))
+        inputs = buffer(h, (self.num_layers + 1, self.num_microbatches), self.inputs_space)
+        wave = buffer(h, (self.num_microbatches,), self.wave_space)
+
+        def enter(m: Any, carry: Carry) -> Carry:
+            h = self.stack.first(whole, self.batch(m))
+            return write(carry[0], h, 0, m), write(carry[1], h, m)
+
+        def body(i: Any, carry: Carry) -> Carry:
+            layer = combine(read(layers, i), read(self.frozen_layers, i))
+
+            def visit(m: Any, carry: Carry) -> Carry:
+                h = self.stack.block(layer, read(carry[1], m), self.batch(m))
+                return write(carry[0], h, i + 1, m), write(carry[1], h, m)
+
+            return self._each(visit, carry)
+
+        return jax.lax.fori_loop(0, self.num_layers, body, self._each(enter, (inputs, wave)))
+
+    def last(self, outer: Tree, wave: Tree) -> tuple[Any, Tree, Tree, Tree]:
+        """Run `last` forward and backward.
+
+        Args:
+            outer: the trainable outer leaves that `last` reads.
+            wave: the activations that left the last block, leading axis [M].
+
+        Returns:
+            The loss, the metrics, the gradients of `outer`, and the wave of cotangents that enters the last block.
+        """
+        trained, frozen = put(outer, DEVICE), put(self.frozen_outer, DEVICE)
+        runs = self._runs(trained)
+
+        def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
+            """The loss, metrics, gradients, `runs` of them added to the total, and the cotangent of h."""
+
+            def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
+                return self.stack.last(_with_totals(combine(trained, frozen), runs, totals), h, self.batch(m))
+
+            loss, vjp, metrics = jax.vjp(loss_fn, trained, h, has_aux=True)
+            return loss, metrics, *vjp(self.seeds[m].astype(loss.dtype))
+
+        if self.num_microbatches == 1:
+            loss, metrics, grads, dh = grads_of(0, read(wave, 0), None)
+            return loss, metrics, grads, write(wave, dh, 0)
+        totals = jax.tree.map(_wide_zeros, trained)
+        values = jax.eval_shape(lambda: grads_of(0, read(wave, 0), totals)[:2])
+
+        def visit(m: Any, carry: Carry) -> Carry:
+            values, totals, wave = carry
+            loss, metrics, grads, dh = grads_of(m, read(wave, m), totals)
+            values = jax.tree.map(lambda total, value: total + value * self.seeds[m], values, (loss, metrics))
+            keys = jax.tree_util.tree_map_with_path
+            totals = keys(lambda key, old, grad: grad if path_str(key) in runs else _add(old, grad), totals, grads)
+            return values, totals, write(wave, dh, m)
+
+        (loss, metrics), totals, wave = self._each(visit, (jax.tree.map(_wide_zeros, values), totals, wave))
+        return loss, metrics, _narrowed(totals, trained), wave
+
+    def backward(
+        self, layers: Tree, inputs: Tree, wave: Tree, consume: Consume, carry: Carry, after: Any
+    ) -> tuple[Carry, Tree]:
+        """Run all blocks backward, handing each one's gradients to `consume`.
+
+        Args:
+            layers: reads the trainable stacked leaves out of a carry.
+            inputs: what entered each block.
+            wave: the cotangents of what left the last one, leading axis [M].
+            consume: what becomes of the gradients of a block.
+            carry: what `consume` carries; it holds the stacked leaves, which it may overwrite.
+            after: a zero of `zero_after`, for what has to be finished before.
+
+        Returns:
+            The carry, and the wave of cotangents that leaves the first block backward.
+        """
+
+        def body(k: Any, state: Carry) -> Carry:
+            i = self.num_layers - 1 - k + after
+            carry, wave = state
+            layer = read(layers(carry), i)
+            grads, wave = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, wave)
+            return consume(carry, i, layer, grads), wave
+
+        return jax.lax.fori_loop(0, self.num_layers, body, (carry, wave))
+
+    def first(self, outer: Tree, wave: Tree) -> Tree:
+        """Gradients of the outer leaves that `first` reads, from the wave that leaves `backward`."""
+        on_device, frozen = put(outer, DEVICE), put(self.frozen_outer, DEVICE)
+
+        def grads_of(m: Any) -> Tree:
+            run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731
+            return jax.vjp(run, on_device)[1](read(wave, m))[0]
+
+        return self._sum(grads_of)
+
+    def _runs(self, outer: Tree) -> frozenset[str]:
+        """Paths of the leaves whose gradient the model can add to a running total by itself."""
+        return frozenset(
+            path
+            for path, leaf in leaves_with_paths(outer)
+            if leaf.dtype == jnp.promote_types(leaf.dtype, jnp.float32)
+            and any(match_path(path, pattern) for pattern in self.stack.running)
+        )
+
+    def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, wave: Tree) -> tuple[Tree, Tree]:
+        def grads_of(m: Any, dh: Tree) -> tuple[Tree, Tree]:
+            def run(trained: Tree, h: Tree) -> Tree:
+                return self.stack.block(combine(trained, frozen), h, self.batch(m))
+
+            return jax.vjp(run, layer, read(inputs, i, m))[1](dh)
+
+        if self.num_microbatches == 1:
+            grads, dh = grads_of(0, read(wave, 0))
+            return grads, write(wave, dh, 0)
+
+        def visit(m: Any, carry: Carry) -> Carry:
+            total, wave = carry
+            grads, dh = grads_of(m, read(wave, m))
+            return jax.tree.map(_add, total, grads), write(wave, dh, m)
+
+        total, wave = self._each(visit, (jax.tree.map(_wide_zeros, layer), wave))
+        return _narrowed(total, layer), wave
+
+    def _sum(self, grads_of: Callable[[Any], Tree]) -> Tree:
+        if self.num_microbatches == 1:
+            return grads_of(0)
+        shapes = jax.eval_shape(grads_of, 0)
+        zeros = jax.tree.map(_wide_zeros, shapes)
+        total = self._each(lambda m, total: jax.tree.map(_add, total, grads_of(m)), zeros)
+        return _narrowed(total, shapes)
+
+    def _each(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+        if self.num_microbatches == 1:
+            return visit(0, carry)
+        return jax.lax.fori_loop(0, self.num_microbatches, visit, carry)
+
+
+def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree) -> Tree:
+    """The leaves named in `runs` as nodes that carry the gradient so far; without totals the tree as it is."""
+    if totals is None:
+        return outer
+    so_far = dict(leaves_with_paths(totals))
+
+    def node(key: Any, leaf: Any) -> Any:
+        path = path_str(key)
+        return RunningGradient(leaf, so_far[path]) if path in runs else leaf
+
+    return jax.tree_util.tree_map_with_path(node, outer)
+
+
+def _wide_zeros(like: Any) -> Any:
+    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+
+
+def _add(total: Any, value: Any) -> Any:
+    return total + value.astype(total.dtype)
+
+
+def _narrowed(total: Tree, like: Tree) -> Tree:
+    return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), total, like)
