@@ -4,6 +4,8 @@ from ._checkpoint import checkpoint as checkpoint
 from ._names import Name as Name
 from ._names import Names as Names
 from ._names import names as names
+from ._optimizer import optimizer as optimizer
+from ._optimizer import state_shardings as state_shardings
 from ._place import memory_kinds as memory_kinds
 from ._place import to_device as to_device
 from ._place import to_host as to_host
@@ -19,7 +21,9 @@ __all__ = [
     "checkpoint",
     "memory_kinds",
     "names",
+    "optimizer",
     "scan",
+    "state_shardings",
     "tag",
     "to_device",
     "to_host",

@@ -1,0 +1,274 @@
+"""Optimizer state in host memory, for any Optax optimizer.
+
+The wrapped transformation keeps what a regular expression selects (Adam's moments) on the host and updates it there
+block by block (`_rows`), where the update is proved separable (`_separable`). Values are those of the transformation
+that was wrapped.
+
+Wrap the outermost transformation, ``optimizer(optax.chain(...))`` rather than a member of a chain: only then is the
+whole update one function that is taken apart. Under `jax.eval_shape` memory spaces are not carried, so there `update`
+takes the state for one on the device; `jax.jit(step).eval_shape` with sharded structs carries them.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from lowtide.core import (
+    ConfigError,
+    PlacementError,
+    PlacementWarning,
+    SelectionError,
+    StructureError,
+    Tree,
+    is_array_like,
+    leaves_with_paths,
+    memory_space,
+)
+
+from ._rows import stream
+
+Space: Any = jax.memory.Space
+_MODES = ("streamed", "leaf", "whole")
+
+
+def optimizer(
+    tx: optax.GradientTransformation,
+    match: str = r".*/(mu|nu)/.*",
+    *,
+    mode: str = "streamed",
+    chunk_bytes: int = 64 * 2**20,
+    shardings: Tree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Keep an optimizer's state in host memory, and update it there a block at a time.
+
+    Args:
+        tx: any Optax transformation; chains and wrappers go inside.
+        match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
+            whole path. The path is also tried between slashes (``/0/mu/``), so that the default finds Adam's moments
+            at the root and of a bare array, too.
+        mode: ``streamed`` cuts leaves into blocks where the update is separable, and takes leaf by leaf where it is
+            not, with one `PlacementWarning`; ``leaf`` takes each leaf as a whole, one after the other; ``whole`` moves
+            everything to the device and back at once.
+        chunk_bytes: what a block brings from the host. Larger blocks cost memory, smaller ones time.
+        shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
+            traced array does not know its sharding, and slices along a sharded axis would gather the leaf on every
+            device. With it, each device streams its own shard.
+
+    Returns:
+        A transformation with the state structure of `tx`. Its updates are on the device, its matched state on the host.
+        Call it under `jax.jit` with the state donated, so that it is updated in place.
+
+    Raises:
+        ConfigError: for a `mode`, `chunk_bytes` or regular expression that cannot be used.
+        SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
+        PlacementError: from ``update``, when a selected leaf is not in host memory.
+        StructureError: when `shardings` has not the structure of the gradients.
+
+    Memory:
+        Per step and beyond the parameters and gradients: on the host one copy of the selected state, on the device
+        about two blocks; leaf by leaf, about twice the state of the largest leaf.
+
+    Examples:
+        >>> params = {"w": jnp.ones((4, 2))}
+        >>> tx = optimizer(optax.adam(1e-1))
+        >>> state = tx.init(params)
+        >>> state[0].mu["w"].sharding.memory_kind
+        'pinned_host'
+        >>> updates, state = jax.jit(tx.update, donate_argnums=(0, 1))({"w": jnp.ones((4, 2))}, state, params)
+        >>> bool(jnp.allclose(updates["w"], -0.1)), state[0].nu["w"].sharding.memory_kind
+        (True, 'pinned_host')
+
+    References:
+        Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, https://arxiv.org/abs/2101.06840
+    """
+    if mode not in _MODES:
+        raise ConfigError("unknown mode", expected=f"one of {', '.join(_MODES)}", got=mode, hint='use "streamed"')
+    if chunk_bytes <= 0:
+        raise ConfigError("chunk_bytes has to be positive", got=chunk_bytes, hint="leave it out for 64 MiB")
+    try:
+        pattern = re.compile(match)
+    except re.error as error:
+        raise ConfigError(
+            f"match is no regular expression: {error}", got=match, hint='globs are other: "mu/*" is r".*/mu/.*" here'
+        ) from error
+    offloaded = _Offloaded(optax.with_extra_args_support(tx), pattern, mode, chunk_bytes, shardings)
+    return optax.GradientTransformationExtraArgs(offloaded.init, offloaded.update)
+
+
+class _Offloaded:
+    """The two functions of the transformation that `optimizer` returns."""
+
+    def __init__(self, tx: Any, pattern: re.Pattern[str], mode: str, chunk_bytes: int, shardings: Tree) -> None:
+        self.tx, self.pattern, self.mode = tx, pattern, mode
+        self.chunk_bytes, self.shardings = chunk_bytes, shardings
+        self.has_warned = False
+        self.compiled = jax.jit(self._update)
+
+    def init(self, params: Tree) -> Tree:
+        state = self.tx.init(params)
+        leaves, structure = jax.tree.flatten(state)
+        chosen = self._chosen(state)
+        return structure.unflatten(
+            [jax.device_put(leaf, Space.Host) if at in chosen else leaf for at, leaf in enumerate(leaves)]
+        )
+
+    def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        leaves = jax.tree.leaves((updates, state, params, extra))
+        is_concrete = all(is_array_like(leaf) and not isinstance(leaf, Tracer) for leaf in leaves)
+        return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)
+
+    def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        self._check(state)
+        keys, structure = jax.tree.flatten(extra)
+        arrays = {at: leaf for at, leaf in enumerate(keys) if is_array_like(leaf)}
+
+        def update(grads: Tree, state: Tree, params: Tree, arrays: dict[int, Any]) -> tuple[Tree, Tree]:
+            given = structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(keys)])
+            return self.tx.update(grads, state, params, **given)
+
+        def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
+            return grads, state
+
+        if self.mode == "whole":
+            on_device = jax.tree.map(lambda leaf: jax.device_put(leaf, Space.Device), state)
+            updates, new = update(grads, on_device, params, arrays)
+            return updates, jax.tree.map(lambda leaf, old: jax.device_put(leaf, memory_space(old)), new, state)
+        return stream(
+            update,
+            (grads, state, params, arrays),
+            replaces,
+            chunk_bytes=self.chunk_bytes,
+            by_leaf=self.mode == "leaf",
+            shardings=self._shardings(grads, state, params, arrays),
+            on_fallback=self._warn_once,
+        )
+
+    def _chosen(self, state: Tree) -> set[int]:
+        """Positions of the selected leaves. Random keys stay on the device, whatever the pattern says."""
+        leaves, is_match = leaves_with_paths(state), self.pattern.fullmatch
+        paths = [path for path, _ in leaves]
+        chosen = {
+            at
+            for at, (path, leaf) in enumerate(leaves)
+            if (is_match(path) or is_match(f"/{path}/"))
+            and is_array_like(leaf)
+            and not jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key)
+        }
+        if not chosen:
+            raise SelectionError(
+                f"match {self.pattern.pattern!r} selects no leaf of the optimizer's state",
+                expected="a regular expression for whole paths",
+                got=f"{len(paths)} leaves: {', '.join(paths[:6])}{', …' if len(paths) > 6 else ''}",
+                hint='r".*" selects everything; a transformation without state needs no offloading',
+            )
+        return chosen
+
+    def _check(self, state: Tree) -> None:
+        leaves = leaves_with_paths(state)
+        for at in sorted(self._chosen(state)):
+            path, leaf = leaves[at]
+            if memory_space(leaf) is not Space.Host:
+                raise PlacementError(
+                    f"optimizer state {path} is not in host memory",
+                    expected="pinned_host",
+                    got="device",
+                    hint="make the state with this transformation's init, or move it with lt.offload.to_host",
+                )
+
+    def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
+        if self.shardings is None:
+            return None
+        of_leaf = _by_suffix(self.shardings, grads)
+        return tuple(
+            jax.tree.unflatten(jax.tree.structure(tree), [of_leaf(*pair) for pair in leaves_with_paths(tree)])
+            for tree in (grads, state, params, jax.tree.map(lambda _: None, arrays))
+        )
+
+    def _warn_once(self, paths: list[str], reason: str) -> None:
+        if self.has_warned:
+            return
+        self.has_warned = True
+        names = [path.partition("/")[2] or path for path in paths]
+        listed = ", ".join(names[:4]) + (f", … ({len(names) - 4} more)" if len(names) > 4 else "")
+        warnings.warn(
+            f"optimizer state {listed}: updated leaf by leaf instead of block by block, because {reason}\n"
+            'hint: choose mode="leaf" to accept it, an optimizer that works element by element, or a narrower match',
+            PlacementWarning,
+            stacklevel=2,
+        )
+
+
+def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """Where an optimizer's state lives: what `jax.jit` takes as ``out_shardings``.
+
+    Args:
+        tx: a transformation, made by `optimizer` or not.
+        params: arrays or `jax.ShapeDtypeStruct`s with shardings.
+
+    Returns:
+        A tree like ``tx.init(params)`` of shardings with memory kinds. A leaf whose path ends in a parameter's path
+        and that has its shape is sharded like it, any other is replicated; what `optimizer` moved is ``pinned_host``.
+
+    Raises:
+        PlacementError: when a parameter has no sharding.
+
+    Memory:
+        Nothing is allocated.
+
+    Examples:
+        >>> shardings = state_shardings(optimizer(optax.adam(1e-3)), {"w": jnp.ones((4, 2))})
+        >>> shardings[0].mu["w"].memory_kind, shardings[0].count.memory_kind
+        ('pinned_host', 'device')
+    """
+    for path, leaf in leaves_with_paths(params):
+        if getattr(leaf, "sharding", None) is None:
+            raise PlacementError(
+                f"parameter {path} has no sharding",
+                expected="an array, or a jax.ShapeDtypeStruct with sharding=",
+                got=leaf,
+                hint="call state_shardings outside of jit, or give the structs shardings",
+            )
+    first: Any = jax.tree.leaves(params)[0].sharding
+    is_named = isinstance(first, jax.sharding.NamedSharding)
+    replicated = jax.sharding.NamedSharding(first.mesh, jax.P()) if is_named else first
+    of_leaf = _by_suffix(jax.tree.map(lambda leaf: leaf.sharding, params), params)
+    # Only a jaxpr keeps memory spaces; jax.eval_shape does not.
+    traced, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    kinds = ["pinned_host" if aval.memory_space is Space.Host else "device" for aval in traced.out_avals]
+    placed = [
+        (of_leaf(path, leaf) or replicated).with_memory_kind(kind)
+        for (path, leaf), kind in zip(leaves_with_paths(shapes), kinds, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+
+
+def _by_suffix(shardings: Tree, params: Tree) -> Any:
+    """The sharding of the parameter whose path a leaf's path ends in and whose shape it has, else None."""
+    structure = jax.tree.structure(params)
+    try:
+        flat = structure.flatten_up_to(shardings)
+    except ValueError as error:
+        raise StructureError(
+            "shardings has not the structure of the parameters",
+            expected=structure,
+            got=jax.tree.structure(shardings),
+            hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
+        ) from error
+    known = {path: (leaf.shape, s) for (path, leaf), s in zip(leaves_with_paths(params), flat, strict=True)}
+
+    def of_leaf(path: str, leaf: Any) -> Any:
+        segments = path.split("/")
+        for at in range(len(segments) + 1):
+            shape, sharding = known.get("/".join(segments[at:]), (None, None))
+            if shape == getattr(leaf, "shape", ()):
+                return sharding
+        return None
+
+    return of_leaf

@@ -1,0 +1,364 @@
+"""Run an update on state in host memory block by block, each block written back where it came from.
+
+XLA hoists whole-tree moves: moving four Adam states to the device, updating and moving them back saves 5 % where it
+should save half. A loop over slices cannot be hoisted. So each group of leaves that `_separable` proves independent is
+updated in a `fori_loop` over blocks of its leading axes: slice on the host, move, compute, move back, and write into
+the same buffer. With the state donated there is one host copy and a few blocks on the device.
+
+The trip counts are hidden from XLA, which would otherwise unroll loops of one block and overlap their copies, and each
+loop's count hangs on the loop before it: the temporaries of many leaves are those of one.
+
+Limits: on a mesh a slice along a sharded axis would gather the leaf, so shardings have to be given (a tracer has none),
+and the loops then run on each device's own shard. Rows that do not fill a block are a second, shorter loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
+
+from ._separable import Group, Program, separate, trace
+
+Space: Any = jax.memory.Space
+
+# Host leaves of at most this part of a block are moved as a whole, before the groups, as long as all of them are half a
+# block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column
+# statistics) then binds no group together.
+_SMALL_PART = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a function will be run; made by `plan`."""
+
+    program: Program
+    treedef: Any
+    """Structure of the result."""
+    replaced: tuple[int, ...]
+    """For each output the flat position of the leaf that it overwrites."""
+    on_host: frozenset[int]
+    """Host leaves that are not so small that they are moved at once."""
+    groups: tuple[Group, ...]
+    """What runs in loops."""
+
+
+def plan(fn: Callable[..., Any], args: Sequence[Tree], replaces: Callable[..., Any], *, chunk_bytes: int) -> Plan:
+    """Trace a function and divide it into groups of leaves; arguments as in `stream`.
+
+    Returns:
+        The plan; its `groups` say how many leading axes of each may be cut, and what prevents it.
+
+    Raises:
+        StructureError: when the result has not the structure that `replaces` names.
+    """
+    leaves, structure = jax.tree.flatten(tuple(args))
+    on_host = _large_on_host(leaves, chunk_bytes)
+    program, treedef = trace(fn, args, on_host)
+    numbers: Any = structure.unflatten(range(len(leaves)))
+    replaced, expected = jax.tree.flatten(replaces(*numbers))
+    if expected != treedef:
+        raise StructureError(
+            "the result of an update has not the structure of what it replaces",
+            expected=expected,
+            got=treedef,
+            hint="update(grads, state, params) has to return trees like grads and state",
+        )
+    groups = tuple(separate(program, on_host, replaced))
+    return Plan(program=program, treedef=treedef, replaced=tuple(replaced), on_host=frozenset(on_host), groups=groups)
+
+
+def stream(
+    fn: Callable[..., Any],
+    args: Sequence[Tree],
+    replaces: Callable[..., Any],
+    *,
+    chunk_bytes: int,
+    by_leaf: bool = False,
+    shardings: Tree = None,
+    on_fallback: Callable[[list[str], str], None] | None = None,
+) -> Tree:
+    """Call ``fn(*args)`` with arguments in host memory, a few blocks at a time on the device.
+
+    Args:
+        fn: a function of trees of arrays, such as ``tx.update``.
+        args: its arguments. Leaves may be in device or in host memory.
+        replaces: receives what stands for the leaves of `args` and returns those that the results overwrite, with the
+            structure of the results: ``lambda grads, state, params: (grads, state)`` for ``tx.update``.
+        chunk_bytes: what one block brings from the host, about: rows are cut in multiples of the hardware's tiles.
+        by_leaf: cut nothing; each group is on the device as a whole while it is updated.
+        shardings: a tuple like `args` of trees of `jax.sharding.NamedSharding` or None, or None.
+        on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
+            cannot be cut, and with what prevents it. The default warns.
+
+    Returns:
+        The value of ``fn(*args)``, each leaf in the memory of the one that it replaces.
+
+    Raises:
+        StructureError: when the result has not the structure that `replaces` names.
+
+    Memory:
+        Donated host leaves are updated in place. The device holds about two blocks; a group that cannot be cut is on
+        the device as a whole while it is updated, one group after the other.
+    """
+    names = [path for path, _ in leaves_with_paths(tuple(args))]
+    leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
+    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes)
+    program, placed = made.program, _flat_shardings(shardings, args)
+    values = {at: leaf if at in made.on_host else _put(leaf, Space.Device) for at, leaf in enumerate(leaves)}
+    in_loops = {position for group in made.groups for position in group.outputs}
+    before = {at for group in made.groups for at in group.free}
+    before.update(value for position, value in enumerate(program.outputs) if position not in in_loops)
+    values.update({at: program.constants[at] for at in before & program.constants.keys()})
+    program.run(program.needed_for(before), values)
+
+    results: dict[int, Any] = {}
+    after: Any = jnp.int32(0)
+    for group in made.groups:
+        rows, mesh, spec, reason = (0, None, None, None) if by_leaf else _on_mesh(group, made.replaced, placed)
+        on_host = [names[at] for at in group.leaves if at in made.on_host]
+        loop = _Loop(
+            plan=made,
+            group=group,
+            rows=rows,
+            chunk_bytes=chunk_bytes,
+            on_whole=None if by_leaf else functools.partial(on_fallback or _warn, on_host),
+            reason=reason,
+        )
+        read = {at: values[at] for at in (*group.leaves, *group.free)}
+        buffers = [_buffer(program, leaves[made.replaced[at]], program.outputs[at]) for at in group.outputs]
+        done, after = (loop if mesh is None else _in_shards(loop, mesh, spec))(read, buffers, after)
+        results.update(zip(group.outputs, done, strict=True))
+    for position, value in enumerate(program.outputs):
+        if position not in results:
+            results[position] = _put(values[value], memory_space(leaves[made.replaced[position]]))
+    return made.treedef.unflatten([results[at] for at in range(len(program.outputs))])
+
+
+def _warn(paths: list[str], reason: str) -> None:
+    listed = ", ".join(paths[:4]) + (f", … ({len(paths) - 4} more)" if len(paths) > 4 else "")
+    warnings.warn(
+        f"{listed}: updated as a whole on the device instead of block by block, because {reason}\n"
+        "hint: the leaves of one such group are on the device together while it is updated; an optimizer that works "
+        "element by element, such as optax.adamw, needs a few blocks only",
+        PlacementWarning,
+        stacklevel=2,
+    )
+
+
+def _large_on_host(leaves: Sequence[Any], chunk_bytes: int) -> list[int]:
+    """Positions of the host leaves that are worth a loop, in order."""
+    on_host = [at for at, leaf in enumerate(leaves) if memory_space(leaf) is Space.Host and leaf.ndim]
+    small, total = set[int](), 0
+    for at in sorted(on_host, key=lambda at: leaf_bytes(leaves[at])):
+        num_bytes = leaf_bytes(leaves[at])
+        total += num_bytes
+        if num_bytes * _SMALL_PART > chunk_bytes or total * 2 > chunk_bytes:
+            break
+        small.add(at)
+    return [at for at in on_host if at not in small]
+
+
+def _flat_shardings(shardings: Tree, args: Sequence[Tree]) -> dict[int, Any]:
+    if shardings is None:
+        return {}
+    structure = jax.tree.structure(tuple(args))
+    return {at: s for at, s in enumerate(structure.flatten_up_to(shardings)) if s is not None}
+
+
+def _buffer(program: Program, leaf: Any, value: int) -> Any:
+    """Where an output is written: the leaf that it replaces, unless that has another dtype."""
+    aval = program.avals[value]
+    if leaf.dtype == aval.dtype and leaf.shape == aval.shape:
+        return leaf
+    return _put(jnp.zeros(aval.shape, aval.dtype), memory_space(leaf))
+
+
+def _on_mesh(group: Group, replaced: Sequence[int], placed: Mapping[int, Any]) -> tuple[int, Any, Any, str | None]:
+    """How many axes of a group may be cut on a mesh.
+
+    Returns:
+        The number of axes; the mesh and the partition of these axes when the loop has to run on shards, else None
+        twice; and why the group has to be whole, if so.
+    """
+    if not group.rows:
+        return 0, None, None, f"of the operation {group.blocked_by}"
+    at = {*group.leaves, *(replaced[position] for position in group.outputs)} & placed.keys()
+    known = [placed[leaf] for leaf in sorted(at) if not placed[leaf].is_fully_replicated]
+    if not known:
+        return group.rows, None, None, None
+    rows = group.rows
+    heads = {(*s.spec, *(None,) * rows)[:rows] for s in known}
+    tails = [axis for s in known for axis in s.spec[rows:] if axis]
+    if len(heads) == 1 and not tails:
+        return rows, known[0].mesh, heads.pop(), None
+    # Along axes before the first sharded one, a slice is local without further ado.
+    rows = min(rows, *(next(at for at, axis in enumerate(s.spec) if axis) for s in known))
+    return rows, None, None, None if rows else "its leaves are sharded along axes that cannot be cut"
+
+
+def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
+    """The loop on each device's own shard of every array."""
+
+    def run(read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
+        def of(array: Any) -> Any:
+            return jax.P(*spec[: array.ndim])
+
+        specs = ({at: of(array) for at, array in read.items()}, [of(b) for b in buffers], jax.P())
+        return jax.shard_map(loop, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)(
+            dict(read), list(buffers), after
+        )
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """The update of one group of leaves, called on full arrays or, inside of a `shard_map`, on shards."""
+
+    plan: Plan
+    group: Group
+    rows: int
+    chunk_bytes: int
+    on_whole: Callable[[str], None] | None
+    reason: str | None
+
+    def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
+        num_bytes = sum(leaf_bytes(read[at]) for at in self.group.leaves if at in self.plan.on_host)
+        on_host = [array for array in (*read.values(), *buffers) if memory_space(array) is Space.Host]
+        rows, reason = self.rows, self.reason
+        if rows and not all(is_row_major(array.shape) for array in on_host):
+            rows, reason = 0, "a device does not store arrays of its shape row by row"
+        if num_bytes > self.chunk_bytes and reason and self.on_whole:
+            self.on_whole(reason)
+        prefix = read[self.group.leaves[0]].shape[:rows]
+        cut = cut_block(prefix, min(array.ndim for array in on_host), num_bytes, self.chunk_bytes)
+        if cut is None:
+            return self._run(read, buffers, after, (), 1, lambda i: ((), 0))
+        axis, size = cut
+        shapes = [buffer.shape for buffer in buffers]
+        read = {at: _merged(array, axis) for at, array in read.items()}
+        buffers = [_merged(buffer, axis) for buffer in buffers]
+        length, outer = prefix[axis], math.prod(prefix[:axis])
+
+        def blocks_of(size: int, offset: int, buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
+            per = (length - offset) // size
+
+            def start(i: Any) -> tuple[tuple[Any, ...], Any]:
+                lead = jnp.unravel_index(i // per, prefix[:axis]) if axis else ()
+                at = offset + i % per * size
+                return (*lead, at), i // per * length + at
+
+            return self._run(read, buffers, after, (*(1,) * axis, size), outer * per, start)
+
+        buffers, after = blocks_of(size, 0, buffers, after)
+        if rest := length % size:
+            buffers, after = blocks_of(rest, length - rest, buffers, after)
+        return [buffer.reshape(shape) for buffer, shape in zip(buffers, shapes, strict=True)], after
+
+    def _run(
+        self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any, sizes: Sequence[int], count: int, start: Any
+    ) -> tuple[list[Any], Any]:
+        program, outputs = self.plan.program, self.group.outputs
+        targets = [self.plan.replaced[at] for at in outputs]
+        trips, _ = jax.lax.optimization_barrier((jnp.int32(count), after))
+
+        def body(carry: Any) -> Any:
+            i, buffers = carry
+            where = start(i)
+            # What is overwritten is read from where it is written: one buffer, not two.
+            same = {at: b for at, b in zip(targets, buffers, strict=True) if at in read and b.dtype == read[at].dtype}
+            blocks = {at: _slice(array, where, sizes) for at, array in {**read, **same}.items()}
+            program.run(self.group.equations, blocks, sizes)
+            new = [blocks[program.outputs[at]] for at in outputs]
+            return i + 1, [_write(*pair, where) for pair in zip(buffers, new, strict=True)]
+
+        after, done = jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), list(buffers)))
+        return done, after
+
+
+def _merged(array: Any, axis: int) -> Any:
+    """A host array with its axes up to `axis` made one: libtpu aborts on a host slice that starts along two axes."""
+    return array.reshape(-1, *array.shape[axis + 1 :]) if axis and memory_space(array) is Space.Host else array
+
+
+def _index(array: Any, where: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
+    """Where a block starts, given its place along the cut axes and along these axes merged."""
+    lead = (where[1],) if memory_space(array) is Space.Host else where[0]
+    return (*lead, *(0,) * (array.ndim - len(lead)))
+
+
+def _slice(array: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
+    """A block of an array, on the device; scalars belong to every block."""
+    if not array.ndim or not sizes:
+        return _put(array, Space.Device)
+    if memory_space(array) is not Space.Host:
+        return jax.lax.dynamic_slice(array, _index(array, where), (*sizes, *array.shape[len(sizes) :]))
+    block = jax.lax.dynamic_slice(array, _index(array, where), (sizes[-1], *array.shape[1:]))
+    return _put(block, Space.Device).reshape(*sizes, *array.shape[1:])
+
+
+def _write(buffer: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
+    space = memory_space(buffer)
+    if not where[0]:
+        return _put(block, space)
+    if space is Space.Host:
+        block = _put(block.reshape(-1, *buffer.shape[1:]), space)
+    return jax.lax.dynamic_update_slice(buffer, block, _index(buffer, where))
+
+
+def _put(array: Any, space: Any) -> Any:
+    return array if memory_space(array) is space else jax.device_put(array, space)
+
+
+def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int) -> tuple[int, int] | None:
+    """Which axis a block cuts, and its size along it.
+
+    Args:
+        prefix: the leading axes that may be cut. Along those before the cut a block has one row.
+        ndim: the rank of the arrays.
+        num_bytes: bytes of all rows.
+        chunk_bytes: bytes wanted in a block.
+
+    Returns:
+        Axis and size, or None when one block is all. Along the last two axes sizes are multiples of a TPU's tiles; of
+        sizes near the wanted one, one that divides the axis is taken.
+    """
+    if num_bytes <= chunk_bytes or not prefix:
+        return None
+    axis, row_bytes = 0, num_bytes / prefix[0]
+    # An axis is only merged with those before it, without a copy, where it is a multiple of the tile.
+    while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1):
+        if axis + 3 == ndim and prefix[axis + 1] % 8:
+            break
+        axis += 1
+        row_bytes /= prefix[axis]
+    tile = {1: 1024, 2: 8}.get(ndim - axis, 1)
+    wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), prefix[axis])
+    return axis, next((size for size in range(wanted, wanted // 2, -tile) if prefix[axis] % size == 0), wanted)
+
+
+def is_row_major(shape: Sequence[int]) -> bool:
+    """Whether a TPU can slice rows of an array on the host: whether it stores it with the last axis innermost.
+
+    It tiles two axes by 8 x 128 and takes those two that need the least padding; rows of an array that is stored
+    otherwise, or of a vector that does not fill its tiles, cannot be sliced there.
+    """
+
+    def padded(second: int, last: int) -> float:
+        rows, columns = shape[second], shape[last]
+        tile = 8 if rows > 4 else 1 << max(rows - 1, 0).bit_length()
+        return -(-rows // tile) * tile / max(rows, 1) * -(-columns // 128) * 128 / max(columns, 1)
+
+    axes = range(len(shape))
+    if len(shape) < 2:
+        return shape[0] % 1024 == 0
+    return padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)

@@ -1,0 +1,342 @@
+"""Which parts of an update are separable: each row of the results needs nothing but the same row of the arguments.
+
+The update is traced once and read as a list of equations, calls inlined. Every value gets one of three kinds:
+
+- *rows*: its leading `rows` axes are those of some input leaves. Elementwise operations keep all axes, a reduction or a
+  transposition keeps those before the first that it touches, and so on. Leaves that meet in an operation are a group.
+- *constant over rows*: a broadcast scalar, at home in every group.
+- *free*: everything else that depends on no host leaf, such as a step counter or the global norm of the gradients.
+  It is computed once, before the groups.
+
+A value that depends on a host leaf but lost its rows (the norm in LAMB's trust ratio) binds its group together: such a
+group is only run as a whole. A `cond` on host leaves becomes a selection, so that its branches are taken apart, too.
+
+Limits: operations outside of the rules below count as ones that lose all rows, which is safe but not always sharp.
+`while` and `scan` are not looked into.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+_CALLS = frozenset(
+    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2".split()
+)
+_LOOPS = frozenset(("while", "scan"))
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
+    clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
+    floor ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter
+    not or polygamma population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    zeta""".split()
+)
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many leading entries of two sequences are equal."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+    )
+
+
+def _batched(params: Mapping[str, Any]) -> int:
+    left, right = params["dimension_numbers"][1]
+    return min(_common(left, range(len(left))), _common(right, range(len(right))))
+
+
+def _unpadded(params: Mapping[str, Any], rank: int) -> int:
+    return _common([tuple(edge) for edge in params["padding_config"]], [(0, 0, 0)] * rank)
+
+
+# Leading axes that an operation leaves alone, given its parameters and the shape of its first operand.
+_KEEPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
+    "broadcast_in_dim": lambda p, s: _common(
+        list(zip(p["broadcast_dimensions"], s, strict=True)), list(enumerate(p["shape"]))
+    ),
+    "concatenate": lambda p, s: p["dimension"],
+    "dot_general": lambda p, s: _batched(p),
+    "dynamic_slice": lambda p, s: _common(p["slice_sizes"], s),
+    "pad": lambda p, s: _unpadded(p, len(s)),
+    "reshape": lambda p, s: _common(p["new_sizes"], s) if p["dimensions"] is None else 0,
+    "rev": lambda p, s: min(p["dimensions"], default=len(s)),
+    "slice": lambda p, s: min(
+        _common(p["start_indices"], [0] * len(s)),
+        _common(p["limit_indices"], s),
+        _common(p["strides"] or [1] * len(s), [1] * len(s)),
+    ),
+    "sort": lambda p, s: p["dimension"],
+    "split": lambda p, s: p["axis"],
+    "squeeze": lambda p, s: min(p["dimensions"], default=len(s)),
+    "transpose": lambda p, s: _common(p["permutation"], range(len(s))),
+}
+for _name in ("sum", "max", "min", "prod", "and", "or", "xor"):
+    _KEEPS[f"reduce_{_name}"] = lambda p, s: min(p["axes"], default=len(s))
+for _name in ("argmax", "argmin"):
+    _KEEPS[_name] = lambda p, s: min(p["axes"], default=len(s))
+for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+    _KEEPS[_name] = lambda p, s: p["axis"]
+
+# Parameters that are shapes of full leaves, to be cut to a block's.
+_SHAPES = {
+    "broadcast_in_dim": "shape",
+    "dynamic_slice": "slice_sizes",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Equation:
+    """One operation on values, which are numbered."""
+
+    primitive: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Program:
+    """A traced function without calls: values ``0 … num_inputs - 1`` are its flat inputs."""
+
+    num_inputs: int
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    avals: list[Any] = dataclasses.field(default_factory=list)
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    outputs: list[int] = dataclasses.field(default_factory=list)
+
+    def rank(self, value: int) -> int:
+        """Number of axes of a value."""
+        return len(self.avals[value].shape)
+
+    def needed_for(self, values: Iterable[int], among: Sequence[Equation] | None = None) -> list[Equation]:
+        """The equations, in order, that compute some values."""
+        wanted, kept = set(values), list[Equation]()
+        for equation in reversed(self.equations if among is None else among):
+            if wanted.intersection(equation.outputs):
+                kept.append(equation)
+                wanted.update(equation.inputs)
+        return kept[::-1]
+
+    def run(self, equations: Iterable[Equation], values: dict[int, Any], sizes: Sequence[int] = ()) -> None:
+        """Compute equations; `values` gains the results.
+
+        Args:
+            equations: what to compute, in order.
+            values: arrays by the number of their value.
+            sizes: the sizes of the leading axes of a block, where the arrays are blocks of the full ones.
+        """
+        for equation in equations:
+            params = equation.params
+            if sizes and (name := _SHAPES.get(equation.primitive.name)):
+                params = {**params, name: (*sizes, *params[name][len(sizes) :])}
+            read = [values[at] if at in values else self.constants[at] for at in equation.inputs]
+            results = equation.primitive.bind(*read, **params)
+            values.update(
+                zip(equation.outputs, results if equation.primitive.multiple_results else [results], strict=True)
+            )
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -> tuple[Program, Any]:
+    """The program of a function on device arrays.
+
+    Args:
+        fn: a function of trees of arrays.
+        args: its arguments; only shapes and dtypes are read.
+        on_host: flat positions of the leaves that are in host memory.
+
+    Returns:
+        The program, and the tree structure of the function's result.
+    """
+    avals = jax.tree.map(_on_device, tuple(args))
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    inliner = _Inliner(Program(num_inputs=len(closed.in_avals)), set(on_host))
+    inputs = [inliner.value(aval, at in inliner.host) for at, aval in enumerate(closed.in_avals)]
+    inliner.program.outputs = inliner.closed(closed, inputs)
+    return inliner.program, jax.tree.structure(shapes)
+
+
+def _on_device(leaf: Any) -> Any:
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+@dataclasses.dataclass
+class _Inliner:
+    program: Program
+    host: set[int]  # values that depend on host leaves
+
+    def value(self, aval: Any, on_host: bool) -> int:
+        self.program.avals.append(aval)
+        at = len(self.program.avals) - 1
+        if on_host:
+            self.host.add(at)
+        return at
+
+    def constant(self, held: Any) -> int:
+        at = self.value(jax.typeof(held), False)
+        self.program.constants[at] = held
+        return at
+
+    def closed(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+        constants = [self.constant(held) for held in getattr(jaxpr, "consts", ())]
+        return self.open(getattr(jaxpr, "jaxpr", jaxpr), [*constants, *inputs])
+
+    def open(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+        known: dict[Any, int] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
+
+        def read(var: Any) -> int:
+            return self.constant(var.val) if hasattr(var, "val") else known[var]
+
+        for eqn in jaxpr.eqns:
+            known.update(zip(eqn.outvars, self.equation(eqn, [read(var) for var in eqn.invars]), strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def equation(self, eqn: Any, inputs: list[int]) -> list[int]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
+            return self.closed(inner, inputs)
+        if name == "cond" and self.host.intersection(inputs) and not any(map(_loops, eqn.params["branches"])):
+            cases = [self.closed(branch, inputs[1:]) for branch in eqn.params["branches"]]
+            return [self.select(inputs[0], column) for column in zip(*cases, strict=True)]
+        return self.emit(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
+
+    def select(self, which: int, cases: Sequence[int]) -> int:
+        if len(set(cases)) == 1:
+            return cases[0]
+        return self.emit(jax.lax.select_n_p, [which, *cases], [self.program.avals[cases[0]]], {})[0]
+
+    def emit(self, primitive: Any, inputs: Sequence[int], avals: Sequence[Any], params: Mapping[str, Any]) -> list[int]:
+        on_host = bool(self.host.intersection(inputs))
+        outputs = [self.value(aval, on_host) for aval in avals]
+        self.program.equations.append(Equation(primitive, tuple(inputs), tuple(outputs), params))
+        return outputs
+
+
+def _loops(jaxpr: Any) -> bool:
+    """Whether a branch may run long, so that it must not run when it is not taken."""
+    inner = [value for eqn in jaxpr.eqns for value in eqn.params.values() if hasattr(value, "eqns")]
+    return any(eqn.primitive.name in _LOOPS for eqn in jaxpr.eqns) or any(map(_loops, inner))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Leaves that are updated together, and how."""
+
+    leaves: tuple[int, ...]
+    """Inputs that are read."""
+    free: tuple[int, ...]
+    """Values that are read and were computed before."""
+    outputs: tuple[int, ...]
+    """Positions of the results."""
+    equations: tuple[Equation, ...]
+    """From blocks of `leaves` to blocks of the results."""
+    rows: int
+    """Leading axes along which blocks may be cut; 0: as a whole only."""
+    blocked_by: str | None
+    """The operation that allows no blocks."""
+
+
+def separate(program: Program, on_host: Iterable[int], replaced: Sequence[int]) -> list[Group]:
+    """Divide a program into groups of leaves that do not need each other.
+
+    Args:
+        program: what `trace` returned.
+        on_host: the host leaves that it was traced with.
+        replaced: for each output the input leaf that it overwrites.
+
+    Returns:
+        The groups with host leaves, in order of their first output. Outputs in none of them depend on no host leaf.
+    """
+    host = set(on_host)
+    program.equations = program.needed_for(program.outputs)
+    flow = _Flow(program, host)
+    for equation in program.equations:
+        flow.follow(equation)
+    members: dict[int, list[int]] = {}
+    for position, value in enumerate(program.outputs):
+        leaf = flow.leaf.get(value)
+        if leaf is not None and program.rank(replaced[position]):
+            flow.unite(leaf, replaced[position])
+    hosted = {flow.find(leaf) for leaf in host}
+    for position, value in enumerate(program.outputs):
+        leaf = flow.leaf.get(value)
+        if value >= program.num_inputs and leaf is not None and flow.find(leaf) in hosted:
+            members.setdefault(flow.find(leaf), []).append(position)
+    return [flow.group(positions) for positions in members.values()]
+
+
+class _Flow:
+    """Rows and leaves of every value, forward through a program."""
+
+    def __init__(self, program: Program, host: set[int]) -> None:
+        leaves = [at for at in range(program.num_inputs) if program.rank(at) or at in host]
+        self.program = program
+        self.rows = {at: program.rank(at) for at in leaves}  # what is not in here is free
+        self.leaf = {at: at for at in leaves}  # one of the leaves that a value comes from; none for constants over rows
+        self.parent = {at: at for at in leaves}
+        self.host = set(host)
+
+    def find(self, leaf: int) -> int:
+        while self.parent[leaf] != leaf:
+            leaf = self.parent[leaf]
+        return leaf
+
+    def unite(self, first: int, second: int) -> None:
+        self.parent[self.find(second)] = self.find(first)
+
+    def follow(self, equation: Equation) -> None:
+        program, name = self.program, equation.primitive.name
+        carriers = [at for at in equation.inputs if at in self.rows]
+        on_host = bool(self.host.intersection(equation.inputs))
+        if not carriers:
+            if name == "broadcast_in_dim" and not program.rank(equation.inputs[0]):
+                self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
+            return
+        arrays = [at for at in equation.inputs if program.rank(at) or at in self.rows]
+        rows = min(self._keeps(equation), *(self.rows.get(at, program.rank(at)) for at in arrays))
+        if not rows and not on_host:
+            return
+        if not rows:  # read as a whole: leaves on the device need not join the group
+            carriers = [at for at in carriers if at in self.host]
+        leaves = [self.leaf[at] for at in carriers if at in self.leaf]
+        for other in leaves[1:]:
+            self.unite(leaves[0], other)
+        for output in equation.outputs:
+            self.rows[output] = rows
+            self.leaf.update({output: leaves[0]} if leaves else {})
+            self.host.update([output] if on_host else [])
+
+    def _keeps(self, equation: Equation) -> int:
+        name, ranks = equation.primitive.name, [self.program.rank(at) for at in equation.inputs]
+        if name in _ELEMENTWISE:
+            return max(ranks)
+        keeps = _KEEPS.get(name)
+        return keeps(equation.params, self.program.avals[equation.inputs[0]].shape) if keeps else 0
+
+    def group(self, positions: list[int]) -> Group:
+        program = self.program
+        values = [program.outputs[at] for at in positions]
+        carried = [equation for equation in program.equations if any(at in self.rows for at in equation.outputs)]
+        equations = program.needed_for(values, carried)
+        read = {at for equation in equations for at in equation.inputs}
+        made = {at for equation in equations for at in equation.outputs}
+        leaves = sorted(at for at in read if at < program.num_inputs and at in self.rows)
+        rows = min(self.rows[at] for at in {*leaves, *made})
+        lost = (e for e in equations if not self.rows[e.outputs[0]] and all(self.rows.get(at, 1) for at in e.inputs))
+        return Group(
+            leaves=tuple(leaves),
+            free=tuple(
+                sorted(at for at in read - made - set(leaves) if at not in program.constants or program.rank(at))
+            ),
+            outputs=tuple(positions),
+            equations=tuple(equations),
+            rows=rows,
+            blocked_by=None if rows else next((e.primitive.name for e in lost), "a scalar"),
+        )

@@ -1,0 +1,112 @@
+"""Every optimizer of Optax, with its state on the host: the values of the one that was wrapped."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lowtide.core import PlacementWarning, SelectionError
+from lowtide.offload import optimizer
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "optimizer_table.py"
+_spec = importlib.util.spec_from_file_location("optimizer_table", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+optimizer_table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(optimizer_table)
+
+NUM_STEPS = 5
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+
+
+def trees(kind: str) -> Any:
+    def normal(at: int, *shape: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(at), shape)
+
+    return {
+        "flat": {"a": normal(0, 44, 128), "b": normal(1, 16, 256)},
+        "nested": {
+            "layers": {"w": normal(0, 3, 24, 128), "norm": normal(1, 3, 128)},
+            "head": (normal(2, 2048), jnp.float32(0.7)),
+        },
+        "bare": normal(0, 44, 128),
+    }[kind]
+
+
+def run(tx: Any, params: Any, extra: dict[str, Any]) -> Any:
+    tx = optax.with_extra_args_support(tx)
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    state, start = tx.init(params), params
+    for at in range(NUM_STEPS):
+        params, state = step(params, state, jax.tree.map(lambda p: jnp.sin((at + 2) * p + at), start))  # noqa: B023
+    return params, state
+
+
+def check(name: str, kind: str) -> None:
+    if name == "sm3" and kind == "nested":
+        pytest.skip("sm3 takes no scalars, wrapped or not")
+    params, extra = trees(kind), optimizer_table.extra_arguments(name)
+    wrapped = optimizer(optimizer_table.OPTIMIZERS[name](), ".*", chunk_bytes=8192)
+    try:
+        wrapped.init(params)
+    except SelectionError:
+        assert not jax.tree.leaves(optimizer_table.OPTIMIZERS[name]().init(params))
+        return
+    want = run(optimizer_table.OPTIMIZERS[name](), params, extra)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PlacementWarning)
+        got = run(wrapped, params, extra)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    on_device = [leaf for leaf in jax.tree.leaves(got[1]) if leaf.sharding.memory_kind != "pinned_host"]
+    assert all(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in on_device)
+    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", [name for name in optimizer_table.OPTIMIZERS if not name.startswith("contrib.")])
+def test_five_steps_have_the_values_of_the_unwrapped_optimizer(name: str) -> None:
+    check(name, "bare")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bare", "flat", "nested"])
+@pytest.mark.parametrize("name", optimizer_table.OPTIMIZERS)
+def test_other_trees_have_the_values_of_the_unwrapped_optimizer(name: str, kind: str) -> None:
+    check(name, kind)
+
+
+def test_the_list_holds_every_alias_of_optax() -> None:
+    listed = {name.partition(" ")[0].rpartition(".")[2] for name in optimizer_table.OPTIMIZERS}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        public = {name: getattr(optax, name) for name in optax.__all__}
+    made_of_a_rate = {
+        name
+        for name, value in public.items()
+        if inspect.isfunction(value)
+        and "learning_rate" in inspect.signature(value).parameters
+        and not name.startswith(("scale_by_", "dpsgd"))  # building blocks; deprecated
+    }
+    assert made_of_a_rate - listed == set()
+
+
+def test_the_page_holds_the_generated_table() -> None:
+    page = optimizer_table.PAGE.read_text(encoding="utf-8")
+    begin, end = optimizer_table.MARKS
+    assert page.partition(begin)[2].partition(end)[0].strip() == optimizer_table.table(), (
+        "run scripts/optimizer_table.py --write"
+    )
