@@ -15,6 +15,7 @@ from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
 from ._files import write_files as write_files
 from ._grad import accumulate as accumulate
+from ._grad import split_batch as split_batch
 from ._grad import value_and_grad as value_and_grad
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
@@ -81,6 +82,7 @@ __all__ = [
     "path_str",
     "select",
     "shared_leaves",
+    "split_batch",
     "tree_bytes",
     "value_and_grad",
     "write_files",

@@ -116,7 +116,7 @@ def accumulate(
         if num_microbatches == 1:  # no accumulator
             value, grads = grad_fn(model, batch, *args, **kwargs)
             return ((value[0], jax.tree.map(lambda x: jnp.expand_dims(x, 0), value[1])) if has_aux else value), grads
-        microbatches = _split_batch(batch, num_microbatches)
+        microbatches = split_batch(batch, num_microbatches)
 
         def call(microbatch: Tree) -> tuple[Any, Any, Tree, Any]:
             value, grads = grad_fn(model, microbatch, *args, **kwargs)
@@ -164,7 +164,20 @@ def _check_differentiable(trainable: Tree) -> None:
             )
 
 
-def _split_batch(batch: Tree, num_microbatches: int) -> Tree:
+def split_batch(batch: Tree, num_microbatches: int) -> Tree:
+    """Cut the leading axis of every leaf into microbatches.
+
+    Args:
+        batch: arrays whose leading axes are multiples of `num_microbatches`.
+        num_microbatches: how many parts.
+
+    Returns:
+        The batch with leaves of shape [num_microbatches, part, ...].
+
+    Raises:
+        StructureError: when a leaf does not split, with its path.
+    """
+
     def split(path: Any, leaf: Any) -> Any:
         shape = jnp.shape(leaf)
         if not shape or shape[0] % num_microbatches:

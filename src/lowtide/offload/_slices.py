@@ -17,43 +17,39 @@ from lowtide.core import Tree, memory_space
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def read(tree: Tree, *index: Any) -> Tree:
-    """One entry of every leaf's leading axes, on the device.
+def read(tree: Tree, index: Any) -> Tree:
+    """One entry of every leaf's leading axis, on the device.
 
     Args:
-        tree: arrays or tracers, each with at least ``len(index)`` leading axes.
-        *index: positions on the leading axes.
+        tree: arrays or tracers.
+        index: its position.
 
     Returns:
-        The entries, without those axes.
+        The entries, without that axis.
 
     Memory:
         One entry on the device.
     """
-
-    def one(leaf: Any) -> Any:
-        sizes = (*(1 for _ in index), *leaf.shape[len(index) :])
-        entry = jax.lax.dynamic_slice(leaf, _starts(leaf, index), sizes)
-        return jnp.reshape(_to(entry, DEVICE), leaf.shape[len(index) :])
-
-    return jax.tree.map(one, tree)
+    return jax.tree.map(
+        lambda leaf: jnp.reshape(_to(jax.lax.dynamic_slice_in_dim(leaf, index, 1), DEVICE), leaf.shape[1:]), tree
+    )
 
 
-def write(tree: Tree, values: Tree, *index: Any) -> Tree:
-    """Replace one entry of every leaf's leading axes.
+def write(tree: Tree, values: Tree, index: Any) -> Tree:
+    """Replace one entry of every leaf's leading axis.
 
     Args:
         tree: arrays or tracers on the host or on the device.
         values: the new entries, on the device, of the dtypes of `tree`.
-        *index: positions on the leading axes.
+        index: their position.
 
     Returns:
         The tree with the entries replaced, every leaf in the memory where it was.
     """
 
     def one(leaf: Any, value: Any) -> Any:
-        entry = jnp.reshape(value, (*(1 for _ in index), *value.shape))
-        return jax.lax.dynamic_update_slice(leaf, _to(entry, memory_space(leaf)), _starts(leaf, index))
+        entry = _to(jnp.expand_dims(value, 0), memory_space(leaf))
+        return jax.lax.dynamic_update_slice_in_dim(leaf, entry, index, 0)
 
     return jax.tree.map(one, tree, values)
 
@@ -98,7 +94,3 @@ def zero_after(tree: Tree) -> Any:
 
 def _to(leaf: Any, space: Any) -> Any:
     return leaf if memory_space(leaf) == space else jax.device_put(leaf, space)
-
-
-def _starts(leaf: Any, index: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*(jnp.asarray(i, jnp.int32) for i in index), *(jnp.int32(0) for _ in range(leaf.ndim - len(index))))

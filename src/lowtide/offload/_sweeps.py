@@ -7,7 +7,8 @@ the other.
 
 Between two blocks the activations, and backward their cotangents, wait in the *wave*, of leading axis [M].
 
-Shapes: L layers, M microbatches; `inputs`, what enters each block, has leading axes [L, M].
+Shapes: L layers, M microbatches; `inputs`, what enters each block and what leaves the last, has the leading axis
+[(L + 1) * M]: of arrays in host memory libtpu cuts slices along one axis only.
 
 Known inefficiency: every block runs forward twice, as with `jax.checkpoint`.
 """
@@ -75,19 +76,19 @@ class Sweeps:
         """
         whole = put(combine(outer, self.frozen_outer), DEVICE)
         h = jax.eval_shape(self.stack.first, whole, self.batch(0))
-        inputs = buffer(h, (self.num_layers + 1, self.num_microbatches), self.inputs_space)
+        inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
         wave = buffer(h, (self.num_microbatches,), self.wave_space)
 
         def enter(m: Any, carry: Carry) -> Carry:
             h = self.stack.first(whole, self.batch(m))
-            return write(carry[0], h, 0, m), write(carry[1], h, m)
+            return write(carry[0], h, m), write(carry[1], h, m)
 
         def body(i: Any, carry: Carry) -> Carry:
             layer = combine(read(layers, i), read(self.frozen_layers, i))
 
             def visit(m: Any, carry: Carry) -> Carry:
                 h = self.stack.block(layer, read(carry[1], m), self.batch(m))
-                return write(carry[0], h, i + 1, m), write(carry[1], h, m)
+                return write(carry[0], h, self._at(i + 1, m)), write(carry[1], h, m)
 
             return self._each(visit, carry)
 
@@ -182,7 +183,7 @@ class Sweeps:
             def run(trained: Tree, h: Tree) -> Tree:
                 return self.stack.block(combine(trained, frozen), h, self.batch(m))
 
-            return jax.vjp(run, layer, read(inputs, i, m))[1](dh)
+            return jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
 
         if self.num_microbatches == 1:
             grads, dh = grads_of(0, read(wave, 0))
@@ -203,6 +204,10 @@ class Sweeps:
         zeros = jax.tree.map(_wide_zeros, shapes)
         total = self._each(lambda m, total: jax.tree.map(_add, total, grads_of(m)), zeros)
         return _narrowed(total, shapes)
+
+    def _at(self, i: Any, m: Any) -> Any:
+        """Where the input of block i for microbatch m is in `inputs`."""
+        return i * self.num_microbatches + m
 
     def _each(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
         if self.num_microbatches == 1:

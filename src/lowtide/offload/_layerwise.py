@@ -1,0 +1,270 @@
+"""The optimizer inside the backward pass: one block's gradients at a time, updated at once, state on the host.
+
+A training step usually holds all gradients before the first update, and all optimizer state with them. Here the
+backward pass visits one block of a `LayerStack` at a time; its gradients meet the optimizer before the next block runs,
+and its weights and state are on the device for that visit only. Microbatches go breadth first, so tokens per step can
+grow while the traffic over the host link stays that of one pass over the weights.
+
+The idea of updating inside the backward pass is LOMO's (Lv et al., arXiv:2306.09782), state on the host ZeRO-Offload's
+(Ren et al., arXiv:2101.06840), layer-to-layer execution of all microbatches L2L's (Pudipeddi et al., arXiv:2002.05645).
+
+Deviations and limits: each layer, and each outer leaf, is a tree of its own to the optimizer, so one that mixes leaves
+(a global norm in a chain) is refused, and `Clip` takes the place of clipping; every block runs forward twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowtide.core import (
+    ConfigError,
+    LayerStack,
+    PlacementError,
+    StructureError,
+    Tree,
+    Where,
+    combine,
+    leaves_with_paths,
+    memory_space,
+    num_layers,
+    partition,
+    split_batch,
+)
+
+from ._clip import Clip
+from ._coupling import refuse_coupled
+from ._slices import DEVICE, HOST
+from ._state import LayerwiseState, initial_state, place_parameters
+from ._step import Step
+from ._sweeps import Sweeps
+
+PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
+"""Where things live unless `layerwise_step` is told otherwise."""
+
+
+def layerwise_step(
+    stack: LayerStack,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Where = "**",
+    place: Mapping[str, str] | None = None,
+    clip: Clip | None = None,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+    chunk_bytes: int = 2**26,
+) -> LayerwiseStep:
+    """A training step that updates each layer inside the backward pass.
+
+    Args:
+        stack: the model as `first`, `block`, `last`.
+        tx: any Optax optimizer that treats leaves one by one; no clipping by a global norm in it.
+        wrt: which leaves of ``{"outer": ..., "layers": ...}`` train: globs such as ``"layers/**/lora_*"``, or a
+            predicate.
+        place: ``"host"`` or ``"device"`` for ``"layers"`` (stacked parameters), ``"outer"`` (embedding, norm, head),
+            ``"opt_state"`` (of both) and ``"inputs"`` (what enters each block, kept for the backward pass). By default
+            all are on the host but the outer parameters.
+        clip: how to clip gradients, or None.
+        num_microbatches: into how many parts a batch is split; each layer sees all of them before the next is fetched.
+        weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`.
+        chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update.
+
+    Returns:
+        The step: ``state, frozen = step.init(outer, layers)``, then
+        ``state, metrics = jax.jit(step, donate_argnums=0)(state, frozen, batch)``.
+
+    Raises:
+        StructureError: when `stack` is no `LayerStack`.
+        ConfigError: for an unknown place or a number out of range.
+
+    Memory:
+        Device, beside what `place` leaves there: the weights and gradients of one layer, the activations of one block
+        for one microbatch, a few blocks of `chunk_bytes`; for the outer leaves the gradient of the largest (of those
+        that `first` and `last` share, throughout the backward pass). Flat in the number of layers and microbatches.
+        Host: one copy of what is placed there, and ``(num_layers + 2) * batch`` activations between blocks.
+
+    Examples:
+        >>> stack = LayerStack(
+        ...     first=lambda outer, batch: batch["x"] * outer["scale"],
+        ...     block=lambda layer, h, batch: jnp.tanh(h @ layer["w"]),
+        ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
+        ... )
+        >>> step = layerwise_step(stack, optax.adam(1e-3))
+        >>> state, frozen = step.init({"scale": jnp.ones(())}, {"w": jnp.ones((3, 2, 2))})
+        >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.zeros((4, 2))}
+        >>> state, metrics = jax.jit(step, donate_argnums=0)(state, frozen, batch)
+        >>> sorted(metrics), state.layers["w"].sharding.memory_kind
+        (['grad_norm', 'loss'], 'pinned_host')
+
+    References:
+        Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", arXiv:2306.09782.
+        Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm",
+        arXiv:2002.05645.
+    """
+    if not isinstance(stack, LayerStack):
+        raise StructureError(
+            "layerwise_step needs a model as a stack of equal blocks",
+            expected="a lowtide.LayerStack",
+            got=type(stack).__name__,
+            hint="make one from three functions, or use lt.offload.optimizer, which takes any model",
+        )
+    places = {**PLACES, **(place or {})}
+    for name, where in places.items():
+        if name not in PLACES or where not in ("host", "device"):
+            raise ConfigError(
+                f"unknown placement {name!r}: {where!r}",
+                expected=f'"host" or "device" for {", ".join(PLACES)}',
+                got=f"{name!r}: {where!r}",
+                hint=f"the default is {PLACES}",
+            )
+    for name, number in (("num_microbatches", num_microbatches), ("chunk_bytes", chunk_bytes)):
+        if number < 1:
+            raise ConfigError(f"{name} has to be at least 1", got=number, hint="leave it out for the default")
+    return LayerwiseStep(
+        stack=stack,
+        tx=tx,
+        wrt=wrt,
+        place=places,
+        clip=clip,
+        num_microbatches=num_microbatches,
+        weight=weight,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit tells steps apart by identity
+class LayerwiseStep:
+    """A pure training step; made by `layerwise_step`, called under `jax.jit` with its first argument donated."""
+
+    stack: LayerStack
+    """The model."""
+    tx: optax.GradientTransformation
+    """The optimizer."""
+    wrt: Where
+    """What trains."""
+    place: Mapping[str, str]
+    """Where things live."""
+    clip: Clip | None
+    """How gradients are clipped."""
+    num_microbatches: int
+    """Parts of a batch."""
+    weight: Callable[[Tree], Any] | None
+    """Weight of a microbatch."""
+    chunk_bytes: int
+    """Optimizer state on the device at a time."""
+
+    def init(self, outer: Tree, layers: Tree) -> tuple[LayerwiseState, Tree]:
+        """Place the parameters and make the optimizer's state.
+
+        Args:
+            outer: parameters outside the stack.
+            layers: stacked parameters. Both may be arrays, or `jax.ShapeDtypeStruct`s (then so are the results, for
+                ahead-of-time compilation), each with its own sharding.
+
+        Returns:
+            The state, which every step consumes and returns, and the frozen leaves, which it only reads.
+
+        Raises:
+            SelectionError: when `wrt` selects nothing.
+            StructureError: for layers without a common leading axis, or an optimizer that mixes leaves.
+
+        Memory:
+            One copy of each parameter where it is placed; optimizer state is made a layer at a time.
+        """
+        num_layers(layers)
+        trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
+        if not jax.tree.leaves(trainable["layers"]):
+            raise StructureError(
+                "no stacked leaf trains",
+                expected="at least one selected leaf below 'layers'",
+                got=", ".join(path for path, _ in leaves_with_paths(trainable)),
+                hint="without gradients in the layers lowtide.value_and_grad needs no layerwise step",
+            )
+        trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
+        refuse_coupled(self.tx, jax.tree.map(_one_layer, trainable["layers"]))
+        return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
+
+    def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
+        """The model's parameters as they are now: `outer` and `layers`, where they live."""
+        return combine(state.outer, frozen["outer"]), combine(state.layers, frozen["layers"])
+
+    def __call__(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> tuple[LayerwiseState, dict[str, Any]]:
+        """One step.
+
+        Args:
+            state: as `init` or the previous step returned it; donate it.
+            frozen: the frozen leaves.
+            batch: whatever the stack's functions read; the leading axis of every leaf splits into microbatches.
+
+        Returns:
+            The new state, and the metrics: ``loss``, ``grad_norm`` (of all gradients, before clipping), and those of
+            `last`, averaged over microbatches by weight.
+
+        Raises:
+            PlacementError: when a leaf of the state is not in the memory where it was placed.
+            StructureError: when the batch does not split.
+        """
+        self._check_places(state, frozen)
+        step = self._step(state, frozen, batch)
+        if self.clip is not None and self.clip.mode == "exact":
+            return step.update(self.clip.factor(step.measure()))
+        if self.clip is not None and self.clip.mode == "previous":
+            return step.update(self.clip.factor(state.grad_norm))
+        return step.update(None)
+
+    def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> Step:
+        batches, seeds = self._batches(batch)
+        return Step(
+            tx=optax.with_extra_args_support(self.tx),
+            clip=self.clip,
+            chunk_bytes=self.chunk_bytes,
+            outer_space=_space(self.place["outer"]),
+            state=state,
+            sweeps=Sweeps(
+                stack=self.stack,
+                frozen_outer=frozen["outer"],
+                frozen_layers=frozen["layers"],
+                batches=batches,
+                seeds=seeds,
+                num_layers=num_layers(state.layers),
+                inputs_space=_space(self.place["inputs"]),
+            ),
+        )
+
+    def _batches(self, batch: Tree) -> tuple[Tree, Any]:
+        """The microbatches, and the part of each in the loss."""
+        batches = split_batch(batch, self.num_microbatches)
+        if self.weight is None or self.num_microbatches == 1:
+            return batches, jnp.full(self.num_microbatches, 1 / self.num_microbatches, jnp.float32)
+        weights = jax.vmap(lambda part: jnp.asarray(self.weight(part), jnp.float32))(batches)  # pyright: ignore[reportOptionalCall]
+        return batches, weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
+
+    def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
+        trees = {
+            "outer": (state.outer, frozen["outer"]),
+            "layers": (state.layers, frozen["layers"]),
+            "opt_state": (state.outer_opt, state.layers_opt),
+        }
+        for name, tree in trees.items():
+            wanted = _space(self.place[name])
+            for path, leaf in leaves_with_paths(tree):
+                if leaf.ndim > 1 and memory_space(leaf) != wanted:
+                    raise PlacementError(
+                        f"{name}/{path.partition('/')[2]}: not in the memory where the step was told it is",
+                        expected=f"{self.place[name]} memory",
+                        got="device memory" if wanted == HOST else "host memory",
+                        hint="take the state from step.init, or put a restored one back with lt.offload.to_host",
+                    )
+
+
+def _space(place: str) -> Any:
+    return HOST if place == "host" else DEVICE
+
+
+def _one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

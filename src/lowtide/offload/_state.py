@@ -1,0 +1,109 @@
+"""The state of a layerwise step: what it consumes and returns, and how it comes about a layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lowtide.core import Tree, leaves_with_paths, num_layers, on_host
+
+from ._optimizer import state_shardings
+from ._place import to_device, to_host
+from ._slices import DEVICE, HOST, buffer, put, read, write
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "outer", "layers", "outer_opt", "layers_opt", "grad_norm"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class LayerwiseState:
+    """All that a layerwise step changes."""
+
+    step: Any
+    """Steps taken, an int32 scalar."""
+    outer: Tree
+    """Trainable outer leaves, `None` elsewhere."""
+    layers: Tree
+    """Trainable stacked leaves, `None` elsewhere."""
+    outer_opt: Mapping[str, Tree]
+    """The optimizer's state of each outer leaf, by its path."""
+    layers_opt: Tree
+    """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
+    grad_norm: Any
+    """Norm of all gradients of the last step, float32; 0 before the first."""
+
+
+def alone(tree: Tree, path: str) -> Tree:
+    """The tree with all leaves but one left out."""
+    leaves, treedef = jax.tree.flatten(tree)
+    paths = [name for name, _ in leaves_with_paths(tree)]
+    return treedef.unflatten([leaf if name == path else None for name, leaf in zip(paths, leaves, strict=True)])
+
+
+def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
+    """The trees ``{"outer", "layers"}``, each in its memory; vectors and scalars of `outer` stay on the device."""
+
+    def placed(name: str) -> Tree:
+        leaves = tree[name]
+        if not jax.tree.leaves(leaves):
+            return leaves
+        if place[name] == "device":
+            return to_device(leaves)
+        large = any(leaf.ndim > 1 for leaf in jax.tree.leaves(leaves))
+        return to_host(leaves, lambda path, leaf: leaf.ndim > 1) if large else leaves
+
+    return {"outer": placed("outer"), "layers": placed("layers")}
+
+
+def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
+    """The state of step 0, for placed parameters: arrays, or shapes for shapes."""
+    space = HOST if opt_place == "host" else DEVICE
+
+    def make_layers(layers: Tree) -> Tree:
+        made = jax.eval_shape(lambda: tx.init(read(layers, 0)))
+        empty = jax.tree.map(lambda leaf: buffer(leaf, (count,), space if leaf.ndim else DEVICE), made)
+        return jax.lax.fori_loop(0, count, lambda i, made: write(made, tx.init(read(layers, i)), i), empty)
+
+    def make_outer(leaf: Tree) -> Tree:
+        made = tx.init(put(leaf, DEVICE))
+        return jax.tree.map(lambda x: put(x, space) if x.ndim > 1 else x, made)
+
+    count = num_layers(layers)
+    return LayerwiseState(
+        step=_zero(layers, jnp.int32),
+        outer=outer,
+        layers=layers,
+        outer_opt={path: _made(make_outer, alone(outer, path)) for path, _ in leaves_with_paths(outer)},
+        layers_opt=_made(make_layers, layers),
+        grad_norm=_zero(layers, jnp.float32),
+    )
+
+
+def _made(make: Callable[[Tree], Tree], params: Tree) -> Tree:
+    """The value of ``make(params)``, each leaf sharded like the parameter that it belongs to; of shapes, shapes."""
+    initialiser: Any = make  # only `init` of the transformation is asked
+    shardings = state_shardings(optax.GradientTransformation(initialiser, initialiser), params)
+    if not _are_shapes(params):
+        return jax.jit(make, out_shardings=shardings)(params)
+
+    def shaped(leaf: Any, sharding: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return to_host(shape) if on_host(sharding) else shape
+
+    return jax.tree.map(shaped, jax.eval_shape(make, params), shardings)
+
+
+def _are_shapes(tree: Tree) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _zero(like: Tree, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct((), dtype) if _are_shapes(like) else jnp.zeros((), dtype)
