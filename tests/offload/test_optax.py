@@ -32,12 +32,12 @@ def trees(kind: str) -> Any:
         return jax.random.normal(jax.random.key(at), shape)
 
     return {
-        "flat": {"a": normal(0, 44, 128), "b": normal(1, 16, 256)},
+        "flat": {"a": normal(0, 56, 128), "b": normal(1, 16, 256)},
         "nested": {
-            "layers": {"w": normal(0, 3, 24, 128), "norm": normal(1, 3, 128)},
-            "head": (normal(2, 2048), jnp.float32(0.7)),
+            "layers": {"w": normal(0, 3, 56, 128), "norm": normal(1, 3, 128)},
+            "head": (normal(2, 4096), jnp.float32(0.7)),
         },
-        "bare": normal(0, 44, 128),
+        "bare": normal(0, 56, 128),
     }[kind]
 
 
@@ -59,7 +59,7 @@ def check(name: str, kind: str) -> None:
     if name == "sm3" and kind == "nested":
         pytest.skip("sm3 takes no scalars, wrapped or not")
     params, extra = trees(kind), optimizer_table.extra_arguments(name)
-    wrapped = optimizer(optimizer_table.OPTIMIZERS[name](), ".*", chunk_bytes=8192)
+    wrapped = optimizer(optimizer_table.OPTIMIZERS[name](), ".*", chunk_bytes=24 * 1024)
     try:
         wrapped.init(params)
     except SelectionError:

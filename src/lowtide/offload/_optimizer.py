@@ -112,6 +112,15 @@ class _Offloaded:
         self.compiled = jax.jit(self._update)
 
     def init(self, params: Tree) -> Tree:
+        leaves = jax.tree.leaves(params)
+        is_concrete = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
+        if not is_concrete or len({frozenset(leaf.sharding.device_set) for leaf in leaves}) != 1:
+            return self._init(params)
+        # Compiled, the state goes to the host leaf by leaf; made eagerly, all of it is on the device first.
+        this = optax.GradientTransformation(self._init, self.tx.update)
+        return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
+
+    def _init(self, params: Tree) -> Tree:
         state = self.tx.init(params)
         leaves, structure = jax.tree.flatten(state)
         chosen = self._chosen(state)

@@ -234,13 +234,12 @@ class _Loop:
     def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
         num_bytes = sum(leaf_bytes(read[at]) for at in self.group.leaves if at in self.plan.on_host)
         on_host = [array for array in (*read.values(), *buffers) if memory_space(array) is Space.Host]
-        rows, reason = self.rows, self.reason
-        if rows and not all(is_row_major(array.shape) for array in on_host):
-            rows, reason = 0, "a device does not store arrays of its shape row by row"
-        if num_bytes > self.chunk_bytes and reason and self.on_whole:
-            self.on_whole(reason)
-        prefix = read[self.group.leaves[0]].shape[:rows]
-        cut = cut_block(prefix, min(array.ndim for array in on_host), num_bytes, self.chunk_bytes)
+        prefix = read[self.group.leaves[0]].shape[: self.rows]
+        cut, reason = None, self.reason
+        if self.rows and all(is_row_major(array.shape) for array in on_host):
+            cut = cut_block(prefix, min(array.ndim for array in on_host), num_bytes, self.chunk_bytes)
+        if num_bytes > self.chunk_bytes and not cut and self.on_whole:
+            self.on_whole(reason or "a TPU cannot slice arrays of its shape on the host")
         if cut is None:
             return self._run(read, buffers, after, (), 1, lambda i: ((), 0))
         axis, size = cut
@@ -329,28 +328,28 @@ def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int
         chunk_bytes: bytes wanted in a block.
 
     Returns:
-        Axis and size, or None when one block is all. Along the last two axes sizes are multiples of a TPU's tiles; of
-        sizes near the wanted one, one that divides the axis is taken.
+        Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
+        blocks have to be multiples of a TPU's tiles. Of sizes near the wanted one, one that divides the axis is taken.
     """
     if num_bytes <= chunk_bytes or not prefix:
         return None
+    tiles = [{1: 1024, 2: 8}.get(ndim - axis, 1) for axis in range(len(prefix))]
     axis, row_bytes = 0, num_bytes / prefix[0]
-    # An axis is only merged with those before it, without a copy, where it is a multiple of the tile.
-    while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1):
-        if axis + 3 == ndim and prefix[axis + 1] % 8:
-            break
+    while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1) and not prefix[axis + 1] % tiles[axis + 1]:
         axis += 1
         row_bytes /= prefix[axis]
-    tile = {1: 1024, 2: 8}.get(ndim - axis, 1)
-    wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), prefix[axis])
-    return axis, next((size for size in range(wanted, wanted // 2, -tile) if prefix[axis] % size == 0), wanted)
+    length, tile = prefix[axis], tiles[axis]
+    if length % tile:
+        return None
+    wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
+    return axis, next((size for size in range(wanted, wanted // 2, -tile) if length % size == 0), wanted)
 
 
 def is_row_major(shape: Sequence[int]) -> bool:
     """Whether a TPU can slice rows of an array on the host: whether it stores it with the last axis innermost.
 
     It tiles two axes by 8 x 128 and takes those two that need the least padding; rows of an array that is stored
-    otherwise, or of a vector that does not fill its tiles, cannot be sliced there.
+    otherwise cannot be sliced there.
     """
 
     def padded(second: int, last: int) -> float:
@@ -359,6 +358,4 @@ def is_row_major(shape: Sequence[int]) -> bool:
         return -(-rows // tile) * tile / max(rows, 1) * -(-columns // 128) * 128 / max(columns, 1)
 
     axes = range(len(shape))
-    if len(shape) < 2:
-        return shape[0] % 1024 == 0
-    return padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)
+    return len(shape) < 2 or padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)

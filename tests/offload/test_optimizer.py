@@ -1,0 +1,311 @@
+"""Optimizer state on the host: in place, a few blocks on the device, on one chip and on a mesh; clear refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lowtide import memory
+from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError, StructureError
+from lowtide.offload import optimizer, state_shardings
+
+MIB = 2**20
+CHUNK = 24 * 1024  # for Adam's moments of 56 x 128: two blocks and a tail
+MOMENTS = r".*/(mu|nu)/.*"
+
+
+def params(**shapes: tuple[int, ...]) -> Any:
+    return {name: jax.random.normal(jax.random.key(at), shape) for at, (name, shape) in enumerate(shapes.items())}
+
+
+def step_of(tx: Any) -> Any:
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def kinds(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding.memory_kind, tree)
+
+
+# --- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["streamed", "leaf", "whole"])
+def test_values_are_those_of_the_wrapped_optimizer_under_jit_and_eagerly(mode: str) -> None:
+    tx, start = optax.adamw(1e-2), params(w=(56, 128), v=(16, 128))
+    wrapped = optimizer(tx, mode=mode, chunk_bytes=CHUNK)
+    want, got, state = start, start, wrapped.init(start)
+    plain, step = tx.init(start), jax.jit(step_of(wrapped))
+    for at in range(3):
+        grads = jax.tree.map(lambda p, at=at: jnp.sin(p + at), start)
+        eager = wrapped.update(grads, state, got)
+        want, plain = jax.jit(step_of(tx))(want, plain, grads)
+        old, (got, state) = got, step(got, state, grads)
+        for a, b in zip(jax.tree.leaves(eager[1]), jax.tree.leaves(state), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(optax.apply_updates(old, eager[0])["w"], got["w"], rtol=1e-6, atol=1e-7)
+    for a, b in zip(jax.tree.leaves((got, state)), jax.tree.leaves((want, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_what_matches_is_on_the_host_and_nothing_else() -> None:
+    wrapped = optimizer(optax.adamw(1e-2), MOMENTS)
+    start = params(w=(8, 128))
+    state = wrapped.init(start)
+    assert kinds(state)[0] == optax.ScaleByAdamState(count="device", mu={"w": "pinned_host"}, nu={"w": "pinned_host"})
+    updates, new = jax.jit(wrapped.update)(start, state, start)
+    assert (kinds(updates), kinds(new)) == ({"w": "device"}, kinds(state))
+    assert kinds(jax.jit(wrapped.init)(start)) == kinds(state)
+    assert jax.tree.structure(jax.eval_shape(wrapped.init, start)) == jax.tree.structure(state)
+
+
+def test_the_default_finds_the_moments_of_a_bare_array_and_of_a_bare_transformation() -> None:
+    state = optimizer(optax.scale_by_adam()).init(jnp.ones((8, 128)))
+    assert (state.mu.sharding.memory_kind, state.count.sharding.memory_kind) == ("pinned_host", "device")
+
+
+def test_a_second_step_compiles_nothing(compilations: Any) -> None:
+    wrapped = optimizer(optax.adamw(1e-2), chunk_bytes=CHUNK)
+    start = jax.device_put(params(w=(56, 128)), jax.devices()[0])  # else the first step commits it
+    step, state = jax.jit(step_of(wrapped)), wrapped.init(start)
+    got, state = step(start, state, start)
+    wrapped.update(start, state, start)
+    with compilations.none():
+        got, state = step(got, state, start)
+        jax.block_until_ready(wrapped.update(start, state, start))
+
+
+def test_extra_arguments_reach_the_wrapped_optimizer() -> None:
+    tx = optax.chain(optax.scale_by_adam(), optax.polyak_sgd(1.0))
+    start = params(w=(56, 128))
+    wrapped = optimizer(tx, chunk_bytes=CHUNK)
+    want, _ = tx.update(start, tx.init(start), start, value=jnp.float32(0.5))
+    with pytest.warns(PlacementWarning):  # the step size is computed from Adam's own update
+        got, _ = wrapped.update(start, wrapped.init(start), start, value=0.5)
+    np.testing.assert_allclose(got["w"], want["w"], rtol=2e-6)
+
+
+# --- what cannot be cut --------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_separable_warns_once_with_paths_and_operation() -> None:
+    wrapped = optimizer(optax.lamb(1e-2), chunk_bytes=CHUNK)
+    start = params(w=(56, 128), v=(56, 128))
+    state = wrapped.init(start)
+    with pytest.warns(PlacementWarning) as caught:
+        jax.jit(wrapped.update)(start, state, start)
+        jax.jit(lambda *args: wrapped.update(*args))(start, state, start)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "optimizer state 0/mu/v, 0/nu/v: updated leaf by leaf instead of block by block, because of the operation "
+        'reduce_sum\nhint: choose mode="leaf" to accept it, an optimizer that works element by element, or a narrower '
+        "match"
+    )
+
+
+def test_one_block_or_the_mode_leaf_need_no_warning() -> None:
+    start = params(w=(56, 128))
+    for wrapped in (optimizer(optax.lamb(1e-2)), optimizer(optax.lamb(1e-2), mode="leaf", chunk_bytes=CHUNK)):
+        jax.jit(wrapped.update)(start, wrapped.init(start), start)
+
+
+@pytest.mark.parametrize("shape", [(3001, 1111), (50257, 128), (3000001,)])
+def test_shapes_that_cannot_be_sliced_on_the_host_say_so(shape: tuple[int, ...]) -> None:
+    wrapped = optimizer(optax.adam(1e-2), chunk_bytes=MIB)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")  # structs on a single device forget that they are on the host
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+    state = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+        jax.eval_shape(wrapped.init, leaf),
+        state_shardings(wrapped, leaf),
+    )
+    with pytest.warns(PlacementWarning, match=r"0/mu, 0/nu: (.|\n)*a TPU cannot slice arrays of its shape(.|\n)*hint:"):
+        jax.jit(wrapped.update).trace(leaf, state, leaf)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def on_chip(tree: Any, device: Any, kind: str = "device") -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+def compiled(tx: Any, shapes: dict[str, tuple[int, ...]], device: Any, **options: Any) -> Any:
+    """XLA's figures for a whole step: gradients of a cheap loss, update, new parameters."""
+    wrapped = optimizer(tx, **options)
+    leaves = on_chip({name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}, device)
+    placed = state_shardings(wrapped, leaves)
+    state = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+        jax.eval_shape(wrapped.init, leaves),
+        placed,
+    )
+
+    def step(params: Any, state: Any) -> Any:
+        grads = jax.grad(lambda p: sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(p)))(params)
+        return step_of(wrapped)(params, state, grads)
+
+    return memory.compile(step, leaves, state, target="v5e", donate_argnums=(0, 1)).compiled.memory_analysis()
+
+
+@pytest.mark.tpu_aot
+def test_a_step_of_adam_on_four_large_matrices(tpu_device: Any) -> None:
+    stats = compiled(optax.adam(1e-3), {f"w{at}": (7168, 7168) for at in range(4)}, tpu_device)
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == 1568 * MIB
+    assert stats.host_temp_size_in_bytes == 0
+    total = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    assert total + stats.output_size_in_bytes - stats.alias_size_in_bytes <= 2700 * MIB
+    assert stats.temp_size_in_bytes <= (4 * 64 + 196) * MIB  # four blocks, and the gradient in the making
+
+
+@pytest.mark.tpu_aot
+def test_temporaries_of_an_update_are_flat_in_the_number_of_leaves(tpu_device: Any) -> None:
+    wrapped = optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), chunk_bytes=4 * MIB)
+    temporaries = []
+    for num_leaves in (8, 16):
+        leaves = {f"w{at}": jax.ShapeDtypeStruct((2048, 2048), jnp.float32) for at in range(num_leaves)}
+        leaves = on_chip(leaves, tpu_device)
+        state = jax.tree.map(
+            lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+            jax.eval_shape(wrapped.init, leaves),
+            state_shardings(wrapped, leaves),
+        )
+        program = memory.compile(wrapped.update, leaves, state, leaves, target="v5e", donate_argnums=(0, 1))
+        stats = program.compiled.memory_analysis()
+        assert stats.host_alias_size_in_bytes == stats.host_argument_size_in_bytes == num_leaves * 32 * MIB
+        assert stats.host_temp_size_in_bytes == 0
+        temporaries.append(stats.temp_size_in_bytes)
+    assert max(temporaries) <= 4 * 4 * MIB
+    assert temporaries[1] - temporaries[0] <= 3 * MIB
+
+
+@pytest.mark.tpu_aot
+def test_leaf_by_leaf_holds_one_leaf_at_a_time_and_whole_holds_all(tpu_device: Any) -> None:
+    shapes = {f"w{at}": (2048, 2048) for at in range(8)}
+    leaf = compiled(optax.adam(1e-3), shapes, tpu_device, mode="leaf").temp_size_in_bytes
+    whole = compiled(optax.adam(1e-3), shapes, tpu_device, mode="whole").temp_size_in_bytes
+    assert leaf <= 5 * 16 * MIB < 8 * 32 * MIB <= whole
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("shape", [(3, 1000, 1024), (50257, 128), (3 * 2**20,), (2, 3, 304, 1024), (3001, 1111)])
+def test_shapes_that_a_tpu_stores_in_its_own_ways_compile(tpu_device: Any, shape: tuple[int, ...]) -> None:
+    # libtpu aborts on host slices along two axes, and refuses slices along lanes or of broken tiles.
+    options = {"mode": "leaf"} if shape in ((50257, 128), (3001, 1111)) else {}
+    stats = compiled(optax.adam(1e-3), {"w": shape}, tpu_device, chunk_bytes=MIB, **options)
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes > 0
+    assert stats.host_temp_size_in_bytes == 0
+
+
+@pytest.mark.tpu_aot
+def test_making_the_state_needs_one_leaf_on_the_device(tpu_device: Any) -> None:
+    leaves = on_chip({f"w{at}": jax.ShapeDtypeStruct((2048, 2048), jnp.float32) for at in range(8)}, tpu_device)
+    stats = memory.compile(optimizer(optax.adam(1e-3)).init, leaves, target="v5e").compiled.memory_analysis()
+    assert stats.host_output_size_in_bytes == 8 * 32 * MIB
+    assert stats.temp_size_in_bytes <= 17 * MIB
+
+
+# --- on a mesh -----------------------------------------------------------------------------------------------------
+
+
+def fsdp(mesh: Any) -> dict[str, NamedSharding]:
+    specs = {"rows": P("fsdp", None), "stack": P(None, "fsdp", None), "columns": P(None, None, "fsdp"), "norm": P()}
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+AXLEARN = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), optax.ema(0.9))
+
+
+def test_shards_have_the_values_of_the_unsharded_update() -> None:
+    shardings = fsdp(jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)))
+    start = params(rows=(512, 128), stack=(3, 128, 128), columns=(2, 8, 1024), norm=(1024,))
+    wrapped = optimizer(AXLEARN, MOMENTS, chunk_bytes=CHUNK, shardings=shardings)
+    # By way of NumPy: on the CPU a replica may share the buffer that it was made of, and the step donates it.
+    placed = jax.device_put(jax.tree.map(np.array, start), shardings)
+    where = state_shardings(wrapped, placed)
+    state = wrapped.init(placed)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
+    step = jax.jit(step_of(wrapped), donate_argnums=(0, 1), out_shardings=(shardings, where))
+    plain, want, reference = AXLEARN.init(start), start, jax.jit(step_of(AXLEARN))
+    for at in range(2):
+        grads = jax.tree.map(lambda p, at=at: jnp.cos(p + at), start)
+        want, plain = reference(want, plain, grads)
+        placed, state = step(placed, state, jax.device_put(grads, shardings))
+    for a, b in zip(jax.tree.leaves((placed, state)), jax.tree.leaves((want, plain)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
+
+
+@pytest.mark.tpu_aot
+def test_on_eight_chips_only_shards_move() -> None:
+    shardings = fsdp(jax.sharding.Mesh(np.array(memory.target("v5e:2x4").devices()), ("fsdp",)))
+    shapes = {"rows": (8192, 4096), "stack": (4, 4096, 2048), "columns": (2, 1024, 8192), "norm": (1024,)}
+    leaves = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=shardings[name]) for name in shapes}
+    wrapped = optimizer(AXLEARN, MOMENTS, chunk_bytes=MIB, shardings=shardings)
+    where = state_shardings(wrapped, leaves)
+    state = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+        jax.eval_shape(wrapped.init, leaves),
+        where,
+    )
+    step = jax.jit(step_of(wrapped), donate_argnums=(0, 1), out_shardings=(shardings, where))
+    program = memory.compile(step, leaves, state, leaves, target="v5e:2x4").compiled
+    stats, text = program.memory_analysis(), program.as_text()
+    moments = 2 * (8192 * 4096 + 4 * 4096 * 2048 + 2 * 1024 * 8192) * 4 // 8 + 2 * 1024 * 4
+    assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == moments
+    assert stats.host_temp_size_in_bytes == 0
+    assert stats.temp_size_in_bytes <= 4 * MIB
+    assert "all-gather" not in text and text.count(" dynamic-slice-start(") >= 6
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_a_pattern_that_selects_nothing_lists_paths() -> None:
+    with pytest.raises(SelectionError, match=r"selects no leaf(.|\n)*0/count, 0/mu/w, 0/nu/w(.|\n)*hint: r\"\.\*\""):
+        optimizer(optax.adam(1e-3), "mu").init(params(w=(8, 128)))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_state_on_the_device_is_refused(jit: bool) -> None:
+    tx, start = optax.adam(1e-3), params(w=(8, 128))
+    wrapped = optimizer(tx)
+    update = jax.jit(wrapped.update) if jit else wrapped.update
+    with pytest.raises(PlacementError, match=r"0/mu/w is not in host memory(.|\n)*hint: .*lt\.offload\.to_host"):
+        update(start, tx.init(start), start)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"mode": "chunked"}, r"unknown mode(.|\n)*streamed, leaf, whole(.|\n)*hint:"),
+        ({"chunk_bytes": 0}, r"chunk_bytes has to be positive(.|\n)*hint:"),
+        ({"match": "*/mu"}, r"no regular expression(.|\n)*hint: globs"),
+    ],
+)
+def test_arguments_that_cannot_be_used(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        optimizer(optax.adam(1e-3), **options)
+
+
+def test_shardings_of_another_structure_are_refused() -> None:
+    start = params(w=(8, 128))
+    wrapped = optimizer(optax.adam(1e-3), shardings={"v": start["w"].sharding})
+    with pytest.raises(StructureError, match=r"not the structure of the parameters(.|\n)*hint: jax\.tree\.map"):
+        wrapped.update(start, wrapped.init(start), start)
+
+
+def test_state_shardings_need_shardings() -> None:
+    with pytest.raises(PlacementError, match=r"parameter w has no sharding(.|\n)*hint:"):
+        state_shardings(optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 128), jnp.float32)})

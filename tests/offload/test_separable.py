@@ -1,0 +1,153 @@
+"""What is proved about an update: which leaves belong together, and how many of their axes may be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide.core import StructureError
+from lowtide.offload._rows import cut_block, is_row_major, plan, stream
+
+HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+CHUNK = 8 * 4 * 128 * 4  # eight rows of four matrices' rows of 128
+
+
+def on_host(*shape: int) -> Any:
+    return jax.device_put(jnp.reshape(jnp.sin(jnp.arange(float(np.prod(shape)))), shape), HOST)
+
+
+def rows_of(fn: Callable[..., Any], *args: Any) -> Any:
+    """For `fn` that replaces its first argument: the axes that may be cut, and what prevents it."""
+    (group,) = plan(fn, args, lambda *args: args[0], chunk_bytes=64).groups
+    return group.rows, group.blocked_by
+
+
+W, G = on_host(3, 16, 128), jnp.ones((3, 16, 128))
+
+
+@pytest.mark.parametrize(
+    ("fn", "rows", "blocked_by"),
+    [
+        (lambda w, g: w + jnp.sin(g), 3, None),
+        (lambda w, g: w * jnp.linalg.norm(g), 3, None),  # of the gradient: known before
+        (lambda w, g: jnp.where(jnp.all(jnp.isfinite(g)), w + g, w), 3, None),
+        (lambda w, g: jax.lax.cond(g[0, 0, 0] > 0, lambda: w + g, lambda: w), 3, None),
+        (lambda w, g: jax.jit(jax.checkpoint(jax.nn.relu))(w) + jax.nn.gelu(g), 3, None),
+        (lambda w, g: w / jnp.sqrt(jnp.sum(w * w, axis=-1, keepdims=True)), 2, None),
+        (lambda w, g: w - jnp.mean(w, axis=(1, 2), keepdims=True), 1, None),
+        (lambda w, g: jnp.einsum("lij,lkj->lik", w, jnp.ones((3, 128, 128))), 1, None),
+        (lambda w, g: jnp.sort(w, axis=1), 1, None),
+        (lambda w, g: w.reshape(3, 2048)[:, ::-1].reshape(3, 16, 128), 1, None),
+        (lambda w, g: jnp.cumsum(w, axis=2), 2, None),
+        (lambda w, g: w + jax.random.normal(jax.random.key(0), w.shape), 3, None),  # made before, then sliced
+        (lambda w, g: w / jnp.linalg.norm(w), 0, "reduce_sum"),
+        (lambda w, g: jnp.flip(w, 0), 0, "rev"),
+        (lambda w, g: jnp.cumsum(w, axis=0), 0, "cumsum"),
+        (lambda w, g: jnp.roll(w, 1, axis=0), 0, "slice"),
+        (lambda w, g: jax.lax.scan(lambda c, x: (c + x, c), jnp.zeros((16, 128)), w)[1], 0, "scan"),
+        (lambda w, g: jnp.swapaxes(jnp.swapaxes(w, 0, 1) + 1, 0, 1), 0, "transpose"),
+    ],
+)
+def test_rows_of_an_operation_and_values_of_its_blocks(fn: Callable[..., Any], rows: int, blocked_by: Any) -> None:
+    found, reason = rows_of(fn, W, G)
+    assert (found, reason) == (rows, blocked_by)
+    streamed = jax.jit(
+        lambda w, g: stream(fn, (w, g), lambda w, g: w, chunk_bytes=4096, on_fallback=lambda paths, reason: None)
+    )(W, G)
+    assert streamed.sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(streamed, fn(jax.device_put(W, jax.memory.Space.Device), G), rtol=1e-6, atol=1e-6)
+
+
+def test_leaves_that_meet_are_a_group_and_others_are_not() -> None:
+    def fn(state: Any, grads: Any) -> Any:
+        scale = sum(jnp.sum(g) for g in jax.tree.leaves(grads))  # of all gradients: binds nothing
+        return {name: leaf * scale + grads[name[0]] for name, leaf in state.items()}
+
+    state = {"a1": on_host(16, 128), "a2": on_host(16, 128), "b1": on_host(24, 128)}
+    grads = {"a": jnp.ones((16, 128)), "b": jnp.ones((24, 128))}
+    groups = plan(fn, (state, grads), lambda state, grads: state, chunk_bytes=CHUNK).groups
+    assert sorted(len(group.outputs) for group in groups) == [1, 2]
+
+
+def test_a_norm_over_host_leaves_binds_them_all() -> None:
+    def fn(state: Any) -> Any:
+        norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in state))
+        return [leaf / norm for leaf in state]
+
+    (group,) = plan(fn, ([on_host(16, 128), on_host(24, 128)],), lambda state: state, chunk_bytes=CHUNK).groups
+    assert (group.rows, group.blocked_by, len(group.outputs)) == (0, "reduce_sum", 2)
+
+
+def test_a_branch_with_a_loop_stays_a_branch() -> None:
+    def fn(w: Any, go: Any) -> Any:
+        return jax.lax.cond(
+            go, lambda w: jax.lax.while_loop(lambda c: jnp.all(c < 9), lambda c: c * 2, w), lambda w: w, w
+        )
+
+    assert rows_of(fn, on_host(16, 128), jnp.bool_(False)) == (0, "cond")
+
+
+def test_parameters_on_the_host_and_gradients_on_either_side() -> None:
+    def fn(params: Any, state: Any, grads: Any) -> Any:
+        state = jax.tree.map(lambda m, g: 0.9 * m + g.astype(m.dtype), state, grads)
+        return jax.tree.map(lambda p, m: p - 0.1 * m, params, state), state
+
+    params, state = {"w": on_host(24, 128)}, {"w": on_host(24, 128)}
+    for grads in ({"w": jnp.ones((24, 128), jnp.bfloat16)}, {"w": on_host(24, 128)}):
+        got = jax.jit(
+            lambda p, s, g: stream(fn, (p, s, g), lambda p, s, g: (p, s), chunk_bytes=16 * 1024)  # rows of 16 and 8
+        )(params, state, grads)
+        want = fn(*jax.device_put((params, state, grads), jax.memory.Space.Device))
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(got)} == {"pinned_host"}
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_results_of_another_structure_are_refused() -> None:
+    with pytest.raises(StructureError, match=r"not the structure of what it replaces(.|\n)*hint:"):
+        plan(lambda w: (w, w), (on_host(16, 128),), lambda w: w, chunk_bytes=CHUNK)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "ndim", "rows_in_chunk", "cut"),
+    [
+        ((64, 128), 2, 64, None),  # one block
+        ((64, 128), 2, 16, (0, 16)),
+        ((64, 128), 2, 21, (0, 16)),  # a multiple of the tile that divides
+        ((56, 128), 2, 24, (0, 24)),  # none near divides: a tail of eight
+        ((50257, 128), 2, 1000, None),  # broken tiles
+        ((10, 64, 128), 3, 3.0 * 64, (0, 2)),  # whole layers where they fit
+        ((10, 64, 128), 3, 8, (1, 8)),  # rows of one layer
+        ((10, 60, 128), 3, 8, (0, 1)),  # layers of broken tiles stay whole
+    ],
+)
+def test_blocks(prefix: Any, ndim: int, rows_in_chunk: float, cut: Any) -> None:
+    num_bytes = int(np.prod(prefix)) * 4
+    assert cut_block(prefix, ndim, num_bytes, int(rows_in_chunk * prefix[-1] * 4)) == cut
+
+
+@pytest.mark.parametrize(
+    ("shape", "row_major"),
+    # As XLA laid out arguments for a v5e.
+    [
+        ((3001, 1111), False),
+        ((3001, 1152), True),
+        ((50257, 768), True),
+        ((1000, 20, 7), False),
+        ((32, 4096, 16), False),
+        ((4096, 16), False),
+        ((16, 4096), True),
+        ((300, 300), True),
+        ((8, 4096, 4096), True),
+        ((7, 301, 1111), True),
+        ((4096, 8, 64), False),
+        ((151, 300, 130), False),
+    ],
+)
+def test_layouts_are_those_of_a_tpu(shape: Any, row_major: bool) -> None:
+    assert is_row_major(shape) is row_major
