@@ -7,7 +7,6 @@ there to compare with and never runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import optax
 
 from ..core import Tree, Where, accumulate, combine, partition
 from ..memory import MemoryReport, Target, analyze
-from ._trainer import STEP_ARGUMENTS, LossFn, bind_static, split_static, train_step
+from ._step import STEP_ARGUMENTS, LossFn, WholeStep, bind_static, split_static
 
 
 def analyze_step(
@@ -48,11 +47,9 @@ def analyze_step(
     Memory:
         None: arrays are replaced by their shapes.
     """
-    arrays, static = split_static(model)
-    loss_fn = bind_static(loss_fn, static)
-    trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
+    trainable, frozen = partition(jax.tree.map(_shape, split_static(model)[0]), wrt)
     opt_state = jax.eval_shape(tx.init, trainable)
-    step = partial(train_step, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
+    step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
     arguments = (trainable, opt_state, jax.ShapeDtypeStruct((), jnp.int32), frozen, jax.tree.map(_shape, batch))
     roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
     return analyze(step, *arguments, target=target, roles=roles, donate_argnums=(0, 1, 2))

@@ -30,21 +30,13 @@ from ..core import (
     SelectionError,
     Tree,
     Where,
-    accumulate,
-    combine,
-    is_array_like,
-    partition,
     shared_leaves,
-    value_and_grad,
 )
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
 from ._checkpoint import Checkpoints
+from ._step import STEP_ARGUMENTS, LossFn, Step, WholeStep, weighted
 
-LossFn = Callable[[Tree, Tree], Any]
 Record = dict[str, float | int]
-
-STEP_ARGUMENTS = ("trainable", "optimizer", "step", "frozen", "batch")
-"""Names of the step's arguments, in order; the roles of its memory report."""
 
 
 class StepData(Protocol):
@@ -110,8 +102,9 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
     ) -> None:
-        arrays, self._static = split_static(model)
-        trainable, frozen = partition(arrays, wrt)
+        self._weight = weight or (lambda batch: jnp.float32(1))
+        self._step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, self._weight)
+        trainable, opt_state, frozen = self._step.init(model)
         # A NumPy array would be copied to the device again in every step.
         self.frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, frozen)
         for paths in shared_leaves(trainable):
@@ -120,19 +113,15 @@ class Trainer:
                 expected="one array at each trainable path, because each is donated to the step",
                 hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
             )
-        # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
-        self.state = TrainState(jnp.int32(0), trainable, jax.jit(tx.init)(trainable))
-        self._weight = weight or (lambda batch: jnp.float32(1))
-        loss_fn = bind_static(loss_fn, self._static)
-        self._step = functools.partial(train_step, loss_fn, tx, wrt, num_microbatches, self._weight)
-        self._evaluate = jax.jit(functools.partial(_eval_step, loss_fn, self._weight))
+        self.state = TrainState(jnp.int32(0), trainable, opt_state)
+        self._evaluate = jax.jit(functools.partial(_eval_step, self._step, loss_fn, self._weight))
         self._compiled: tuple[Any, Any] | None = None
         self.checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
 
     @property
     def model(self) -> Tree:
         """The model as it is now; its trainable arrays are consumed by the next step."""
-        return combine(self.state.trainable, self.frozen, self._static)
+        return self._step.model(self.state.trainable, self.frozen)
 
     @property
     def step(self) -> int:
@@ -301,61 +290,12 @@ class Trainer:
         return self._compiled[1]
 
 
-def split_static(model: Tree) -> tuple[Tree, Tree]:
-    """The leaves of a model that hold numbers, and those that do not (an Equinox module's activation function)."""
-    arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
-    return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)
-
-
-def bind_static(loss_fn: LossFn, static: Tree) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
-    """The loss as a function of the leaves that hold numbers, which returns ``(loss, metrics)`` always."""
-
-    def loss(model: Tree, batch: Tree) -> tuple[Any, Tree]:
-        result = loss_fn(combine(model, static), batch)
-        return result if isinstance(result, tuple) else (result, {})  # pyright: ignore[reportReturnType]
-
-    return loss
-
-
-def train_step(
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation,
-    wrt: Where,
-    num_microbatches: int,
-    weight: Callable[[Tree], Any],
-    trainable: Tree,
-    opt_state: Tree,
-    step: Any,
-    frozen: Tree,
-    batch: Tree,
-) -> tuple[Tree, Tree, Any, dict[str, Any]]:
-    """One step, pure; `Trainer.step_fn` binds the first five arguments."""
-
-    def weighted(model: Tree, batch: Tree) -> tuple[Any, tuple[Tree, Any]]:
-        loss, metrics = loss_fn(model, batch)
-        return loss, (metrics, weight(batch))
-
-    grad_fn = accumulate(value_and_grad(weighted, wrt, has_aux=True), num_microbatches, weight=weight, has_aux=True)
-    (loss, (metrics, weights)), grads = grad_fn(combine(trainable, frozen), batch)
-    total = jnp.sum(weights)
-    metrics = {name: jnp.sum(_weighted(value, weights)) / total for name, value in metrics.items()}
-    metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    update = optax.with_extra_args_support(tx).update
-    updates, opt_state = update(grads, opt_state, trainable, value=loss)  # some schedules read the loss
-    return optax.apply_updates(trainable, updates), opt_state, step + 1, metrics
-
-
 def _eval_step(
-    loss_fn: LossFn, weight: Callable[[Tree], Any], trainable: Tree, frozen: Tree, batch: Tree
+    step: Step, loss_fn: LossFn, weight: Callable[[Tree], Any], trainable: Tree, frozen: Tree, batch: Tree
 ) -> tuple[Any, Any]:
-    loss, _ = loss_fn(combine(trainable, frozen), batch)
+    result = loss_fn(step.model(trainable, frozen), batch)
     weights = jnp.asarray(weight(batch), jnp.float32)
-    return _weighted(loss, weights), weights
-
-
-def _weighted(value: Any, weight: Any) -> Any:
-    # A mean over no tokens is 0/0: what has weight 0 contributes nothing, whatever its value (as in `accumulate`).
-    return jnp.where(weight == 0, 0, value * weight)
+    return weighted(result[0] if isinstance(result, tuple) else result, weights), weights
 
 
 def _batch(data: StepData, step: int, num_steps: int) -> Tree:
