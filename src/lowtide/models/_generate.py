@@ -6,18 +6,26 @@ sample of a hundred tokens before and after a run; serving belongs to other soft
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from ..core import ConfigError
+from ..core import ConfigError, Tree
 from ._llama import Llama, head_logits
 
 
 def generate(
-    model: Llama, prompt: Int[Array, "P"], num_tokens: int, *, key: Array, temperature: float = 0.8
+    model: Llama,
+    prompt: Int[Array, "P"],
+    num_tokens: int,
+    *,
+    key: Array,
+    temperature: float = 0.8,
+    hidden: Callable[[Llama, Tree], Array] | None = None,
 ) -> Int[Array, "P+num_tokens"]:
     """Continue a prompt.
 
@@ -27,6 +35,8 @@ def generate(
         num_tokens: how many tokens to append.
         key: a JAX random key.
         temperature: divides the logits; 0 takes the most likely token.
+        hidden: ``hidden(model, batch)``: the activations [B, T, D] that leave the last block, for a model whose layers
+            are not all on the device; a function, the same object for each call. By default ``model.stack.hidden``.
 
     Returns:
         The prompt followed by the new tokens.
@@ -45,13 +55,17 @@ def generate(
             hint="begin with the token of a newline when there is no prompt",
         )
     padded = jnp.concatenate([prompt, jnp.zeros((num_tokens,), prompt.dtype)])
-    return _run(model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
+    return _run(hidden or _hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
 
 
-@jax.jit
-def _run(model: Llama, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
+def _hidden(model: Llama, batch: Tree) -> Array:
+    return model.stack.hidden(model.outer, model.layers, batch)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run(hidden: Any, model: Llama, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
     def step(i: Any, tokens: Array) -> Array:
-        h_BTD = model.stack.hidden(model.outer, model.layers, {"tokens": tokens[None]})
+        h_BTD = hidden(model, {"tokens": tokens[None]})
         last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]
         noise = jax.random.gumbel(jax.random.fold_in(key, i), last_V.shape)
         sampled = jnp.argmax(last_V + temperature * noise)

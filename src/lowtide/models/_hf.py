@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, ModelFileError, OutputError, Tree, format_bytes, leaves_with_paths
+from ..core import ConfigError, ModelFileError, OutputError, Tree, Where, format_bytes, leaves_with_paths, select
 from ._config import LlamaConfig, config_from_hf, config_to_hf
 from ._llama import EXTERNAL, Llama, parameter_shapes
 
@@ -28,24 +28,30 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32") -> Llama:
+def load(
+    directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32", host: Where | None = None
+) -> Llama:
     """Read a Llama model from a Hugging Face directory.
 
     Args:
         directory: the folder with `config.json` and safetensors weights.
         dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in.
         compute_dtype: dtype of activations and products.
+        host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
+            from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
+            may be larger than it.
 
     Returns:
-        The decoder, on JAX's default device.
+        The decoder, on JAX's default device but for the leaves that `host` selects.
 
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
         ConfigError: for a dtype that is not floating-point.
+        SelectionError: when `host` selects nothing.
 
     Memory:
-        The parameters on the device, and one stacked leaf at a time on the host.
+        The parameters where they belong, and one stacked leaf at a time beside them on the host.
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
@@ -60,19 +66,21 @@ def load(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "fl
         flat, treedef = jax.tree_util.tree_flatten_with_path(
             parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
         )
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in flat]
+        hosted = [False] * len(flat) if host is None else select(treedef.unflatten(shapes), host)
         leaves: list[jax.Array] = []
-        for path, shape in flat:
+        for (path, shape), on_the_host in zip(flat, hosted, strict=True):
             names = _tensor_names(path, config)
             # The layers of a stack may be stored in different dtypes: none of them loses digits.
             stored = {_DTYPES[tensors[name][1].get_slice(name).get_dtype()] for name in names}
-            host = np.empty(shape, jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype))
+            read = np.empty(shape, jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype))
             for index, name in enumerate(names):
                 value = tensors[name][1].get_tensor(name)
                 if len(names) == 1 and shape == value.shape:
-                    host[...] = value
+                    read[...] = value
                 else:
-                    host[index] = value
-            leaves.append(jnp.asarray(host))
+                    read[index] = value
+            leaves.append(jax.device_put(read, _host_memory()) if on_the_host else jnp.asarray(read))
     params = treedef.unflatten(leaves)
     return Llama(params["outer"], params["layers"], config, jnp.dtype(compute_dtype).name)
 
@@ -191,7 +199,7 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: np.ascontiguousarray(leaf if i is None else leaf[i]) for name, leaf, i in shard}
+        tensors = {name: np.ascontiguousarray(leaf if i is None else _layer(leaf, i)) for name, leaf, i in shard}
         save_file(tensors, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, file)
     # Weights of an earlier model in the other layout would be read in place of these, here or by other software.
@@ -199,6 +207,22 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _host_memory() -> jax.sharding.Sharding:
+    """Host memory that JAX's default device reads by itself."""
+    return jnp.zeros(()).sharding.with_memory_kind("pinned_host")
+
+
+def _layer(leaf: Any, index: int) -> Any:
+    """One layer of a stack, wherever the stack is."""
+    return leaf[index] if isinstance(leaf, np.ndarray) else _layer_on_device(leaf, index)
+
+
+@jax.jit
+def _layer_on_device(leaf: Any, index: Any) -> Any:
+    # Of a whole array in host memory NumPy would keep a second copy there.
+    return jax.device_put(jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), jax.memory.Space.Device)
 
 
 def _is_stacked(path: Any) -> bool:
