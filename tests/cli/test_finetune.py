@@ -1,5 +1,6 @@
 """`lowtide finetune` from arguments to files, and every way to call it wrongly."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
+from lowtide.cli._finetune import _shortages
+from lowtide.memory import MemoryReport, SpaceBytes
 from lowtide.train import FinetuneConfig, config_from_dict, read_config
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
@@ -27,7 +31,7 @@ def finetune(tiny_model_dir, data, tmp_path, capfd):
 
     def run(*flags, model=tiny_model_dir, data=data, out="run"):
         args = ["finetune", "--model", str(model), "--data", str(data), "--out", str(tmp_path / out)]
-        small = [] if "--resume" in flags else ["--seq-len", "8", "--batch-size", "4", "--rank", "2"]
+        small = [] if {"--resume", "--seq-len"} & {*flags} else ["--seq-len", "8", "--batch-size", "4", "--rank", "2"]
         if "--config" not in flags and "--resume" not in flags:
             small += ["--config", _config(tmp_path, sample_tokens=0)]
         steps = [] if "--steps" in flags or "--resume" in flags else ["--steps", "4"]
@@ -63,6 +67,64 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     assert all(np.abs(tensors[name]).max() > 0 for name in tensors)
     adapted = lora.load(models.load(tiny_model_dir), out / "adapter")
     assert adapted.layers["attn"]["q_proj"]["weight"].lora_b.any()
+
+
+def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path):
+    status, printed, _ = finetune("--offload", "optimizer,parameters")
+    assert status == 0
+    for expected in ("optimizer, parameters", "on the host (pinned", "on the host"):
+        assert expected in printed
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert memory["host_bytes"] == sum(memory["host_by_role"].values()) > 0
+    assert memory["host_by_role"]["optimizer"] == 2 * memory["trainable_bytes"]
+
+
+def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir):
+    config = _config(tmp_path, learning_rate=1e-2, sample_tokens=8)
+    flags = ("--full", "--batch-size", "4", "--seq-len", "8", "--steps", "20", "--config", config)
+    status, printed, _ = finetune(*flags)
+    assert status == 0
+    for expected in (
+        "all parameters",
+        "layers, optimizer, activations",
+        "AdamW + remat",
+        "sample after",
+        "Model, metrics",
+    ):
+        assert expected in printed
+    out = tmp_path / "run"
+    losses = [r["eval_loss"] for r in _records(out) if "eval_loss" in r]
+    assert losses[-1] < losses[0] - 0.5
+    assert not (out / "adapter").exists()
+    tuned, base = models.load(out / "model"), models.load(tiny_model_dir)
+    assert not np.array_equal(tuned.layers["mlp"]["up_proj"]["weight"], base.layers["mlp"]["up_proj"]["weight"])
+    assert (
+        models.load_tokenizer(out / "model").get_vocab_size() == models.load_tokenizer(tiny_model_dir).get_vocab_size()
+    )
+    before = (out / "model" / "model.safetensors").read_bytes()
+    assert finetune("--resume")[0] == 0
+    assert (out / "model" / "model.safetensors").read_bytes() == before
+
+
+def test_a_host_that_is_too_small_is_named():
+    target = lt.target("v5e", host_bytes="1 GiB")
+    report = MemoryReport(
+        target=target,
+        device=SpaceBytes(),
+        host=SpaceBytes(argument_bytes=2 * 1024**3),
+        by_role={},
+        host_by_role={"frozen": 2 * 1024**3},
+    )
+    (said,) = _shortages(FinetuneConfig(full=True), report)
+    assert "does not fit the host: 2.00 GiB of 1.00 GiB" in said
+    small = dataclasses.replace(report, device=SpaceBytes(temp_bytes=1024**4), host=SpaceBytes())
+    (said,) = _shortages(FinetuneConfig(offload=("optimizer",)), small)
+    assert said.endswith("or --offload parameters,activations")
+
+
+def test_contradicting_flags_are_named(finetune):
+    _error(finetune("--full"), "rank is a setting of adapters", "leave out rank, or full")
+    _error(finetune("--offload", "optimiser"), "unknown word 'optimiser'", "did you mean optimizer")
 
 
 def test_resuming_a_finished_run_changes_nothing(finetune, tmp_path):
@@ -186,7 +248,19 @@ def test_help_and_usage(capsys):
         main(["finetune", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for flag in ("--model", "--data", "--out", "--steps", "--rank", "--batch-size", "--seq-len", "--seed", "--resume"):
+    for flag in (
+        "--model",
+        "--data",
+        "--out",
+        "--steps",
+        "--rank",
+        "--batch-size",
+        "--seq-len",
+        "--seed",
+        "--resume",
+        "--offload",
+        "--full",
+    ):
         assert flag in text
     for field in ("num_steps", "rank", "batch_size", "seq_len"):
         assert f"(default: {getattr(FinetuneConfig(), field)})" in " ".join(text.split())

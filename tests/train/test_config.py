@@ -28,12 +28,35 @@ def test_toml_round_trips(tmp_path):
         ({"learning_rate": 0}, r"learning_rate is out of range(.|\n)*hint:"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction is out of range(.|\n)*hint:"),
         ({"compute_dtype": "int8"}, r"compute_dtype is out of range(.|\n)*hint:"),
+        ({"offload": ["optimiser"]}, r"offload: unknown word 'optimiser'(.|\n)*hint: did you mean optimizer"),
+        ({"offload": "optimizer"}, r"offload has the wrong type(.|\n)*hint:"),
+        ({"full": True, "rank": 16}, r"rank is a setting of adapters(.|\n)*hint: leave out rank, or full"),
+        ({"full": True, "targets": ["a"], "alpha": 1.0}, r"alpha is a setting(.|\n)*hint: leave out alpha, targets"),
+        (
+            {"full": True, "param_dtype": "bfloat16"},
+            r"param_dtype: with full the parameters(.|\n)*hint:.*compute_dtype",
+        ),
+        ({"full": True, "remat": False}, r"remat = false contradicts full(.|\n)*hint: leave remat out"),
+        ({"offload": ["activations"], "remat": False}, r"remat = false contradicts activations(.|\n)*hint:"),
+        ({"clip_mode": "layer"}, r"clip_mode is for full-parameter tuning(.|\n)*hint:.*--full"),
+        ({"full": True, "clip_mode": "global"}, r"clip_mode is out of range(.|\n)*hint:"),
         ({"num_microbatches": 3}, r"num_microbatches is out of range(.|\n)*divisor of batch_size 8(.|\n)*hint:"),
     ],
 )
 def test_wrong_values_are_named(values, message):
     with pytest.raises(ConfigError, match=message):
         config_from_dict(values, "c.toml")
+
+
+def test_adapter_settings_beside_full_are_refused_in_python_too():
+    with pytest.raises(ConfigError, match=r"rank is a setting of adapters(.|\n)*hint:"):
+        FinetuneConfig(full=True, rank=4)
+
+
+def test_a_full_run_is_written_without_settings_of_adapters(tmp_path):
+    config = FinetuneConfig(full=True, offload=())
+    write_config(tmp_path, config)
+    assert open_run(tmp_path, {"full": True}, "flags", resume=True) == config
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -1,4 +1,4 @@
-"""``lowtide finetune``: tune a language model with LoRA and account for every byte."""
+"""``lowtide finetune``: tune a language model, adapters or all of it, and account for every byte."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from rich.text import Text
 
 from ..core import format_bytes
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
 _FLAGS: dict[str, tuple[str, Any, str]] = {
     "model": ("--model", str, "Hugging Face directory of a Llama model (default: the embedded base)"),
     "data": ("--data", str, "text file, folder of text or source, or JSONL with `text` (default: Python's reference)"),
@@ -27,6 +32,12 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "batch_size": ("--batch-size", int, "sequences in a batch (default: 8)"),
     "seq_len": ("--seq-len", int, "tokens in a sequence (default: 128)"),
     "seed": ("--seed", int, "of data order, adapters and sample (default: 0)"),
+    "offload": (
+        "--offload",
+        _words,
+        "what lives in host memory: any of activations,optimizer,parameters (default: nothing; with --full all but "
+        "embedding and head, which `parameters` includes)",
+    ),
 }
 
 
@@ -34,14 +45,21 @@ def register(commands: Any) -> None:
     """Add the command to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "finetune",
-        help="tune a language model with LoRA",
-        description="Tune a Llama model with LoRA: gradients and optimizer state only for the adapters. Writes a PEFT "
-        "adapter, metrics and the bytes of every role. All other settings are keys of the TOML file.",
+        help="tune a language model, with LoRA or all of it",
+        description="Tune a Llama model with LoRA: gradients and optimizer state only for the adapters. With --full "
+        "tune all parameters, each layer updated inside the backward pass and kept on the host. Writes a PEFT adapter "
+        "(or the model), metrics and the bytes of every role. All other settings are keys of the TOML file.",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags win over it")
     for field, (flag, kind, text) in _FLAGS.items():
-        metavar = {"model": "DIR", "data": "PATH"}.get(field, "N")
+        metavar = {"model": "DIR", "data": "PATH", "offload": "WORDS"}.get(field, "N")
         parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        default=None,
+        help="tune all parameters instead of adapters (float32, on the host)",
+    )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.set_defaults(run=run)
@@ -57,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
     values = read_config(args.config) if args.config else {}
-    values |= {field: value for field in _FLAGS if (value := getattr(args, field)) is not None}
+    values |= {field: value for field in (*_FLAGS, "full") if (value := getattr(args, field)) is not None}
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
@@ -84,16 +102,16 @@ def _finetune(console: Console, config: Any, out: Path, interrupted: threading.E
         table = job.memory()
         progress.remove_task(task)
     _print_plan(console, job, table)
-    before = job.sample(job.base) if config.sample_tokens else None
-    _train(console, job, interrupted)
+    before = job.sample_before()
+    _train(console, job, table, interrupted)
     job.finish(table)
-    if before is not None:
-        _print_samples(console, before, job.sample(job.trainer.model))
-    _print_bytes(console, table)
+    if config.sample_tokens:
+        _print_samples(console, {"before": before, "after": job.sample(job.trainer.model)})
+    _print_bytes(console, config, table)
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
         console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
-    console.print(f"Adapter, metrics and memory table are in {out}", soft_wrap=True)
+    console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
 
 
 def _remember_interrupts() -> threading.Event:
@@ -115,8 +133,10 @@ def _program() -> str:
     return sys.argv[0] if name == "lowtide" else "python -m lowtide"
 
 
-def _train(console: Console, job: Any, interrupted: threading.Event) -> None:
+def _train(console: Console, job: Any, table: Any, interrupted: threading.Event) -> None:
     tokens = job.config.batch_size * job.config.seq_len
+    report = table.ours
+    host = f"  {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
     with _progress(console) as progress:
         task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
 
@@ -127,7 +147,7 @@ def _train(console: Console, job: Any, interrupted: threading.Event) -> None:
                 console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")
             else:
                 rate = tokens / record["seconds"]
-                text = f"training  loss {record['loss']:.3f}  {rate:,.0f} tokens/s"
+                text = f"training  loss {record['loss']:.3f}  {rate:,.0f} tokens/s{host}"
                 progress.update(task, completed=record["step"], description=text)
 
         job.run(show)
@@ -139,15 +159,17 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     grid = Table.grid(padding=(0, 2))
     rows = {
         "model": f"{config.model or 'embedded base'}: {base.config.num_layers} layers of {base.config.hidden_size}, "
-        f"{format_bytes(table.frozen_bytes)} frozen, computing in {base.compute_dtype}",
+        f"{format_bytes(table.frozen_bytes or table.trainable_bytes)} {'trainable' if config.full else 'frozen'}, "
+        f"computing in {base.compute_dtype}",
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
-        "adapter": f"LoRA rank {config.rank} on {_targets(config)}, {format_bytes(table.trainable_bytes)} trainable",
+        **_how(config, table),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
-        + ")",
+        + ")"
+        + _on_the_host(table.ours),
         "out": str(job.out),
     }
     for name, text in rows.items():
@@ -158,53 +180,91 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
             f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "
             f"{base.config.max_position_embeddings} positions the model was made for"
         )
-    if table.ours.fits is False:
-        console.print(
-            "[bold yellow]warning[/] this does not fit: lower --batch-size or --seq-len, or raise num_microbatches"
+    for problem in _shortages(config, table.ours):
+        console.print(f"[bold yellow]warning[/] {problem}")
+
+
+def _how(config: Any, table: Any) -> dict[str, str]:
+    """What trains, and what is on the host."""
+    if config.full:
+        trained = {
+            "tuning": f"all parameters, a layer at a time inside the backward pass, clipped by {config.clip_mode}"
+        }
+    else:
+        targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
+        size = format_bytes(table.trainable_bytes)
+        trained = {"adapter": f"LoRA rank {config.rank} on {targets}, {size} trainable"}
+    if config.full and config.offload is None:
+        return {**trained, "host": "layers, optimizer, activations"}
+    return {**trained, "host": ", ".join(config.offload)} if config.offload else trained
+
+
+def _on_the_host(report: Any) -> str:
+    if not report.host_bytes:
+        return ""
+    usable = report.target.host_bytes
+    of = "" if usable is None else f", {format_bytes(usable)} there"
+    return f", {format_bytes(report.host_bytes)} on the host (pinned{of})"
+
+
+def _shortages(config: Any, report: Any) -> list[str]:
+    """What to say when the device, or its host, is too small."""
+    found: list[str] = []
+    if report.margin_bytes is not None and report.margin_bytes < 0:
+        rest = [word for word in ("parameters", "optimizer", "activations") if word not in (config.offload or ())]
+        found.append(
+            "this does not fit: lower --batch-size or --seq-len, raise num_microbatches"
+            + (f", or --offload {','.join(rest)}" if rest and not config.full else "")
         )
+    if report.host_bytes and report.host_margin_bytes is not None and report.host_margin_bytes < 0:
+        found.append(
+            f"this does not fit the host: {format_bytes(report.host_bytes)} of {format_bytes(report.target.host_bytes)}"
+            " a device; leave out a word of --offload, or take a machine with more memory"
+        )
+    return found
 
 
-def _targets(config: Any) -> str:
-    return config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
-
-
-def _print_samples(console: Console, before: tuple[str, str], after: tuple[str, str]) -> None:
-    for title, (prompt, text) in (("before", before), ("after", after)):
-        console.rule(f"sample {title}", align="left")
-        console.print(Text(prompt, style="dim") + Text(text))
+def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None]) -> None:
+    for title, sample in samples.items():
+        if sample is not None:
+            prompt, text = sample
+            console.rule(f"sample {title}", align="left")
+            console.print(Text(prompt, style="dim") + Text(text))
     console.rule()
 
 
-def _print_bytes(console: Console, table: Any) -> None:
-    naive = table.naive
-    ours_roles = table.ours.by_role
+def _print_bytes(console: Console, config: Any, table: Any) -> None:
+    ours, naive = table.ours, table.naive
     naive_roles = {} if naive is None else naive.by_role
-    view = Table(title="Bytes on the device", show_footer=True)
+    view = Table(title="Bytes", show_footer=True)
     view.add_column("role", footer="total (compiled)")
     total = "does not fit" if naive is None else format_bytes(naive.device_bytes)
-    view.add_column("AdamW + stop_gradient", justify="right", footer=total)
-    view.add_column("Lowtide", justify="right", footer=format_bytes(table.ours.device_bytes))
-    view.add_column(
-        "", justify="right", footer="" if naive is None else _ratio(table.ours.device_bytes, naive.device_bytes)
-    )
+    naive_name = "AdamW + remat" if config.full else "AdamW + stop_gradient"
+    view.add_column(naive_name, justify="right", footer=total)
+    view.add_column("Lowtide", justify="right", footer=format_bytes(ours.device_bytes))
+    view.add_column("", justify="right", footer="" if naive is None else _ratio(ours.device_bytes, naive.device_bytes))
+    if ours.host_bytes:
+        view.add_column("on the host", justify="right", footer=format_bytes(ours.host_bytes))
     names = {
         "frozen": "frozen weights",
-        "trainable": "adapters",
+        "trainable": "weights" if config.full else "adapters",
         "optimizer": "optimizer state",
         "batch": "batch",
         "temporaries": "temporaries (activations, gradients)",
         "outputs": "outputs not written in place",
     }
-    rest = {role: "everything else" for role in {*ours_roles, *naive_roles} - set(names)}
+    rest = {*ours.by_role, *naive_roles, *ours.host_by_role} - set(names)
     shown = {**{role: (role,) for role in names}, "everything else": tuple(rest)}
     for label, roles in shown.items():
-        was, now = (sum(report.get(role, 0) for role in roles) for report in (naive_roles, ours_roles))
-        view.add_row(
-            names.get(label, label), "" if naive is None else format_bytes(was), format_bytes(now), _ratio(now, was)
-        )
+        each = (naive_roles, ours.by_role, ours.host_by_role)
+        was, now, hosted = (sum(found.get(role, 0) for role in roles) for found in each)
+        host = [format_bytes(hosted) if hosted else ""] if ours.host_bytes else []
+        before = "" if naive is None else format_bytes(was)
+        view.add_row(names.get(label, label), before, format_bytes(now), _ratio(now, was), *host)
     view.add_section()
     grads, naive_grads = table.gradient_bytes, table.naive_gradient_bytes
-    view.add_row("gradient tree (counted)", format_bytes(naive_grads), format_bytes(grads), _ratio(grads, naive_grads))
+    what = "gradients alive at a time (counted)" if config.full else "gradient tree (counted)"
+    view.add_row(what, format_bytes(naive_grads), format_bytes(grads), _ratio(grads, naive_grads))
     console.print(view)
 
 

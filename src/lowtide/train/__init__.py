@@ -6,10 +6,10 @@ from ._config import config_from_dict as config_from_dict
 from ._config import config_to_toml as config_to_toml
 from ._config import read_config as read_config
 from ._finetune import Finetune as Finetune
-from ._finetune import MemoryTable as MemoryTable
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._runs import open_run as open_run
+from ._table import MemoryTable as MemoryTable
 from ._text import TextData as TextData
 from ._text import read_documents as read_documents
 from ._text import text_data as text_data

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from ..core import StructureError, Tree, leaves_with_paths
+from ..core import StructureError, Tree, leaves_with_paths, on_host
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -52,15 +52,12 @@ class Checkpoints:
         if step != self._manager.latest_step():
             self._manager.save(step, args=self._ocp.args.StandardSave(_flat(state)))
 
-    def restore(self, step: int, like: Tree) -> Tree:
-        """Read a checkpoint.
+    def check(self, step: int, like: Tree) -> None:
+        """Raise unless a checkpoint holds a state of this structure; reads no array.
 
         Args:
             step: its number.
-            like: a pytree with the structure, shapes and dtypes that the checkpoint has to have.
-
-        Returns:
-            The state, arrays placed as in `like`.
+            like: as in `restore`.
 
         Raises:
             StructureError: when the checkpoint holds other leaves.
@@ -77,13 +74,39 @@ class Checkpoints:
                 got=found.get(name, "no such leaf"),
                 hint=f"resume with the configuration that wrote {self.directory}",
             )
+
+    def restore(self, step: int, like: Tree) -> Tree:
+        """Read a checkpoint.
+
+        Args:
+            step: its number.
+            like: a pytree with the structure, shapes and dtypes that the checkpoint has to have: arrays, or
+                `jax.ShapeDtypeStruct`s with shardings.
+
+        Returns:
+            The state, arrays placed as in `like`, in device or host memory.
+
+        Raises:
+            StructureError: when the checkpoint holds other leaves.
+
+        Memory:
+            The state where it belongs; `like` holds no bytes when it is made of shapes.
+        """
+        self.check(step, like)
+        expected = _flat(like)
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
         values: Any = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
-        return jax.tree.unflatten(jax.tree.structure(like), [values[name] for name in expected])
+        return jax.tree.unflatten(jax.tree.structure(like), [_typed(values.pop(name)) for name in expected])
 
     def wait(self) -> None:
         """Wait until all begun checkpoints are complete on disk."""
         self._manager.wait_until_finished()
+
+
+def _typed(leaf: Any) -> Any:
+    # Orbax assembles arrays from shards, and of these JAX forgets in the type, not in the sharding, that they are on
+    # the host (jax 0.10.2): a program would take them for the device's.
+    return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf
 
 
 def _flat(state: Tree) -> dict[str, Any]:

@@ -18,7 +18,12 @@ from ..core import ConfigError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The checked fields that are flags of the command, too, for hints.
-_FLAGS = {"num_steps": "--steps"} | {f: f"--{f.replace('_', '-')}" for f in ("rank", "batch_size", "seq_len", "seed")}
+_FLAGS = {"num_steps": "--steps"} | {
+    f: f"--{f.replace('_', '-')}" for f in ("rank", "batch_size", "seq_len", "seed", "offload")
+}
+_OFFLOADS = ("activations", "optimizer", "parameters")
+_CLIPS = ("exact", "previous", "layer")
+_OF_ADAPTERS = ("rank", "alpha", "targets")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +34,13 @@ class FinetuneConfig:
     """A Hugging Face directory of a Llama model; by default the model embedded in Lowtide."""
     data: str | None = None
     """A text file, a folder of text or source, or JSONL with ``text``; by default Python's language reference."""
+    full: bool = False
+    """Whether to tune all parameters, each layer updated inside the backward pass, instead of adapters."""
+    offload: tuple[str, ...] | None = None
+    """What lives in host memory: any of activations (what enters each block waits there for the backward pass),
+    optimizer (its state, updated there block by block) and parameters (streamed a layer at a time). Nothing by default;
+    with `full` the layers, the optimizer's state and the activations, but not embedding and head, which the word
+    parameters includes."""
     num_steps: int = 300
     """Optimizer steps."""
     rank: int = 16
@@ -44,15 +56,19 @@ class FinetuneConfig:
     num_microbatches: int = 1
     """Parts of a batch that are run one after the other, to save activation memory."""
     learning_rate: float | None = None
-    """Peak of the schedule: linear warm-up, then cosine to a tenth. By default 2e-4, or 5e-3 for the embedded model."""
+    """Peak of the schedule: linear warm-up, then cosine to a tenth. By default 2e-4, or 5e-3 for the embedded model;
+    with `full` 1e-5 and 1e-3."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay, on the adapters."""
+    """AdamW's decoupled weight decay, on what trains."""
     max_grad_norm: float = 1.0
     """Gradients with a larger global norm are scaled down to it."""
+    clip_mode: str = "exact"
+    """With `full`, which norm that is: exact (of all gradients, by a second backward pass), previous (of the step
+    before) or layer (of each layer by itself), as in `lowtide.offload.Clip`."""
     param_dtype: str = "auto"
-    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. Adapters are always
+    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. What trains is always
     float32."""
     compute_dtype: str = "auto"
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
@@ -95,6 +111,10 @@ class FinetuneConfig:
             _check(field, getattr(self, field), getattr(self, field) in _DTYPES, f"one of {', '.join(_DTYPES)}")
         fits = self.batch_size % self.num_microbatches == 0
         _check("num_microbatches", self.num_microbatches, fits, f"a divisor of batch_size {self.batch_size}")
+        _check("clip_mode", self.clip_mode, self.clip_mode in _CLIPS, f"one of {', '.join(_CLIPS)}")
+        for word in self.offload or ():
+            _check_offload(word)
+        _check_combination(self)
 
 
 def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
@@ -119,6 +139,8 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
                 expected=f"one of {', '.join(known)}",
                 hint=f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig",
             )
+    if values.get("full") is True:
+        _refuse_with_full([name for name in _OF_ADAPTERS if name in values])
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return FinetuneConfig(**fixed)
 
@@ -146,8 +168,9 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
-    """The configuration as TOML, every field that is not None; `read_config` reads it back."""
-    return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None})
+    """The configuration as TOML, every field that is set and means something; `read_config` reads it back."""
+    left_out = _OF_ADAPTERS if config.full else ()
+    return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in left_out})
 
 
 def _check(field: str, value: Any, good: bool, expected: str) -> None:
@@ -155,6 +178,56 @@ def _check(field: str, value: Any, good: bool, expected: str) -> None:
         flag = f", or {_FLAGS[field]}" if field in _FLAGS else ""
         raise ConfigError(
             f"{field} is out of range", expected=expected, got=value, hint=f"change {field} in the TOML file{flag}"
+        )
+
+
+def _check_offload(word: str) -> None:
+    if word not in _OFFLOADS:
+        close = difflib.get_close_matches(word, _OFFLOADS, n=2, cutoff=0.4)
+        raise ConfigError(
+            f"offload: unknown word {word!r}",
+            expected=f"any of {', '.join(_OFFLOADS)}",
+            got=repr(word),
+            hint=f"did you mean {' or '.join(close)}?" if close else "for instance --offload optimizer,activations",
+        )
+
+
+def _check_combination(config: FinetuneConfig) -> None:
+    """Refuse settings that are right by themselves and contradict each other."""
+    if config.full:
+        defaults = {field.name: field.default for field in dataclasses.fields(config)}
+        _refuse_with_full([name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]])
+        if config.param_dtype not in ("auto", "float32"):
+            raise ConfigError(
+                "param_dtype: with full the parameters are what trains",
+                expected="float32, to which small updates still add something",
+                got=config.param_dtype,
+                hint='leave param_dtype out; compute_dtype = "bfloat16" computes in half precision all the same',
+            )
+    elif config.clip_mode != "exact":
+        raise ConfigError(
+            "clip_mode is for full-parameter tuning",
+            expected="exact, which costs nothing for adapters",
+            got=config.clip_mode,
+            hint="leave clip_mode out, or tune with --full",
+        )
+    recomputing = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
+    if not config.remat and recomputing:
+        raise ConfigError(
+            f"remat = false contradicts {recomputing[0]}, which computes each block again in the backward pass",
+            expected="remat = true",
+            got="remat = false",
+            hint="leave remat out; to keep activations on the device, use neither --full nor --offload for them",
+        )
+
+
+def _refuse_with_full(names: list[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"{names[0]} is a setting of adapters, and full tunes all parameters without any",
+            expected=f"full, or {' and '.join(names)}",
+            got="both",
+            hint=f"leave out {', '.join(names)}, or full",
         )
 
 

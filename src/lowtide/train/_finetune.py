@@ -1,4 +1,4 @@
-"""Tune a language model with LoRA: the whole job, from files to an adapter that other software reads.
+"""Tune a language model, its adapters or all of it: the whole job, from files to files that other software reads.
 
 Everything here is the public interface put together; `lowtide finetune` parses arguments, calls this and prints.
 """
@@ -20,62 +20,30 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
-from ..core import ConfigError, ModelFileError, Tree, tree_bytes, value_and_grad, write_files
-from ..memory import MemoryReport, Target, versions
+from ..core import ConfigError, ModelFileError, Tree, num_layers, tree_bytes, write_files
+from ..memory import Target
+from ..offload import to_device
 from ._config import FinetuneConfig
+from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
 from ._preview import analyze_naive
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
     MEMORY,
     METRICS,
+    MODEL,
     MetricsFile,
     check_checkpoint,
     check_same_data,
     read_records,
     write_config,
 )
+from ._table import MemoryTable
 from ._text import IGNORE, TextData, read_documents, text_data
 from ._trainer import Record, Trainer
 
 _WRT = "**/lora_*"
 _PROMPT_TOKENS = 24
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryTable:
-    """Bytes of a fine-tuning step, ours beside the naive one; all figures compiled or counted from shapes."""
-
-    ours: MemoryReport
-    """The step that runs."""
-    naive: MemoryReport | None
-    """AdamW over the whole model with the base behind stop_gradient; None when it does not compile for lack of
-    memory."""
-    trainable_bytes: int
-    """Adapters, without padding."""
-    frozen_bytes: int
-    """The base, without padding."""
-    gradient_bytes: int
-    """The gradient tree of our step."""
-    naive_gradient_bytes: int
-    """The gradient tree of the naive step."""
-    optimizer_bytes: int
-    """The optimizer's state."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The content of `memory.json`."""
-        counted = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
-        return {
-            "target": self.ours.target.name,
-            **counted,
-            "device_bytes": self.ours.device_bytes,
-            "naive_device_bytes": None if self.naive is None else self.naive.device_bytes,
-            "by_role": dict(self.ours.by_role),
-            "naive_by_role": None if self.naive is None else dict(self.naive.by_role),
-            "measured_peak_bytes": measured_peak_bytes(),
-            "chip": self.ours.target.chip,
-            "versions": versions(),
-        }
 
 
 class Finetune:
@@ -98,28 +66,33 @@ class Finetune:
         self, config: FinetuneConfig, out: str | Path, *, on_tokenise: Callable[[int, int], None] | None = None
     ) -> None:
         self.config, self.out = config, Path(out)
-        directory = Path(config.model) if config.model is not None else models.base_path()
-        self.base, self.tokenizer = _load(config, directory)
+        self.directory = Path(config.model) if config.model is not None else models.base_path()
+        self.base, self.tokenizer = _load(config, self.directory)
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
-        adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
-        model = lora.add(self.base, adapter, key=jax.random.key(config.seed))
+        model = self.base if config.full else _with_adapters(config, self.base)
         # An adapter where the model cannot use one is an error here, before anything is written.
-        jax.eval_shape(models.loss, model, self.data.train[0])
+        loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
+        jax.eval_shape(loss_fn, model, self.data.train[0])
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
         write_config(self.out, config)
         check_same_data(self.out, self.data.digest)
         self.schedule = _schedule(config)
-        self._loss = partial(models.loss, remat=config.remat)
+        self._naive = optimizer(dataclasses.replace(config, offload=()), self.schedule)
+        tx: Any = optimizer(config, self.schedule)
+        options: dict[str, Any] = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
+        if config.full:
+            tx, options = full_step(config, self.base.stack, self.schedule, _num_targets), {}
         self.trainer = Trainer(
             model,
-            self._loss,
-            _optimizer(config, self.schedule),
-            wrt=_WRT,
-            num_microbatches=config.num_microbatches,
+            loss_fn,
+            tx,
             weight=_num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
+            **options,
         )
         self.resumed_at = self.trainer.restore()
+        if config.full:
+            self.base = self.trainer.model  # nothing else holds the arrays that training consumes
         check_checkpoint(self.out, config, self.resumed_at)
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
@@ -136,13 +109,12 @@ class Finetune:
         """
         state, batch = self.trainer.state, self.data.train[0]
         ours = self.trainer.memory(batch, target=target)
-        tx = _optimizer(self.config, self.schedule)
         try:
             naive = analyze_naive(
                 self.trainer.model,
-                self._loss,
-                tx,
-                _WRT,
+                partial(models.loss, remat=self.config.remat),
+                self._naive,
+                "**" if self.config.full else _WRT,
                 batch,
                 num_microbatches=self.config.num_microbatches,
                 weight=_num_targets,
@@ -152,14 +124,12 @@ class Finetune:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             naive = None
-        grad_fn = value_and_grad(self._loss, _WRT, has_aux=True)
-        _, grads = jax.eval_shape(grad_fn, self.trainer.model, batch)
         return MemoryTable(
             ours=ours,
             naive=naive,
             trainable_bytes=tree_bytes(state.trainable),
             frozen_bytes=tree_bytes(self.trainer.frozen),
-            gradient_bytes=tree_bytes(grads),
+            gradient_bytes=_layerwise_bytes(state.trainable) if self.config.full else tree_bytes(state.trainable),
             naive_gradient_bytes=tree_bytes(self.trainer.model),
             optimizer_bytes=tree_bytes(state.opt_state),
         )
@@ -196,18 +166,33 @@ class Finetune:
             metrics.close()
 
     def finish(self, table: MemoryTable) -> None:
-        """Write the adapter and `memory.json`.
+        """Write the adapter, or with ``config.full`` the model, and `memory.json`.
 
         Args:
             table: the result of `memory`.
+
+        Memory:
+            On the host, of a whole model one shard at a time.
         """
-        lora.save(self.trainer.model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
+        if self.config.full:
+            models.save(self.trainer.model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
+        else:
+            lora.save(self.trainer.model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
 
     def eval_losses(self) -> list[tuple[int, float]]:
         """Held-out losses so far: step and mean nats per token."""
         records = read_records(self.out / METRICS)
         return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+
+    def sample_before(self) -> tuple[str, str] | None:
+        """What the model says untuned, as `sample` returns it; to be called before `run`.
+
+        Returns:
+            None when no sample is asked for, or a resumed run tunes the whole model: there is only the tuned one then.
+        """
+        gone = self.config.full and self.resumed_at is not None
+        return None if gone or not self.config.sample_tokens else self.sample(self.base)
 
     def sample(self, model: Tree) -> tuple[str, str]:
         """Continue the beginning of a held-out sequence.
@@ -217,17 +202,16 @@ class Finetune:
 
         Returns:
             The prompt and its continuation.
+
+        Memory:
+            Layers on the host are streamed, all of them once for each token; embedding and head on the device.
         """
         prompt = self.data.held_out[0]["tokens"][0, : min(_PROMPT_TOKENS, self.config.seq_len)]
         key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
-        tokens = np.asarray(models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key))
+        model = dataclasses.replace(model, outer=to_device(model.outer))
+        tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
+        tokens = np.asarray(tokens)
         return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
-
-
-def measured_peak_bytes() -> int | None:
-    """The most bytes JAX's allocator has held on the first device so far; None where it keeps no count (CPU)."""
-    stats = jax.local_devices()[0].memory_stats()
-    return None if not stats else stats.get("peak_bytes_in_use")
 
 
 def _check_finite(record: Record) -> None:
@@ -255,8 +239,21 @@ def _load(config: FinetuneConfig, directory: Path) -> tuple[models.Llama, Tokeni
             got=f"ids up to {largest}",
             hint="tokenizer.json and config.json are of different models",
         )
-    base = models.load(directory, dtype=stored, compute_dtype=compute)
-    return base, tokenizer
+    stored = "float32" if config.full else stored  # what trains, as adapters do
+    return models.load(directory, dtype=stored, compute_dtype=compute, host=is_hosted(config)), tokenizer
+
+
+def _with_adapters(config: FinetuneConfig, base: models.Llama) -> Tree:
+    adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
+    return lora.add(base, adapter, key=jax.random.key(config.seed))
+
+
+def _layerwise_bytes(trainable: Tree) -> int:
+    """The most bytes of gradients that live together in a layerwise step."""
+    outer, layers = trainable["outer"], trainable["layers"]
+    layer = tree_bytes(layers) // num_layers(layers)
+    largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)
+    return max(layer, largest) if "lm_head" in outer else layer + tree_bytes(outer["embed"])
 
 
 def _data(
@@ -279,16 +276,12 @@ def _data(
 
 
 def _schedule(config: FinetuneConfig) -> optax.Schedule:
-    peak = config.learning_rate or (2e-4 if config.model is not None else 5e-3)
+    given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
+    peak = config.learning_rate or (given if config.model is not None else embedded)
     warmup = min(config.warmup_steps, config.num_steps - 1)
     return optax.warmup_cosine_decay_schedule(
         peak / (warmup + 1), peak, warmup, max(config.num_steps, warmup + 1), end_value=peak / 10
     )
-
-
-def _optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    adamw = optax.adamw(schedule, weight_decay=config.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), adamw)
 
 
 def _num_targets(batch: Tree) -> Any:

@@ -3,7 +3,8 @@
 config.toml     what was run
 metrics.jsonl   one record a line
 checkpoints/    trainable state only
-adapter/        the adapter in PEFT's format
+adapter/        the adapter in PEFT's format, or
+model/          the model, when all of it was tuned
 memory.json     where the bytes went
 """
 
@@ -19,11 +20,12 @@ from typing import Any
 from ..core import ConfigError, OutputError, write_files
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
 
-CONFIG, METRICS, CHECKPOINTS, ADAPTER, MEMORY, DATA = (
+CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
     "config.toml",
     "metrics.jsonl",
     "checkpoints",
     "adapter",
+    "model",
     "memory.json",
     "data.json",
 )

@@ -1,19 +1,21 @@
 """What the trainer repeats: a pure step, how its state begins, and the model that is in it.
 
 The trainer knows no more of a step than `Step` says, so that a loop, its checkpoints and its reports serve every way to
-compute one. `WholeStep` differentiates the model as a whole.
+compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `lowtide.offload.layerwise_step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import Tree, Where, accumulate, combine, is_array_like, partition, value_and_grad
+from ..core import StructureError, Tree, Where, accumulate, combine, is_array_like, partition, value_and_grad
+from ..offload import LayerwiseState, LayerwiseStep
 
 LossFn = Callable[[Tree, Tree], Any]
 
@@ -92,6 +94,61 @@ class WholeStep:
     def model(self, trainable: Tree, frozen: Tree) -> Tree:
         """See `Step`."""
         return combine(trainable, frozen, self._static)
+
+
+class LayerStep:
+    """Gradients of one layer at a time, each of which meets the optimizer before the next is computed.
+
+    Args:
+        model: a dictionary or a dataclass of ``outer`` and ``layers``, of which the rest is kept.
+        step: what to do with it.
+
+    Raises:
+        StructureError: for any other model.
+    """
+
+    def __init__(self, model: Tree, step: LayerwiseStep) -> None:
+        self._step = step
+        fields = {"outer", "layers"}
+        if isinstance(model, Mapping) and set(model) == fields:
+            self._rest = None
+        elif dataclasses.is_dataclass(model) and fields <= {field.name for field in dataclasses.fields(model)}:
+            self._rest = dataclasses.replace(model, outer=None, layers=None)  # pyright: ignore[reportArgumentType]
+        else:
+            raise StructureError(
+                "a layerwise step trains a model that is made of outer and layers",
+                expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
+                got=type(model).__name__,
+                hint="put the stacked parameters under layers and all others under outer",
+            )
+
+    def init(self, model: Tree) -> tuple[Tree, Tree, Tree]:
+        """See `Step`."""
+        outer, layers = (model["outer"], model["layers"]) if self._rest is None else (model.outer, model.layers)
+        state, frozen = self._step.init(outer, layers)
+        trainable, opt_state = _halves(state)
+        return trainable, opt_state, frozen
+
+    def __call__(
+        self, trainable: Tree, opt_state: Tree, step: Any, frozen: Tree, batch: Tree
+    ) -> tuple[Tree, Tree, Any, dict[str, Any]]:
+        """See `Step`."""
+        state = LayerwiseState(
+            step, **trainable, outer_opt=opt_state["outer"], layers_opt=opt_state["layers"], grad_norm=opt_state["norm"]
+        )
+        state, metrics = self._step(state, frozen, batch)
+        return *_halves(state), state.step, metrics
+
+    def model(self, trainable: Tree, frozen: Tree) -> Tree:
+        """See `Step`."""
+        params = combine(trainable, frozen)
+        return params if self._rest is None else dataclasses.replace(self._rest, **params)
+
+
+def _halves(state: LayerwiseState) -> tuple[Tree, Tree]:
+    """What trains, and the optimizer's part, which the norm that the next step may clip by belongs to."""
+    opt_state = {"outer": state.outer_opt, "layers": state.layers_opt, "norm": state.grad_norm}
+    return {"outer": state.outer, "layers": state.layers}, opt_state
 
 
 def split_static(model: Tree) -> tuple[Tree, Tree]:

@@ -33,8 +33,9 @@ from ..core import (
     shared_leaves,
 )
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
+from ..offload import LayerwiseStep
 from ._checkpoint import Checkpoints
-from ._step import STEP_ARGUMENTS, LossFn, Step, WholeStep, weighted
+from ._step import STEP_ARGUMENTS, LayerStep, LossFn, Step, WholeStep, weighted
 
 Record = dict[str, float | int]
 
@@ -66,7 +67,9 @@ class Trainer:
     Args:
         model: the model, a pytree. Its trainable arrays belong to the trainer from now on.
         loss_fn: ``loss_fn(model, batch)``: a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars.
-        tx: the optimizer, with clipping and schedules chained in as Optax has them.
+        tx: the optimizer, with clipping and schedules chained in as Optax has them. Or a step made by
+            `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``: what trains, microbatches and
+            placement are then said there, and `loss_fn` is for evaluation alone.
         wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
         num_microbatches: into how many parts a batch is split for gradient accumulation.
         weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
@@ -76,6 +79,8 @@ class Trainer:
 
     Raises:
         SelectionError: when `wrt` selects nothing, or one array stands at two trainable paths.
+        StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
+        ConfigError: when `wrt` or `num_microbatches` is given beside a layerwise step.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
@@ -94,7 +99,7 @@ class Trainer:
         self,
         model: Tree,
         loss_fn: LossFn,
-        tx: optax.GradientTransformation,
+        tx: optax.GradientTransformation | LayerwiseStep,
         *,
         wrt: Where = "**",
         num_microbatches: int = 1,
@@ -102,8 +107,12 @@ class Trainer:
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
     ) -> None:
+        if isinstance(tx, LayerwiseStep):
+            _refuse_beside_layerwise(wrt=(wrt, "**"), num_microbatches=(num_microbatches, 1))
+            weight, self._step = weight or tx.weight, LayerStep(model, tx)
         self._weight = weight or (lambda batch: jnp.float32(1))
-        self._step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, self._weight)
+        if not isinstance(tx, LayerwiseStep):
+            self._step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, self._weight)
         trainable, opt_state, frozen = self._step.init(model)
         # A NumPy array would be copied to the device again in every step.
         self.frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, frozen)
@@ -256,12 +265,18 @@ class Trainer:
         Raises:
             ConfigError: without a `checkpoint_dir`.
             StructureError: when the checkpoint is of other trainable leaves.
+
+        Memory:
+            The state's arrays are given up before those of the checkpoint are read: never two copies.
         """
         if self.checkpoints is None:
             raise ConfigError("restore needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
         step = self.checkpoints.latest_step()
         if step is not None:
-            self.state = self.checkpoints.restore(step, self.state)
+            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+            self.checkpoints.check(step, like)
+            jax.tree.map(lambda x: x.delete(), self.state)
+            self.state = self.checkpoints.restore(step, like)
         return step
 
     def _refuse_later_checkpoint(self) -> None:
@@ -296,6 +311,17 @@ def _eval_step(
     result = loss_fn(step.model(trainable, frozen), batch)
     weights = jnp.asarray(weight(batch), jnp.float32)
     return weighted(result[0] if isinstance(result, tuple) else result, weights), weights
+
+
+def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(
+                f"{name} is said twice, to the trainer and to its layerwise step",
+                expected=f"Trainer(..., layerwise_step(..., {name}=...))",
+                got=f"{name}={value!r} for the trainer",
+                hint=f"pass {name} to lt.offload.layerwise_step alone",
+            )
 
 
 def _batch(data: StepData, step: int, num_steps: int) -> Tree:

@@ -1,0 +1,134 @@
+"""What fine-tuning keeps in host memory, and the loss of a model that is partly there.
+
+The words of ``FinetuneConfig.offload`` become arguments of `lowtide.offload` here: which leaves are loaded onto the
+host, how the optimizer is wrapped, what waits for the backward pass, and the layerwise step of ``full``.
+
+Known limits: text is sampled without a cache, so a model whose layers are on the host is streamed once for each token.
+Embedding and head of a fully tuned model come to the device as a whole to evaluate and to sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+from .. import offload
+from ..core import LayerStack, Tree, memory_space
+from ..models import Llama
+from ._config import FinetuneConfig
+
+_INPUT = "block_input"
+
+
+def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
+    """Which leaves are loaded into host memory: a predicate for `lowtide.models.load`, or None for none."""
+    if config.full:
+        place = places(config)
+        hosted = [name for name in ("outer", "layers") if place[name] == "host"]
+        return (lambda path, leaf: path.partition("/")[0] in hosted and leaf.ndim > 1) if hosted else None
+    if "parameters" not in (config.offload or ()):
+        return None
+    # A norm's weights are small, and of half-precision rows in host memory a TPU cuts no single one.
+    return lambda path, leaf: path.startswith("layers/") and leaf.ndim > 2
+
+
+def places(config: FinetuneConfig) -> dict[str, str]:
+    """Where the layerwise step of ``full`` keeps things, as `lowtide.offload.layerwise_step` takes it."""
+    words = config.offload
+    on_host = {
+        "layers": words is None or "parameters" in words,
+        "outer": words is not None and "parameters" in words,
+        "opt_state": words is None or "optimizer" in words,
+        "inputs": words is None or "activations" in words,
+    }
+    return {name: "host" if hosted else "device" for name, hosted in on_host.items()}
+
+
+def inputs_place(config: FinetuneConfig) -> str:
+    """Where what enters each block waits for the backward pass of adapters."""
+    return "host" if "activations" in (config.offload or ()) else "device"
+
+
+def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """AdamW with clipping, its moments where the configuration says."""
+    tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), _adamw(config, schedule))
+    return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
+
+
+def full_step(
+    config: FinetuneConfig, stack: LayerStack, schedule: optax.Schedule, weight: Callable[[Tree], Any]
+) -> offload.LayerwiseStep:
+    """AdamW on every parameter, inside the backward pass."""
+    mode: Any = config.clip_mode
+    return offload.layerwise_step(
+        stack,
+        _adamw(config, schedule),
+        place=places(config),
+        clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode),
+        num_microbatches=config.num_microbatches,
+        weight=weight,
+    )
+
+
+def loss(model: Llama, batch: Tree, *, remat: bool = True, inputs: str = "device") -> tuple[Any, Tree]:
+    """`lowtide.models.loss` for a model whose leaves may be in host memory.
+
+    Args:
+        model: the decoder; layers on the host are streamed one at a time, outer leaves moved.
+        batch: ``tokens`` and ``labels``.
+        remat: whether blocks are computed again in the backward pass; of streamed layers they always are.
+        inputs: ``"host"`` or ``"device"``: where what enters each block waits for the backward pass.
+
+    Returns:
+        The loss and its metrics.
+
+    Memory:
+        On the device two of the streamed layers and one layer's activations; with ``inputs="host"`` the activations
+        between blocks on the host.
+    """
+    outer = _on_device(model.outer)
+    if inputs == "host" and not _on_host(model.layers):
+        return _offloading(model.stack).apply(outer, model.layers, batch)
+    return model.stack.last(outer, _hidden(model, outer, batch, remat=remat, inputs=inputs), batch)
+
+
+def hidden(model: Llama, batch: Tree) -> Any:
+    """The activations [B, T, D] that leave the last block, of a model whose leaves may be in host memory."""
+    return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
+
+
+def _hidden(model: Llama, outer: Tree, batch: Tree, *, remat: bool, inputs: Any) -> Any:
+    stack = model.stack
+    if not _on_host(model.layers):
+        return stack.hidden(outer, model.layers, batch, remat=remat)
+
+    def body(h: Any, layer: Tree) -> tuple[Any, None]:
+        return stack.block(layer, h, batch), None
+
+    return offload.scan(body, stack.first(outer, batch), model.layers, inputs=inputs)[0]
+
+
+def _offloading(stack: LayerStack) -> LayerStack:
+    """The stack with blocks whose input goes to the host and all else is computed again."""
+
+    def block(layer: Tree, h: Any, batch: Tree) -> Any:
+        return stack.block(layer, checkpoint_name(h, _INPUT), batch)
+
+    return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
+
+
+def _adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(schedule, weight_decay=config.weight_decay)
+
+
+def _on_host(tree: Tree) -> bool:
+    return any(memory_space(leaf) == jax.memory.Space.Host for leaf in jax.tree.leaves(tree))
+
+
+def _on_device(tree: Tree) -> Tree:
+    return offload.to_device(tree) if _on_host(tree) else tree

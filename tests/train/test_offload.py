@@ -1,0 +1,271 @@
+"""Fine-tuning with its bytes on the host: the values of plain training, and the bytes of a compiled TPU program."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import ConfigError, StructureError, leaves_with_paths, tree_bytes
+from lowtide.models import LlamaConfig
+from lowtide.offload import Clip, layerwise_step
+from lowtide.train import Finetune, FinetuneConfig, Trainer, analyze_naive
+from lowtide.train._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
+
+ALL = ("optimizer", "activations", "parameters")
+WRT = "**/lora_*"
+
+
+@pytest.fixture
+def finetune(tiny_model_dir, tmp_path):
+    (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in and the moon pulls the sea\n" * 40)
+
+    def make(out="run", **settings):
+        (tmp_path / out).mkdir(exist_ok=True)
+        settings = {"rank": 2, **settings} if not settings.get("full") else settings
+        config = FinetuneConfig(
+            model=tiny_model_dir,
+            data=str(tmp_path / "data.txt"),
+            seq_len=8,
+            batch_size=4,
+            learning_rate=1e-2,
+            **settings,
+        )
+        return Finetune(config, tmp_path / out)
+
+    return make
+
+
+class _Other:
+    """The data of a job with another trainer."""
+
+    def __init__(self, job, trainer):
+        self.data, self.trainer = job.data, trainer
+
+
+def _fit(job, num_steps=4):
+    records = job.trainer.fit(job.data.train, num_steps=num_steps, eval_data=job.data.held_out)
+    return [record.get("loss", record.get("eval_loss")) for record in records]
+
+
+def _on_host(tree):
+    return {path for path, leaf in leaves_with_paths(tree) if leaf.sharding.memory_kind == "pinned_host"}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """What several tests compare with, made once."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload": ("optimizer", "activations")},
+        {"offload": ("parameters",)},
+        pytest.param({"offload": ("optimizer",)}, marks=pytest.mark.slow),
+        pytest.param({"offload": ("activations",)}, marks=pytest.mark.slow),
+        {"offload": ALL, "num_microbatches": 2},
+    ],
+    ids=lambda settings: "+".join(settings["offload"]),
+)
+def test_adapters_learn_the_same_wherever_the_bytes_are(finetune, shared, settings):
+    if "plain" not in shared:
+        shared["plain"] = _fit(finetune("plain"))
+    job = finetune(**settings)
+    np.testing.assert_allclose(_fit(job), shared["plain"], rtol=0, atol=1e-6)
+    words = settings["offload"]
+    moments = {path for path, _ in leaves_with_paths(job.trainer.state) if "/mu/" in path or "/nu/" in path}
+    assert _on_host(job.trainer.state) == (moments if "optimizer" in words else set())
+    stacks = {
+        path for path, leaf in leaves_with_paths(job.trainer.frozen) if path.startswith("layers") and leaf.ndim > 2
+    }
+    assert _on_host(job.trainer.frozen) == (stacks if "parameters" in words else set())
+
+
+@pytest.mark.parametrize(
+    ("offload", "hosted"),
+    [
+        (None, {"trainable/layers", "opt_state/layers", "opt_state/outer"}),
+        pytest.param((), set(), marks=pytest.mark.slow),
+        pytest.param(("parameters",), {"trainable/layers", "trainable/outer"}, marks=pytest.mark.slow),
+        (ALL, {"trainable/layers", "trainable/outer", "opt_state/layers", "opt_state/outer"}),
+    ],
+)
+def test_full_tuning_learns_what_plain_adamw_learns(finetune, shared, offload, hosted):
+    job = finetune(full=True, offload=offload, num_microbatches=2)
+    if "full" not in shared:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(job.schedule, weight_decay=0.0))
+        base = models.load(job.directory)
+        shared["full"] = _fit(_Other(job, Trainer(base, models.loss, tx, weight=job.trainer._weight)))
+    np.testing.assert_allclose(_fit(job), shared["full"], rtol=0, atol=1e-6)
+    assert {"/".join(path.split("/")[:2]) for path in _on_host(job.trainer.state)} == hosted
+
+
+@pytest.mark.parametrize(
+    "settings", [{"full": True}, {"offload": ("optimizer", "parameters")}], ids=["full", "adapters"]
+)
+def test_a_restored_state_is_where_it_was_and_goes_on_bit_for_bit(finetune, settings):
+    whole = finetune("whole", **settings)
+    losses = _fit(whole, 4)
+    _fit(finetune("parts", **settings), 2)
+    resumed = finetune("parts", **settings)
+    assert resumed.resumed_at == 2
+    assert _on_host(resumed.trainer.state) == _on_host(whole.trainer.state) != set()
+    assert _fit(resumed, 4) == losses[-3:]
+    jax.tree.map(np.testing.assert_array_equal, resumed.trainer.state, whole.trainer.state)
+
+
+def test_a_run_of_the_whole_model_holds_it_once(finetune):
+    job = finetune(full=True)
+    untrained, base = job.trainer.state, job.base
+    _fit(job, 1)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((untrained, base)))
+    first = job.trainer.state
+    job.trainer.restore()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first))
+    assert finetune(full=True).sample_before() is None
+
+
+def test_samples_stream_what_is_on_the_host(finetune):
+    plain, hosted, full = finetune("a"), finetune("b", offload=("parameters",)), finetune("c", full=True, offload=ALL)
+    assert plain.sample(plain.base) == hosted.sample(hosted.trainer.model) == full.sample_before()
+
+
+def test_a_second_call_compiles_nothing(finetune, compilations):
+    job = finetune(full=True, offload=ALL)
+    job.trainer.fit(job.data.train, num_steps=2)
+    with compilations.none():
+        job.trainer.fit(job.data.train, num_steps=4)
+
+
+def test_the_table_counts_host_bytes_and_gradients_of_one_layer(finetune):
+    job = finetune(full=True)
+    content = job.memory().to_dict()
+    layers, outer = job.base.layers, job.base.outer
+    assert content["trainable_bytes"] == tree_bytes(job.base)
+    assert content["frozen_bytes"] == 0
+    assert content["gradient_bytes"] == tree_bytes(layers) // 2 + tree_bytes(outer["embed"])
+    assert content["naive_gradient_bytes"] == tree_bytes(job.base)
+    assert content["host_bytes"] == sum(content["host_by_role"].values())
+    assert content["host_by_role"]["trainable"] == tree_bytes(layers)
+
+
+def test_a_layerwise_step_says_what_trains_by_itself():
+    stack = lt.LayerStack(
+        lambda outer, x: x * outer["s"],
+        lambda w, h, x: jnp.tanh(h * w["w"][None]),
+        lambda outer, h, x: (jnp.mean(h**2), {}),
+    )
+    step = layerwise_step(stack, optax.sgd(0.1), clip=Clip(max_norm=1.0))
+    model = {"outer": {"s": jnp.ones(())}, "layers": {"w": jnp.ones((2, 3))}}
+    loss_fn = lambda m, x: stack.apply(m["outer"], m["layers"], x)  # noqa: E731
+    records = Trainer(model, loss_fn, step).fit([jnp.ones((4, 3))] * 3, num_steps=3)
+    assert records[2]["loss"] < records[0]["loss"]
+    with pytest.raises(ConfigError, match=r"wrt is said twice(.|\n)*hint: pass wrt to lt.offload.layerwise_step"):
+        Trainer(model, loss_fn, step, wrt="layers/**")
+    with pytest.raises(StructureError, match=r"made of outer and layers(.|\n)*got: list(.|\n)*hint:"):
+        Trainer([model], loss_fn, step)
+
+
+def test_leaves_loaded_onto_the_host_are_never_on_the_device(tiny_model_dir):
+    before = {id(array) for array in jax.live_arrays()}
+    model = models.load(tiny_model_dir, host="layers/**")
+    made = [array for array in jax.live_arrays() if id(array) not in before]
+    shapes = {leaf.shape for leaf in jax.tree.leaves(model.layers)}
+    assert len(_on_host(model.layers)) == len(jax.tree.leaves(model.layers))
+    assert not _on_host(model.outer)
+    assert all(array.sharding.memory_kind == "pinned_host" for array in made if array.shape in shapes)
+    plain = models.load(tiny_model_dir)
+    jax.tree.map(np.testing.assert_array_equal, model, plain)
+    with pytest.raises(lt.core.SelectionError, match=r"'\*\*/embedding' matches nothing(.|\n)*hint:"):
+        models.load(tiny_model_dir, host="**/embedding")
+
+
+def test_a_model_on_the_host_is_saved_as_one_on_the_device(tiny_model_dir, tmp_path):
+    models.save(models.load(tiny_model_dir, host="**/weight"), tmp_path / "host")
+    models.save(models.load(tiny_model_dir), tmp_path / "device")
+    name = "model.safetensors"
+    assert (tmp_path / "host" / name).read_bytes() == (tmp_path / "device" / name).read_bytes()
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+CONFIG = LlamaConfig(
+    vocab_size=512, hidden_size=512, intermediate_size=2048, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=128
+)
+BATCH = {name: jax.ShapeDtypeStruct((4, 128), jnp.int32) for name in ("tokens", "labels")}
+
+
+@pytest.fixture(scope="module")
+def report(shared):
+    """Bytes of the fine-tuning step on a v5e, by what is on the host."""
+
+    def compiled(**settings):
+        key = tuple(settings.items())
+        if key not in shared:
+            config = FinetuneConfig(num_microbatches=settings.pop("num_microbatches", 1), **settings)
+            dtype = jnp.float32 if config.full else jnp.bfloat16
+            model = models.init(CONFIG, key=jax.random.key(0), dtype=dtype, compute_dtype=jnp.bfloat16)
+            where = is_hosted(config)
+            params = {"outer": model.outer, "layers": model.layers}
+            if where is not None:
+                model = dataclasses.replace(model, **lt.offload.to_host(params, where))
+            schedule = optax.constant_schedule(1e-4)
+            loss_fn = partial(loss, inputs=inputs_place(config))
+            if config.full:
+                step = full_step(config, model.stack, schedule, lambda batch: jnp.sum(batch["labels"] != -100))
+                trainer = Trainer(model, loss_fn, step)
+            else:
+                model = lt.lora.add(model, lt.lora.Config(rank=64, targets="layers/**/*_proj"), key=jax.random.key(1))
+                trainer = Trainer(model, loss_fn, optimizer(config, schedule), wrt=WRT)
+            shared[key] = trainer.memory(BATCH, target="v5e"), trainer
+        return shared[key]
+
+    return compiled
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+def test_each_word_takes_its_bytes_off_the_device(report):
+    plain, trainer = report()
+    assert plain.host_bytes == 0
+    moments = 2 * tree_bytes(trainer.state.trainable)
+
+    moved, _ = report(offload=("optimizer",))
+    assert moved.host_by_role["optimizer"] >= moments
+    assert moved.by_role["optimizer"] < moments / 100
+    # Updated in place: the moments are donated, and there is no second host copy.
+    assert moved.host.alias_bytes == moved.host.output_bytes >= moments
+    assert moved.host.temp_bytes == 0
+    assert moved.device_bytes < plain.device_bytes - 0.5 * moments
+
+    moved, trainer = report(offload=("parameters",))
+    stacks = tree_bytes([leaf for leaf in jax.tree.leaves(trainer.frozen.layers) if leaf.ndim > 2])
+    assert moved.host_by_role["frozen"] == moved.host_bytes >= stacks
+    # Two layers and what is cut out of them take the place of eight; no gradient of the frozen stack.
+    assert moved.device_bytes < plain.device_bytes - 0.5 * stacks
+
+    moved, _ = report(offload=("activations",))
+    inputs = CONFIG.num_layers * 4 * 128 * CONFIG.hidden_size * 2
+    assert moved.host.temp_bytes >= inputs
+    assert moved.device.temp_bytes < plain.device.temp_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_aot
+def test_full_tuning_leaves_a_layer_on_the_device(report):
+    moved, trainer = report(full=True)
+    layers = tree_bytes(trainer.state.trainable["layers"])
+    assert moved.host_by_role["trainable"] >= layers
+    assert moved.host_by_role["optimizer"] >= 2 * layers
+    assert moved.host.alias_bytes == moved.host.output_bytes >= 3 * layers
+    tx = optimizer(FinetuneConfig(), optax.constant_schedule(1e-4))
+    naive = analyze_naive(trainer.model, partial(models.loss, remat=True), tx, "**", BATCH, target="v5e")
+    assert naive.host_bytes == 0
+    assert moved.device_bytes < naive.device_bytes / 3
