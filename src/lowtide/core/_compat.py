@@ -8,6 +8,7 @@
 | `jax._src.compiler.compile_or_get_cached` | jax 0.10.2 | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
 | `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
+| `jax.experimental.layout.with_layout_constraint` | jax 0.10.2 | a stable home for layouts |
 | `jax._src.lib.cuda_versions.cudnn_get_version` | jax 0.10.2 | a public way to ask for cuDNN |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | jax-cuda13-plugin 0.10.2 | the same |
@@ -122,6 +123,20 @@ def _no_cuda_check() -> Generator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def row_major(x: Any) -> Any:
+    """A traced array that the compiler has to store with its last axis innermost.
+
+    Args:
+        x: a tracer.
+
+    Returns:
+        The same value.
+    """
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def find_ptxas() -> str | None:

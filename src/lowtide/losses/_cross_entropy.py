@@ -72,6 +72,7 @@ def chunked_cross_entropy(
     num_sequences = max(1, labels.size // max(1, labels.shape[-1]))
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     if isinstance(head, RunningGradient):
+        chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
         total: Array = _running_cross_entropy((ignore_index, chunk), h, head.weight, head.total, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)

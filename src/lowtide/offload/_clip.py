@@ -35,7 +35,7 @@ class Clip:
     costs nothing. ``"layer"``: each layer, and each outer leaf group, by its own norm; costs nothing."""
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.max_norm, (int, float)) and 0 < self.max_norm < math.inf):
+        if not 0 < self.max_norm < math.inf:
             raise ConfigError(
                 "max_norm is out of range",
                 expected="a finite number above 0",

@@ -106,11 +106,12 @@ def layerwise_step(
         Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm",
         arXiv:2002.05645.
     """
-    if not isinstance(stack, LayerStack):
+    given: Any = stack
+    if not isinstance(given, LayerStack):
         raise StructureError(
             "layerwise_step needs a model as a stack of equal blocks",
             expected="a lowtide.LayerStack",
-            got=type(stack).__name__,
+            got=type(given).__name__,
             hint="make one from three functions, or use lt.offload.optimizer, which takes any model",
         )
     places = {**PLACES, **(place or {})}

@@ -27,6 +27,9 @@ import jax.numpy as jnp
 from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
 
 from ._separable import Group, Program, separate, trace
+from ._slices import is_row_major
+from ._slices import read as read_entry
+from ._slices import write as write_entry
 
 Space: Any = jax.memory.Space
 
@@ -34,6 +37,31 @@ Space: Any = jax.memory.Space
 # block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column
 # statistics) then binds no group together.
 _SMALL_PART = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One entry of a stacked array's leading axis, as a leaf of the arguments: it is updated where it is."""
+
+    array: Any
+    """The stacked array."""
+    index: Any
+    """Position on its leading axis."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the entry."""
+        return self.array.shape[1:]
+
+    @property
+    def ndim(self) -> int:
+        """Number of its axes."""
+        return self.array.ndim - 1
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.array.dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +90,7 @@ def plan(fn: Callable[..., Any], args: Sequence[Tree], replaces: Callable[..., A
     """
     leaves, structure = jax.tree.flatten(tuple(args))
     on_host = _large_on_host(leaves, chunk_bytes)
-    program, treedef = trace(fn, args, on_host)
+    program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
     if expected != treedef:
@@ -90,7 +118,8 @@ def stream(
 
     Args:
         fn: a function of trees of arrays, such as ``tx.update``.
-        args: its arguments. Leaves may be in device or in host memory.
+        args: its arguments. Leaves may be in device or in host memory, and `Entry`s of stacked arrays; a result that
+            overwrites an `Entry` is the stacked array.
         replaces: receives what stands for the leaves of `args` and returns those that the results overwrite, with the
             structure of the results: ``lambda grads, state, params: (grads, state)`` for ``tx.update``.
         chunk_bytes: what one block brings from the host, about: rows are cut in multiples of the hardware's tiles.
@@ -113,7 +142,7 @@ def stream(
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
     made = plan(fn, args, replaces, chunk_bytes=chunk_bytes)
     program, placed = made.program, _flat_shardings(shardings, args)
-    values = {at: leaf if at in made.on_host else _put(leaf, Space.Device) for at, leaf in enumerate(leaves)}
+    values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
     in_loops = {position for group in made.groups for position in group.outputs}
     before = {at for group in made.groups for at in group.free}
     before.update(value for position, value in enumerate(program.outputs) if position not in in_loops)
@@ -139,7 +168,7 @@ def stream(
         results.update(zip(group.outputs, done, strict=True))
     for position, value in enumerate(program.outputs):
         if position not in results:
-            results[position] = _put(values[value], memory_space(leaves[made.replaced[position]]))
+            results[position] = _replaced(leaves[made.replaced[position]], values[value])
     return made.treedef.unflatten([results[at] for at in range(len(program.outputs))])
 
 
@@ -156,7 +185,7 @@ def _warn(paths: list[str], reason: str) -> None:
 
 def _large_on_host(leaves: Sequence[Any], chunk_bytes: int) -> list[int]:
     """Positions of the host leaves that are worth a loop, in order."""
-    on_host = [at for at, leaf in enumerate(leaves) if memory_space(leaf) is Space.Host and leaf.ndim]
+    on_host = [at for at, leaf in enumerate(leaves) if _space(leaf) is Space.Host and leaf.ndim]
     small, total = set[int](), 0
     for at in sorted(on_host, key=lambda at: leaf_bytes(leaves[at])):
         num_bytes = leaf_bytes(leaves[at])
@@ -174,11 +203,26 @@ def _flat_shardings(shardings: Tree, args: Sequence[Tree]) -> dict[int, Any]:
     return {at: s for at, s in enumerate(structure.flatten_up_to(shardings)) if s is not None}
 
 
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, Entry) else leaf
+
+
+def _space(leaf: Any) -> Any:
+    return memory_space(leaf.array if isinstance(leaf, Entry) else leaf)
+
+
 def _buffer(program: Program, leaf: Any, value: int) -> Any:
     """Where an output is written: the leaf that it replaces, unless that has another dtype."""
     aval = program.avals[value]
     if leaf.dtype == aval.dtype and leaf.shape == aval.shape:
         return leaf
+    if isinstance(leaf, Entry):
+        raise StructureError(
+            "an update changes the shape or dtype of a stacked leaf",
+            expected=f"{leaf.dtype}{list(leaf.shape)}",
+            got=f"{aval.dtype}{list(aval.shape)}",
+            hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of their updates",
+        )
     return _put(jnp.zeros(aval.shape, aval.dtype), memory_space(leaf))
 
 
@@ -233,18 +277,19 @@ class _Loop:
 
     def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
         num_bytes = sum(leaf_bytes(read[at]) for at in self.group.leaves if at in self.plan.on_host)
-        on_host = [array for array in (*read.values(), *buffers) if memory_space(array) is Space.Host]
-        prefix = read[self.group.leaves[0]].shape[: self.rows]
-        cut, reason = None, self.reason
-        if self.rows and all(is_row_major(array.shape) for array in on_host):
-            cut = cut_block(prefix, min(array.ndim for array in on_host), num_bytes, self.chunk_bytes)
-        if num_bytes > self.chunk_bytes and not cut and self.on_whole:
-            self.on_whole(reason or "a TPU cannot slice arrays of its shape on the host")
+        on_host = [leaf for leaf in (*read.values(), *buffers) if _space(leaf) is Space.Host]
+        rows, reason = self.rows, self.reason
+        if rows and not all(is_row_major(leaf.shape) for leaf in on_host):
+            rows, reason = 0, "a device does not store arrays of its shape row by row"
+        if num_bytes > self.chunk_bytes and reason and self.on_whole:
+            self.on_whole(reason)
+        prefix = read[self.group.leaves[0]].shape[:rows]
+        cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), num_bytes, self.chunk_bytes)
         if cut is None:
             return self._run(read, buffers, after, (), 1, lambda i: ((), 0))
         axis, size = cut
-        shapes = [buffer.shape for buffer in buffers]
-        read = {at: _merged(array, axis) for at, array in read.items()}
+        shapes = [_array(buffer).shape for buffer in buffers]
+        read = {at: _merged(leaf, axis) for at, leaf in read.items()}
         buffers = [_merged(buffer, axis) for buffer in buffers]
         length, outer = prefix[axis], math.prod(prefix[:axis])
 
@@ -258,10 +303,11 @@ class _Loop:
 
             return self._run(read, buffers, after, (*(1,) * axis, size), outer * per, start)
 
-        buffers, after = blocks_of(size, 0, buffers, after)
+        done, after = blocks_of(size, 0, buffers, after)
         if rest := length % size:
-            buffers, after = blocks_of(rest, length - rest, buffers, after)
-        return [buffer.reshape(shape) for buffer, shape in zip(buffers, shapes, strict=True)], after
+            again = [_like(buffer, array) for buffer, array in zip(buffers, done, strict=True)]
+            done, after = blocks_of(rest, length - rest, again, after)
+        return [array.reshape(shape) for array, shape in zip(done, shapes, strict=True)], after
 
     def _run(
         self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any, sizes: Sequence[int], count: int, start: Any
@@ -271,47 +317,81 @@ class _Loop:
         trips, _ = jax.lax.optimization_barrier((jnp.int32(count), after))
 
         def body(carry: Any) -> Any:
-            i, buffers = carry
+            i, arrays = carry
             where = start(i)
+            now = [_like(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
             # What is overwritten is read from where it is written: one buffer, not two.
-            same = {at: b for at, b in zip(targets, buffers, strict=True) if at in read and b.dtype == read[at].dtype}
-            blocks = {at: _slice(array, where, sizes) for at, array in {**read, **same}.items()}
+            same = {at: b for at, b in zip(targets, now, strict=True) if at in read and b.dtype == read[at].dtype}
+            blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
             program.run(self.group.equations, blocks, sizes)
             new = [blocks[program.outputs[at]] for at in outputs]
-            return i + 1, [_write(*pair, where) for pair in zip(buffers, new, strict=True)]
+            return i + 1, [_write(*pair, where) for pair in zip(now, new, strict=True)]
 
-        after, done = jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), list(buffers)))
+        first = [_array(buffer) for buffer in buffers]
+        after, done = jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), first))
         return done, after
 
 
-def _merged(array: Any, axis: int) -> Any:
-    """A host array with its axes up to `axis` made one: libtpu aborts on a host slice that starts along two axes."""
-    return array.reshape(-1, *array.shape[axis + 1 :]) if axis and memory_space(array) is Space.Host else array
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """An array with its leading axes made one, and the row where the leaf begins."""
+
+    array: Any
+    begin: Any
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
 
 
-def _index(array: Any, where: tuple[tuple[Any, ...], Any]) -> tuple[Any, ...]:
-    """Where a block starts, given its place along the cut axes and along these axes merged."""
-    lead = (where[1],) if memory_space(array) is Space.Host else where[0]
-    return (*lead, *(0,) * (array.ndim - len(lead)))
+def _array(leaf: Any) -> Any:
+    return leaf.array if isinstance(leaf, (Entry, _Rows)) else leaf
 
 
-def _slice(array: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
-    """A block of an array, on the device; scalars belong to every block."""
-    if not array.ndim or not sizes:
-        return _put(array, Space.Device)
-    if memory_space(array) is not Space.Host:
-        return jax.lax.dynamic_slice(array, _index(array, where), (*sizes, *array.shape[len(sizes) :]))
-    block = jax.lax.dynamic_slice(array, _index(array, where), (sizes[-1], *array.shape[1:]))
-    return _put(block, Space.Device).reshape(*sizes, *array.shape[1:])
+def _like(leaf: Any, array: Any) -> Any:
+    """The leaf with another array."""
+    return dataclasses.replace(leaf, array=array) if isinstance(leaf, (Entry, _Rows)) else array
 
 
-def _write(buffer: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
-    space = memory_space(buffer)
-    if not where[0]:
-        return _put(block, space)
-    if space is Space.Host:
-        block = _put(block.reshape(-1, *buffer.shape[1:]), space)
-    return jax.lax.dynamic_update_slice(buffer, block, _index(buffer, where))
+def _merged(leaf: Any, axis: int) -> Any:
+    """Rows of a host array or of an entry: libtpu aborts on a host slice that starts along two axes."""
+    if isinstance(leaf, Entry):
+        rows = leaf.array.reshape(-1, *leaf.shape[axis + 1 :])
+        return _Rows(rows, leaf.index * math.prod(leaf.shape[: axis + 1]))
+    if memory_space(leaf) is Space.Host and leaf.ndim:
+        return _Rows(leaf.reshape(-1, *leaf.shape[axis + 1 :]), 0)
+    return leaf
+
+
+def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
+    """A block of a leaf, on the device; scalars belong to every block."""
+    if isinstance(leaf, _Rows):
+        block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + where[1], sizes[-1])
+        return _put(block, Space.Device).reshape(*sizes, *leaf.array.shape[1:])
+    if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
+        return _whole(leaf)
+    index = (*where[0], *(0,) * (leaf.ndim - len(where[0])))
+    return jax.lax.dynamic_slice(leaf, index, (*sizes, *leaf.shape[len(sizes) :]))
+
+
+def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
+    """The array of a leaf with a block replaced."""
+    if isinstance(leaf, _Rows):
+        rows = _put(block.reshape(-1, *leaf.array.shape[1:]), memory_space(leaf.array))
+        return jax.lax.dynamic_update_slice_in_dim(leaf.array, rows, leaf.begin + where[1], 0)
+    if not where[0] or isinstance(leaf, Entry):
+        return _replaced(leaf, block)
+    return jax.lax.dynamic_update_slice(leaf, block, (*where[0], *(0,) * (leaf.ndim - len(where[0]))))
+
+
+def _whole(leaf: Any) -> Any:
+    """A leaf on the device."""
+    return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else _put(leaf, Space.Device)
+
+
+def _replaced(leaf: Any, value: Any) -> Any:
+    """The array of a leaf with all of the leaf replaced, in its memory."""
+    return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else _put(value, memory_space(leaf))
 
 
 def _put(array: Any, space: Any) -> Any:
@@ -343,19 +423,3 @@ def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int
         return None
     wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
     return axis, next((size for size in range(wanted, wanted // 2, -tile) if length % size == 0), wanted)
-
-
-def is_row_major(shape: Sequence[int]) -> bool:
-    """Whether a TPU can slice rows of an array on the host: whether it stores it with the last axis innermost.
-
-    It tiles two axes by 8 x 128 and takes those two that need the least padding; rows of an array that is stored
-    otherwise cannot be sliced there.
-    """
-
-    def padded(second: int, last: int) -> float:
-        rows, columns = shape[second], shape[last]
-        tile = 8 if rows > 4 else 1 << max(rows - 1, 0).bit_length()
-        return -(-rows // tile) * tile / max(rows, 1) * -(-columns // 128) * 128 / max(columns, 1)
-
-    axes = range(len(shape))
-    return len(shape) < 2 or padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)

@@ -2,17 +2,22 @@
 
 A slice is cut in the memory that holds the array and only the slice is moved; the other order would move the array.
 Inside a loop that carries the array, XLA writes the slice in place, in host memory as on the device.
+
+Slices from and for the host are row-major: where XLA lays a slice out otherwise, it lays out the whole host array so,
+and changes that of the array between two loops by a copy on the device (libtpu 0.0.51).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from lowtide.core import Tree, memory_space
+from lowtide.core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -30,9 +35,11 @@ def read(tree: Tree, index: Any) -> Tree:
     Memory:
         One entry on the device.
     """
-    return jax.tree.map(
-        lambda leaf: jnp.reshape(_to(jax.lax.dynamic_slice_in_dim(leaf, index, 1), DEVICE), leaf.shape[1:]), tree
-    )
+
+    def one(leaf: Any) -> Any:
+        return jnp.reshape(_moved(jax.lax.dynamic_slice_in_dim(leaf, index, 1), leaf, DEVICE), leaf.shape[1:])
+
+    return jax.tree.map(one, tree)
 
 
 def write(tree: Tree, values: Tree, index: Any) -> Tree:
@@ -48,10 +55,17 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
     """
 
     def one(leaf: Any, value: Any) -> Any:
-        entry = _to(jnp.expand_dims(value, 0), memory_space(leaf))
+        entry = _moved(jnp.expand_dims(value, 0), leaf, memory_space(leaf))
         return jax.lax.dynamic_update_slice_in_dim(leaf, entry, index, 0)
 
     return jax.tree.map(one, tree, values)
+
+
+def _moved(entry: Any, leaf: Any, space: Any) -> Any:
+    """An entry of a leaf, or for one, in another memory; on the device laid out as the leaf is on the host."""
+    if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape):
+        return _to(entry, space)
+    return row_major(_to(entry, space)) if space == DEVICE else _to(row_major(entry), space)
 
 
 def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
@@ -74,6 +88,30 @@ def put(tree: Tree, space: Any) -> Tree:
     return jax.tree.map(lambda leaf: _to(leaf, space), tree)
 
 
+def fetch(tree: Tree, after: Tree) -> Tree:
+    """All leaves on the device, those from the host not before `after` has been computed.
+
+    XLA begins to copy whole arrays from the host as soon as the program begins, and keeps them; so matrices are copied
+    a block of rows at a time, in a loop that waits for `after`.
+    """
+    begin = zero_after(after)
+
+    def one(leaf: Any) -> Any:
+        rows = next(
+            (n for n in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8) if leaf.shape and not leaf.shape[0] % n), 0
+        )
+        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape):
+            return _to(leaf, DEVICE)
+
+        def copy(i: Any, made: Any) -> Any:
+            block = jax.lax.dynamic_slice_in_dim(leaf, i * rows, rows)
+            return jax.lax.dynamic_update_slice_in_dim(made, row_major(_to(block, DEVICE)), i * rows, 0)
+
+        return jax.lax.fori_loop(begin, leaf.shape[0] // rows, copy, jnp.zeros(leaf.shape, leaf.dtype))
+
+    return jax.tree.map(one, tree)
+
+
 def zero_after(tree: Tree) -> Any:
     """An int32 zero that is known only when every leaf of a tree has been computed.
 
@@ -94,3 +132,19 @@ def zero_after(tree: Tree) -> Any:
 
 def _to(leaf: Any, space: Any) -> Any:
     return leaf if memory_space(leaf) == space else jax.device_put(leaf, space)
+
+
+def is_row_major(shape: Sequence[int]) -> bool:
+    """Whether a TPU can slice rows of an array on the host: whether it stores it with the last axis innermost.
+
+    It tiles two axes by 8 x 128 and takes those two that need the least padding; rows of an array that is stored
+    otherwise cannot be sliced there.
+    """
+
+    def padded(second: int, last: int) -> float:
+        rows, columns = shape[second], shape[last]
+        tile = 8 if rows > 4 else 1 << max(rows - 1, 0).bit_length()
+        return -(-rows // tile) * tile / max(rows, 1) * -(-columns // 128) * 128 / max(columns, 1)
+
+    axes = range(len(shape))
+    return len(shape) < 2 or padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)

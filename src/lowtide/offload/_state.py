@@ -58,7 +58,8 @@ def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
         if place[name] == "device":
             return to_device(leaves)
         large = any(leaf.ndim > 1 for leaf in jax.tree.leaves(leaves))
-        return to_host(leaves, lambda path, leaf: leaf.ndim > 1) if large else leaves
+        # Committed to a device first: else the second step, with the arrays of the first, would compile once more.
+        return to_host(to_device(leaves), lambda path, leaf: leaf.ndim > 1) if large else to_device(leaves)
 
     return {"outer": placed("outer"), "layers": placed("layers")}
 
@@ -106,4 +107,10 @@ def _are_shapes(tree: Tree) -> bool:
 
 
 def _zero(like: Tree, dtype: Any) -> Any:
-    return jax.ShapeDtypeStruct((), dtype) if _are_shapes(like) else jnp.zeros((), dtype)
+    """A scalar zero on the devices of a tree; of shapes, a shape."""
+    if _are_shapes(like):
+        return jax.ShapeDtypeStruct((), dtype)
+    sharding: Any = jax.tree.leaves(like)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P())
+    return jax.device_put(jnp.zeros((), dtype), sharding.with_memory_kind("device"))

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from lowtide.core import StructureError, Tree, combine, leaves_with_paths
 
-from ._clip import Clip, scale, square_norm
+from ._clip import Clip, square_norm
 from ._slices import DEVICE, put, zero_after
 from ._state import LayerwiseState, alone
 from ._sweeps import Sweeps
-from ._updates import update_layer, update_leaf
+from ._updates import update, update_layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Step:
     def measure(self) -> Any:
         """The norm of all gradients, computed and dropped."""
         first, last = self._readers()
-        inputs, wave = self.sweeps.forward(self._outer(first), self.state.layers)
+        inputs, wave = self.sweeps.forward(self._outer(first), self.state.layers, self.state.step)
         _, _, grads_last, wave = self.sweeps.last(self._outer(last), wave)
         shared = self._waiting(grads_last, first & last)
         squares = square_norm(_but(grads_last, first))
@@ -60,7 +60,7 @@ class Step:
         """
         state, first_last = self.state, self._readers()
         first, last = first_last
-        inputs, wave = self.sweeps.forward(self._outer(first), state.layers)
+        inputs, wave = self.sweeps.forward(self._outer(first), state.layers, (state.step, factor))
         loss, metrics, grads_last, wave = self.sweeps.last(self._outer(last), wave)
         shared = self._waiting(grads_last, first & last)
         head = _but(grads_last, first)
@@ -69,8 +69,8 @@ class Step:
 
         def consume(carry: Any, i: Any, layer: Tree, grads: Tree) -> Any:
             layers, opt, squares = carry
-            clipped = self._clipped(grads, factor)
-            layers, opt = update_layer(self.tx, clipped, layer, layers, opt, i, loss, self.chunk_bytes)
+            part = self._factor(grads, factor)
+            layers, opt = update_layer(self.tx, grads, layer, layers, opt, i, loss, part, **self._options)
             return layers, opt, squares + square_norm(grads)
 
         # The gradients of the head are gone before the first block runs backward.
@@ -123,19 +123,25 @@ class Step:
         """Gradients that have to wait for the end of the backward pass, in the memory of their parameters."""
         return jax.tree.map(lambda x: put(x, self.outer_space) if x.ndim > 1 else x, _only(grads, paths))
 
-    def _clipped(self, grads: Tree, factor: Any) -> Tree:
+    def _factor(self, grads: Tree, factor: Any) -> Any:
         if self.clip is not None and self.clip.mode == "layer":
-            factor = self.clip.factor(jnp.sqrt(square_norm(grads)))
-        return grads if factor is None else scale(grads, factor)
+            return self.clip.factor(jnp.sqrt(square_norm(grads)))
+        return factor
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        # On a mesh rows may be spread over devices, and cutting them would gather the leaf: a leaf at a time instead.
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((self.state.outer, self.state.layers))]
+        return {"chunk_bytes": self.chunk_bytes, "by_leaf": any(mesh.size > 1 for mesh in meshes)}
 
     def _update_outer(self, grads: Tree, factor: Any, loss: Any) -> tuple[dict[str, Any], dict[str, Tree]]:
         """New leaves and optimizer states by path, one leaf after the other."""
         leaves: dict[str, Any] = {}
         states: dict[str, Tree] = {}
         for path, _ in leaves_with_paths(grads):
-            grad = self._clipped(alone(grads, path), factor)
-            old, opt = alone(self.state.outer, path), self.state.outer_opt[path]
-            new, states[path] = update_leaf(self.tx, grad, old, opt, loss, self.chunk_bytes)
+            grad, old = alone(grads, path), alone(self.state.outer, path)
+            part, opt = self._factor(grad, factor), self.state.outer_opt[path]
+            new, states[path] = update(self.tx, grad, old, opt, loss, part, **self._options)
             (leaves[path],) = jax.tree.leaves(new)
         return leaves, states
 

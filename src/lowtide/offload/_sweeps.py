@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from lowtide.core import LayerStack, RunningGradient, Tree, combine, leaves_with_paths, match_path, path_str
 
-from ._slices import DEVICE, buffer, put, read, write
+from ._slices import DEVICE, buffer, fetch, read, write
 
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]
@@ -64,31 +64,39 @@ class Sweeps:
         """Microbatch m."""
         return read(self.batches, m)
 
-    def forward(self, outer: Tree, layers: Tree) -> tuple[Tree, Tree]:
+    def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree]:
         """Run `first` and all blocks.
 
         Args:
             outer: the trainable outer leaves that `first` reads.
             layers: the trainable stacked leaves, wherever they live.
+            after: what has to be computed before.
 
         Returns:
             What entered each block, and the wave that leaves the last one, leading axis [M].
         """
-        whole = put(combine(outer, self.frozen_outer), DEVICE)
+        whole = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, whole, self.batch(0))
         inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
         wave = buffer(h, (self.num_microbatches,), self.wave_space)
+        # The wave of one microbatch is on the device, and what enters a block is kept when it does. Of several it is on
+        # the host; there XLA would make a copy from host to host on the device, so what leaves a block is kept.
+        single = self.num_microbatches == 1
 
         def enter(m: Any, carry: Carry) -> Carry:
+            inputs, wave = carry
             h = self.stack.first(whole, self.batch(m))
-            return write(carry[0], h, m), write(carry[1], h, m)
+            return inputs if single else write(inputs, h, m), write(wave, h, m)
 
         def body(i: Any, carry: Carry) -> Carry:
             layer = combine(read(layers, i), read(self.frozen_layers, i))
 
             def visit(m: Any, carry: Carry) -> Carry:
-                h = self.stack.block(layer, read(carry[1], m), self.batch(m))
-                return write(carry[0], h, self._at(i + 1, m)), write(carry[1], h, m)
+                inputs, wave = carry
+                before = read(wave, m)
+                after = self.stack.block(layer, before, self.batch(m))
+                kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
+                return kept, write(wave, after, m)
 
             return self._each(visit, carry)
 
@@ -104,7 +112,7 @@ class Sweeps:
         Returns:
             The loss, the metrics, the gradients of `outer`, and the wave of cotangents that enters the last block.
         """
-        trained, frozen = put(outer, DEVICE), put(self.frozen_outer, DEVICE)
+        trained, frozen = fetch((outer, self.frozen_outer), wave)
         runs = self._runs(trained)
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
@@ -116,9 +124,6 @@ class Sweeps:
             loss, vjp, metrics = jax.vjp(loss_fn, trained, h, has_aux=True)
             return loss, metrics, *vjp(self.seeds[m].astype(loss.dtype))
 
-        if self.num_microbatches == 1:
-            loss, metrics, grads, dh = grads_of(0, read(wave, 0), None)
-            return loss, metrics, grads, write(wave, dh, 0)
         totals = jax.tree.map(_wide_zeros, trained)
         values = jax.eval_shape(lambda: grads_of(0, read(wave, 0), totals)[:2])
 
@@ -161,7 +166,7 @@ class Sweeps:
 
     def first(self, outer: Tree, wave: Tree) -> Tree:
         """Gradients of the outer leaves that `first` reads, from the wave that leaves `backward`."""
-        on_device, frozen = put(outer, DEVICE), put(self.frozen_outer, DEVICE)
+        on_device, frozen = fetch((outer, self.frozen_outer), wave)
 
         def grads_of(m: Any) -> Tree:
             run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731

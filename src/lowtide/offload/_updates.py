@@ -4,41 +4,72 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
-from lowtide.core import Tree
+from lowtide.core import Tree, memory_space
 
-from ._rows import stream
-from ._slices import read, write
+from ._clip import scale
+from ._rows import Entry, stream
+from ._slices import HOST, read, write
+
+
+def update(
+    tx: Any, grads: Tree, params: Tree, opt: Tree, loss: Any, factor: Any, *, into: Tree = None, **options: Any
+) -> tuple[Tree, Tree]:
+    """Update parameters and state in place, wherever they live, a block of rows at a time.
+
+    Args:
+        tx: the optimizer, which takes extra arguments.
+        grads: gradients, on the device.
+        params: the parameters' values, on the host or on the device.
+        opt: the optimizer's state, likewise.
+        loss: for optimizers that read it.
+        factor: what gradients are multiplied by, or None.
+        into: what the new parameters overwrite, if not `params`.
+        **options: of `stream`.
+
+    Returns:
+        New parameters and state, each in the memory of what it overwrites.
+    """
+
+    def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any) -> tuple[Tree, Tree]:
+        updates, opt = tx.update(grads if factor is None else scale(grads, factor), opt, params, value=loss)
+        return optax.apply_updates(params, updates), opt
+
+    def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any) -> tuple[Tree, Tree]:
+        return params if into is None else into, opt
+
+    return stream(apply, (grads, opt, params, into, jnp.asarray(loss), factor), replaces, **options)
 
 
 def update_layer(
-    tx: Any, grads: Tree, layer: Tree, layers: Tree, opt: Tree, i: Any, loss: Any, chunk_bytes: int
+    tx: Any, grads: Tree, layer: Tree, layers: Tree, opt: Tree, i: Any, loss: Any, factor: Any, **options: Any
 ) -> tuple[Tree, Tree]:
-    s = read(opt, i)
-    updates, s = tx.update(grads, s, layer, value=loss)
-    return write(layers, optax.apply_updates(layer, updates), i), write(opt, s, i)
-
-
-def update_leaf(tx: Any, grads: Tree, params: Tree, opt: Tree, loss: Any, chunk_bytes: int) -> tuple[Tree, Tree]:
-    """Update a tree in place, wherever its leaves live, a block of rows at a time.
+    """Update layer i of a stack.
 
     Args:
         tx: the optimizer.
-        grads: gradients, on the device.
-        params: the parameters, on the host or on the device.
-        opt: the optimizer's state, likewise.
+        grads: the layer's gradients, on the device.
+        layer: its parameters, on the device.
+        layers: the stacked parameters.
+        opt: the stacked optimizer state.
+        i: position of the layer.
         loss: for optimizers that read it.
-        chunk_bytes: bytes from the host in one block.
+        factor: what gradients are multiplied by, or None.
+        **options: of `stream`.
 
     Returns:
-        New parameters and state, each in the memory of the old.
+        The stacked parameters and state, with layer i replaced in place.
     """
 
-    def update(grads: Tree, opt: Tree, params: Tree, loss: Any) -> tuple[Tree, Tree]:
-        updates, opt = tx.update(grads, opt, params, value=loss)
-        return optax.apply_updates(params, updates), opt
+    def entry(leaf: Any) -> Any:
+        return Entry(leaf, i) if memory_space(leaf) == HOST else read(leaf, i)
 
-    return stream(
-        update, (grads, opt, params, loss), lambda grads, opt, params, loss: (params, opt), chunk_bytes=chunk_bytes
-    )
+    def back(stacked: Any, new: Any) -> Any:
+        return new if memory_space(stacked) == HOST else write(stacked, new, i)
+
+    into, state = jax.tree.map(entry, layers), jax.tree.map(entry, opt)
+    new, new_state = update(tx, grads, layer, state, loss, factor, into=into, **options)
+    return jax.tree.map(back, layers, new), jax.tree.map(back, opt, new_state)
