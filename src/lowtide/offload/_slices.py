@@ -9,7 +9,6 @@ and changes that of the array between two loops by a copy on the device (libtpu 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,16 +70,10 @@ def _moved(entry: Any, leaf: Any, space: Any) -> Any:
 def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
     """Zeros to write entries into: for every leaf of `like` an array with more leading axes, in a memory space.
 
-    Only a scalar crosses to the host: zeros made on the device and moved would need the device's memory first.
+    XLA allocates them on the host at once. A scalar that is broadcast there would do for a TPU, too; GPUs would compute
+    it on the host.
     """
-
-    def one(leaf: Any) -> Any:
-        shape = (*leading, *leaf.shape)
-        if math.prod(shape) == 0 or space == DEVICE:
-            return jnp.zeros(shape, leaf.dtype)
-        return jnp.broadcast_to(jax.device_put(jnp.zeros((), leaf.dtype), space), shape)
-
-    return jax.tree.map(one, like)
+    return put(jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like), space)
 
 
 def put(tree: Tree, space: Any) -> Tree:
