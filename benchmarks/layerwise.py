@@ -262,7 +262,8 @@ def llama_report(
     tokens = jax.ShapeDtypeStruct((num_microbatches * max(1, shard), 4096 // max(1, shard)), jnp.int32)
     batch = {"tokens": tokens, "labels": tokens}
     if shard > 1:
-        mesh = jax.make_mesh((shard,), ("fsdp",), devices=lt.target(target).devices()[:shard])
+        devices = lt.target(target).devices()[:shard]
+        mesh = jax.make_mesh((shard,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
         outer, layers, batch = sharded((outer, layers, batch), mesh)
     step = layerwise_step(model.stack, optax.adamw(1e-5), place=place, num_microbatches=num_microbatches)
     state, frozen = step.init(outer, layers)

@@ -41,7 +41,7 @@ from ._clip import Clip
 from ._coupling import refuse_coupled
 from ._place import default_device
 from ._slices import DEVICE, HOST
-from ._state import LayerwiseState, initial_state, place_parameters
+from ._state import LayerwiseState, initial_state, moves, place_parameters
 from ._step import Step
 from ._sweeps import Sweeps
 
@@ -69,7 +69,7 @@ def layerwise_step(
             predicate.
         place: ``"host"`` or ``"device"`` for ``"layers"`` (stacked parameters), ``"outer"`` (embedding, norm, head),
             ``"opt_state"`` (of both) and ``"inputs"`` (what enters each block, kept for the backward pass). By default
-            all are on the host but the outer parameters.
+            all are on the host but the outer parameters. Vectors of less than a MiB stay on the device.
         clip: how to clip gradients, or None.
         num_microbatches: into how many parts a batch is split; each layer sees all of them before the next is fetched.
         weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`.
@@ -249,15 +249,16 @@ class LayerwiseStep:
     def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
         if not default_device().addressable_memories():
             return  # a GPU that only compiles: it knows no host memory, and memory reports move what was declared there
-        trees = {
-            "outer": (state.outer, frozen["outer"]),
-            "layers": (state.layers, frozen["layers"]),
-            "opt_state": (state.outer_opt, state.layers_opt),
-        }
-        for name, tree in trees.items():
+        trees = (
+            ("outer", False, (state.outer, frozen["outer"])),
+            ("layers", True, (state.layers, frozen["layers"])),
+            ("opt_state", False, (state.outer_opt,)),
+            ("opt_state", True, (state.layers_opt,)),
+        )
+        for name, stacked, tree in trees:
             wanted = _space(self.place[name])
             for path, leaf in leaves_with_paths(tree):
-                if leaf.ndim > 1 and memory_space(leaf) != wanted:
+                if moves(leaf, stacked=stacked) and memory_space(leaf) != wanted:
                     raise PlacementError(
                         f"{name}/{path.partition('/')[2]}: not in the memory where the step was told it is",
                         expected=f"{self.place[name]} memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,18 +49,26 @@ def alone(tree: Tree, path: str) -> Tree:
     return treedef.unflatten([leaf if name == path else None for name, leaf in zip(paths, leaves, strict=True)])
 
 
+def moves(leaf: Any, *, stacked: bool) -> bool:
+    """Whether a leaf is worth a place on the host: vectors of less than a MiB (an entry, where stacked) are not.
+
+    A TPU cannot cut parts of such rows out of host memory either, which a partitioned program may want to.
+    """
+    entry = leaf.shape[1:] if stacked else leaf.shape
+    return len(entry) > 1 or math.prod(entry) * jnp.dtype(leaf.dtype).itemsize >= 2**20
+
+
 def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
-    """The trees ``{"outer", "layers"}``, each in its memory; vectors and scalars of `outer` stay on the device."""
+    """The trees ``{"outer", "layers"}``, each leaf in its memory."""
 
     def placed(name: str) -> Tree:
-        leaves = tree[name]
-        if not jax.tree.leaves(leaves):
-            return leaves
-        if place[name] == "device":
-            return to_device(leaves)
-        large = any(leaf.ndim > 1 for leaf in jax.tree.leaves(leaves))
-        # Committed to a device first: else the second step, with the arrays of the first, would compile once more.
-        return to_host(to_device(leaves), lambda path, leaf: leaf.ndim > 1) if large else to_device(leaves)
+        def one(leaf: Any) -> Any:
+            goes = place[name] == "host" and moves(leaf, stacked=name == "layers")
+            # To the device, too, if only to be committed there: the second step, with the results of the first, would
+            # else compile once more.
+            return to_host(leaf) if goes else to_device(leaf)
+
+        return jax.tree.map(one, tree[name])
 
     return {"outer": placed("outer"), "layers": placed("layers")}
 
@@ -70,12 +79,12 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
 
     def make_layers(layers: Tree) -> Tree:
         made = jax.eval_shape(lambda: tx.init(read(layers, 0)))
-        empty = jax.tree.map(lambda leaf: buffer(leaf, (count,), space if leaf.ndim else DEVICE), made)
+        empty = jax.tree.map(lambda leaf: buffer(leaf, (count,), space if moves(leaf, stacked=False) else DEVICE), made)
         return jax.lax.fori_loop(0, count, lambda i, made: write(made, tx.init(read(layers, i)), i), empty)
 
     def make_outer(leaf: Tree) -> Tree:
         made = tx.init(put(leaf, DEVICE))
-        return jax.tree.map(lambda x: put(x, space) if x.ndim > 1 else x, made)
+        return jax.tree.map(lambda x: put(x, space) if moves(x, stacked=False) else x, made)
 
     count = num_layers(layers)
     return LayerwiseState(
