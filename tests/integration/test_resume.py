@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-FLAGS = ["--steps", "60", "--seq-len", "8", "--batch-size", "4", "--rank", "2"]
+FLAGS = ["--steps", "60", "--seq-len", "8", "--batch-size", "4"]
 
 
 def _command(model, data, out, *flags):
@@ -43,12 +43,20 @@ def _kill_after(command, out, num_records):
     assert process.returncode == -signal.SIGKILL, errors.decode()
 
 
-def test_three_kills_leave_the_losses_of_an_uninterrupted_run(tiny_model_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [
+        (["--rank", "2"], "adapter/adapter_model.safetensors"),
+        (["--full", "--offload", "optimizer,activations,parameters"], "model/model.safetensors"),
+    ],
+    ids=["adapters", "full"],
+)
+def test_three_kills_leave_the_losses_of_an_uninterrupted_run(tiny_model_dir, tmp_path, kind, result):
     (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in and the moon pulls the sea\n" * 60)
     (tmp_path / "config.toml").write_text(
         "checkpoint_every = 7\neval_every = 10\nlearning_rate = 0.01\nsample_tokens = 4\n"
     )
-    flags = [*FLAGS, "--config", str(tmp_path / "config.toml")]
+    flags = [*FLAGS, *kind, "--config", str(tmp_path / "config.toml")]
     model, data = tiny_model_dir, str(tmp_path / "data.txt")
     subprocess.run(
         _command(model, data, tmp_path / "whole", *flags), env=_environment(), check=True, capture_output=True
@@ -64,6 +72,4 @@ def test_three_kills_leave_the_losses_of_an_uninterrupted_run(tiny_model_dir, tm
 
     assert _losses(out) == _losses(tmp_path / "whole"), f"killed after records {moments} (seed {seed})"
     assert sorted(_losses(out)[0]) == list(range(1, 61))
-    assert (out / "adapter" / "adapter_model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "adapter" / "adapter_model.safetensors"
-    ).read_bytes()
+    assert (out / result).read_bytes() == (tmp_path / "whole" / result).read_bytes()
