@@ -10,6 +10,7 @@ Embedding and head of a fully tuned model come to the device as a whole to evalu
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -27,14 +28,10 @@ _INPUT = "block_input"
 
 def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
     """Which leaves are loaded into host memory: a predicate for `lowtide.models.load`, or None for none."""
-    if config.full:
-        place = places(config)
-        hosted = [name for name in ("outer", "layers") if place[name] == "host"]
-        return (lambda path, leaf: path.partition("/")[0] in hosted and leaf.ndim > 1) if hosted else None
-    if "parameters" not in (config.offload or ()):
-        return None
-    # A norm's weights are small, and of half-precision rows in host memory a TPU cuts no single one.
-    return lambda path, leaf: path.startswith("layers/") and leaf.ndim > 2
+    place = places(config) if config.full else {"layers": "host"} if "parameters" in (config.offload or ()) else {}
+    # Vectors are small, and of half-precision rows in host memory a TPU cuts no single one.
+    least = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if place.get(name) == "host"}
+    return (lambda path, leaf: leaf.ndim >= least.get(path.partition("/")[0], math.inf)) if least else None
 
 
 def places(config: FinetuneConfig) -> dict[str, str]:
