@@ -129,7 +129,9 @@ def test_shapes_that_cannot_be_sliced_on_the_host_say_so(shape: tuple[int, ...])
         jax.eval_shape(wrapped.init, leaf),
         state_shardings(wrapped, leaf),
     )
-    with pytest.warns(PlacementWarning, match=r"0/mu, 0/nu: (.|\n)*a TPU cannot slice arrays of its shape(.|\n)*hint:"):
+    with pytest.warns(
+        PlacementWarning, match=r"0/mu, 0/nu: (.|\n)*does not store arrays of its shape row by row(.|\n)*hint:"
+    ):
         jax.jit(wrapped.update).trace(leaf, state, leaf)
 
 
