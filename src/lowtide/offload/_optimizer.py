@@ -33,8 +33,8 @@ from lowtide.core import (
 )
 
 from ._rows import stream
+from ._slices import DEVICE, HOST, put
 
-Space: Any = jax.memory.Space
 _MODES = ("streamed", "leaf", "whole")
 
 
@@ -124,9 +124,7 @@ class _Offloaded:
         state = self.tx.init(params)
         leaves, structure = jax.tree.flatten(state)
         chosen = self._chosen(state)
-        return structure.unflatten(
-            [jax.device_put(leaf, Space.Host) if at in chosen else leaf for at, leaf in enumerate(leaves)]
-        )
+        return structure.unflatten([put(leaf, HOST) if at in chosen else leaf for at, leaf in enumerate(leaves)])
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         leaves = jax.tree.leaves((updates, state, params, extra))
@@ -146,9 +144,9 @@ class _Offloaded:
             return grads, state
 
         if self.mode == "whole":
-            on_device = jax.tree.map(lambda leaf: jax.device_put(leaf, Space.Device), state)
+            on_device = put(state, DEVICE)
             updates, new = update(grads, on_device, params, arrays)
-            return updates, jax.tree.map(lambda leaf, old: jax.device_put(leaf, memory_space(old)), new, state)
+            return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
         return stream(
             update,
             (grads, state, params, arrays),
@@ -183,7 +181,7 @@ class _Offloaded:
         leaves = leaves_with_paths(state)
         for at in sorted(self._chosen(state)):
             path, leaf = leaves[at]
-            if memory_space(leaf) is not Space.Host:
+            if memory_space(leaf) is not HOST:
                 raise PlacementError(
                     f"optimizer state {path} is not in host memory",
                     expected="pinned_host",
@@ -250,7 +248,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
     of_leaf = _by_suffix(jax.tree.map(lambda leaf: leaf.sharding, params), params)
     # Only a jaxpr keeps memory spaces; jax.eval_shape does not.
     traced, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
-    kinds = ["pinned_host" if aval.memory_space is Space.Host else "device" for aval in traced.out_avals]
+    kinds = ["pinned_host" if aval.memory_space is HOST else "device" for aval in traced.out_avals]
     placed = [
         (of_leaf(path, leaf) or replicated).with_memory_kind(kind)
         for (path, leaf), kind in zip(leaves_with_paths(shapes), kinds, strict=True)

@@ -27,11 +27,9 @@ import jax.numpy as jnp
 from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
 
 from ._separable import Group, Program, separate, trace
-from ._slices import is_row_major
+from ._slices import DEVICE, HOST, is_row_major, put
 from ._slices import read as read_entry
 from ._slices import write as write_entry
-
-Space: Any = jax.memory.Space
 
 # Host leaves of at most this part of a block are moved as a whole, before the groups, as long as all of them are half a
 # block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column
@@ -185,7 +183,7 @@ def _warn(paths: list[str], reason: str) -> None:
 
 def _large_on_host(leaves: Sequence[Any], chunk_bytes: int) -> list[int]:
     """Positions of the host leaves that are worth a loop, in order."""
-    on_host = [at for at, leaf in enumerate(leaves) if _space(leaf) is Space.Host and leaf.ndim]
+    on_host = [at for at, leaf in enumerate(leaves) if _space(leaf) is HOST and leaf.ndim]
     small, total = set[int](), 0
     for at in sorted(on_host, key=lambda at: leaf_bytes(leaves[at])):
         num_bytes = leaf_bytes(leaves[at])
@@ -223,7 +221,7 @@ def _buffer(program: Program, leaf: Any, value: int) -> Any:
             got=f"{aval.dtype}{list(aval.shape)}",
             hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of their updates",
         )
-    return _put(jnp.zeros(aval.shape, aval.dtype), memory_space(leaf))
+    return put(jnp.zeros(aval.shape, aval.dtype), memory_space(leaf))
 
 
 def _on_mesh(group: Group, replaced: Sequence[int], placed: Mapping[int, Any]) -> tuple[int, Any, Any, str | None]:
@@ -277,7 +275,7 @@ class _Loop:
 
     def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
         num_bytes = sum(leaf_bytes(read[at]) for at in self.group.leaves if at in self.plan.on_host)
-        on_host = [leaf for leaf in (*read.values(), *buffers) if _space(leaf) is Space.Host]
+        on_host = [leaf for leaf in (*read.values(), *buffers) if _space(leaf) is HOST]
         rows, reason = self.rows, self.reason
         if rows and not all(is_row_major(leaf.shape) for leaf in on_host):
             rows, reason = 0, "a device does not store arrays of its shape row by row"
@@ -358,7 +356,7 @@ def _merged(leaf: Any, axis: int) -> Any:
     if isinstance(leaf, Entry):
         rows = leaf.array.reshape(-1, *leaf.shape[axis + 1 :])
         return _Rows(rows, leaf.index * math.prod(leaf.shape[: axis + 1]))
-    if memory_space(leaf) is Space.Host and leaf.ndim:
+    if memory_space(leaf) is HOST and leaf.ndim:
         return _Rows(leaf.reshape(-1, *leaf.shape[axis + 1 :]), 0)
     return leaf
 
@@ -367,7 +365,7 @@ def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) 
     """A block of a leaf, on the device; scalars belong to every block."""
     if isinstance(leaf, _Rows):
         block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + where[1], sizes[-1])
-        return _put(block, Space.Device).reshape(*sizes, *leaf.array.shape[1:])
+        return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
     if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
         return _whole(leaf)
     index = (*where[0], *(0,) * (leaf.ndim - len(where[0])))
@@ -377,7 +375,7 @@ def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) 
 def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
     """The array of a leaf with a block replaced."""
     if isinstance(leaf, _Rows):
-        rows = _put(block.reshape(-1, *leaf.array.shape[1:]), memory_space(leaf.array))
+        rows = put(block.reshape(-1, *leaf.array.shape[1:]), memory_space(leaf.array))
         return jax.lax.dynamic_update_slice_in_dim(leaf.array, rows, leaf.begin + where[1], 0)
     if not where[0] or isinstance(leaf, Entry):
         return _replaced(leaf, block)
@@ -386,16 +384,12 @@ def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
 
 def _whole(leaf: Any) -> Any:
     """A leaf on the device."""
-    return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else _put(leaf, Space.Device)
+    return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else put(leaf, DEVICE)
 
 
 def _replaced(leaf: Any, value: Any) -> Any:
     """The array of a leaf with all of the leaf replaced, in its memory."""
-    return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else _put(value, memory_space(leaf))
-
-
-def _put(array: Any, space: Any) -> Any:
-    return array if memory_space(array) is space else jax.device_put(array, space)
+    return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else put(value, memory_space(leaf))
 
 
 def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int) -> tuple[int, int] | None:

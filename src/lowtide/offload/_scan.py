@@ -40,8 +40,7 @@ from lowtide.core import (
 )
 
 from ._place import default_device, explain_spaces
-
-DEVICE, HOST = jax.memory.Space.Device, jax.memory.Space.Host
+from ._slices import DEVICE, HOST, put
 
 
 def scan(
@@ -136,7 +135,7 @@ def _differentiable(body: Callable[..., Any], *, prefetch: bool, inputs_on_host:
         def step(carry: Tree, x: Tree) -> tuple[Tree, Tree]:
             after, y = body(carry, x, *closed)
             floating, rest = _split(carry)
-            return after, (y, _put(floating, HOST) if inputs_on_host else floating, rest)
+            return after, (y, put(floating, HOST) if inputs_on_host else floating, rest)
 
         carry, (ys, *saved) = _stream(step, init, xs, prefetch=prefetch)
         return (carry, ys), (saved, xs, closed)
@@ -177,9 +176,7 @@ def _stream(
     length = leaves[0].shape[0]
 
     def fetch(at: Any) -> list[Any]:
-        return [
-            jax.device_put(_at(leaf, at), DEVICE) for leaf, streamed in zip(leaves, hosted, strict=True) if streamed
-        ]
+        return [put(_at(leaf, at), DEVICE) for leaf, streamed in zip(leaves, hosted, strict=True) if streamed]
 
     def turn(state: Any, at: Any) -> Any:
         carry, fetched = state
@@ -204,15 +201,10 @@ def _split(tree: Tree) -> tuple[Tree, Tree]:
     return floating, jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
 
 
-def _put(tree: Tree, space: Any) -> Tree:
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, space), tree)
-
-
 def _beside(value: Any, leaf: Any) -> Any:
     """The value in the memory of a leaf."""
-    space = memory_space(leaf)
-    return value if memory_space(value) == space else jax.device_put(value, space)
+    return put(value, memory_space(leaf))
 
 
 def _add(total: Any, more: Any) -> Any:
-    return _beside(_put(total, DEVICE) + _put(more, DEVICE), total)
+    return _beside(put(total, DEVICE) + put(more, DEVICE), total)
