@@ -15,6 +15,7 @@ from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
 from ._files import write_files as write_files
 from ._grad import accumulate as accumulate
+from ._grad import check_differentiable as check_differentiable
 from ._grad import split_batch as split_batch
 from ._grad import value_and_grad as value_and_grad
 from ._linear import LinearWeight as LinearWeight
@@ -65,6 +66,7 @@ __all__ = [
     "Where",
     "accumulate",
     "bytes_by_space",
+    "check_differentiable",
     "combine",
     "format_bytes",
     "is_array_like",

@@ -60,7 +60,7 @@ def value_and_grad(
     @functools.wraps(fn)
     def wrapped(model: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         trainable, frozen = partition(model, wrt)
-        _check_differentiable(trainable)
+        check_differentiable(trainable)
 
         def split(trainable: Tree) -> Any:
             return fn(combine(trainable, frozen), *args, **kwargs)
@@ -152,7 +152,15 @@ def _add_weighted(weight: Any, total: Any, value: Any) -> Any:
     return total + jnp.where(weight == 0, 0, weight.astype(total.dtype) * value.astype(total.dtype))
 
 
-def _check_differentiable(trainable: Tree) -> None:
+def check_differentiable(trainable: Tree) -> None:
+    """Refuse leaves that have no gradient.
+
+    Args:
+        trainable: the selected leaves.
+
+    Raises:
+        SelectionError: with the path of an integer, boolean or non-numeric leaf.
+    """
     for path, leaf in leaves_with_paths(trainable):
         dtype = jnp.result_type(leaf) if is_array_like(leaf) else type(leaf).__name__
         if not is_array_like(leaf) or not jnp.issubdtype(dtype, jnp.inexact):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from lowtide.core import StructureError, Tree, leaves_with_paths
@@ -19,15 +20,32 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
         params: shapes of one layer's trainable leaves.
 
     Raises:
-        StructureError: with the paths of two such leaves.
+        StructureError: with the paths of two such leaves; for an optimizer that draws random numbers, or needs more
+            than gradients, parameters and the loss.
     """
     paths = [path for path, _ in leaves_with_paths(params)]
     state = jax.eval_shape(tx.init, params)
+    for path, leaf in leaves_with_paths(state):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise StructureError(
+                f"the optimizer draws random numbers: its state {path} is a key",
+                expected="an optimizer without randomness, such as optax.adamw",
+                got=f"{leaf.dtype}, which would draw the same numbers for every layer",
+                hint="wrap it with lt.offload.optimizer, which updates all layers at once",
+            )
     update = optax.with_extra_args_support(tx).update
     value = jax.ShapeDtypeStruct((), "float32")
-    closed = jax.make_jaxpr(lambda grads, state, params, value: update(grads, state, params, value=value)[0])(
-        params, state, params, value
-    )
+    try:
+        closed = jax.make_jaxpr(lambda grads, state, params, value: update(grads, state, params, value=value)[0])(
+            params, state, params, value
+        )
+    except TypeError as error:
+        raise StructureError(
+            "the optimizer cannot be called with gradients, state, parameters and the loss",
+            expected="update(grads, state, params, value=loss)",
+            got=str(error),
+            hint="one that evaluates the loss by itself (a line search) cannot run inside the backward pass",
+        ) from error
     sources = [frozenset([at]) if at < len(paths) else frozenset[int]() for at in range(len(closed.in_avals))]
     for at, reached in enumerate(_reach(closed.jaxpr, sources)):
         if other := sorted(reached - {at}):

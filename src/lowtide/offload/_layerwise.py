@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lowtide.core import (
@@ -29,6 +30,7 @@ from lowtide.core import (
     StructureError,
     Tree,
     Where,
+    check_differentiable,
     combine,
     leaves_with_paths,
     memory_space,
@@ -38,9 +40,10 @@ from lowtide.core import (
 )
 
 from ._clip import Clip
+from ._contract import refuse_equal_paths
 from ._coupling import refuse_coupled
 from ._place import default_device
-from ._slices import DEVICE, HOST
+from ._slices import DEVICE, HOST, entry_shape
 from ._state import LayerwiseState, initial_state, moves, place_parameters
 from ._step import Step
 from ._sweeps import Sweeps
@@ -172,14 +175,19 @@ class LayerwiseStep:
             The state, which every step consumes and returns, and the frozen leaves, which it only reads.
 
         Raises:
-            SelectionError: when `wrt` selects nothing.
-            StructureError: for layers without a common leading axis, or an optimizer that mixes leaves.
+            SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer).
+            StructureError: for layers without a common leading axis, outer leaves of one path, or an optimizer that
+                mixes leaves, needs more than gradients, parameters and the loss, or draws random numbers.
 
         Memory:
             One copy of each parameter where it is placed; optimizer state is made a layer at a time.
         """
         num_layers(layers)
+        refuse_equal_paths(outer)
+        # A Python number has no memory to be in.
+        outer = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, float) else leaf, outer)
         trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
+        check_differentiable(trainable)
         if not jax.tree.leaves(trainable["layers"]):
             raise StructureError(
                 "no stacked leaf trains",
@@ -188,7 +196,7 @@ class LayerwiseStep:
                 hint="without gradients in the layers lowtide.value_and_grad needs no layerwise step",
             )
         trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
-        refuse_coupled(self.tx, jax.tree.map(_one_layer, trainable["layers"]))
+        refuse_coupled(self.tx, jax.tree.map(entry_shape, trainable["layers"]))
         return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
@@ -201,7 +209,8 @@ class LayerwiseStep:
         Args:
             state: as `init` or the previous step returned it; donate it.
             frozen: the frozen leaves.
-            batch: whatever the stack's functions read; the leading axis of every leaf splits into microbatches.
+            batch: whatever the stack's functions read; the leading axis of every leaf splits into microbatches, if
+                there are several.
 
         Returns:
             The new state, and the metrics: ``loss``, ``grad_norm`` (of all gradients, before clipping), and those of
@@ -209,7 +218,8 @@ class LayerwiseStep:
 
         Raises:
             PlacementError: when a leaf of the state is not in the memory where it was placed.
-            StructureError: when the batch does not split.
+            StructureError: when the batch does not split, a function of the stack does not return what it has to, an
+                outer leaf is read by none, or one that `LayerStack.running` names not exactly once.
         """
         self._check_places(state, frozen)
         step = self._step(state, frozen, batch)
@@ -240,8 +250,10 @@ class LayerwiseStep:
 
     def _batches(self, batch: Tree) -> tuple[Tree, Any]:
         """The microbatches, and the part of each in the loss."""
+        if self.num_microbatches == 1:  # what has no leading axis need not split
+            return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
         batches = split_batch(batch, self.num_microbatches)
-        if self.weight is None or self.num_microbatches == 1:
+        if self.weight is None:
             return batches, jnp.full(self.num_microbatches, 1 / self.num_microbatches, jnp.float32)
         weights = jax.vmap(lambda part: jnp.asarray(self.weight(part), jnp.float32))(batches)  # pyright: ignore[reportOptionalCall]
         return batches, weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
@@ -269,7 +281,3 @@ class LayerwiseStep:
 
 def _space(place: str) -> Any:
     return HOST if place == "host" else DEVICE
-
-
-def _one_layer(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)

@@ -67,6 +67,11 @@ def _moved(entry: Any, leaf: Any, space: Any) -> Any:
     return row_major(_to(entry, space)) if space == DEVICE else _to(row_major(entry), space)
 
 
+def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of one entry of a leaf's leading axis."""
+    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
+
+
 def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
     """Zeros to write entries into: for every leaf of `like` an array with more leading axes, in a memory space.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowtide.core import Tree, leaves_with_paths, num_layers, on_host
+from lowtide.core import Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
 
 from ._optimizer import state_shardings
 from ._place import to_device, to_host
@@ -55,7 +54,7 @@ def moves(leaf: Any, *, stacked: bool) -> bool:
     A TPU cannot cut parts of such rows out of host memory either, which a partitioned program may want to.
     """
     entry = leaf.shape[1:] if stacked else leaf.shape
-    return len(entry) > 1 or math.prod(entry) * jnp.dtype(leaf.dtype).itemsize >= 2**20
+    return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
 
 
 def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from lowtide.core import StructureError, Tree, combine, leaves_with_paths
 
 from ._clip import Clip, square_norm
-from ._slices import DEVICE, put, zero_after
+from ._contract import check_stack
+from ._slices import DEVICE, entry_shape, put, zero_after
 from ._state import LayerwiseState, alone
 from ._sweeps import Sweeps
 from ._updates import update, update_layer
@@ -96,13 +97,14 @@ class Step:
         """Paths of the trainable outer leaves that `first` reads, and of those that `last` reads.
 
         Raises:
-            StructureError: for a leaf that neither reads.
+            StructureError: for a leaf that neither reads, or functions that return something else than they have to.
         """
         sweeps, outer = self.sweeps, jax.tree.map(_shape, put(self.state.outer, DEVICE))
         frozen = jax.tree.map(_shape, put(sweeps.frozen_outer, DEVICE))
         batch = jax.tree.map(_shape, sweeps.batch(0))
+        layer = jax.tree.map(entry_shape, combine(self.state.layers, sweeps.frozen_layers))
         stack = sweeps.stack
-        h = jax.eval_shape(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
+        h = check_stack(stack, combine(outer, frozen), layer, batch)
         first = _paths_read(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
         last = _paths_read(lambda o, f, h, b: stack.last(combine(o, f), h, b), outer, frozen, h, batch)
         for path, _ in leaves_with_paths(outer):

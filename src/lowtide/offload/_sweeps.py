@@ -16,15 +16,27 @@ Known inefficiency: every block runs forward twice, as with `jax.checkpoint`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from lowtide.core import LayerStack, RunningGradient, Tree, combine, leaves_with_paths, match_path, path_str
+from lowtide.core import (
+    LayerStack,
+    RunningGradient,
+    StructureError,
+    Tree,
+    combine,
+    leaves_with_paths,
+    match_path,
+    path_str,
+)
 
-from ._slices import DEVICE, buffer, fetch, read, write
+from ._contract import check_running
+from ._slices import DEVICE, buffer, entry_shape, fetch, read, write
 
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]
@@ -125,15 +137,18 @@ class Sweeps:
             return loss, metrics, *vjp(self.seeds[m].astype(loss.dtype))
 
         totals = jax.tree.map(_wide_zeros, trained)
+        self._check_runs(trained, frozen, runs, dict(leaves_with_paths(totals)), wave)
         values = jax.eval_shape(lambda: grads_of(0, read(wave, 0), totals)[:2])
 
         def visit(m: Any, carry: Carry) -> Carry:
             values, totals, wave = carry
             loss, metrics, grads, dh = grads_of(m, read(wave, m), totals)
-            values = jax.tree.map(lambda total, value: total + value * self.seeds[m], values, (loss, metrics))
+            part = functools.partial(self._part, m)
+            values = jax.tree.map(lambda total, value: total + part(value * self.seeds[m]), values, (loss, metrics))
             keys = jax.tree_util.tree_map_with_path
-            totals = keys(lambda key, old, grad: grad if path_str(key) in runs else _add(old, grad), totals, grads)
-            return values, totals, write(wave, dh, m)
+            # A running total is left as it is: choosing between it and the one before would keep both.
+            totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)
+            return values, totals, _write_cotangents(wave, jax.tree.map(part, dh), m)
 
         (loss, metrics), totals, wave = self._each(visit, (jax.tree.map(_wide_zeros, values), totals, wave))
         return loss, metrics, _narrowed(totals, trained), wave
@@ -170,7 +185,7 @@ class Sweeps:
 
         def grads_of(m: Any) -> Tree:
             run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731
-            return jax.vjp(run, on_device)[1](read(wave, m))[0]
+            return jax.vjp(run, on_device)[1](_read_cotangents(wave, m))[0]
 
         return self._sum(grads_of)
 
@@ -183,6 +198,36 @@ class Sweeps:
             and any(match_path(path, pattern) for pattern in self.stack.running)
         )
 
+    def _check_runs(
+        self, trained: Tree, frozen: Tree, runs: frozenset[str], totals: dict[str, Any], wave: Tree
+    ) -> None:
+        paths = sorted(runs)
+        if not paths:
+            return
+
+        def loss_fn(totals: list[Any], h: Tree) -> Any:
+            by_path = dict(zip(paths, totals, strict=True))
+            return self.stack.last(_with_totals(combine(trained, frozen), runs, by_path), h, self.batch(0))
+
+        try:
+            closed = jax.make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, wave))
+        except (TypeError, AttributeError) as error:
+            if RunningGradient.__name__ not in str(error):
+                raise
+            raise StructureError(
+                f"last computes otherwise with a leaf that LayerStack.running names: {', '.join(paths)}",
+                expected="lowtide.core.linear or lowtide.losses.chunked_cross_entropy",
+                got=str(error),
+                hint="take its pattern out of LayerStack.running; its gradient is then added up like any other",
+            ) from error
+        check_running(closed.jaxpr, paths)
+
+    def _part(self, m: Any, value: Any) -> Any:
+        """What a microbatch contributes: nothing at weight 0, whatever the value; a mean over no tokens is 0/0."""
+        if self.num_microbatches == 1 or value.dtype == jax.dtypes.float0:
+            return value
+        return jnp.where(self.seeds[m] == 0, jnp.zeros((), value.dtype), value)
+
     def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, wave: Tree) -> tuple[Tree, Tree]:
         def grads_of(m: Any, dh: Tree) -> tuple[Tree, Tree]:
             def run(trained: Tree, h: Tree) -> Tree:
@@ -191,13 +236,13 @@ class Sweeps:
             return jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
 
         if self.num_microbatches == 1:
-            grads, dh = grads_of(0, read(wave, 0))
-            return grads, write(wave, dh, 0)
+            grads, dh = grads_of(0, _read_cotangents(wave, 0))
+            return grads, _write_cotangents(wave, dh, 0)
 
         def visit(m: Any, carry: Carry) -> Carry:
             total, wave = carry
-            grads, dh = grads_of(m, read(wave, m))
-            return jax.tree.map(_add, total, grads), write(wave, dh, m)
+            grads, dh = grads_of(m, _read_cotangents(wave, m))
+            return jax.tree.map(_add, total, grads), _write_cotangents(wave, dh, m)
 
         total, wave = self._each(visit, (jax.tree.map(_wide_zeros, layer), wave))
         return _narrowed(total, layer), wave
@@ -231,6 +276,23 @@ def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree) -> Tree:
         return RunningGradient(leaf, so_far[path]) if path in runs else leaf
 
     return jax.tree_util.tree_map_with_path(node, outer)
+
+
+def _read_cotangents(wave: Tree, m: Any) -> Tree:
+    """Cotangents of what leaves a block. Those of integers and masks are JAX's, which have no bytes."""
+
+    def one(leaf: Any) -> Any:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return read(leaf, m) if inexact else np.zeros(leaf.shape[1:], jax.dtypes.float0)
+
+    return jax.tree.map(one, wave)
+
+
+def _write_cotangents(wave: Tree, values: Tree, m: Any) -> Tree:
+    def one(leaf: Any, value: Any) -> Any:
+        return leaf if value.dtype == jax.dtypes.float0 else write(leaf, value, m)
+
+    return jax.tree.map(one, wave, values)
 
 
 def _wide_zeros(like: Any) -> Any:

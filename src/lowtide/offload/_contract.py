@@ -1,0 +1,108 @@
+"""What a `LayerStack` has to keep to, checked on shapes, so that a mistake is named before XLA sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from lowtide.core import LayerStack, StructureError, Tree, leaves_with_paths
+
+_CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat2"))
+
+
+def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tree:
+    """Trace the three functions of a stack and compare what they return with what they have to.
+
+    Args:
+        stack: the model.
+        outer: shapes of all outer leaves.
+        layer: shapes of one layer's leaves.
+        batch: shapes of one microbatch.
+
+    Returns:
+        Shapes of the activations between blocks.
+
+    Raises:
+        StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
+    """
+    h = jax.eval_shape(stack.first, outer, batch)
+    after = jax.eval_shape(stack.block, layer, h, batch)
+    before_by_path, after_by_path = ({path: _text(leaf) for path, leaf in leaves_with_paths(x)} for x in (h, after))
+    changed = [
+        path for path in {**before_by_path, **after_by_path} if before_by_path.get(path) != after_by_path.get(path)
+    ]
+    if changed or jax.tree.structure(h) != jax.tree.structure(after):
+        at = changed[0] if changed else ""
+        raise StructureError(
+            f"block changes the activations{f' at {at}' if at else ''}",
+            expected=before_by_path.get(at, jax.tree.structure(h)),
+            got=after_by_path.get(at, jax.tree.structure(after)),
+            hint="block has to return what first returned, in structure, shape and dtype; cast its result",
+        )
+    result: Any = jax.eval_shape(stack.last, outer, h, batch)
+    if not isinstance(result, tuple) or len(result) != 2 or getattr(result[0], "shape", None) != ():
+        raise StructureError(
+            "last does not return a loss and metrics",
+            expected="(loss, metrics), the loss a scalar",
+            got=jax.tree.map(_text, result),
+            hint="return (jnp.mean(loss), {}) when there are no metrics",
+        )
+    return h
+
+
+def refuse_equal_paths(outer: Tree) -> None:
+    """Raise when two outer leaves have one path: a layerwise step finds the state of each by its path.
+
+    Args:
+        outer: parameters outside the stack.
+
+    Raises:
+        StructureError: with the path.
+    """
+    paths = [path for path, _ in leaves_with_paths(outer)]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise StructureError(
+                f"two leaves have the path outer/{path}",
+                expected="one leaf for each path",
+                got=f"{paths.count(path)} leaves",
+                hint="rename a key that contains '/'",
+            )
+
+
+def check_running(jaxpr: Any, paths: list[str]) -> None:
+    """Raise when a running gradient would be added more than once, or not at all.
+
+    Args:
+        jaxpr: a function whose first inputs are the totals of the running gradients.
+        paths: the paths of these.
+
+    Raises:
+        StructureError: with the path.
+    """
+    for path, var in zip(paths, jaxpr.invars, strict=False):
+        if _uses(jaxpr, var) != 1:
+            raise StructureError(
+                f"outer/{path}: last does not use it exactly once, so its gradient cannot continue a running total",
+                expected="one use, in lowtide.core.linear or chunked_cross_entropy, outside of loops",
+                got="no use" if not _uses(jaxpr, var) else "several uses, or one inside a loop or another operation",
+                hint="take its pattern out of LayerStack.running; its gradient is then added up like any other",
+            )
+
+
+def _uses(jaxpr: Any, var: Any) -> int:
+    """How many operations with a rule of their own read a variable; any other reader counts as two."""
+    count = 2 * sum(out is var for out in jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        at = [position for position, read in enumerate(eqn.invars) if read is var]
+        if at and eqn.primitive.name in _CALLS:
+            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+            count += sum(_uses(inner, inner.invars[position]) for position in at)
+        elif at:
+            count += 1 if eqn.primitive.name.startswith("custom_vjp_call") and len(at) == 1 else 2
+    return count
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

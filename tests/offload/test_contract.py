@@ -1,0 +1,248 @@
+"""What a layerwise step takes for a stack, a batch and an optimizer, at the edges; what it refuses, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import SelectionError, StructureError, linear
+from lowtide.offload import layerwise_step
+
+WIDTH = 8
+HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}
+
+
+def normal(at: int, *shape: int) -> jax.Array:
+    return 0.3 * jax.random.normal(jax.random.key(at), shape)
+
+
+def stack(**functions: Any) -> lt.LayerStack:
+    plain: dict[str, Any] = {
+        "first": lambda outer, batch: batch["x"] @ outer["embed"],
+        "block": lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
+        "last": lambda outer, h, batch: (jnp.mean((h @ outer["head"] - batch["y"]) ** 2), {}),
+    }
+    return lt.LayerStack(**{**plain, **functions})
+
+
+def parameters() -> tuple[Any, Any]:
+    return {"embed": normal(0, 4, WIDTH), "head": normal(1, WIDTH, 4)}, {"w": normal(2, 3, WIDTH, WIDTH)}
+
+
+def batch(**more: Any) -> dict[str, Any]:
+    return {"x": normal(3, 4, 4), "y": normal(4, 4, 4), **more}
+
+
+def trained(stack: lt.LayerStack, tx: Any, outer: Any, layers: Any, data: Any, **options: Any) -> Any:
+    """Parameters and losses after two layerwise steps."""
+    step = layerwise_step(stack, tx, place=HOST, **options)
+    state, frozen = step.init(*jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), (outer, layers)))
+    jitted, losses = jax.jit(step, donate_argnums=0), []
+    for _ in range(2):
+        state, metrics = jitted(state, frozen, data)
+        losses.append(float(metrics["loss"]))
+    return step.parameters(state, frozen), losses
+
+
+def expected(stack: lt.LayerStack, tx: Any, outer: Any, layers: Any, data: Any) -> Any:
+    """The same by plain differentiation, with the optimizer on each layer's tree and on each outer leaf."""
+    tx = optax.with_extra_args_support(tx)
+    trees = [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(lt.core.num_layers(layers))]
+    leaves, treedef = jax.tree.flatten(outer)
+    params = [*trees, *leaves]
+
+    def loss_fn(params: Any) -> Any:
+        stacked = jax.tree.map(lambda *leaf: jnp.stack(leaf), *params[: len(trees)])
+        return stack.apply(treedef.unflatten(params[len(trees) :]), stacked, data)[0]
+
+    @jax.jit
+    def step(params: Any, states: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        made = [tx.update(g, s, p, value=loss) for g, s, p in zip(grads, states, params, strict=True)]
+        new = [optax.apply_updates(p, updates) for p, (updates, _) in zip(params, made, strict=True)]
+        return new, [state for _, state in made], loss
+
+    states, losses = [tx.init(p) for p in params], []
+    for _ in range(2):
+        params, states, loss = step(params, states)
+        losses.append(float(loss))
+    stacked = jax.tree.map(lambda *leaf: jnp.stack(leaf), *params[: len(trees)])
+    return (treedef.unflatten(params[len(trees) :]), stacked), losses
+
+
+def assert_equal_training(stack: lt.LayerStack, tx: Any, outer: Any, layers: Any, data: Any, **options: Any) -> None:
+    ours, theirs = (
+        trained(stack, tx, outer, layers, data, **options),
+        expected(stack, tx, outer, layers, data),
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), ours, theirs)
+
+
+# --- optimizers ----------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Any] = {
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": lambda: optax.lamb(1e-2),
+    "bfloat16 momentum": lambda: optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "schedule": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 0, 5)),
+    "every second step": lambda: optax.MultiSteps(optax.adam(1e-2), 2),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "plateau": lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau()),
+}
+
+
+@pytest.mark.parametrize("name", ["adafactor", "bfloat16 momentum", "every second step"])
+def test_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
+    assert_equal_training(stack(), OPTIMIZERS[name](), *parameters(), batch())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lamb", "muon", "plateau", "schedule"])
+def test_more_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
+    assert_equal_training(stack(), OPTIMIZERS[name](), *parameters(), batch())
+
+
+# --- stacks and batches --------------------------------------------------------------------------------------------
+
+
+def test_activations_may_hold_integers_masks_and_scalars() -> None:
+    rich = stack(
+        first=lambda outer, batch: {
+            "h": batch["x"] @ outer["embed"],
+            "mask": batch["x"][:, :1] > 0,
+            "depth": jnp.int32(1),
+            "penalty": jnp.float32(0),
+        },
+        block=lambda layer, h, batch: {
+            **h,
+            "h": h["h"] + jnp.where(h["mask"], jnp.tanh(h["h"] @ layer["w"]), 0.0) / h["depth"].astype(jnp.float32),
+            "depth": h["depth"] + 1,
+            "penalty": h["penalty"] + jnp.mean(h["h"] ** 2),
+        },
+        last=lambda outer, h, batch: (jnp.mean((h["h"] @ outer["head"] - batch["y"]) ** 2) + 0.1 * h["penalty"], {}),
+    )
+    for count in (1, 2):
+        assert_equal_training(rich, optax.adam(1e-2), *parameters(), batch(), num_microbatches=count)
+
+
+def test_leaves_may_be_scalars_of_odd_names_and_shapes() -> None:
+    odd = stack(
+        first=lambda outer, batch: batch["x"] @ outer["e m*[b]"] * outer["scale"],
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w.1 {x}"]) * layer["gain"],
+        last=lambda outer, h, batch: (jnp.mean(h**2), {}),
+    )
+    outer = {"e m*[b]": normal(0, 4, 7), "scale": jnp.float32(1), "none": None}
+    layers = {"w.1 {x}": normal(1, 5, 7, 7), "gain": jnp.ones(5)}
+    assert_equal_training(odd, optax.adam(1e-2), outer, layers, batch(), num_microbatches=2, chunk_bytes=64)
+
+
+def test_one_layer_and_no_outer_leaves_are_a_stack() -> None:
+    bare = stack(first=lambda outer, batch: batch["h"], last=lambda outer, h, batch: (jnp.mean(h**2), {}))
+    assert_equal_training(bare, optax.adam(1e-2), {}, {"w": normal(0, 1, WIDTH, WIDTH)}, {"h": normal(1, 4, WIDTH)})
+
+
+def test_a_batch_that_is_not_split_may_hold_scalars() -> None:
+    scaled = stack(last=lambda outer, h, batch: (batch["scale"] * jnp.mean((h @ outer["head"] - batch["y"]) ** 2), {}))
+    assert_equal_training(scaled, optax.adam(1e-2), *parameters(), batch(scale=jnp.float32(2)))
+
+
+def test_frozen_keys_integers_and_python_numbers_are_only_read() -> None:
+    def block(layer: Any, h: Any, batch: Any) -> Any:
+        keep = jax.random.bernoulli(layer["key"], 0.5, h.shape).astype(h.dtype)
+        return h + jnp.tanh(h @ layer["w"]) * keep * layer["on"].astype(h.dtype)
+
+    outer, layers = parameters()
+    layers = {**layers, "key": jax.random.split(jax.random.key(0), 3), "on": jnp.array([1, 0, 1])}
+    model = stack(block=block, first=lambda outer, batch: batch["x"] @ outer["embed"] * outer["scale"])
+    (_, after), losses = trained(
+        model, optax.adam(1e-2), {**outer, "scale": 1.0}, layers, batch(), wrt=["**/w", "outer/**"]
+    )
+    assert losses[1] < losses[0]
+    changed = np.asarray(after["w"]) != np.asarray(layers["w"])
+    assert changed.any(axis=(1, 2)).tolist() == [True, False, True]  # as the integers switch them
+
+
+@pytest.mark.parametrize("weight", ["some", "none"])
+def test_a_microbatch_of_weight_zero_contributes_nothing_whatever_its_loss(weight: str) -> None:
+    """A mean over no tokens is 0/0, forward and backward."""
+
+    def last(outer: Any, h: Any, batch: Any) -> Any:
+        errors = jnp.sum((h @ outer["head"] - batch["y"]) ** 2, axis=1)
+        return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"]), {"tokens": jnp.sum(batch["mask"])}
+
+    mask = jnp.array([1.0, 1.0, 0.0, 0.0]) * (weight == "some")
+    options = {"num_microbatches": 2, "weight": lambda part: jnp.sum(part["mask"])}
+    ours = trained(stack(last=last), optax.adam(1e-2), *parameters(), batch(mask=mask), **options)
+    theirs = expected(stack(last=last), optax.adam(1e-2), *parameters(), batch(mask=mask))
+    if weight == "none":
+        theirs = parameters(), [0.0, 0.0]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), ours, theirs)
+
+
+# --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_leaves_without_gradients_are_refused() -> None:
+    outer, layers = parameters()
+    with pytest.raises(SelectionError, match=r'(?s)layers/order: .*int32.*hint: .*"!layers/order"'):
+        layerwise_step(stack(), optax.adam(1e-2)).init(outer, {**layers, "order": jnp.arange(3)})
+
+
+def test_outer_leaves_of_one_path_are_refused() -> None:
+    outer, layers = parameters()
+    with pytest.raises(StructureError, match=r"(?s)two leaves have the path outer/a/b.*hint: rename"):
+        layerwise_step(stack(), optax.adam(1e-2)).init({**outer, "a/b": outer["head"], "a": {"b": 1.0}}, layers)
+
+
+@pytest.mark.parametrize(
+    ("tx", "text"),
+    [
+        (optax.noisy_sgd(1e-2, key=0), r"(?s)draws random numbers: its state .*key.*hint: .*lt\.offload\.optimizer"),
+        (optax.lbfgs(1e-2), r"(?s)cannot be called with.*value_fn.*hint: .*line search"),
+    ],
+)
+def test_optimizers_that_cannot_run_in_the_backward_pass_are_refused(tx: Any, text: str) -> None:
+    with pytest.raises(StructureError, match=text):
+        layerwise_step(stack(), tx).init(*parameters())
+
+
+@pytest.mark.parametrize(
+    ("functions", "text"),
+    [
+        (
+            {"block": lambda layer, h, batch: {"h": h}},
+            r"(?s)block changes the activations.*hint: block has to return",
+        ),
+        (
+            {"block": lambda layer, h, batch: (h @ layer["w"]).astype(jnp.bfloat16)},
+            r"(?s)block changes.*expected: float32\[4, 8\].*got: bfloat16.*hint: .*cast",
+        ),
+        ({"last": lambda outer, h, batch: jnp.mean(h @ outer["head"])}, r"(?s)last does not return.*hint: return \("),
+        ({"last": lambda outer, h, batch: (h @ outer["head"], {})}, r"(?s)last does not.*float32\[4, 4\].*hint: "),
+        (
+            {
+                "last": lambda outer, h, batch: (
+                    jnp.sum(linear(batch["x"], outer["head"]) * h + linear(batch["y"], outer["head"])),
+                    {},
+                ),
+                "running": ("head",),
+            },
+            r"(?s)outer/head: last does not use it exactly once.*hint: .*LayerStack\.running",
+        ),
+        (
+            {"last": lambda outer, h, batch: (jnp.sum(h @ outer["head"]), {}), "running": ("head",)},
+            r"(?s)otherwise with a leaf that LayerStack\.running names: head.*hint: .*LayerStack\.running",
+        ),
+    ],
+)
+def test_functions_that_return_something_else_are_refused(functions: Any, text: str) -> None:
+    step = layerwise_step(stack(**functions), optax.adam(1e-2))
+    state, frozen = step.init(*parameters())
+    with pytest.raises(StructureError, match=text):
+        jax.jit(step).trace(state, frozen, batch())
