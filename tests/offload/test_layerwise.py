@@ -306,3 +306,55 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
     state, frozen = step.init(model.outer, model.layers)
     with pytest.raises(StructureError, match=r"(?s)batch leaf .*multiple of 3.*hint:"):
         jax.jit(step)(state, frozen, batches(1)[0])
+
+
+# --- meshes, and other backends ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [1, 2])
+def test_sharded_layers_equal_one_device(axis: int) -> None:
+    model, data = init(CONFIG, key=jax.random.key(0)), batches(3, size=8)
+    devices = jax.devices()[:2]
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
+
+    def place(leaf: Any) -> Any:
+        spec = [None] * leaf.ndim
+        if leaf.ndim == 3:
+            spec[axis] = "fsdp"
+        return jax.device_put(leaf, jax.NamedSharding(mesh, jax.P(*spec)))
+
+    step = layerwise_step(model.stack, optax.adam(1e-3), place=HOST, num_microbatches=2)
+    state, frozen = step.init(jax.tree.map(place, copy(model.outer)), jax.tree.map(place, copy(model.layers)))
+    jitted = jax.jit(step, donate_argnums=0)
+    for batch in data:
+        batch = jax.device_put(batch, jax.NamedSharding(mesh, jax.P()))
+        state, _ = jitted(state, frozen, batch)
+    mu = state.layers_opt[0].mu["attn"]["q_proj"]["weight"].sharding
+    assert mu.spec[axis] == "fsdp" and mu.memory_kind == "pinned_host"
+    outer, layers = step.parameters(state, frozen)
+    theirs, _ = layerwise(model, optax.adam(1e-3), data, place=DEVICE, num_microbatches=2)
+    assert_close({"outer": outer, "layers": layers}, theirs, atol=1e-5)
+
+
+@pytest.mark.gpu_aot
+def test_a_gpu_takes_stacked_state_in_host_memory() -> None:
+    """Compile-only GPUs know no host arguments, so the state goes to the host and comes back inside the program."""
+    stack = lt.LayerStack(
+        first=lambda outer, batch: batch["x"],
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
+        last=lambda outer, h, batch: (jnp.mean(h**2), {}),
+    )
+    layers = {"w": jax.ShapeDtypeStruct((4, 1024, 1024), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((2048, 1024), jnp.float32)}
+    step = layerwise_step(stack, optax.adam(1e-3), place=HOST, num_microbatches=2)
+    state, frozen = layerwise_step(stack, optax.adam(1e-3), place=DEVICE).init({}, layers)
+
+    def moved(state: Any, batch: Any) -> Any:
+        hosted = jax.tree.map(lambda x: lt.offload.to_host(x) if x.ndim > 1 else x, state)
+        state, metrics = step(hosted, frozen, batch)
+        return lt.offload.to_device(state), metrics
+
+    report = lt.memory.analyze(moved, state, batch, target="h100", donate_argnums=0)
+    leaf, h = 4 * 1024 * 1024 * 4, 1024 * 1024 * 4
+    assert report.host.temp_bytes >= 3 * leaf + 2 * 5 * h

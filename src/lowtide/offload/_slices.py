@@ -118,10 +118,11 @@ def zero_after(tree: Tree) -> Any:
     """
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
-        # A row from the host: its copies move whole lanes.
-        row = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, (*(1,) * (leaf.ndim - 1), *leaf.shape[-1:])), DEVICE)
-        first = jnp.ravel(row)[:1].astype(jnp.float32)
-        bits = jnp.sum(first)
+        # Whole tiles from the host: it copies nothing smaller, and a tile has 32 rows at most.
+        most = (*[1] * (leaf.ndim - 2), 32, leaf.size)[-leaf.ndim :]
+        limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
+        corner = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, limits), DEVICE)
+        bits = jnp.sum(jnp.ravel(corner)[:1].astype(jnp.float32))
         # At most 32 bits are set, which XLA does not know.
         count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
         zero = zero + (count >> 6).astype(jnp.int32)
