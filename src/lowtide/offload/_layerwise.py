@@ -224,7 +224,9 @@ class LayerwiseStep:
         self._check_places(state, frozen)
         step = self._step(state, frozen, batch)
         if self.clip is not None and self.clip.mode == "exact":
-            return step.update(self.clip.factor(step.measure()))
+            norm, layers = step.measure()
+            again = dataclasses.replace(step, state=dataclasses.replace(state, layers=layers))
+            return again.update(self.clip.factor(norm))
         if self.clip is not None and self.clip.mode == "previous":
             return step.update(self.clip.factor(state.grad_norm))
         return step.update(None)

@@ -36,10 +36,10 @@ class Step:
     sweeps: Sweeps
     """The passes over the batch."""
 
-    def measure(self) -> Any:
-        """The norm of all gradients, computed and dropped."""
+    def measure(self) -> tuple[Any, Tree]:
+        """The norm of all gradients, computed and dropped; and the stacked leaves, to go on with."""
         first, last = self._readers()
-        inputs, wave = self.sweeps.forward(self._outer(first), self.state.layers, self.state.step)
+        inputs, wave, layers = self.sweeps.forward(self._outer(first), self.state.layers, self.state.step)
         _, _, grads_last, wave = self.sweeps.last(self._outer(last), wave)
         shared = self._waiting(grads_last, first & last)
         squares = square_norm(_but(grads_last, first))
@@ -48,9 +48,9 @@ class Step:
             return squares + square_norm(grads)
 
         after = zero_after(squares)
-        squares, wave = self.sweeps.backward(lambda _: self.state.layers, inputs, wave, consume, squares, after)
+        squares, wave = self.sweeps.backward(lambda _: layers, inputs, wave, consume, squares, after)
         grads = _added(self._first(first, wave), shared)
-        return jnp.sqrt(squares + square_norm(grads))
+        return jnp.sqrt(squares + square_norm(grads)), layers
 
     def update(self, factor: Any) -> tuple[LayerwiseState, dict[str, Any]]:
         """The new state and the metrics.
@@ -61,7 +61,7 @@ class Step:
         """
         state, first_last = self.state, self._readers()
         first, last = first_last
-        inputs, wave = self.sweeps.forward(self._outer(first), state.layers, (state.step, factor))
+        inputs, wave, layers = self.sweeps.forward(self._outer(first), state.layers, (state.step, factor))
         loss, metrics, grads_last, wave = self.sweeps.last(self._outer(last), wave)
         shared = self._waiting(grads_last, first & last)
         head = _but(grads_last, first)
@@ -76,7 +76,7 @@ class Step:
 
         # The gradients of the head are gone before the first block runs backward.
         after = zero_after((list(outer.values()), squares))
-        carry = (state.layers, state.layers_opt, squares)
+        carry = (layers, state.layers_opt, squares)
         carry, wave = self.sweeps.backward(lambda carry: carry[0], inputs, wave, consume, carry, after)
         layers, layers_opt, squares = carry
         grads = _added(self._first(first, wave), shared)

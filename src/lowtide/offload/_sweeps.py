@@ -32,6 +32,7 @@ from lowtide.core import (
     combine,
     leaves_with_paths,
     match_path,
+    memory_space,
     path_str,
 )
 
@@ -76,7 +77,7 @@ class Sweeps:
         """Microbatch m."""
         return read(self.batches, m)
 
-    def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree]:
+    def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree, Tree]:
         """Run `first` and all blocks.
 
         Args:
@@ -85,7 +86,7 @@ class Sweeps:
             after: what has to be computed before.
 
         Returns:
-            What entered each block, and the wave that leaves the last one, leading axis [M].
+            What entered each block, the wave that leaves the last one, leading axis [M], and the stacked leaves.
         """
         whole = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, whole, self.batch(0))
@@ -101,7 +102,9 @@ class Sweeps:
             return inputs if single else write(inputs, h, m), write(wave, h, m)
 
         def body(i: Any, carry: Carry) -> Carry:
-            layer = combine(read(layers, i), read(self.frozen_layers, i))
+            carry, layers = carry
+            trained = jax.lax.optimization_barrier(read(layers, i))
+            layer = combine(trained, read(self.frozen_layers, i))
 
             def visit(m: Any, carry: Carry) -> Carry:
                 inputs, wave = carry
@@ -110,9 +113,11 @@ class Sweeps:
                 kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
                 return kept, write(wave, after, m)
 
-            return self._each(visit, carry)
+            return self._each(visit, carry), _kept(layers, trained, i)
 
-        return jax.lax.fori_loop(0, self.num_layers, body, self._each(enter, (inputs, wave)))
+        start = self._each(enter, (inputs, wave)), layers
+        (inputs, wave), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
+        return inputs, wave, layers
 
     def last(self, outer: Tree, wave: Tree) -> tuple[Any, Tree, Tree, Tree]:
         """Run `last` forward and backward.
@@ -263,6 +268,18 @@ class Sweeps:
         if self.num_microbatches == 1:
             return visit(0, carry)
         return jax.lax.fori_loop(0, self.num_microbatches, visit, carry)
+
+
+def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
+    """The stacked leaves, those on the device with layer i written back as it is.
+
+    Of a float32 stack that a loop only reads, XLA first makes a copy of all layers in the dtype of its products.
+    """
+    return jax.tree.map(
+        lambda leaf, entry: write(leaf, entry, i) if memory_space(leaf) == DEVICE and entry.ndim > 1 else leaf,
+        layers,
+        layer,
+    )
 
 
 def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree) -> Tree:
