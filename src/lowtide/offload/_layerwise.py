@@ -3,7 +3,8 @@
 A training step usually holds all gradients before the first update, and all optimizer state with them. Here the
 backward pass visits one block of a `LayerStack` at a time; its gradients meet the optimizer before the next block runs,
 and its weights and state are on the device for that visit only. Microbatches go breadth first, so tokens per step can
-grow while the traffic over the host link stays that of one pass over the weights.
+grow while the traffic of weights and optimizer state over the host link does not; activations between blocks, which
+then wait on the host, add their own.
 
 The idea of updating inside the backward pass is LOMO's (Lv et al., arXiv:2306.09782), state on the host ZeRO-Offload's
 (Ren et al., arXiv:2101.06840), layer-to-layer execution of all microbatches L2L's (Pudipeddi et al., arXiv:2002.05645).
