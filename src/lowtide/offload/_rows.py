@@ -276,13 +276,12 @@ class _Loop:
     def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
         num_bytes = sum(leaf_bytes(read[at]) for at in self.group.leaves if at in self.plan.on_host)
         on_host = [leaf for leaf in (*read.values(), *buffers) if _space(leaf) is HOST]
-        rows, reason = self.rows, self.reason
-        if rows and not all(is_row_major(leaf.shape) for leaf in on_host):
-            rows, reason = 0, "a device does not store arrays of its shape row by row"
-        if num_bytes > self.chunk_bytes and reason and self.on_whole:
-            self.on_whole(reason)
-        prefix = read[self.group.leaves[0]].shape[:rows]
-        cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), num_bytes, self.chunk_bytes)
+        prefix = read[self.group.leaves[0]].shape[: self.rows]
+        cut = None
+        if self.rows and all(is_row_major(leaf.shape) for leaf in on_host):
+            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), num_bytes, self.chunk_bytes)
+        if num_bytes > self.chunk_bytes and not cut and self.on_whole:
+            self.on_whole(self.reason or "a TPU does not store arrays of its shape row by row in whole tiles")
         if cut is None:
             return self._run(read, buffers, after, (), 1, lambda i: ((), 0))
         axis, size = cut
