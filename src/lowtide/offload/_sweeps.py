@@ -103,7 +103,7 @@ class Sweeps:
 
         def body(i: Any, carry: Carry) -> Carry:
             carry, layers = carry
-            trained = jax.lax.optimization_barrier(read(layers, i))
+            trained = read(layers, i)
             layer = combine(trained, read(self.frozen_layers, i))
 
             def visit(m: Any, carry: Carry) -> Carry:
@@ -283,9 +283,7 @@ def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
 
 
 def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree) -> Tree:
-    """The leaves named in `runs` as nodes that carry the gradient so far; without totals the tree as it is."""
-    if totals is None:
-        return outer
+    """The leaves named in `runs` as nodes that carry the gradient so far."""
     so_far = dict(leaves_with_paths(totals))
 
     def node(key: Any, leaf: Any) -> Any:
