@@ -14,7 +14,7 @@ from lowtide.memory import versions
 
 ROOT = Path(__file__).resolve().parent
 MIB = 2**20
-MEASURED = ("src/lowtide/core", "src/lowtide/memory", "benchmarks/*.py")
+MEASURED = ("src/lowtide", "benchmarks/*.py")
 """What decides the figures, as Git names it."""
 
 

@@ -6,7 +6,8 @@
 recomputation and everything on the device, with whole-tree moves of the optimizer's state, and with
 `lowtide.offload.layerwise_step`.
 
-`values`: 20 steps of a small stack and of a small Llama on the CPU, each way to clip against its plain counterpart.
+`values`: 20 steps of a small stack and of a small Llama on the CPU, each way to clip against its plain counterpart;
+beside it what rounding alone does: plain training against itself, begun with every parameter one rounding off.
 
 `8b`, `70b`: full-parameter AdamW of Llama 3 shapes, float32 masters, bfloat16 compute, for one v5e chip and for eight
 of a v5p with every matrix sharded over them. Nothing is allocated.
@@ -188,16 +189,27 @@ def value_rows() -> list[dict[str, Any]]:
     }
     rows = []
     for name, (stack, params, batches, max_norm) in models.items():
+        beside = jax.tree.map(lambda leaf: jnp.nextafter(leaf, jnp.inf), params)
         for mode in (None, "exact", "previous", "layer"):
             for count in (1, 4):
-                theirs = train_plain(stack, params, batches, mode, max_norm, count)
-                ours = train_layerwise(stack, params, batches, mode, max_norm, count)
-                worst = max(
-                    float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
-                    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+                options = (batches, mode, max_norm, count)
+                theirs = train_plain(stack, params, *options)
+                rows.append(
+                    {
+                        "model": name,
+                        "clip": mode or "none",
+                        "microbatches": count,
+                        "max_difference": difference(train_layerwise(stack, params, *options), theirs),
+                        "of_rounding": difference(train_plain(stack, beside, *options), theirs),
+                    }
                 )
-                rows.append({"model": name, "clip": mode or "none", "microbatches": count, "max_difference": worst})
     return rows
+
+
+def difference(ours: Tree, theirs: Tree) -> float:
+    """The largest between any two numbers."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
 
 
 def train_layerwise(stack: Any, params: Tree, batches: Any, mode: str | None, max_norm: float, count: int) -> Tree:
@@ -329,9 +341,10 @@ def show(console: Console, rows: list[Row]) -> None:
 
 def show_values(console: Console, rows: list[dict[str, Any]]) -> None:
     """A table of differences."""
-    table = Table("model", "clip", "microbatches", "largest difference after 20 steps")
+    table = Table("model", "clip", "microbatches", "largest difference after 20 steps", "of rounding alone")
     for r in rows:
-        table.add_row(r["model"], r["clip"], str(r["microbatches"]), f"{r['max_difference']:.1e}")
+        figures = (f"{r[name]:.1e}" for name in ("max_difference", "of_rounding"))
+        table.add_row(r["model"], r["clip"], str(r["microbatches"]), *figures)
     console.print(table)
 
 

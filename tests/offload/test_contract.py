@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import SelectionError, StructureError, linear
+from lowtide.core import ConfigError, SelectionError, StructureError, linear
 from lowtide.offload import layerwise_step
 
 WIDTH = 8
@@ -192,6 +192,18 @@ def test_leaves_without_gradients_are_refused() -> None:
     outer, layers = parameters()
     with pytest.raises(SelectionError, match=r'(?s)layers/order: .*int32.*hint: .*"!layers/order"'):
         layerwise_step(stack(), optax.adam(1e-2)).init(outer, {**layers, "order": jnp.arange(3)})
+
+
+@pytest.mark.parametrize("path", ["outer/head", "layers/w", "batch/x"])
+def test_meshes_with_explicit_axes_are_refused(path: str) -> None:
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    outer, layers = parameters()
+    trees: Any = {"outer": outer, "layers": layers, "batch": batch()}
+    tree, name = path.split("/")
+    trees[tree][name] = jax.device_put(trees[tree][name], jax.NamedSharding(mesh, jax.P()))
+    step = layerwise_step(stack(), optax.adam(1e-2))
+    with pytest.raises(ConfigError, match=rf"(?s){path}: its mesh has explicit axes.*got: explicit fsdp.*hint: .*Auto"):
+        jax.eval_shape(step, *step.init(trees["outer"], trees["layers"]), trees["batch"])
 
 
 def test_outer_leaves_of_one_path_are_refused() -> None:

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lowtide import memory
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError, StructureError
-from lowtide.offload import optimizer, state_shardings
+from lowtide.offload import optimizer, state_shardings, to_host
 
 MIB = 2**20
 CHUNK = 24 * 1024  # for Adam's moments of 56 x 128: two blocks and a tail
@@ -183,13 +183,13 @@ def test_temporaries_of_an_update_are_flat_in_the_number_of_leaves(tpu_device: A
             jax.eval_shape(wrapped.init, leaves),
             state_shardings(wrapped, leaves),
         )
-        program = memory.compile(wrapped.update, leaves, state, leaves, target="v5e", donate_argnums=(0, 1))
-        stats = program.compiled.memory_analysis()
-        assert stats.host_alias_size_in_bytes == stats.host_argument_size_in_bytes == num_leaves * 32 * MIB
-        assert stats.host_temp_size_in_bytes == 0
-        temporaries.append(stats.temp_size_in_bytes)
-    assert max(temporaries) <= 4 * 4 * MIB
-    assert temporaries[1] - temporaries[0] <= 3 * MIB
+        report = memory.analyze(wrapped.update, leaves, state, leaves, target="v5e", donate_argnums=(0, 1))
+        assert report.host.alias_bytes == report.host.argument_bytes == num_leaves * 32 * MIB
+        assert report.host.temp_bytes == 0
+        assert report.device.temp_bytes <= 4 * 4 * MIB
+        temporaries.append(report.peak_by_role["temporaries"])
+    # Alive at the peak; XLA's total has holes of 0.2 MiB more for each leaf, whatever its size.
+    assert 0 < temporaries[1] <= 1.02 * temporaries[0]
 
 
 @pytest.mark.tpu_aot
@@ -216,6 +216,18 @@ def test_making_the_state_needs_one_leaf_on_the_device(tpu_device: Any) -> None:
     stats = memory.compile(optimizer(optax.adam(1e-3)).init, leaves, target="v5e").compiled.memory_analysis()
     assert stats.host_output_size_in_bytes == 8 * 32 * MIB
     assert stats.temp_size_in_bytes <= 17 * MIB
+
+
+@pytest.mark.gpu_aot
+def test_a_device_without_host_memory_warns_and_updates_block_by_block() -> None:
+    adam, leaves = optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((2048, 2048), jnp.float32)}
+    state = to_host(jax.eval_shape(adam.init, leaves), "0/{mu,nu}/**")
+    with pytest.warns(PlacementWarning, match=r"has no host memory(.|\n)*hint: lowtide.memory.analyze counts it"):
+        report = memory.analyze(
+            optimizer(adam, chunk_bytes=4 * MIB).update, leaves, state, target="h100", donate_argnums=(0, 1)
+        )
+    assert report.host_bytes == 32 * MIB
+    assert report.device_bytes <= (16 + 4 * 4) * MIB  # gradients, which the updates overwrite, and blocks
 
 
 # --- on a mesh -----------------------------------------------------------------------------------------------------

@@ -363,6 +363,11 @@ class _Moved:
     """Path of an output of its own: its bytes."""
     alias_bytes: int = 0
 
+    @property
+    def output_bytes(self) -> int:
+        """What is written into a moved argument moves with it, also where its own memory kind was dropped."""
+        return max(sum(self.outputs.values()), self.alias_bytes)
+
     def apply(self, buffer: Buffer, leaves: Sequence[ArgumentLeaf]) -> Buffer:
         is_argument = buffer.phase == "argument" and buffer.path in {leaves[at].path for at in self.leaves}
         is_output = buffer.role == "outputs" and buffer.dtype and buffer.path in self.outputs
@@ -382,7 +387,7 @@ def _moved_to_host(goal: Target, facts: _Facts, host_paths: frozenset[str]) -> _
 
 
 def _spaces(facts: _Facts, moved: _Moved) -> tuple[SpaceBytes, SpaceBytes]:
-    arguments, outputs = sum(moved.leaves.values()), sum(moved.outputs.values())
+    arguments, outputs = sum(moved.leaves.values()), moved.output_bytes
     device, host = facts.device, facts.host
     return (
         dataclasses.replace(

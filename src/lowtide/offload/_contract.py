@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from lowtide.core import LayerStack, StructureError, Tree, leaves_with_paths
+from lowtide.core import ConfigError, LayerStack, StructureError, Tree, leaves_with_paths
 
 _CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat2"))
 
@@ -68,6 +68,30 @@ def refuse_equal_paths(outer: Tree) -> None:
                 expected="one leaf for each path",
                 got=f"{paths.count(path)} leaves",
                 hint="rename a key that contains '/'",
+            )
+
+
+def refuse_explicit_axes(**trees: Tree) -> None:
+    """Raise when a leaf lives on a mesh whose axes are part of its type.
+
+    The buffers of a layerwise step take their sharding from what is written into them, which explicit axes forbid.
+
+    Args:
+        **trees: arrays, tracers or shapes, by the name that an error gives them.
+
+    Raises:
+        ConfigError: with the path and the axes.
+    """
+    for path, leaf in leaves_with_paths(trees):
+        mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+        explicit = [] if mesh is None else [name for name in mesh.axis_names if name in mesh.explicit_axes]
+        if explicit:
+            raise ConfigError(
+                f"{path}: its mesh has explicit axes, which a layerwise step cannot take",
+                expected="axes of type jax.sharding.AxisType.Auto",
+                got=f"explicit {', '.join(map(str, explicit))}",
+                hint="jax.make_mesh makes axes explicit unless it is told: pass "
+                "axis_types=(jax.sharding.AxisType.Auto,) * number of axes",
             )
 
 

@@ -41,7 +41,7 @@ from lowtide.core import (
 )
 
 from ._clip import Clip
-from ._contract import refuse_equal_paths
+from ._contract import refuse_equal_paths, refuse_explicit_axes
 from ._coupling import refuse_coupled
 from ._place import default_device
 from ._slices import DEVICE, HOST, entry_shape
@@ -176,6 +176,7 @@ class LayerwiseStep:
             The state, which every step consumes and returns, and the frozen leaves, which it only reads.
 
         Raises:
+            ConfigError: for leaves on a mesh with explicit axes.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer).
             StructureError: for layers without a common leading axis, outer leaves of one path, or an optimizer that
                 mixes leaves, needs more than gradients, parameters and the loss, or draws random numbers.
@@ -185,6 +186,7 @@ class LayerwiseStep:
         """
         num_layers(layers)
         refuse_equal_paths(outer)
+        refuse_explicit_axes(outer=outer, layers=layers)
         # A Python number has no memory to be in.
         outer = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, float) else leaf, outer)
         trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
@@ -218,11 +220,13 @@ class LayerwiseStep:
             `last`, averaged over microbatches by weight.
 
         Raises:
+            ConfigError: for a batch on a mesh with explicit axes.
             PlacementError: when a leaf of the state is not in the memory where it was placed.
             StructureError: when the batch does not split, a function of the stack does not return what it has to, an
                 outer leaf is read by none, or one that `LayerStack.running` names not exactly once.
         """
         self._check_places(state, frozen)
+        refuse_explicit_axes(batch=batch)
         step = self._step(state, frozen, batch)
         if self.clip is not None and self.clip.mode == "exact":
             norm, layers = step.measure()

@@ -32,6 +32,7 @@ from lowtide.core import (
     memory_space,
 )
 
+from ._place import default_device
 from ._rows import stream
 from ._slices import DEVICE, HOST, put
 
@@ -66,13 +67,17 @@ def optimizer(
         Call it under `jax.jit` with the state donated, so that it is updated in place, and with the gradients (or, in a
         whole step, the parameters) donated, too: JAX pairs donated arguments with results by shape alone, and gives a
         donated host array to an update on the device when nothing else of that shape is donated (jax 0.10.2; on a CPU
-        that ends the process).
+        that ends the process). `lowtide.offload.verify` finds such a pair in the compiled step.
 
     Raises:
         ConfigError: for a `mode`, `chunk_bytes` or regular expression that cannot be used.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
         StructureError: when `shardings` has not the structure of the gradients.
+
+    Warns:
+        PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut, or when it is
+            traced for a compile-only device that has no host memory.
 
     Memory:
         Per step and beyond the parameters and gradients: on the host one copy of the selected state, on the device
@@ -135,7 +140,7 @@ class _Offloaded:
         return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)
 
     def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
-        self._check(state)
+        chosen = self._check(state)
         keys, structure = jax.tree.flatten(extra)
         arrays = {at: leaf for at, leaf in enumerate(keys) if is_array_like(leaf)}
 
@@ -157,6 +162,7 @@ class _Offloaded:
             chunk_bytes=self.chunk_bytes,
             by_leaf=self.mode == "leaf",
             shardings=self._shardings(grads, state, params, arrays),
+            declared={len(jax.tree.leaves(grads)) + at for at in chosen},
             on_fallback=self._warn_once,
         )
 
@@ -180,17 +186,27 @@ class _Offloaded:
             )
         return chosen
 
-    def _check(self, state: Tree) -> None:
-        leaves = leaves_with_paths(state)
-        for at in sorted(self._chosen(state)):
+    def _check(self, state: Tree) -> set[int]:
+        """Positions of the selected leaves, which are on the host."""
+        leaves, chosen = leaves_with_paths(state), self._chosen(state)
+        knows_host = bool(default_device().addressable_memories())
+        if not knows_host:
+            warnings.warn(
+                "optimizer: this compile-only device has no host memory, so the state is an argument on the device\n"
+                "hint: lowtide.memory.analyze counts it for the host where it was placed there",
+                PlacementWarning,
+                stacklevel=3,
+            )
+        for at in sorted(chosen):
             path, leaf = leaves[at]
-            if memory_space(leaf) is not HOST:
+            if knows_host and memory_space(leaf) is not HOST:
                 raise PlacementError(
                     f"optimizer state {path} is not in host memory",
                     expected="pinned_host",
                     got="device",
                     hint="make the state with this transformation's init, or move it with lt.offload.to_host",
                 )
+        return chosen
 
     def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
         if self.shardings is None:

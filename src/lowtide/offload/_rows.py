@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,7 +77,14 @@ class Plan:
     """What runs in loops."""
 
 
-def plan(fn: Callable[..., Any], args: Sequence[Tree], replaces: Callable[..., Any], *, chunk_bytes: int) -> Plan:
+def plan(
+    fn: Callable[..., Any],
+    args: Sequence[Tree],
+    replaces: Callable[..., Any],
+    *,
+    chunk_bytes: int,
+    declared: Collection[int] = (),
+) -> Plan:
     """Trace a function and divide it into groups of leaves; arguments as in `stream`.
 
     Returns:
@@ -87,7 +94,7 @@ def plan(fn: Callable[..., Any], args: Sequence[Tree], replaces: Callable[..., A
         StructureError: when the result has not the structure that `replaces` names.
     """
     leaves, structure = jax.tree.flatten(tuple(args))
-    on_host = _large_on_host(leaves, chunk_bytes)
+    on_host = _large_on_host(leaves, chunk_bytes, declared)
     program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
@@ -110,6 +117,7 @@ def stream(
     chunk_bytes: int,
     by_leaf: bool = False,
     shardings: Tree = None,
+    declared: Collection[int] = (),
     on_fallback: Callable[[list[str], str], None] | None = None,
 ) -> Tree:
     """Call ``fn(*args)`` with arguments in host memory, a few blocks at a time on the device.
@@ -123,6 +131,7 @@ def stream(
         chunk_bytes: what one block brings from the host, about: rows are cut in multiples of the hardware's tiles.
         by_leaf: cut nothing; each group is on the device as a whole while it is updated.
         shardings: a tuple like `args` of trees of `jax.sharding.NamedSharding` or None, or None.
+        declared: flat positions of leaves that are taken for host leaves though their type does not say so.
         on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
             cannot be cut, and with what prevents it. The default warns.
 
@@ -138,7 +147,7 @@ def stream(
     """
     names = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
-    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes)
+    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared)
     program, placed = made.program, _flat_shardings(shardings, args)
     values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
     in_loops = {position for group in made.groups for position in group.outputs}
@@ -181,9 +190,9 @@ def _warn(paths: list[str], reason: str) -> None:
     )
 
 
-def _large_on_host(leaves: Sequence[Any], chunk_bytes: int) -> list[int]:
+def _large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
     """Positions of the host leaves that are worth a loop, in order."""
-    on_host = [at for at, leaf in enumerate(leaves) if _space(leaf) is HOST and leaf.ndim]
+    on_host = [at for at, leaf in enumerate(leaves) if (at in declared or _space(leaf) is HOST) and leaf.ndim]
     small, total = set[int](), 0
     for at in sorted(on_host, key=lambda at: leaf_bytes(leaves[at])):
         num_bytes = leaf_bytes(leaves[at])
@@ -274,8 +283,9 @@ class _Loop:
     reason: str | None
 
     def __call__(self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> tuple[list[Any], Any]:
-        num_bytes = sum(leaf_bytes(read[at]) for at in self.group.leaves if at in self.plan.on_host)
-        on_host = [leaf for leaf in (*read.values(), *buffers) if _space(leaf) is HOST]
+        streamed = [read[at] for at in self.group.leaves if at in self.plan.on_host]
+        num_bytes = sum(map(leaf_bytes, streamed))
+        on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
         prefix = read[self.group.leaves[0]].shape[: self.rows]
         cut = None
         if self.rows and all(is_row_major(leaf.shape) for leaf in on_host):
