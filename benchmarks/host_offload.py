@@ -68,8 +68,6 @@ class Row:
     """Temporaries on the host."""
     host_bytes: int
     """All of the host's memory."""
-    live_temp_bytes: int
-    """Temporaries on the device that are alive at its peak: without holes in the heap."""
 
 
 def shape(*dims: int) -> jax.ShapeDtypeStruct:
@@ -92,7 +90,6 @@ def row(program: str, variant: str, name: str, fn: Callable[..., Any], *args: An
         host_argument_bytes=report.host.argument_bytes,
         host_temp_bytes=report.host.temp_bytes,
         host_bytes=report.host_bytes,
-        live_temp_bytes=report.peak_by_role.get("temporaries", 0),
     )
 
 
@@ -214,7 +211,7 @@ def table(name: str, rows: Sequence[Row]) -> Table:
     ):
         made.add_column(column, justify="right")
     for r in rows:
-        device = (r.argument_bytes, r.output_bytes, r.temp_bytes, r.live_temp_bytes, r.device_bytes)
+        device = (r.argument_bytes, r.output_bytes, r.temp_bytes, r.device_bytes)
         host = (r.host_argument_bytes, r.host_temp_bytes, r.host_bytes)
         made.add_row(r.program, r.variant, *(mib(num_bytes) for num_bytes in (*device, *host)))
     return made
