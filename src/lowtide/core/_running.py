@@ -19,7 +19,9 @@ from jaxtyping import Array, Float
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "total"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class RunningGradient:
-    """A `LinearWeight` whose cotangent is `total` plus the gradient; use it at one place of a function only.
+    """A `LinearWeight` whose cotangent is `total` plus the gradient.
+
+    Use it at one place of a function only, outside of loops and `jax.vmap`, which would add the total at every turn.
 
     Examples:
         >>> import jax.numpy as jnp

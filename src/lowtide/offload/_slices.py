@@ -113,8 +113,8 @@ def fetch(tree: Tree, after: Tree) -> Tree:
 def zero_after(tree: Tree) -> Any:
     """An int32 zero that is known only when every leaf of a tree has been computed.
 
-    Added to an index it orders two parts of a program whose data do not. XLA's own means do not hold here: it drops
-    optimization barriers before it schedules, and unchanged loop variables always.
+    Added to an index it orders two parts of a program whose data do not. XLA's own means did not hold where this is
+    used: copies of host arrays began before an optimization barrier, and an unchanged loop variable is dropped.
     """
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
