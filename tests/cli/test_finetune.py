@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
-from lowtide.cli._finetune import _shortages
+from lowtide.cli._finetune import _shortages, _words
 from lowtide.memory import MemoryReport, SpaceBytes
 from lowtide.train import FinetuneConfig, config_from_dict, read_config
 
@@ -70,7 +70,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
 
 
 def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path):
-    status, printed, _ = finetune("--offload", "optimizer,parameters")
+    status, printed, _ = finetune("--offload", "optimizer", "--offload", "parameters")
     assert status == 0
     for expected in ("optimizer, parameters", "on the host (pinned", "on the host"):
         assert expected in printed
@@ -275,3 +275,10 @@ def test_help_and_usage(capsys):
 def test_resume_needs_a_folder(capsys):
     assert main(["finetune", "--resume"]) == 2
     assert "--resume needs --out" in capsys.readouterr().err
+
+
+def test_an_empty_offload_is_no_offload_and_none_is_a_word(finetune, capfd):
+    with pytest.raises(SystemExit):
+        finetune("--offload", "")
+    assert "no word; `none` keeps everything on the device" in capfd.readouterr().err
+    assert _words("none") == () and _words("optimizer, activations") == ("optimizer", "activations")

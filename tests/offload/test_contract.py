@@ -168,24 +168,131 @@ def test_frozen_keys_integers_and_python_numbers_are_only_read() -> None:
     assert changed.any(axis=(1, 2)).tolist() == [True, False, True]  # as the integers switch them
 
 
+@pytest.mark.parametrize("running", [(), ("head",)])
 @pytest.mark.parametrize("weight", ["some", "none"])
-def test_a_microbatch_of_weight_zero_contributes_nothing_whatever_its_loss(weight: str) -> None:
+def test_a_microbatch_of_weight_zero_contributes_nothing_whatever_its_loss(weight: str, running: Any) -> None:
     """A mean over no tokens is 0/0, forward and backward."""
 
     def last(outer: Any, h: Any, batch: Any) -> Any:
-        errors = jnp.sum((h @ outer["head"] - batch["y"]) ** 2, axis=1)
+        errors = jnp.sum((linear(h, outer["head"]) - batch["y"]) ** 2, axis=1)
         return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"]), {"tokens": jnp.sum(batch["mask"])}
 
     mask = jnp.array([1.0, 1.0, 0.0, 0.0]) * (weight == "some")
     options = {"num_microbatches": 2, "weight": lambda part: jnp.sum(part["mask"])}
-    ours = trained(stack(last=last), optax.adam(1e-2), *parameters(), batch(mask=mask), **options)
-    theirs = expected(stack(last=last), optax.adam(1e-2), *parameters(), batch(mask=mask))
+    given = {"embed": normal(0, 4, WIDTH), "head": normal(1, 4, WIDTH)}, parameters()[1]
+    ours = trained(stack(last=last, running=running), optax.adam(1e-2), *given, batch(mask=mask), **options)
+    theirs = expected(stack(last=last), optax.adam(1e-2), *given, batch(mask=mask))
     if weight == "none":
-        theirs = parameters(), [0.0, 0.0]
+        theirs = given, [0.0, 0.0]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), ours, theirs)
 
 
+@pytest.mark.filterwarnings("ignore::lowtide.core.PlacementWarning")  # small leaves are no whole tiles
+def test_state_that_an_update_only_reads_stays_where_it_is() -> None:
+    """An anchor that parameters are pulled to."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return jax.tree.map(lambda u, p, a: -0.1 * u - 0.01 * (p - a), updates, params, state), state
+
+    anchored = optax.GradientTransformation(lambda params: jax.tree.map(jnp.array, params), update)
+    ours = trained(stack(), anchored, *parameters(), batch(), chunk_bytes=64)
+    theirs = expected(stack(), anchored, *parameters(), batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), ours, theirs)
+
+
+@pytest.mark.parametrize("place", [{}, HOST])
+def test_whole_numbers_among_the_outer_leaves_are_only_read(place: Any) -> None:
+    outer, layers = parameters()
+    first = {"first": lambda outer, batch: outer["times"] * (batch["x"] @ outer["embed"])}
+    step = layerwise_step(stack(**first), optax.adam(1e-2), wrt=["**", "!outer/times"], place=place)
+    state, frozen = step.init({**outer, "times": 2}, layers)
+    _, metrics = jax.jit(step)(state, frozen, batch())
+    assert np.isfinite(metrics["loss"])
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_under_vmap_cannot_continue_a_running_gradient() -> None:
+    """`jax.vmap` would add the total once for each sequence."""
+
+    def last(outer: Any, h: Any, batch: Any) -> Any:
+        return jnp.mean(jax.vmap(lambda h: linear(h, outer["head"]))(h) ** 2), {}
+
+    step = layerwise_step(stack(last=last, running=("head",)), optax.adam(1e-2), num_microbatches=2)
+    state, frozen = step.init({"embed": normal(0, 4, WIDTH), "head": normal(1, 4, WIDTH)}, parameters()[1])
+    with pytest.raises(StructureError, match=r"(?s)running gradient cannot be computed under jax.vmap.*hint: "):
+        jax.jit(step).trace(state, frozen, batch())
+
+
+def test_running_patterns_that_name_nothing_are_refused() -> None:
+    with pytest.raises(SelectionError, match=r"(?s)running names no outer leaf: 'haed'.*embed, head.*hint: "):
+        layerwise_step(stack(running=("haed",)), optax.adam(1e-2)).init(*parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"clip": 1.0}, r"(?s)clip is no Clip.*got: 1.0.*hint: clip=Clip"),
+        ({"num_microbatches": 2.0}, r"(?s)num_microbatches has to be at least 1.*whole number.*got: 2.0"),
+        ({"tx": "adam"}, r"(?s)no gradient transformation.*got: 'adam'.*hint: optax"),
+        ({"tx": lt.offload.optimizer(optax.adam(1e-2))}, r"(?s)wrapped by lt.offload.optimizer.*hint: pass what is"),
+        ({"place": "host"}, r"(?s)place is no mapping.*got: 'host'.*hint: place="),
+        ({"chunk_bytes": 1.5}, r"(?s)chunk_bytes has to be at least 1.*got: 1.5.*hint:"),
+    ],
+)
+def test_arguments_of_other_types_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        layerwise_step(stack(), **{"tx": optax.adam(1e-2), **options})
+
+
+def test_labels_by_path_are_those_of_a_plain_step() -> None:
+    def labels(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: "train" if "layers" in str(path) else "freeze", tree)
+
+    tx = optax.multi_transform({"train": optax.adam(1e-2), "freeze": optax.set_to_zero()}, labels)
+    (outer, layers), _ = trained(stack(), tx, *parameters(), batch())
+    params = dict(zip(("outer", "layers"), parameters(), strict=True))
+    opt = tx.init(params)
+    for _ in range(2):
+        grads = jax.grad(lambda p: stack().apply(p["outer"], p["layers"], batch())[0])(params)
+        updates, opt = tx.update(grads, opt, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(layers["w"], params["layers"]["w"], rtol=1e-6, atol=1e-6)
+    assert not np.array_equal(layers["w"], parameters()[1]["w"])
+    jax.tree.map(np.testing.assert_array_equal, outer, parameters()[0])
+
+
+def test_arguments_in_another_order_are_refused() -> None:
+    step = layerwise_step(stack(), optax.adam(1e-2))
+    state, frozen = step.init(*parameters())
+    for arguments in ((state, batch(), frozen), (*parameters(), batch())):
+        with pytest.raises(StructureError, match=r"(?s)not a layerwise step's.*step\(state, frozen, batch\).*hint:"):
+            jax.jit(step).trace(*arguments)
+
+
+def test_metrics_that_the_step_reports_itself_are_refused() -> None:
+    last = {"last": lambda outer, h, batch: (jnp.mean(h @ outer["head"]), {"grad_norm": jnp.sum(h)})}
+    step = layerwise_step(stack(**last), optax.adam(1e-2))
+    with pytest.raises(StructureError, match=r"(?s)metric named grad_norm.*hint: rename"):
+        jax.jit(step).trace(*step.init(*parameters()), batch())
+
+
+def test_a_weight_that_is_no_number_is_refused() -> None:
+    step = layerwise_step(stack(), optax.adam(1e-2), num_microbatches=2, weight=lambda part: part["x"][:, 0])
+    with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is no number.*got: shape \[2\].*hint: sum"):
+        jax.jit(step).trace(*step.init(*parameters()), batch())
+
+
+@pytest.mark.parametrize("opt_state", ["host", "device"])
+def test_state_that_changes_its_dtype_is_refused_by_name(opt_state: str) -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), state)
+
+    tx = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+    step = layerwise_step(stack(), tx, place={"opt_state": opt_state})
+    with pytest.raises(StructureError, match=r"(?s)changes the shape or dtype.*float32.*bfloat16.*hint: "):
+        jax.jit(step).trace(*step.init(*parameters()), batch())
 
 
 def test_leaves_without_gradients_are_refused() -> None:
@@ -216,7 +323,18 @@ def test_outer_leaves_of_one_path_are_refused() -> None:
     ("tx", "text"),
     [
         (optax.noisy_sgd(1e-2, key=0), r"(?s)draws random numbers: its state .*key.*hint: .*lt\.offload\.optimizer"),
-        (optax.lbfgs(1e-2), r"(?s)cannot be called with.*value_fn.*hint: .*line search"),
+        (optax.lbfgs(1e-2), r"(?s)cannot be called with.*hint: .*line search"),
+        (optax.contrib.sophia(1e-2), r"(?s)cannot be called with.*hint: "),
+        (optax.contrib.galore(1e-2), r"(?s)cannot be called with.*hint: "),
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)),
+            r"(?s)updates layer 0: w by the gradient of layer 1: w, too.*hint: take clipping out",
+        ),
+        (
+            optax.apply_if_finite(optax.sgd(1e-2), 3),
+            r"(?s)updates layer 0: w by the gradient of layer 1: w",
+        ),
+        (optax.contrib.dadapt_adamw(1.0), r"(?s)updates layer 0: w by the gradient of layer 1: w"),
     ],
 )
 def test_optimizers_that_cannot_run_in_the_backward_pass_are_refused(tx: Any, text: str) -> None:

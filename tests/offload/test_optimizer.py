@@ -130,7 +130,7 @@ def test_shapes_that_cannot_be_sliced_on_the_host_say_so(shape: tuple[int, ...])
         state_shardings(wrapped, leaf),
     )
     with pytest.warns(
-        PlacementWarning, match=r"0/mu, 0/nu: (.|\n)*does not store arrays of its shape row by row(.|\n)*hint:"
+        PlacementWarning, match=r"0/mu, 0/nu: (.|\n)*its shape cannot be cut into whole tiles(.|\n)*hint:"
     ):
         jax.jit(wrapped.update).trace(leaf, state, leaf)
 
@@ -261,6 +261,30 @@ def test_shards_have_the_values_of_the_unsharded_update() -> None:
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == where
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adan(1e-2), optax.sm3(1e-2), optax.rprop(1e-2), optax.apply_if_finite(optax.adam(1e-2), 3)]
+    + [optax.MultiSteps(optax.adam(1e-2), 2)],
+    ids=["adan", "sm3", "rprop", "apply_if_finite", "MultiSteps"],
+)
+@pytest.mark.parametrize("chunk_bytes", [1000, 2**26])
+@pytest.mark.filterwarnings("ignore::lowtide.core.PlacementWarning")  # shards of 8 columns are no whole tiles
+def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, chunk_bytes: int) -> None:
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    start = params(rows=(64, 24), columns=(24, 64))
+    shardings = {"rows": NamedSharding(mesh, P("fsdp", None)), "columns": NamedSharding(mesh, P(None, "fsdp"))}
+    wrapped = optimizer(tx, ".*", chunk_bytes=chunk_bytes, shardings=shardings)
+    placed = jax.device_put(jax.tree.map(np.array, start), shardings)
+    state, plain = wrapped.init(placed), tx.init(start)
+    update = jax.jit(wrapped.update)
+    for at in range(3):
+        grads = jax.tree.map(lambda p, at=at: jnp.cos(p + at), start)
+        want, plain = jax.jit(tx.update)(grads, plain, start)
+        got, state = update(jax.device_put(grads, shardings), state, placed)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.tpu_aot
 def test_on_eight_chips_only_shards_move() -> None:
     shardings = fsdp(jax.sharding.Mesh(np.array(memory.target("v5e:2x4").devices()), ("fsdp",)))
@@ -304,7 +328,7 @@ def test_state_on_the_device_is_refused(jit: bool) -> None:
     ("options", "text"),
     [
         ({"mode": "chunked"}, r"unknown mode(.|\n)*streamed, leaf, whole(.|\n)*hint:"),
-        ({"chunk_bytes": 0}, r"chunk_bytes has to be positive(.|\n)*hint:"),
+        ({"chunk_bytes": 0}, r"chunk_bytes has to be at least 1(.|\n)*hint:"),
         ({"match": "*/mu"}, r"no regular expression(.|\n)*hint: globs"),
     ],
 )
@@ -323,3 +347,43 @@ def test_shardings_of_another_structure_are_refused() -> None:
 def test_state_shardings_need_shardings() -> None:
     with pytest.raises(PlacementError, match=r"parameter w has no sharding(.|\n)*hint:"):
         state_shardings(optax.adam(1e-3), {"w": jax.ShapeDtypeStruct((8, 128), jnp.float32)})
+
+
+@pytest.mark.parametrize("tx", [None, "adam"])
+def test_what_is_no_transformation_is_refused(tx: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)no gradient transformation.*hint: optax.adamw"):
+        optimizer(tx)
+
+
+def test_effects_that_streaming_leaves_out_are_said() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        jax.debug.print("{}", state["w"][0, 0])
+        return updates, jax.tree.map(jnp.add, state, updates)
+
+    tx = optimizer(
+        optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update), ".*", chunk_bytes=CHUNK
+    )
+    start = params(w=(56, 128))
+    with pytest.warns(
+        PlacementWarning, match=r"(?s)effects, which a streamed update leaves out.*hint: jax.debug.print"
+    ):
+        tx.update(start, tx.init(start), start)
+
+
+def test_sharded_parameters_without_shardings_are_said() -> None:
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    start = jax.device_put(params(w=(16, 128)), NamedSharding(mesh, P("fsdp", None)))
+    with pytest.warns(PlacementWarning, match=r"(?s)w is sharded, and the optimizer was not told.*hint: .*shardings="):
+        optimizer(optax.adam(1e-2)).init(start)
+
+
+def test_an_optimizer_is_wrapped_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)wrapped by lt.offload.optimizer already.*hint: wrap it once"):
+        optimizer(optimizer(optax.adam(1e-2)))
+
+
+@pytest.mark.parametrize("chunk_bytes", [0, 1.5, None])
+def test_blocks_have_whole_bytes(chunk_bytes: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)chunk_bytes has to be at least 1.*hint:"):
+        optimizer(optax.adam(1e-2), chunk_bytes=chunk_bytes)
+    assert optimizer(optax.adam(1e-2), chunk_bytes="1 MiB")

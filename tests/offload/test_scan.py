@@ -222,3 +222,14 @@ def test_the_body_gets_slices_on_the_device() -> None:
     xs, x, _ = arguments()
     scan(lambda h, w: (seen.append(memory_space(w["up"])), body(h, w))[1], x, to_host(xs))
     assert set(seen) == {jax.memory.Space.Device}
+
+
+def test_a_captured_host_value_is_named() -> None:
+    xs, weight = to_host({"w": jnp.ones((2, 8, 8))}), to_host(jnp.ones((8,)))
+    with pytest.raises(PlacementError, match=r"(?s)a captured value: the body of scan computes.*hint: .*to_device"):
+        jax.jit(lambda xs, weight, h: scan(lambda h, x: (h @ x["w"] * weight, None), h, xs)[0])(xs, weight, jnp.ones(8))
+
+
+def test_no_layers_are_refused() -> None:
+    with pytest.raises(StructureError, match=r"(?s)scan has no layers.*hint:"):
+        scan(lambda h, x: (h, None), jnp.ones(8), to_host({"w": jnp.ones((0, 8, 8))}))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lowtide.core import ConfigError, PlacementError, SelectionError
+from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError
 from lowtide.memory import Program, compile
 from lowtide.offload import scan, to_device, to_host, verify
 
@@ -58,12 +58,18 @@ def test_a_placement_that_happened_passes_with_its_bytes(tpu_device: jax.Device)
 
 
 @pytest.mark.tpu_aot
-def test_axlearn_s_guard_is_caught(tpu_device: jax.Device) -> None:
+@pytest.mark.parametrize("bare", [False, True])
+def test_axlearn_s_guard_is_caught(tpu_device: jax.Device, bare: bool) -> None:
+    with pytest.warns(
+        PlacementWarning, match=r"(?s)result\['mu'\], in device memory, overwrites a donated.*hint: donate"
+    ):
+        made = program(axlearn_step)
     with pytest.raises(PlacementError, match="placements did not happen") as raised:
-        verify(program(axlearn_step), EXPECTED, outputs=OUTPUTS)
+        verify(made.compiled if bare else made, EXPECTED, outputs=OUTPUTS)
     text = str(raised.value)
     assert "output mu: expected on the host, got on the device (4.00 MiB)" in text
-    assert "0/mu, 0/nu: donated to an output that the program declares on the device" in text
+    crossed = "parameter 0: donated to an output that is in another memory"
+    assert (crossed if bare else "result['mu'], in device memory, overwrites a donated argument in pinned_host") in text
     assert "hint: place arguments with lt.offload.to_host" in text and "a tracer" in text
 
 
@@ -117,8 +123,27 @@ def test_on_a_cpu_kinds_are_checked_and_the_rest_is_said(bare: bool) -> None:
     found = verify(made.compiled if bare else made, EXPECTED, outputs=OUTPUTS, host_temp_bytes=1 << 30)
     assert found.host_paths == ("0/mu", "0/nu") and found.num_moves is None
     assert found.notes == ("a CPU has one memory: kinds were checked, bytes and copies were not",)
+    with pytest.warns(PlacementWarning, match="overwrites a donated argument"):
+        planted = program(axlearn_step, target="cpu")
     with pytest.raises(PlacementError, match="output mu: expected on the host, got on the device"):
-        verify(program(axlearn_step, target="cpu"), EXPECTED, outputs=OUTPUTS)
+        verify(planted, EXPECTED, outputs=OUTPUTS)
+
+
+@pytest.mark.tpu_aot
+def test_what_is_not_donated_is_said_and_a_second_copy_has_a_limit(tpu_device: jax.Device) -> None:
+    made = program(donate=False)
+    assert verify(made, EXPECTED, outputs=OUTPUTS).notes == ("0/mu, 0/nu: on the host and not donated",)
+    with pytest.raises(PlacementError, match="the host: expected at most 8.00 MiB, got 16.00 MiB"):
+        verify(made, EXPECTED, host_bytes="8 MiB")
+    assert verify(program(), EXPECTED, host_bytes="8 MiB").host_alias_bytes == 2 * SIZE
+
+
+@pytest.mark.parametrize("given", [jax.jit(step), 3])
+def test_what_is_not_compiled_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)verify reads compiled programs.*hint: .*compile"):
+        verify(given, EXPECTED)
+    with pytest.raises(ConfigError, match=r"(?s)what is expected has no memories.*hint:"):
+        verify(program(target="cpu"), ["0/**"])  # pyright: ignore
 
 
 @pytest.mark.gpu_aot

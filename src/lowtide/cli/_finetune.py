@@ -21,7 +21,17 @@ from ..core import format_bytes
 
 
 def _words(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(",") if word.strip())
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:  # an unset variable of a shell script would turn the default of --full off
+        raise argparse.ArgumentTypeError("no word; `none` keeps everything on the device")
+    return () if words == ("none",) else words
+
+
+_CLIPPED = {
+    "exact": "clipped by the exact norm of all gradients",
+    "previous": "clipped by the norm of the step before",
+    "layer": "each layer clipped by its own norm",
+}
 
 
 _FLAGS: dict[str, tuple[str, Any, str]] = {
@@ -35,8 +45,8 @@ _FLAGS: dict[str, tuple[str, Any, str]] = {
     "offload": (
         "--offload",
         _words,
-        "what lives in host memory: any of activations,optimizer,parameters (default: nothing; with --full all but "
-        "embedding and head, which `parameters` includes)",
+        "what lives in host memory: any of activations,optimizer,parameters, or none (default: none; with --full all "
+        "but embedding and head, which `parameters` includes)",
     ),
 }
 
@@ -53,7 +63,8 @@ def register(commands: Any) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags win over it")
     for field, (flag, kind, text) in _FLAGS.items():
         metavar = {"model": "DIR", "data": "PATH", "offload": "WORDS"}.get(field, "N")
-        parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=text)
+        action = "extend" if field == "offload" else "store"
+        parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=text, action=action)
     parser.add_argument(
         "--full",
         action="store_true",
@@ -188,7 +199,7 @@ def _how(config: Any, table: Any) -> dict[str, str]:
     """What trains, and what is on the host."""
     if config.full:
         trained = {
-            "tuning": f"all parameters, a layer at a time inside the backward pass, clipped by {config.clip_mode}"
+            "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIPPED[config.clip_mode]}"
         }
     else:
         targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)

@@ -31,6 +31,8 @@ from ._paths import leaves_with_paths as leaves_with_paths
 from ._paths import path_str as path_str
 from ._paths import tree_bytes as tree_bytes
 from ._running import RunningGradient as RunningGradient
+from ._running import add_running as add_running
+from ._running import if_active as if_active
 from ._select import Where as Where
 from ._select import mask_tree as mask_tree
 from ._select import match_names as match_names
@@ -65,10 +67,12 @@ __all__ = [
     "Tree",
     "Where",
     "accumulate",
+    "add_running",
     "bytes_by_space",
     "check_differentiable",
     "combine",
     "format_bytes",
+    "if_active",
     "is_array_like",
     "leaf_bytes",
     "leaves_with_paths",

@@ -13,10 +13,13 @@ import functools
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from ._errors import StructureError
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "total"], meta_fields=[])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "total", "active"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class RunningGradient:
     """A `LinearWeight` whose cotangent is `total` plus the gradient.
@@ -36,27 +39,86 @@ class RunningGradient:
     """The weight, shape [out, in]."""
     total: Any
     """The gradient so far, of the weight's shape and dtype; it gets no cotangent of its own."""
+    active: Bool[Array, ""] | None = None
+    """Where False, nothing is added, whatever the cotangent: a mean over no tokens is 0/0. None for True."""
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """The product x Wᵀ, in the dtype of `x`."""
-        return _linear(x, self.weight, self.total)
+        return _linear(x, self.weight, self.total, self.active)
+
+
+@jax.custom_batching.custom_vmap
+def add_running(total: Array, grad: Array) -> Array:
+    """The running total with a gradient added; for rules of operations that know `RunningGradient`.
+
+    Args:
+        total: the gradient so far.
+        grad: what is added, of the same shape and dtype.
+
+    Returns:
+        The sum.
+
+    Raises:
+        StructureError: under `jax.vmap`, which would add the total once for each entry of its axis.
+
+    Memory:
+        In place where the total is not read again.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> add_running(jnp.ones(2), jnp.ones(2)).tolist()
+        [2.0, 2.0]
+    """
+    return total + grad
+
+
+@add_running.def_vmap
+def _refuse_vmap(axis_size: int, in_batched: Any, total: Array, grad: Array) -> Any:
+    raise StructureError(
+        "a running gradient cannot be computed under jax.vmap, which would add the total once for each entry",
+        expected="one call on the whole batch",
+        got=f"jax.vmap over an axis of {axis_size}",
+        hint="call linear or chunked_cross_entropy without vmap, or take the leaf out of LayerStack.running",
+    )
+
+
+def if_active(active: Array | None, x: Array) -> Array:
+    """An array, or zeros where a running gradient is not active.
+
+    Args:
+        active: a flag, or None for True.
+        x: any array.
+
+    Returns:
+        An array like `x`.
+
+    Memory:
+        None of its own: it is part of the operation that reads it.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> if_active(jnp.bool_(False), jnp.full(2, jnp.nan)).tolist()
+        [0.0, 0.0]
+    """
+    return x if active is None else jnp.where(active, x, jnp.zeros((), x.dtype))
 
 
 @jax.custom_vjp
-def _linear(x: Array, weight: Array, total: Array) -> Array:
+def _linear(x: Array, weight: Array, total: Array, active: Array | None) -> Array:
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
-def _forward(x: Array, weight: Array, total: Array) -> tuple[Array, Any]:
-    return _linear(x, weight, total), (x, weight, total)
+def _forward(x: Array, weight: Array, total: Array, active: Array | None) -> tuple[Array, Any]:
+    return _linear(x, weight, total, active), (x, weight, total, active)
 
 
-def _backward(kept: Any, dy: Array) -> tuple[Array, Array, None]:
-    x, weight, total = kept
+def _backward(kept: Any, dy: Array) -> tuple[Array, Array, None, None]:
+    x, weight, total, active = kept
+    x, dy = if_active(active, x), if_active(active, dy)
     dx = jax.lax.dot_general(dy, weight.astype(dy.dtype), (((dy.ndim - 1,), (0,)), ((), ())))
     batch = tuple(range(x.ndim - 1))
     grad = jax.lax.dot_general(dy, x, ((batch, batch), ((), ())), preferred_element_type=total.dtype)
-    return dx.astype(x.dtype), total + grad, None
+    return dx.astype(x.dtype), add_running(total, grad), None, None
 
 
 _linear.defvjp(_forward, _backward)

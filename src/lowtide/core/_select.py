@@ -128,6 +128,8 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
     for variant in (f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"
+    if ".*" in pattern:
+        return f"this is a glob, no regular expression: ** stands for any path; paths look like: {_some(names)}"
     segments = sorted({segment for name in names for segment in name.split("/")})
     parts = [segment for segment in pattern.split("/") if segment.strip("*") and segment not in segments]
     close = [miss for part in parts for miss in difflib.get_close_matches(part, segments, n=2, cutoff=0.6)]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError, LinearWeight, RunningGradient, StructureError, linear
+from ..core import ConfigError, LinearWeight, RunningGradient, StructureError, add_running, if_active, linear
 
 _Carry = Any
 
@@ -73,7 +73,7 @@ def chunked_cross_entropy(
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
-        total: Array = _running_cross_entropy((ignore_index, chunk), h, head.weight, head.total, labels)  # pyright: ignore[reportAssignmentType]
+        total: Array = _running_cross_entropy((ignore_index, chunk), h, head, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)
         total = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
@@ -140,23 +140,26 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _running_cross_entropy(static: tuple[int, int], h: Array, weight: Array, total: Array, labels: Array) -> Array:
+def _running_cross_entropy(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Array:
     """The sum for a `RunningGradient` head: its gradient starts from `total`, so it waits for the cotangent's scale."""
     ignore_index, chunk = static
 
     def body(start: Any, size: int, loss: Array) -> Array:
-        return loss + _chunk_loss(_slice(h, start, size, -2), weight, _slice(labels, start, size, -1), ignore_index)
+        return loss + _chunk_loss(
+            _slice(h, start, size, -2), head.weight, _slice(labels, start, size, -1), ignore_index
+        )
 
     return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
 
 
-def _running_forward(static: tuple[int, int], h: Array, weight: Array, total: Array, labels: Array) -> Any:
-    return _running_cross_entropy(static, h, weight, total, labels), (h, weight, total, labels)
+def _running_forward(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Any:
+    return _running_cross_entropy(static, h, head, labels), (h, head, labels)
 
 
-def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array) -> tuple[Array, Array, None, None]:
+def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array) -> tuple[Array, RunningGradient, None]:
     ignore_index, chunk = static
-    h, weight, total, labels = residuals
+    h, head, labels = residuals
+    h, cotangent = if_active(head.active, h), if_active(head.active, cotangent)
 
     def body(start: Any, size: int, carry: _Carry) -> _Carry:
         dh, total = carry
@@ -164,13 +167,13 @@ def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array)
         def loss(h_BCD: Array, weight: Array) -> Array:
             return _chunk_loss(h_BCD, weight, _slice(labels, start, size, -1), ignore_index)
 
-        _, vjp = jax.vjp(loss, _slice(h, start, size, -2), weight)
+        _, vjp = jax.vjp(loss, _slice(h, start, size, -2), head.weight)
         grad_h, grad = vjp(cotangent)
         dh = jax.lax.dynamic_update_slice_in_dim(dh, grad_h.astype(dh.dtype), start, axis=dh.ndim - 2)
-        return dh, total + grad.astype(total.dtype)
+        return dh, add_running(total, grad.astype(total.dtype))
 
-    dh, total = _over_chunks(labels.shape[-1], chunk, body, (jnp.zeros_like(h), total))
-    return dh, total, None, None
+    dh, total = _over_chunks(labels.shape[-1], chunk, body, (jnp.zeros_like(h), head.total))
+    return dh, RunningGradient(total, None, None), None
 
 
 _running_cross_entropy.defvjp(_running_forward, _running_backward)

@@ -5,6 +5,7 @@ from ._analyze import analyze_compiled as analyze_compiled
 from ._buffers import Buffer as Buffer
 from ._compile import Program as Program
 from ._compile import compile as compile
+from ._compile import crossed_donations as crossed_donations
 from ._diff import DiffRow as DiffRow
 from ._diff import MemoryDiff as MemoryDiff
 from ._diff import diff as diff
@@ -47,6 +48,7 @@ __all__ = [
     "analyze_compiled",
     "check_donation",
     "compile",
+    "crossed_donations",
     "diff",
     "explain_oom",
     "extrapolate",

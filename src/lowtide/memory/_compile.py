@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, StructureError, combine
+from lowtide.core import ConfigError, PlacementWarning, StructureError, combine
 from lowtide.core._compat import argument_names, without_compilation_cache
 
 from ._placement import place
@@ -111,6 +112,10 @@ def compile(
         ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments.
         Exception: what the compiler raises for any other reason, unchanged.
 
+    Warns:
+        PlacementWarning: when JAX gives a donated argument on the host to a result on the device, or the other way
+            round.
+
     Memory:
         Nothing is allocated on the target. The compiler's own memory stays with the process; `analyze` can compile in
         a process of its own.
@@ -150,6 +155,8 @@ def compile(
             got=static,
             hint="repeat the static positional arguments of the jitted function in static_argnums",
         )
+    if not (goal.platform == "gpu" and goal.is_ahead_of_time):  # which knows no kinds of memory
+        _warn_of_crossed_donations(lowered)
     compiled, hlo, error = _compile(lowered)
     return Program(
         target=goal,
@@ -248,6 +255,48 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
             got=str(error).splitlines()[0],
             hint="make the argument static, or leave it out of the tree",
         ) from error
+
+
+def crossed_donations(lowered: Any) -> list[str]:
+    """Results that would overwrite a donated argument in another memory.
+
+    JAX pairs donated arguments with results by shape and dtype (jax 0.10.2). XLA then keeps a second copy, and libtpu
+    and the CPU may abort the process.
+
+    Args:
+        lowered: a `jax.stages.Lowered`.
+
+    Returns:
+        What is wrong with each such result, by its name in the function's value.
+    """
+    main = next(
+        op for op in lowered.compiler_ir("stablehlo").body.operations if op.attributes["sym_name"].value == "main"
+    )
+    results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else []
+    found: list[str] = []
+    for argument in main.arg_attrs:
+        if "tf.aliasing_output" not in argument:
+            continue
+        result = results[argument["tf.aliasing_output"].value]
+        kinds = [side["mhlo.memory_kind"].value if "mhlo.memory_kind" in side else None for side in (argument, result)]
+        if kinds[1] is not None and (kinds[0] or "device") != kinds[1]:
+            name = result["jax.result_info"].value if "jax.result_info" in result else "a result"
+            found.append(
+                f"{name}, in {kinds[1]} memory, overwrites a donated argument in {kinds[0] or 'device'} memory"
+            )
+    return found
+
+
+def _warn_of_crossed_donations(lowered: Any) -> None:
+    found = crossed_donations(lowered)
+    if found:
+        warnings.warn(
+            f"{'; '.join(found[:3])}{'; …' if len(found) > 3 else ''}: JAX pairs them by shape alone\n"
+            "hint: donate what a result replaces, too (gradients for updates, parameters for new parameters), in the "
+            "order of the results; TPU and CPU may abort otherwise",
+            PlacementWarning,
+            stacklevel=3,
+        )
 
 
 def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:

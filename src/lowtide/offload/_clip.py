@@ -36,11 +36,12 @@ class Clip:
     norm; costs nothing."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_norm < math.inf:
+        given: Any = self.max_norm
+        if not isinstance(given, int | float) or not 0 < given < math.inf:
             raise ConfigError(
                 "max_norm is out of range",
                 expected="a finite number above 0",
-                got=self.max_norm,
+                got=repr(given),
                 hint="1.0 is customary; clip=None does not clip",
             )
         if self.mode not in get_args(ClipMode):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, LayerStack, StructureError, Tree, leaves_with_paths
+from lowtide.core import ConfigError, LayerStack, SelectionError, StructureError, Tree, leaves_with_paths, match_path
 
 _CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat2"))
 
@@ -47,6 +48,16 @@ def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tre
             expected="(loss, metrics), the loss a scalar",
             got=jax.tree.map(_text, result),
             hint="return (jnp.mean(loss), {}) when there are no metrics",
+        )
+    taken = {"loss", "grad_norm"} & set(result[1] if isinstance(result[1], dict) else {})
+    if not isinstance(result[1], dict) or taken:
+        raise StructureError(
+            f"last returns a metric named {', '.join(sorted(taken))}, which the step reports itself"
+            if taken
+            else "the metrics of last have no names",
+            expected="a dictionary of scalars by other names than loss and grad_norm",
+            got=", ".join(result[1]) if taken else type(result[1]).__name__,
+            hint="rename it",
         )
     return h
 
@@ -93,6 +104,25 @@ def refuse_explicit_axes(**trees: Tree) -> None:
                 hint="jax.make_mesh makes axes explicit unless it is told: pass "
                 "axis_types=(jax.sharding.AxisType.Auto,) * number of axes",
             )
+
+
+def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
+    """Raise when patterns of `LayerStack.running` name no outer leaf at all: a misspelt name would do nothing.
+
+    Args:
+        running: the patterns.
+        outer: parameters outside the stack.
+
+    Raises:
+        SelectionError: with the paths that there are.
+    """
+    paths = [path for path, _ in leaves_with_paths(outer)]
+    if running and not any(match_path(path, pattern) for path in paths for pattern in running):
+        raise SelectionError(
+            f"LayerStack.running names no outer leaf: {', '.join(map(repr, running))}",
+            expected=f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}",
+            hint="it is for matrices that last multiplies by, such as lm_head/weight; () is for none",
+        )
 
 
 def check_running(jaxpr: Any, paths: list[str]) -> None:

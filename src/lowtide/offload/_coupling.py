@@ -13,7 +13,7 @@ from lowtide.core import StructureError, Tree, leaves_with_paths
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
-    """Raise when an update of one leaf depends on the gradient of another.
+    """Raise when an update of one leaf depends on the gradient of another, in this step or by way of the state.
 
     Args:
         tx: the optimizer.
@@ -23,8 +23,14 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
         StructureError: with the paths of two such leaves; for an optimizer that draws random numbers, or needs more
             than gradients, parameters and the loss.
     """
-    paths = [path for path, _ in leaves_with_paths(params)]
-    state = jax.eval_shape(tx.init, params)
+    try:
+        # Two layers at once: a norm over a stack of one leaf mixes that leaf of all layers.
+        pair, prefixes = (params, params), ("layer 0: ", "layer 1: ")
+        closed, state = _traced(tx, pair)
+    except (TypeError, ValueError, AttributeError):
+        # Labels or masks given as trees fit one layer only.
+        pair, prefixes = (params,), ("",)
+        closed, state = refuse_unusable(tx, params)
     for path, leaf in leaves_with_paths(state):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise StructureError(
@@ -33,28 +39,61 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
                 got=f"{leaf.dtype}, which would draw the same numbers for every layer",
                 hint="wrap it with lt.offload.optimizer, which updates all layers at once",
             )
-    update = optax.with_extra_args_support(tx).update
-    value = jax.ShapeDtypeStruct((), "float32")
-    try:
-        closed = jax.make_jaxpr(lambda grads, state, params, value: update(grads, state, params, value=value)[0])(
-            params, state, params, value
-        )
-    except TypeError as error:
-        raise StructureError(
-            "the optimizer cannot be called with gradients, state, parameters and the loss",
-            expected="update(grads, state, params, value=loss)",
-            got=str(error),
-            hint="one that evaluates the loss by itself (a line search) cannot run inside the backward pass",
-        ) from error
-    sources = [frozenset([at]) if at < len(paths) else frozenset[int]() for at in range(len(closed.in_avals))]
-    for at, reached in enumerate(_reach(closed.jaxpr, sources)):
+    paths = [prefix + path for prefix, tree in zip(prefixes, pair, strict=True) for path, _ in leaves_with_paths(tree)]
+    first, last = len(paths), len(paths) + len(jax.tree.leaves(state))
+    sources = [frozenset([at]) if at < first else frozenset[int]() for at in range(len(closed.in_avals))]
+    while True:  # what the state has seen in one step, updates read in the next
+        found = _reach(closed.jaxpr, sources)
+        held = [old | new for old, new in zip(sources[first:last], found[first:last], strict=True)]
+        if held == sources[first:last]:
+            break
+        sources[first:last] = held
+    for at, reached in enumerate(found[:first]):
         if other := sorted(reached - {at}):
             raise StructureError(
                 f"the optimizer updates {paths[at]} by the gradient of {paths[other[0]]}, too",
                 expected="an optimizer that treats leaves one by one, such as optax.adamw",
-                got="one that mixes them, such as a chain with optax.clip_by_global_norm",
-                hint="take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step",
+                got="one that mixes them, such as a chain with optax.clip_by_global_norm, or apply_if_finite",
+                hint="take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step; "
+                "lt.offload.optimizer takes every other one",
             )
+
+
+def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
+    """One update: gradients, state, parameters and loss to updates and state; and shapes of the state."""
+    state = jax.eval_shape(tx.init, params)
+    update = optax.with_extra_args_support(tx).update
+    value = jax.ShapeDtypeStruct((), "float32")
+
+    def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
+        return update(grads, state, params, value=value)
+
+    return jax.make_jaxpr(run)(params, state, params, value), state
+
+
+def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
+    """Raise when an optimizer cannot be called for a part of the parameters.
+
+    Args:
+        tx: the optimizer.
+        params: shapes of the part.
+
+    Returns:
+        The jaxpr of one update, and shapes of the state.
+
+    Raises:
+        StructureError: with what the optimizer says.
+    """
+    try:
+        return _traced(tx, params)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StructureError(
+            "the optimizer cannot be called with gradients, state and parameters of one layer, and the loss",
+            expected="init(params) and update(grads, state, params, value=loss)",
+            got=str(error),
+            hint="one that evaluates the loss by itself (a line search), or has masks and labels as trees instead of "
+            "functions, cannot run inside the backward pass; lt.offload.optimizer takes any",
+        ) from error
 
 
 def _reach(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:

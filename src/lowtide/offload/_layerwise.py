@@ -41,11 +41,12 @@ from lowtide.core import (
 )
 
 from ._clip import Clip
-from ._contract import refuse_equal_paths, refuse_explicit_axes
-from ._coupling import refuse_coupled
+from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
+from ._coupling import refuse_coupled, refuse_unusable
+from ._optimizer import check_chunk, check_transformation, is_offloaded
 from ._place import default_device
 from ._slices import DEVICE, HOST, entry_shape
-from ._state import LayerwiseState, initial_state, moves, place_parameters
+from ._state import LayerwiseState, alone, initial_state, moves, place_parameters, under
 from ._step import Step
 from ._sweeps import Sweeps
 
@@ -62,13 +63,16 @@ def layerwise_step(
     clip: Clip | None = None,
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
-    chunk_bytes: int = 2**26,
+    chunk_bytes: int | str = 2**26,
 ) -> LayerwiseStep:
     """A training step that updates each layer inside the backward pass.
 
     Args:
         stack: the model as `first`, `block`, `last`.
-        tx: any Optax optimizer that treats leaves one by one; no clipping by a global norm in it.
+        tx: any Optax optimizer that treats leaves one by one; no clipping by a global norm in it. It sees each layer,
+            without the stacking axis, and each outer leaf as a tree of its own, at the paths ``layers/...`` and
+            ``outer/...``. So what reduces over a leaf (LAMB, Adafactor, Muon) does so over one layer's, and a mask
+            such as ``x.ndim > 1`` counts the axes of one layer, unlike in a plain step on the stacked leaves.
         wrt: which leaves of ``{"outer": ..., "layers": ...}`` train: globs such as ``"layers/**/lora_*"``, or a
             predicate.
         place: ``"host"`` or ``"device"`` for ``"layers"`` (stacked parameters), ``"outer"`` (embedding, norm, head),
@@ -77,7 +81,8 @@ def layerwise_step(
         clip: how to clip gradients, or None.
         num_microbatches: into how many parts a batch is split; each layer sees all of them before the next is fetched.
         weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`.
-        chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update.
+        chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update; a number, or
+            text such as ``"64 MiB"``.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then
@@ -119,7 +124,15 @@ def layerwise_step(
             got=type(given).__name__,
             hint="make one from three functions, or use lt.offload.optimizer, which takes any model",
         )
-    places = {**PLACES, **(place or {})}
+    given = place or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "place is no mapping",
+            expected=f"a dictionary with keys {', '.join(PLACES)}",
+            got=repr(given),
+            hint='place={"layers": "host"}',
+        )
+    places = {**PLACES, **given}
     for name, where in places.items():
         if name not in PLACES or where not in ("host", "device"):
             raise ConfigError(
@@ -128,9 +141,27 @@ def layerwise_step(
                 got=f"{name!r}: {where!r}",
                 hint=f"the default is {PLACES}",
             )
-    for name, number in (("num_microbatches", num_microbatches), ("chunk_bytes", chunk_bytes)):
-        if number < 1:
-            raise ConfigError(f"{name} has to be at least 1", got=number, hint="leave it out for the default")
+    number: Any = num_microbatches
+    if not isinstance(number, int) or number < 1:
+        raise ConfigError(
+            "num_microbatches has to be at least 1",
+            expected="a whole number",
+            got=repr(number),
+            hint="leave it out for the default",
+        )
+    given = clip
+    if given is not None and not isinstance(given, Clip):
+        raise ConfigError(
+            "clip is no Clip", expected="a lowtide.offload.Clip", got=repr(given), hint="clip=Clip(max_norm=1.0)"
+        )
+    check_transformation(tx)
+    if is_offloaded(tx):
+        raise ConfigError(
+            "the optimizer is wrapped by lt.offload.optimizer, which a layerwise step does itself",
+            expected="the optimizer, such as optax.adamw(1e-4)",
+            got="lt.offload.optimizer(...)",
+            hint='pass what is wrapped; place={"opt_state": "host"}, the default, keeps its state on the host',
+        )
     return LayerwiseStep(
         stack=stack,
         tx=tx,
@@ -139,7 +170,7 @@ def layerwise_step(
         clip=clip,
         num_microbatches=num_microbatches,
         weight=weight,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=check_chunk(chunk_bytes),
     )
 
 
@@ -182,13 +213,15 @@ class LayerwiseStep:
                 mixes leaves, needs more than gradients, parameters and the loss, or draws random numbers.
 
         Memory:
-            One copy of each parameter where it is placed; optimizer state is made a layer at a time.
+            One copy of each parameter where it is placed; optimizer state is made a layer at a time. What is there
+            already is not copied: it belongs to the state, and the first step consumes it.
         """
         num_layers(layers)
         refuse_equal_paths(outer)
         refuse_explicit_axes(outer=outer, layers=layers)
+        refuse_unmatched(self.stack.running, outer)
         # A Python number has no memory to be in.
-        outer = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)) if isinstance(leaf, float) else leaf, outer)
+        outer = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, float | int) else x, outer)
         trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
         check_differentiable(trainable)
         if not jax.tree.leaves(trainable["layers"]):
@@ -199,7 +232,10 @@ class LayerwiseStep:
                 hint="without gradients in the layers lowtide.value_and_grad needs no layerwise step",
             )
         trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
-        refuse_coupled(self.tx, jax.tree.map(entry_shape, trainable["layers"]))
+        refuse_coupled(under(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable["outer"])
+        for path, _ in leaves_with_paths(shapes):
+            refuse_unusable(under(self.tx, "outer"), alone(shapes, path))
         return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
@@ -225,6 +261,7 @@ class LayerwiseStep:
             StructureError: when the batch does not split, a function of the stack does not return what it has to, an
                 outer leaf is read by none, or one that `LayerStack.running` names not exactly once.
         """
+        _refuse_other_state(state, frozen)
         self._check_places(state, frozen)
         refuse_explicit_axes(batch=batch)
         step = self._step(state, frozen, batch)
@@ -239,7 +276,7 @@ class LayerwiseStep:
     def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> Step:
         batches, seeds = self._batches(batch)
         return Step(
-            tx=optax.with_extra_args_support(self.tx),
+            tx=self.tx,
             clip=self.clip,
             chunk_bytes=self.chunk_bytes,
             outer_space=_space(self.place["outer"]),
@@ -263,6 +300,13 @@ class LayerwiseStep:
         if self.weight is None:
             return batches, jnp.full(self.num_microbatches, 1 / self.num_microbatches, jnp.float32)
         weights = jax.vmap(lambda part: jnp.asarray(self.weight(part), jnp.float32))(batches)  # pyright: ignore[reportOptionalCall]
+        if weights.ndim != 1:
+            raise StructureError(
+                "the weight of a microbatch is no number",
+                expected="a scalar",
+                got=f"shape {list(weights.shape[1:])}",
+                hint="sum it: lambda batch: jnp.sum(batch['mask'])",
+            )
         return batches, weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
 
     def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
@@ -284,6 +328,17 @@ class LayerwiseStep:
                         got="device memory" if wanted == HOST else "host memory",
                         hint="take the state from step.init, or put a restored one back with lt.offload.to_host",
                     )
+
+
+def _refuse_other_state(state: Any, frozen: Any) -> None:
+    """Raise when the arguments of a step are not what its `init` returned."""
+    if not isinstance(state, LayerwiseState) or not isinstance(frozen, Mapping) or set(frozen) != {"outer", "layers"}:
+        raise StructureError(
+            "the arguments are not a layerwise step's",
+            expected="step(state, frozen, batch)",
+            got=f"step({type(state).__name__}, {type(frozen).__name__}, ...)",
+            hint="state, frozen = step.init(outer, layers)",
+        )
 
 
 def _space(place: str) -> Any:

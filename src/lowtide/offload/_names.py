@@ -60,6 +60,8 @@ class Names:
         return next(row for row in self.rows if row.name == name)
 
     def __str__(self) -> str:
+        if not self.rows:
+            return "no value has a name; hint: lt.offload.tag(fn) names those of matrix products and attention"
         table = [("name", "values", "bytes", "FLOPs to recompute", "")]
         for row in self.rows:
             values = f"{row.count} x {row.dtype}{list(row.shape)}"

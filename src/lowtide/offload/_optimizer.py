@@ -30,6 +30,7 @@ from lowtide.core import (
     is_array_like,
     leaves_with_paths,
     memory_space,
+    parse_bytes,
 )
 
 from ._place import default_device
@@ -44,7 +45,7 @@ def optimizer(
     match: str = r".*/(mu|nu)/.*",
     *,
     mode: str = "streamed",
-    chunk_bytes: int = 64 * 2**20,
+    chunk_bytes: int | str = 64 * 2**20,
     shardings: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep an optimizer's state in host memory, and update it there a block at a time.
@@ -57,20 +58,22 @@ def optimizer(
         mode: ``streamed`` cuts leaves into blocks where the update is separable, and takes leaf by leaf where it is
             not, with one `PlacementWarning`; ``leaf`` takes each leaf as a whole, one after the other; ``whole`` moves
             everything to the device and back at once.
-        chunk_bytes: what a block brings from the host. Larger blocks cost memory, smaller ones time.
+        chunk_bytes: what a block brings from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
+            memory, smaller ones time.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
             traced array does not know its sharding, and slices along a sharded axis would gather the leaf on every
             device. With it, each device streams its own shard.
 
     Returns:
-        A transformation with the state structure of `tx`. Its updates are on the device, its matched state on the host.
+        A transformation with the state structure of `tx`. Its updates are where the gradients were, on the device
+        normally, its matched state on the host.
         Call it under `jax.jit` with the state donated, so that it is updated in place, and with the gradients (or, in a
         whole step, the parameters) donated, too: JAX pairs donated arguments with results by shape alone, and gives a
         donated host array to an update on the device when nothing else of that shape is donated (jax 0.10.2; on a CPU
         that ends the process). `lowtide.offload.verify` finds such a pair in the compiled step.
 
     Raises:
-        ConfigError: for a `mode`, `chunk_bytes` or regular expression that cannot be used.
+        ConfigError: for a `tx`, `mode`, `chunk_bytes` or regular expression that cannot be used.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
         StructureError: when `shardings` has not the structure of the gradients.
@@ -96,18 +99,66 @@ def optimizer(
     References:
         Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, https://arxiv.org/abs/2101.06840
     """
+    check_transformation(tx)
     if mode not in _MODES:
         raise ConfigError("unknown mode", expected=f"one of {', '.join(_MODES)}", got=mode, hint='use "streamed"')
-    if chunk_bytes <= 0:
-        raise ConfigError("chunk_bytes has to be positive", got=chunk_bytes, hint="leave it out for 64 MiB")
+    if is_offloaded(tx):
+        raise ConfigError(
+            "the optimizer is wrapped by lt.offload.optimizer already",
+            expected="the optimizer, such as optax.adamw(1e-4)",
+            hint="wrap it once; `match` can select several parts of its state: r'.*/(mu|nu|ema)/.*'",
+        )
     try:
         pattern = re.compile(match)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise ConfigError(
             f"match is no regular expression: {error}", got=match, hint='globs are other: "mu/*" is r".*/mu/.*" here'
         ) from error
-    offloaded = _Offloaded(optax.with_extra_args_support(tx), pattern, mode, chunk_bytes, shardings)
+    offloaded = _Offloaded(optax.with_extra_args_support(tx), pattern, mode, check_chunk(chunk_bytes), shardings)
     return optax.GradientTransformationExtraArgs(offloaded.init, offloaded.update)
+
+
+def check_chunk(chunk_bytes: Any) -> int:
+    """The bytes of a block.
+
+    Args:
+        chunk_bytes: a number, or text such as ``"64 MiB"``.
+
+    Raises:
+        ConfigError: for what is no positive whole number of bytes.
+    """
+    number = parse_bytes(chunk_bytes) if isinstance(chunk_bytes, str) else chunk_bytes
+    if not isinstance(number, int) or number < 1:
+        raise ConfigError(
+            "chunk_bytes has to be at least 1",
+            expected='a whole number of bytes, or text such as "64 MiB"',
+            got=repr(chunk_bytes),
+            hint="leave it out for 64 MiB",
+        )
+    return number
+
+
+def is_offloaded(tx: Any) -> bool:
+    """Whether `optimizer` made a transformation."""
+    return isinstance(getattr(tx.init, "__self__", None), _Offloaded)
+
+
+def check_transformation(tx: Any) -> None:
+    """Raise unless something is an Optax transformation.
+
+    Args:
+        tx: anything.
+
+    Raises:
+        ConfigError: with what it is.
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ConfigError(
+            "the optimizer is no gradient transformation",
+            expected="an optax.GradientTransformation",
+            got=repr(tx),
+            hint="optax.adamw(1e-4) makes one",
+        )
 
 
 class _Offloaded:
@@ -121,6 +172,7 @@ class _Offloaded:
 
     def init(self, params: Tree) -> Tree:
         leaves = jax.tree.leaves(params)
+        self._warn_of_mesh(params)
         is_concrete = all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
         if not is_concrete or len({frozenset(leaf.sharding.device_set) for leaf in leaves}) != 1:
             return self._init(params)
@@ -217,6 +269,19 @@ class _Offloaded:
             for tree in (grads, state, params, jax.tree.map(lambda _: None, arrays))
         )
 
+    def _warn_of_mesh(self, params: Tree) -> None:
+        """Say when leaves are sharded and nobody told which way."""
+        for path, leaf in leaves_with_paths(params):
+            sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+            if self.shardings is None and sharding is not None and not sharding.is_fully_replicated:
+                warnings.warn(
+                    f"{path} is sharded, and the optimizer was not told: blocks of it are gathered on every device\n"
+                    "hint: lt.offload.optimizer(..., shardings=jax.tree.map(lambda p: p.sharding, params))",
+                    PlacementWarning,
+                    stacklevel=3,
+                )
+                return
+
     def _warn_once(self, paths: list[str], reason: str) -> None:
         if self.has_warned:
             return
@@ -258,8 +323,8 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
             raise PlacementError(
                 f"parameter {path} has no sharding",
                 expected="an array, or a jax.ShapeDtypeStruct with sharding=",
-                got=leaf,
-                hint="call state_shardings outside of jit, or give the structs shardings",
+                got=f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', ()))}",
+                hint="call state_shardings outside of jit, give structs shardings, and make jax arrays of NumPy's",
             )
     first: Any = jax.tree.leaves(params)[0].sharding
     is_named = isinstance(first, jax.sharding.NamedSharding)

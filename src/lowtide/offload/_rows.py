@@ -149,6 +149,7 @@ def stream(
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
     made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared)
     program, placed = made.program, _flat_shardings(shardings, args)
+    _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
     values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
     in_loops = {position for group in made.groups for position in group.outputs}
     before = {at for group in made.groups for at in group.free}
@@ -175,7 +176,9 @@ def stream(
         results.update(zip(group.outputs, done, strict=True))
     for position, value in enumerate(program.outputs):
         if position not in results:
-            results[position] = _replaced(leaves[made.replaced[position]], values[value])
+            leaf = leaves[made.replaced[position]]
+            is_same = values[value] is leaf  # an update that leaves some state as it is
+            results[position] = _array(leaf) if is_same else _replaced(leaf, _whole(values[value]))
     return made.treedef.unflatten([results[at] for at in range(len(program.outputs))])
 
 
@@ -218,18 +221,24 @@ def _space(leaf: Any) -> Any:
     return memory_space(leaf.array if isinstance(leaf, Entry) else leaf)
 
 
+def _check_entries(program: Program, targets: Sequence[tuple[str, Any]]) -> None:
+    """Raise when an output does not fit the entry of a stacked array that it replaces."""
+    for (name, leaf), value in zip(targets, program.outputs, strict=True):
+        aval = program.avals[value]
+        if isinstance(leaf, Entry) and (leaf.shape, leaf.dtype) != (aval.shape, aval.dtype):
+            raise StructureError(
+                f"{name}: an update changes the shape or dtype of a stacked leaf",
+                expected=f"{leaf.dtype}{list(leaf.shape)}",
+                got=f"{aval.dtype}{list(aval.shape)}",
+                hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
+            )
+
+
 def _buffer(program: Program, leaf: Any, value: int) -> Any:
     """Where an output is written: the leaf that it replaces, unless that has another dtype."""
     aval = program.avals[value]
     if leaf.dtype == aval.dtype and leaf.shape == aval.shape:
         return leaf
-    if isinstance(leaf, Entry):
-        raise StructureError(
-            "an update changes the shape or dtype of a stacked leaf",
-            expected=f"{leaf.dtype}{list(leaf.shape)}",
-            got=f"{aval.dtype}{list(aval.shape)}",
-            hint="choose an optimizer whose state keeps its dtype, or store parameters in the dtype of their updates",
-        )
     return put(jnp.zeros(aval.shape, aval.dtype), memory_space(leaf))
 
 
@@ -291,9 +300,12 @@ class _Loop:
         if self.rows and all(is_row_major(leaf.shape) for leaf in on_host):
             cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), num_bytes, self.chunk_bytes)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
-            self.on_whole(self.reason or "a TPU does not store arrays of its shape row by row in whole tiles")
+            self.on_whole(
+                self.reason
+                or "its shape cannot be cut into whole tiles of 8 x 128, as TPUs need and all backends keep to"
+            )
         if cut is None:
-            return self._run(read, buffers, after, (), 1, lambda i: ((), 0))
+            return self._run(read, buffers, after, (), 1, lambda i: ((), 0), prefix)
         axis, size = cut
         shapes = [_array(buffer).shape for buffer in buffers]
         read = {at: _merged(leaf, axis) for at, leaf in read.items()}
@@ -308,7 +320,7 @@ class _Loop:
                 at = offset + i % per * size
                 return (*lead, at), i // per * length + at
 
-            return self._run(read, buffers, after, (*(1,) * axis, size), outer * per, start)
+            return self._run(read, buffers, after, (*(1,) * axis, size), outer * per, start, prefix)
 
         done, after = blocks_of(size, 0, buffers, after)
         if rest := length % size:
@@ -317,7 +329,14 @@ class _Loop:
         return [array.reshape(shape) for array, shape in zip(done, shapes, strict=True)], after
 
     def _run(
-        self, read: Mapping[int, Any], buffers: Sequence[Any], after: Any, sizes: Sequence[int], count: int, start: Any
+        self,
+        read: Mapping[int, Any],
+        buffers: Sequence[Any],
+        after: Any,
+        sizes: Sequence[int],
+        count: int,
+        start: Callable[[Any], tuple[tuple[Any, ...], Any]],
+        prefix: Sequence[int],
     ) -> tuple[list[Any], Any]:
         program, outputs = self.plan.program, self.group.outputs
         targets = [self.plan.replaced[at] for at in outputs]
@@ -330,7 +349,8 @@ class _Loop:
             # What is overwritten is read from where it is written: one buffer, not two.
             same = {at: b for at, b in zip(targets, now, strict=True) if at in read and b.dtype == read[at].dtype}
             blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
-            program.run(self.group.equations, blocks, sizes)
+            # Behind the axis that is cut, a shard may be shorter than the leaf that was traced.
+            program.run(self.group.equations, blocks, (*sizes, *prefix[len(sizes) :]))
             new = [blocks[program.outputs[at]] for at in outputs]
             return i + 1, [_write(*pair, where) for pair in zip(now, new, strict=True)]
 

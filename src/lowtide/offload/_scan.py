@@ -32,6 +32,7 @@ from lowtide.core import (
     ConfigError,
     PlacementError,
     PlacementWarning,
+    StructureError,
     Tree,
     combine,
     leaves_with_paths,
@@ -66,7 +67,7 @@ def scan(
         ``(carry, ys)``, as `jax.lax.scan` returns them. Gradients with respect to host leaves of `xs` are on the host.
 
     Raises:
-        StructureError: when the leading axes of `xs` differ.
+        StructureError: when the leading axes of `xs` differ, or are 0.
         PlacementError: when no leaf of `xs` is in host memory, or `body` computes with a value that is.
         ConfigError: for an unknown `inputs`.
 
@@ -100,7 +101,9 @@ def scan(
     _check_on_host(xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
     layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
-    with explain_spaces({"init": init}, "the body of scan"):
+    if not jax.tree.leaves(xs)[0].shape[0]:
+        raise StructureError("scan has no layers", expected="at least one", got="0", hint="jax.lax.scan takes none")
+    with explain_spaces({"init": init}, "the body of scan", captured=True):
         pure, closed = jax.closure_convert(body, init, layer)
     return _differentiable(pure, prefetch=prefetch, inputs_on_host=inputs == "host")(init, xs, tuple(closed))
 

@@ -18,10 +18,13 @@ Limits: operations outside of the rules below count as ones that lose all rows, 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+
+from lowtide.core import PlacementWarning
 
 _CALLS = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2".split()
@@ -155,6 +158,13 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -
     """
     avals = jax.tree.map(_on_device, tuple(args))
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    if closed.effects:
+        warnings.warn(
+            f"the update has effects, which a streamed update leaves out: {', '.join(map(str, closed.effects))}\n"
+            'hint: jax.debug.print belongs outside of the optimizer; lt.offload.optimizer(mode="whole") keeps effects',
+            PlacementWarning,
+            stacklevel=4,
+        )
     inliner = _Inliner(Program(num_inputs=len(closed.in_avals)), set(on_host))
     inputs = [inliner.value(aval, at in inliner.host) for at, aval in enumerate(closed.in_avals)]
     inliner.program.outputs = inliner.closed(closed, inputs)

@@ -48,6 +48,20 @@ def alone(tree: Tree, path: str) -> Tree:
     return treedef.unflatten([leaf if name == path else None for name, leaf in zip(paths, leaves, strict=True)])
 
 
+def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a part of the parameters, by the paths that it has in the whole: ``layers/...``.
+
+    Labels and masks that are functions of paths then decide as they do for a plain step.
+    """
+    inner: Any = optax.with_extra_args_support(tx)
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, state = inner.update({name: updates}, state, {name: params}, **extra)
+        return updates[name], state
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init({name: params}), update)
+
+
 def moves(leaf: Any, *, stacked: bool) -> bool:
     """Whether a leaf is worth a place on the host: vectors of less than a MiB (an entry, where stacked) are not.
 
@@ -77,12 +91,13 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
     space = HOST if opt_place == "host" else DEVICE
 
     def make_layers(layers: Tree) -> Tree:
-        made = jax.eval_shape(lambda: tx.init(read(layers, 0)))
+        init = under(tx, "layers").init
+        made = jax.eval_shape(lambda: init(read(layers, 0)))
         empty = jax.tree.map(lambda leaf: buffer(leaf, (count,), space if moves(leaf, stacked=False) else DEVICE), made)
-        return jax.lax.fori_loop(0, count, lambda i, made: write(made, tx.init(read(layers, i)), i), empty)
+        return jax.lax.fori_loop(0, count, lambda i, made: write(made, init(read(layers, i)), i), empty)
 
     def make_outer(leaf: Tree) -> Tree:
-        made = tx.init(put(leaf, DEVICE))
+        made = under(tx, "outer").init(put(leaf, DEVICE))
         return jax.tree.map(lambda x: put(x, space) if moves(x, stacked=False) else x, made)
 
     count = num_layers(layers)

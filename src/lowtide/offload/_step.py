@@ -14,7 +14,7 @@ from lowtide.core import StructureError, Tree, combine, leaves_with_paths
 from ._clip import Clip, square_norm
 from ._contract import check_stack
 from ._slices import DEVICE, entry_shape, put, zero_after
-from ._state import LayerwiseState, alone
+from ._state import LayerwiseState, alone, under
 from ._sweeps import Sweeps
 from ._updates import update, update_layer
 
@@ -24,7 +24,7 @@ class Step:
     """A batch and the state that it meets; every method is pure."""
 
     tx: Any
-    """The optimizer, which takes extra arguments."""
+    """The optimizer."""
     clip: Clip | None
     """How gradients are clipped."""
     chunk_bytes: int
@@ -71,7 +71,8 @@ class Step:
         def consume(carry: Any, i: Any, layer: Tree, grads: Tree) -> Any:
             layers, opt, squares = carry
             part = self._factor(grads, factor)
-            layers, opt = update_layer(self.tx, grads, layer, layers, opt, i, loss, part, **self._options)
+            tx = under(self.tx, "layers")
+            layers, opt = update_layer(tx, grads, layer, layers, opt, i, loss, part, **self._options)
             return layers, opt, squares + square_norm(grads)
 
         # The gradients of the head are gone before the first block runs backward.
@@ -143,7 +144,7 @@ class Step:
         for path, _ in leaves_with_paths(grads):
             grad, old = alone(grads, path), alone(self.state.outer, path)
             part, opt = self._factor(grad, factor), self.state.outer_opt[path]
-            new, states[path] = update(self.tx, grad, old, opt, loss, part, **self._options)
+            new, states[path] = update(under(self.tx, "outer"), grad, old, opt, loss, part, **self._options)
             (leaves[path],) = jax.tree.leaves(new)
         return leaves, states
 

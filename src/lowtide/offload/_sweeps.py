@@ -30,6 +30,7 @@ from lowtide.core import (
     StructureError,
     Tree,
     combine,
+    if_active,
     leaves_with_paths,
     match_path,
     memory_space,
@@ -136,7 +137,8 @@ class Sweeps:
             """The loss, metrics, gradients, `runs` of them added to the total, and the cotangent of h."""
 
             def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
-                return self.stack.last(_with_totals(combine(trained, frozen), runs, totals), h, self.batch(m))
+                outer = _with_totals(combine(trained, frozen), runs, totals, self._active(m))
+                return self.stack.last(outer, h, self.batch(m))
 
             loss, vjp, metrics = jax.vjp(loss_fn, trained, h, has_aux=True)
             return loss, metrics, *vjp(self.seeds[m].astype(loss.dtype))
@@ -151,7 +153,7 @@ class Sweeps:
             part = functools.partial(self._part, m)
             values = jax.tree.map(lambda total, value: total + part(value * self.seeds[m]), values, (loss, metrics))
             keys = jax.tree_util.tree_map_with_path
-            # A running total is left as it is: choosing between it and the one before would keep both.
+            # A running total has left out what has no weight: choosing between it and the one before would keep both.
             totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)
             return values, totals, _write_cotangents(wave, jax.tree.map(part, dh), m)
 
@@ -212,7 +214,8 @@ class Sweeps:
 
         def loss_fn(totals: list[Any], h: Tree) -> Any:
             by_path = dict(zip(paths, totals, strict=True))
-            return self.stack.last(_with_totals(combine(trained, frozen), runs, by_path), h, self.batch(0))
+            outer = _with_totals(combine(trained, frozen), runs, by_path, self._active(0))
+            return self.stack.last(outer, h, self.batch(0))
 
         try:
             closed = jax.make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, wave))
@@ -229,9 +232,11 @@ class Sweeps:
 
     def _part(self, m: Any, value: Any) -> Any:
         """What a microbatch contributes: nothing at weight 0, whatever the value; a mean over no tokens is 0/0."""
-        if self.num_microbatches == 1 or value.dtype == jax.dtypes.float0:
-            return value
-        return jnp.where(self.seeds[m] == 0, jnp.zeros((), value.dtype), value)
+        return value if value.dtype == jax.dtypes.float0 else if_active(self._active(m), value)
+
+    def _active(self, m: Any) -> Any:
+        """Whether a microbatch has a weight; None where it is the only one."""
+        return None if self.num_microbatches == 1 else self.seeds[m] != 0
 
     def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, wave: Tree) -> tuple[Tree, Tree]:
         def grads_of(m: Any, dh: Tree) -> tuple[Tree, Tree]:
@@ -282,13 +287,13 @@ def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
     )
 
 
-def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree) -> Tree:
+def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -> Tree:
     """The leaves named in `runs` as nodes that carry the gradient so far."""
     so_far = dict(leaves_with_paths(totals))
 
     def node(key: Any, leaf: Any) -> Any:
         path = path_str(key)
-        return RunningGradient(leaf, so_far[path]) if path in runs else leaf
+        return RunningGradient(leaf, so_far[path], active) if path in runs else leaf
 
     return jax.tree_util.tree_map_with_path(node, outer)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from lowtide.core import Tree, memory_space
+from lowtide.core import StructureError, Tree, memory_space
 
 from ._clip import scale
 from ._rows import Entry, stream
@@ -68,7 +68,16 @@ def update_layer(
         return Entry(leaf, i) if memory_space(leaf) == HOST else read(leaf, i)
 
     def back(stacked: Any, new: Any) -> Any:
-        return new if memory_space(stacked) == HOST else write(stacked, new, i)
+        if memory_space(stacked) == HOST:
+            return new
+        if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
+            raise StructureError(
+                "an update changes the shape or dtype of the state of a layer",
+                expected=f"{stacked.dtype}{list(stacked.shape[1:])}",
+                got=f"{new.dtype}{list(new.shape)}",
+                hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
+            )
+        return write(stacked, new, i)
 
     into, state = jax.tree.map(entry, layers), jax.tree.map(entry, opt)
     new, new_state = update(tx, grads, layer, state, loss, factor, into=into, **options)

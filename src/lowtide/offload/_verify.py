@@ -31,13 +31,15 @@ from lowtide.core import (
     parse_bytes,
     path_str,
 )
-from lowtide.memory import Program, undonated
+from lowtide.memory import Program, crossed_donations, undonated
 
 Space = Literal["host", "device"]
 
 _HOST_SPACE = 5  # what XLA's layouts call host memory: f32[8]{0:S(5)}
 _COPIES = ("copy", "copy-start", "async-start", "dynamic-slice", "dynamic-update-slice", "fusion", "custom-call")
 _COPY_IN_TEXT = re.compile(r"= (.*?) (?:copy|copy-start|async-start|dynamic-slice-start|dynamic-update-slice-start)\(")
+_ENTRY_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
+_ALIAS = re.compile(r"\{ ?(\d*) ?\}: \((\d+), \{\}")
 _ARRAY_IN_TEXT = re.compile(r"\w+\[\d[\d,]*\]\{[^}]*\}")
 
 
@@ -85,6 +87,7 @@ def verify(
     *,
     outputs: Mapping[str, Space] | None = None,
     device_bytes: int | str | None = None,
+    host_bytes: int | str | None = None,
     host_temp_bytes: int | str | None = None,
 ) -> Placement:
     """Raise unless a compiled program has its arguments and outputs where they were meant to be.
@@ -95,6 +98,7 @@ def verify(
             the memory that their leaves belong in. Where globs overlap, the later one counts.
         outputs: the same for the function's results.
         device_bytes: the most device memory that the program may need; a number or text such as ``"2.5 GiB"``.
+        host_bytes: the most host memory; a second copy of what is kept there goes beyond it.
         host_temp_bytes: the least temporaries in host memory, for offloaded activations.
 
     Returns:
@@ -118,6 +122,7 @@ def verify(
         >>> verify(compiled, {"0/**": "host", "1": "device"}).host_paths
         ('0/mu',)
     """
+    _check_arguments(compiled, expected)
     program = compiled if isinstance(compiled, Program) else None
     executable = program.compiled if program is not None else compiled
     arguments, results = _arguments(executable, program), _results(executable)
@@ -139,13 +144,17 @@ def verify(
     if platform == "cpu":
         notes.append("a CPU has one memory: kinds were checked, bytes and copies were not")
     elif platform == "tpu" or not is_compile_only:
-        wrong += _miscounted(
-            executable, found, read, _named(arguments, expected, "host"), sum(leaf.space == "host" for leaf in results)
-        )
+        wanted = _named(arguments, expected, "host")
+        wrong += _miscounted(executable, program, found, read, wanted)
+        kept = [leaf.path for leaf in read if leaf.path in wanted and not leaf.donated]
+        if kept and any(leaf.space == "host" for leaf in results):
+            notes.append(f"{', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}: on the host and not donated")
+    if is_compile_only and platform == "gpu" and program is not None:
+        found = dataclasses.replace(found, device_bytes=program.report().device_bytes)
     if platform != "cpu" and found.num_moves is None:
         notes.append("the program's text cannot be printed: copies were not counted")
     if platform != "cpu":
-        wrong += _out_of_bounds(found, device_bytes, host_temp_bytes)
+        wrong += _out_of_bounds(found, device_bytes, host_bytes, host_temp_bytes)
     notes += [f"{leaf.path}: not read by the program" for leaf in arguments if not leaf.kept]
     if wrong:
         raise PlacementError(
@@ -156,6 +165,23 @@ def verify(
             "jitted function; under jit a value is a tracer, which has a memory space in its type and no `sharding`",
         )
     return dataclasses.replace(found, notes=tuple(notes))
+
+
+def _check_arguments(compiled: Any, expected: Any) -> None:
+    if not (isinstance(compiled, Program) or hasattr(compiled, "input_formats")):
+        raise ConfigError(
+            "verify reads compiled programs",
+            expected="a jax.stages.Compiled or a lowtide.memory.Program",
+            got=type(compiled).__name__,
+            hint="jax.jit(fn).lower(*args).compile(), or lt.memory.compile(fn, *args, target=...)",
+        )
+    if not isinstance(expected, Mapping):
+        raise ConfigError(
+            "what is expected has no memories",
+            expected='a dictionary such as {"1/**": "host"}',
+            got=repr(expected),
+            hint="its keys are globs on argument paths",
+        )
 
 
 # --- what the program says -----------------------------------------------------------------------------------------
@@ -273,7 +299,7 @@ def _misplaced(leaves: Sequence[_Leaf], expected: Mapping[str, Space], what: str
 
 
 def _miscounted(
-    executable: Any, found: Placement, read: Sequence[_Leaf], wanted: set[str], num_host_outputs: int
+    executable: Any, program: Program | None, found: Placement, read: Sequence[_Leaf], wanted: set[str]
 ) -> list[str]:
     """Host arguments that XLA counts elsewhere, keeps twice, or never copies to the device."""
     wrong: list[str] = []
@@ -288,16 +314,39 @@ def _miscounted(
     if given:
         twice = {leaf.path for leaf in undonated(executable)}
         wrong += [f"{leaf.path}: donated, but no output reuses its buffer" for leaf in given if leaf.path in twice]
-        # JAX pairs a donated host buffer with a device output of its shape, and XLA believes it (jax 0.10.2).
-        if len([leaf for leaf in given if leaf.path not in twice]) > num_host_outputs:
-            wrong.append(f"{names}: donated to an output that the program declares on the device")
+        wrong += _crossed(executable, program)
     if read and found.num_moves == 0:
         wrong.append(f"{names}: read by the program, which copies nothing between the memories")
     return wrong
 
 
-def _out_of_bounds(found: Placement, most_device: int | str | None, least_temp: int | str | None) -> list[str]:
+def _crossed(executable: Any, program: Program | None) -> list[str]:
+    """Parameters that an output in another memory overwrites: JAX pairs them by shape alone (jax 0.10.2)."""
+    if program is not None:
+        return crossed_donations(program.lowered)
+    try:
+        header = (executable.as_text() or "").split("\n", 1)[0]
+    except jax.errors.JaxRuntimeError:
+        return []
+    layout = re.split(r"\}, \w+=", header.partition("entry_computation_layout={")[2])[0]
+    parameters, outputs = (_ENTRY_ARRAY.findall(part) for part in layout.partition(")->")[::2])
+    space = f"S({_HOST_SPACE})"
+    return [
+        f"parameter {parameter}: donated to an output that is in another memory"
+        for output, parameter in _ALIAS.findall(header)
+        if int(parameter) < len(parameters)
+        and int(output or 0) < len(outputs)
+        and (space in parameters[int(parameter)]) != (space in outputs[int(output or 0)])
+    ]
+
+
+def _out_of_bounds(
+    found: Placement, most_device: int | str | None, most_host: int | str | None, least_temp: int | str | None
+) -> list[str]:
     wrong: list[str] = []
+    host = found.host_argument_bytes + found.host_output_bytes - found.host_alias_bytes + found.host_temp_bytes
+    if most_host is not None and host > (limit := parse_bytes(most_host)):
+        wrong.append(f"the host: expected at most {format_bytes(limit)}, got {format_bytes(host)}")
     if most_device is not None and found.device_bytes > (limit := parse_bytes(most_device)):
         wrong.append(f"the device: expected at most {format_bytes(limit)}, got {format_bytes(found.device_bytes)}")
     if least_temp is not None and found.host_temp_bytes < (limit := parse_bytes(least_temp)):

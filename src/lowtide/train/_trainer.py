@@ -73,14 +73,14 @@ class Trainer:
         wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
         num_microbatches: into how many parts a batch is split for gradient accumulation.
         weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
-            instance its number of target tokens. By default all weigh the same.
+            instance its number of target tokens. By default all weigh the same; a layerwise step's own is taken.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
         max_to_keep: how many checkpoints to keep.
 
     Raises:
         SelectionError: when `wrt` selects nothing, or one array stands at two trainable paths.
         StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
-        ConfigError: when `wrt` or `num_microbatches` is given beside a layerwise step.
+        ConfigError: when `wrt`, `num_microbatches` or a `weight` is given beside a layerwise step that has its own.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
@@ -109,7 +109,11 @@ class Trainer:
     ) -> None:
         if isinstance(tx, LayerwiseStep):
             _refuse_beside_layerwise(wrt=(wrt, "**"), num_microbatches=(num_microbatches, 1))
-            weight, self._step = weight or tx.weight, LayerStep(model, tx)
+            if tx.weight is None:
+                tx = dataclasses.replace(tx, weight=weight)
+            elif weight not in (None, tx.weight):
+                _refuse_beside_layerwise(weight=(weight, None))
+            weight, self._step = tx.weight, LayerStep(model, tx)
         self._weight = weight or (lambda batch: jnp.float32(1))
         if not isinstance(tx, LayerwiseStep):
             self._step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, self._weight)
