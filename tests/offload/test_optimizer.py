@@ -387,3 +387,13 @@ def test_blocks_have_whole_bytes(chunk_bytes: Any) -> None:
     with pytest.raises(ConfigError, match=r"(?s)chunk_bytes has to be at least 1.*hint:"):
         optimizer(optax.adam(1e-2), chunk_bytes=chunk_bytes)
     assert optimizer(optax.adam(1e-2), chunk_bytes="1 MiB")
+
+
+@pytest.mark.parametrize("target", ["cpu", "v5e"])
+def test_host_state_without_the_wrapper_is_named(target: str) -> None:
+    adam, leaves = optax.adam(1e-2), {"w": jax.ShapeDtypeStruct((16, 128), jnp.float32)}
+    state = to_host(jax.eval_shape(adam.init, leaves), "0/{mu,nu}/**")
+    with pytest.raises(
+        PlacementError, match=r"(?s)on the host: 1/0/mu/w, 1/0/nu/w.*hint: .*wrapped by lt.offload.optim"
+    ):
+        memory.analyze(adam.update, leaves, state, target=target)

@@ -19,7 +19,15 @@ from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, PlacementWarning, StructureError, combine
+from lowtide.core import (
+    ConfigError,
+    PlacementError,
+    PlacementWarning,
+    StructureError,
+    combine,
+    leaves_with_paths,
+    on_host,
+)
 from lowtide.core._compat import argument_names, without_compilation_cache
 
 from ._placement import place
@@ -110,6 +118,7 @@ def compile(
         TargetError: when the target is unknown, or too small for an argument's mesh.
         StructureError: for an argument that a compiled function does not take, with its path.
         ConfigError: for `donate_argnums` or `static_argnums` that do not fit the arguments.
+        PlacementError: when the function computes with a value in host memory, with the paths of those.
         Exception: what the compiler raises for any other reason, unchanged.
 
     Warns:
@@ -239,6 +248,14 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
         return traced, lowered
     except ValueError as error:
+        if "memory_space of all inputs passed to" in str(error):
+            raise PlacementError(
+                "the function computes with a value in host memory beside one on the device",
+                expected="operands in device memory",
+                got=f"{str(error).splitlines()[0]}; on the host: {_hosted(args, kwargs)}",
+                hint="move it with lt.offload.to_device inside the function; an optimizer whose state is on the host has "
+                "to be wrapped by lt.offload.optimizer",
+            ) from error
         if "incompatible devices" not in str(error):
             raise
         raise StructureError(
@@ -297,6 +314,14 @@ def _warn_of_crossed_donations(lowered: Any) -> None:
             PlacementWarning,
             stacklevel=3,
         )
+
+
+def _hosted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Paths of the arguments in host memory."""
+    paths = [
+        path for path, leaf in leaves_with_paths((*args, dict(kwargs))) if on_host(getattr(leaf, "sharding", None))
+    ]
+    return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "") or "no argument"
 
 
 def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
