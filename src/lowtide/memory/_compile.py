@@ -253,8 +253,8 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
                 "the function computes with a value in host memory beside one on the device",
                 expected="operands in device memory",
                 got=f"{str(error).splitlines()[0]}; on the host: {_hosted(args, kwargs)}",
-                hint="move it with lt.offload.to_device inside the function; an optimizer whose state is on the host has "
-                "to be wrapped by lt.offload.optimizer",
+                hint="move it with lt.offload.to_device inside the function; an optimizer whose state is on the host "
+                "has to be wrapped by lt.offload.optimizer",
             ) from error
         if "incompatible devices" not in str(error):
             raise
@@ -318,9 +318,8 @@ def _warn_of_crossed_donations(lowered: Any) -> None:
 
 def _hosted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Paths of the arguments in host memory."""
-    paths = [
-        path for path, leaf in leaves_with_paths((*args, dict(kwargs))) if on_host(getattr(leaf, "sharding", None))
-    ]
+    leaves = [*leaves_with_paths(tuple(args)), *leaves_with_paths(dict(kwargs))]
+    paths = [path for path, leaf in leaves if on_host(getattr(leaf, "sharding", None))]
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "") or "no argument"
 
 
