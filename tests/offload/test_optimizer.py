@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from lowtide import memory
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError, StructureError
-from lowtide.offload import optimizer, state_shardings, to_host
+from lowtide.offload import optimizer, state_shardings, to_host, verify
 
 MIB = 2**20
 CHUNK = 24 * 1024  # for Adam's moments of 56 x 128: two blocks and a tail
@@ -158,7 +158,10 @@ def compiled(tx: Any, shapes: dict[str, tuple[int, ...]], device: Any, **options
         grads = jax.grad(lambda p: sum(jnp.sum(jnp.cos(leaf)) for leaf in jax.tree.leaves(p)))(params)
         return step_of(wrapped)(params, state, grads)
 
-    return memory.compile(step, leaves, state, target="v5e", donate_argnums=(0, 1)).compiled.memory_analysis()
+    program = memory.compile(step, leaves, state, target="v5e", donate_argnums=(0, 1))
+    moments = {"1/**/{mu,nu}/**": "host"}
+    verify(program, moments, outputs=moments)
+    return program.compiled.memory_analysis()
 
 
 @pytest.mark.tpu_aot
@@ -298,7 +301,10 @@ def test_on_eight_chips_only_shards_move() -> None:
         where,
     )
     step = jax.jit(step_of(wrapped), donate_argnums=(0, 1), out_shardings=(shardings, where))
-    program = memory.compile(step, leaves, state, leaves, target="v5e:2x4").compiled
+    made = memory.compile(step, leaves, state, leaves, target="v5e:2x4")
+    hosted = {"1/**/{mu,nu}/**": "host"}
+    verify(made, hosted, outputs=hosted)
+    program = made.compiled
     stats, text = program.memory_analysis(), program.as_text()
     moments = 2 * (8192 * 4096 + 4 * 4096 * 2048 + 2 * 1024 * 8192) * 4 // 8 + 2 * 1024 * 4
     assert stats.host_argument_size_in_bytes == stats.host_alias_size_in_bytes == moments

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError, leaves_with_paths, memory_space
-from lowtide.memory import analyze, target
-from lowtide.offload import memory_kinds, to_device, to_host
+from lowtide.memory import analyze, compile, target
+from lowtide.offload import memory_kinds, to_device, to_host, verify
 from lowtide.offload._place import explain_spaces, match_paths
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -101,6 +101,7 @@ def test_a_placed_argument_takes_no_device_bytes(tpu_device: jax.Device) -> None
     state = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32), "x": jax.ShapeDtypeStruct((8, 1024), jnp.float32)}
     step = lambda s: {**s, "w": to_host(to_device(s["w"]) * 2)}  # noqa: E731
     on_device = analyze(lambda s: {**s, "w": s["w"] * 2}, state, target="v5e", donate_argnums=0)
+    verify(compile(step, to_host(state, "w"), target="v5e", donate_argnums=0), {"0/w": "host"}, outputs={"w": "host"})
     on_host = analyze(step, to_host(state, "w"), target="v5e", donate_argnums=0)
     assert on_device.device.argument_bytes - on_host.device.argument_bytes == on_host.host.argument_bytes == 4 << 20
     assert on_host.host_bytes == on_host.host.alias_bytes == 4 << 20

@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, StructureError, memory_space, tree_bytes
-from lowtide.memory import MemoryReport, analyze
-from lowtide.offload import scan, to_device, to_host
+from lowtide.memory import MemoryReport, analyze, compile
+from lowtide.offload import scan, to_device, to_host, verify
 
 LAYERS = 5
 
@@ -146,6 +146,16 @@ def test_the_device_holds_a_few_layers_whatever_their_number(prefetch: bool, tpu
     # Parameters and gradients, and no second copy of either.
     assert many.host.argument_bytes == many.host.output_bytes == 16 * LAYER_BYTES == many.host_by_role["layers"]
     assert many.host.temp_bytes == 0
+
+
+@pytest.mark.tpu_aot
+def test_layers_and_their_gradients_are_on_the_host(tpu_device: jax.Device) -> None:
+    def apply(layers: Any, x: Any) -> Any:
+        return jnp.sum(scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers, inputs="host")[0])
+
+    layers, x = jax.ShapeDtypeStruct((8, 256, 256), jnp.float32), jax.ShapeDtypeStruct((128, 256), jnp.float32)
+    program = compile(jax.grad(apply), to_host(layers), x, target="v5e")
+    verify(program, {"0": "host", "1": "device"}, outputs={"**": "host"}, host_temp_bytes=8 * 128 * 256 * 2)
 
 
 @pytest.mark.tpu_aot
