@@ -5,12 +5,14 @@ from ._errors import DataError as DataError
 from ._errors import DonationError as DonationError
 from ._errors import LowtideError as LowtideError
 from ._errors import ModelFileError as ModelFileError
+from ._errors import NonFiniteError as NonFiniteError
 from ._errors import OutOfMemoryError as OutOfMemoryError
 from ._errors import OutputError as OutputError
 from ._errors import PlacementError as PlacementError
 from ._errors import PlacementWarning as PlacementWarning
 from ._errors import ReportError as ReportError
 from ._errors import SelectionError as SelectionError
+from ._errors import StateError as StateError
 from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
 from ._files import write_files as write_files
@@ -55,6 +57,7 @@ __all__ = [
     "LinearWeight",
     "LowtideError",
     "ModelFileError",
+    "NonFiniteError",
     "OutOfMemoryError",
     "OutputError",
     "PlacementError",
@@ -62,6 +65,7 @@ __all__ = [
     "ReportError",
     "RunningGradient",
     "SelectionError",
+    "StateError",
     "StructureError",
     "TargetError",
     "Tree",

@@ -120,5 +120,17 @@ class PlacementError(LowtideError, ValueError):
     code = "LT011"
 
 
+class NonFiniteError(LowtideError, ValueError):
+    """A loss or gradients that are no finite numbers."""
+
+    code = "LT012"
+
+
+class StateError(LowtideError, ValueError):
+    """Training state that is not where it is looked for: lent to a trainer, or lost with a step that failed."""
+
+    code = "LT013"
+
+
 class PlacementWarning(UserWarning):
     """A placement that takes another form than the one asked for, at a cost in bytes or time."""

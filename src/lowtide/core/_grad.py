@@ -76,6 +76,7 @@ def accumulate(
     *,
     weight: Callable[[Tree], Any] | None = None,
     has_aux: bool = False,
+    has_carry: bool = False,
 ) -> Callable[..., tuple[Any, Tree]]:
     """Run a gradient function over microbatches, adding into one accumulator in place.
 
@@ -88,10 +89,12 @@ def accumulate(
             however unevenly the tokens fall; a microbatch of weight 0 contributes nothing. By default all
             microbatches weigh the same.
         has_aux: whether `grad_fn` returns auxiliary values.
+        has_carry: whether each microbatch changes something that the next one reads, such as batch statistics:
+            ``grad_fn(model, batch, carry, *args) -> ((loss, (aux, carry)), grads)``, with `has_aux`.
 
     Returns:
         A function with the arguments and results of `grad_fn` for the whole batch; auxiliary values come stacked
-        with a leading axis of length `num_microbatches`.
+        with a leading axis of length `num_microbatches`, the carry as the last microbatch left it.
 
     Raises:
         StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`.
@@ -113,36 +116,42 @@ def accumulate(
 
     @functools.wraps(grad_fn)
     def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        if num_microbatches == 1:  # no accumulator
-            value, grads = grad_fn(model, batch, *args, **kwargs)
-            return ((value[0], jax.tree.map(lambda x: jnp.expand_dims(x, 0), value[1])) if has_aux else value), grads
-        microbatches = split_batch(batch, num_microbatches)
+        first, rest = (args[:1], args[1:]) if has_carry else ((), args)
 
-        def call(microbatch: Tree) -> tuple[Any, Any, Tree, Any]:
-            value, grads = grad_fn(model, microbatch, *args, **kwargs)
+        def call(microbatch: Tree, carry: tuple[Tree, ...]) -> tuple[Any, Any, tuple[Tree, ...], Tree]:
+            value, grads = grad_fn(model, microbatch, *carry, *rest, **kwargs)
+            aux: Any
             loss, aux = value if has_aux else (value, None)
-            return loss, aux, grads, jnp.float32(1) if weight is None else jnp.asarray(weight(microbatch), jnp.float32)
+            return (loss, aux[0], (aux[1],), grads) if has_carry else (loss, aux, (), grads)
 
-        loss_shape, _, grads_shape, _ = jax.eval_shape(
-            lambda all: call(jax.tree.map(lambda x: x[0], all)), microbatches
+        def result(loss: Any, aux: Any, carry: tuple[Tree, ...], grads: Tree) -> tuple[Any, Tree]:
+            aux = (aux, *carry) if has_carry else aux
+            return ((loss, aux) if has_aux else loss), grads
+
+        if num_microbatches == 1:  # no accumulator
+            loss, aux, carry, grads = call(batch, first)
+            return result(loss, jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux), carry, grads)
+        microbatches = split_batch(batch, num_microbatches)
+        loss_shape, _, _, grads_shape = jax.eval_shape(
+            lambda all: call(jax.tree.map(lambda x: x[0], all), first), microbatches
         )
         wide = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
 
-        def body(carry: Any, microbatch: Tree) -> tuple[Any, Any]:
-            total_loss, total_grads, total_weight = carry
-            loss, aux, grads, w = call(microbatch)
+        def body(carried: Any, microbatch: Tree) -> tuple[Any, Any]:
+            total_loss, total_grads, total_weight, carry = carried
+            loss, aux, carry, grads = call(microbatch, carry)
+            w = jnp.float32(1) if weight is None else jnp.asarray(weight(microbatch), jnp.float32)
             add = functools.partial(_add_weighted, w)
-            return (add(total_loss, loss), jax.tree.map(add, total_grads, grads), total_weight + w), aux
+            return (add(total_loss, loss), jax.tree.map(add, total_grads, grads), total_weight + w, carry), aux
 
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
-        (loss, grads, total), aux = jax.lax.scan(body, (zero, wide, jnp.float32(0)), microbatches)
+        (loss, grads, total, carry), aux = jax.lax.scan(body, (zero, wide, jnp.float32(0), first), microbatches)
         total = jnp.where(total == 0, 1, total)
 
         def mean(acc: Any, like: Any) -> Any:
             return (acc * (1 / total.astype(acc.dtype))).astype(like.dtype)
 
-        loss, grads = mean(loss, loss_shape), jax.tree.map(mean, grads, grads_shape)
-        return ((loss, aux) if has_aux else loss), grads
+        return result(mean(loss, loss_shape), aux, carry, jax.tree.map(mean, grads, grads_shape))
 
     return wrapped
 
