@@ -129,7 +129,8 @@ def test_evaluation_weighs_batches_and_leaves_the_state_alone():
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*", weight=lambda batch: batch["x"].shape[0])
     big, small = _data(1, 8)[0], _data(1, 2)[0]
     want = (8 * _loss(_model(), big)[0] + 2 * _loss(_model(), small)[0]) / 10
-    assert trainer.evaluate([big, small]) == pytest.approx(float(want), rel=1e-6)
+    found = trainer.evaluate([big, small])
+    assert found["loss"] == pytest.approx(float(want), rel=1e-6) and found["mae"] > 0
     assert trainer.step == 0
     with pytest.raises(ConfigError, match=r"evaluate got no batch(.|\n)*hint:"):
         trainer.evaluate([])
@@ -262,10 +263,11 @@ def test_a_schedule_that_reads_the_loss_gets_it():
     assert float(trainer.state.opt_state[1].best_value) == min(r["loss"] for r in records)
 
 
-def test_data_without_step_numbers_is_refused():
+@pytest.mark.parametrize("data", [{"x": np.ones((4, 4))}, np.ones((4, 4)), 3])
+def test_data_that_holds_no_batches_is_refused(data):
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*")
-    with pytest.raises(DataError, match=r"cannot be asked for the batch of a step(.|\n)*list_iterator(.|\n)*hint:"):
-        trainer.fit(iter(_data()), num_steps=1)
+    with pytest.raises(DataError, match=r"the data holds no batches(.|\n)*hint: lowtide.train.array_data"):
+        trainer.fit(data, num_steps=1)
 
 
 def test_what_has_no_weight_counts_nowhere_even_where_its_mean_is_nan():
@@ -279,7 +281,7 @@ def test_what_has_no_weight_counts_nowhere_even_where_its_mean_is_nan():
 
     record = trainer().fit([np.array([1.0, 2.0, 0.0, 0.0], np.float32)], num_steps=1)[0]
     assert (record["loss"], record["mean"]) == (1.5, 1.5)
-    assert trainer().evaluate([np.array([1.0, 2.0], np.float32), np.zeros(2, np.float32)]) == 1.5
+    assert trainer().evaluate([np.array([1.0, 2.0], np.float32), np.zeros(2, np.float32)])["loss"] == 1.5
 
 
 def test_checkpoint_options_need_a_folder():

@@ -7,15 +7,19 @@ and its contents can be listed by name. Frozen leaves are never in it.
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..core import StructureError, Tree, leaves_with_paths, on_host
+from ..core import StateError, StructureError, Tree, leaves_with_paths, on_host
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 logging.getLogger("absl").setLevel(logging.ERROR)
+
+_STATE, _NOTES = "state", "notes"
 
 
 class Checkpoints:
@@ -32,25 +36,101 @@ class Checkpoints:
         self._ocp = ocp
         self.directory = Path(directory).resolve()
         options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
-        handler = ocp.StandardCheckpointHandler()
-        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handler)
+        handlers = {_STATE: ocp.StandardCheckpointHandler(), _NOTES: ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Tree) -> None:
+    def save(self, step: int, state: Tree, notes: Mapping[str, Any]) -> bool:
         """Begin to write a checkpoint; the arrays are copied to the host before this returns, so they may be donated.
 
         Args:
             step: its number.
             state: any pytree of arrays.
+            notes: what else belongs to the step, as JSON.
+
+        Returns:
+            Whether there was none of this step yet.
 
         Memory:
             One copy of the state on the host until the write ends; none on the device.
         """
-        if step != self._manager.latest_step():
-            self._manager.save(step, args=self._ocp.args.StandardSave(_flat(state)))
+        if step == self._manager.latest_step():
+            return False
+        args = {_STATE: self._ocp.args.StandardSave(_flat(state)), _NOTES: self._ocp.args.JsonSave(dict(notes))}
+        self._manager.save(step, args=self._ocp.args.Composite(**args))
+        return True
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state of a step."""
+        args = self._ocp.args.Composite(**{_NOTES: self._ocp.args.JsonRestore()})
+        return dict(self._manager.restore(step, args=args)[_NOTES])
+
+    def newest(self, like: Tree, base: str, give_up: Callable[[], Any]) -> tuple[int, Tree, dict[str, Any]] | None:
+        """Read the newest checkpoint that can be read.
+
+        Args:
+            like: as in `restore`.
+            base: fingerprint of what is frozen now.
+            give_up: called once, before arrays are read.
+
+        Returns:
+            Its step, state and notes, or None when there is no checkpoint.
+
+        Raises:
+            StructureError: when a checkpoint is of another model, or over another base.
+            StateError: when no checkpoint can be read.
+        """
+        self.wait()
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        damaged: list[int] = []
+        for step in steps:
+            try:
+                notes = self.notes(step)
+                self.check(step, like)
+                self._check_base(step, notes.get("base"), base)
+                give_up()
+                state = self.restore(step, like)
+                self._set_aside(damaged)
+                return step, state, notes
+            except StructureError:
+                raise
+            except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file
+                said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                damaged.append(step)
+                warnings.warn(
+                    f"the checkpoint of step {step} in {self.directory} is damaged: {said}\n"
+                    "hint: the one before it is used; this one is renamed, for you to delete",
+                    UserWarning,
+                    stacklevel=3,
+                )
+        if steps:
+            raise StateError(
+                f"{self.directory}: no checkpoint can be read",
+                expected=f"one of steps {', '.join(map(str, steps))}",
+                got="damaged files",
+                hint="restore the folder from a backup, or begin anew in another one",
+            )
+        return None
+
+    def _set_aside(self, steps: list[int]) -> None:
+        """Rename damaged checkpoints, so that their steps can be saved again."""
+        for step in steps:
+            free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
+            (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+        if steps:
+            self._manager.reload()
+
+    def _check_base(self, step: int, saved: str | None, base: str) -> None:
+        if saved is not None and saved != base:
+            raise StructureError(
+                f"the checkpoint of step {step} was trained over other frozen weights",
+                expected=f"the base model with fingerprint {saved}",
+                got=f"one with {base}",
+                hint="resume with the model that the run began with",
+            )
 
     def check(self, step: int, like: Tree) -> None:
         """Raise unless a checkpoint holds a state of this structure; reads no array.
@@ -63,7 +143,7 @@ class Checkpoints:
             StructureError: when the checkpoint holds other leaves.
         """
         expected = _flat(like)
-        stored = dict(self._manager.item_metadata(step))
+        stored = dict(self._manager.item_metadata(step)[_STATE])
         found = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
         wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
         if found != wanted:
@@ -95,7 +175,8 @@ class Checkpoints:
         self.check(step, like)
         expected = _flat(like)
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
-        values: Any = self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+        args = self._ocp.args.Composite(**{_STATE: self._ocp.args.StandardRestore(abstract)})
+        values: Any = self._manager.restore(step, args=args)[_STATE]
         return jax.tree.unflatten(jax.tree.structure(like), [_typed(values.pop(name)) for name in expected])
 
     def wait(self) -> None:

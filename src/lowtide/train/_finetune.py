@@ -88,6 +88,7 @@ class Finetune:
             tx,
             weight=_num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
+            rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
             **options,
         )
         self.resumed_at = self.trainer.restore()

@@ -15,7 +15,8 @@ import optax
 
 from ..core import Tree, Where, accumulate, combine, partition
 from ..memory import MemoryReport, Target, analyze
-from ._step import STEP_ARGUMENTS, LossFn, WholeStep, bind_static, split_static
+from ._models import parse_loss, split_static
+from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat
 
 
 def analyze_step(
@@ -42,17 +43,18 @@ def analyze_step(
         target: what to compile for; None for the hardware at hand.
 
     Returns:
-        The report, with the roles ``trainable``, ``optimizer``, ``step``, ``frozen`` and ``batch``.
+        The report, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
 
     Memory:
         None: arrays are replaced by their shapes.
     """
-    trainable, frozen = partition(jax.tree.map(_shape, split_static(model)[0]), wrt)
-    opt_state = jax.eval_shape(tx.init, trainable)
     step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
-    arguments = (trainable, opt_state, jax.ShapeDtypeStruct((), jnp.int32), frozen, jax.tree.map(_shape, batch))
+    trainable, mutable, frozen = step.split(jax.tree.map(_shape, split_static(model)[0]))
+    opt_state = jax.eval_shape(tx.init, trainable)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = (trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch))
     roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
-    return analyze(step, *arguments, target=target, roles=roles, donate_argnums=(0, 1, 2))
+    return analyze(flat(step), *arguments, target=target, roles=roles, donate_argnums=DONATED)
 
 
 def analyze_naive(
@@ -85,13 +87,13 @@ def analyze_naive(
         None: arrays are replaced by their shapes.
     """
     arrays, static = split_static(model)
-    loss_fn = bind_static(loss_fn, static)
     trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
     opt_state = jax.eval_shape(tx.init, combine(trainable, frozen))
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:
         def loss(halves: tuple[Tree, Tree], batch: Tree) -> Any:
-            return loss_fn(combine(halves[0], jax.tree.map(jax.lax.stop_gradient, halves[1])), batch)
+            whole = combine(halves[0], jax.tree.map(jax.lax.stop_gradient, halves[1]), static)
+            return parse_loss(loss_fn(whole, batch), halves, has_mutable=False)[:2]
 
         grad_fn = accumulate(jax.value_and_grad(loss, has_aux=True), num_microbatches, weight=weight, has_aux=True)
         (value, _), grads = grad_fn((trainable, frozen), batch)

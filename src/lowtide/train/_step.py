@@ -7,6 +7,7 @@ compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -14,43 +15,92 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import StructureError, Tree, Where, accumulate, combine, is_array_like, partition, value_and_grad
+from ..core import (
+    StructureError,
+    Tree,
+    Where,
+    accumulate,
+    check_differentiable,
+    combine,
+    leaves_with_paths,
+    partition,
+)
 from ..offload import LayerwiseState, LayerwiseStep
+from ._models import ModelObject, Pytree, keywords, parse_loss, split_static
 
-LossFn = Callable[[Tree, Tree], Any]
+LossFn = Callable[..., Any]
 
-STEP_ARGUMENTS = ("trainable", "optimizer", "step", "frozen", "batch")
+STEP_ARGUMENTS = ("trainable", "optimizer", "mutable", "step", "frozen", "batch")
 """Names of a step's arguments, in order; the roles of its memory report."""
+DONATED = (0, 1, 2, 3)
+"""Those that a step consumes and returns."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["step", "trainable", "opt_state", "mutable"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that a step changes."""
+
+    step: Any
+    """Steps taken, an int32 scalar."""
+    trainable: Tree
+    """The trainable leaves, `None` elsewhere."""
+    opt_state: Tree
+    """The optimizer's state for them."""
+    mutable: Tree = None
+    """What the model itself changes: batch statistics, counters of random numbers; `None` elsewhere."""
 
 
 class Step(Protocol):
     """A training step."""
 
-    def init(self, model: Tree) -> tuple[Tree, Tree, Tree]:
-        """What trains, the optimizer's state for it, and what is frozen, each where it belongs."""
+    def init(self, model: Tree) -> tuple[TrainState, Tree]:
+        """The state of step 0 and what is frozen, each where it belongs."""
         ...
 
-    def __call__(
-        self, trainable: Tree, opt_state: Tree, step: Any, frozen: Tree, batch: Tree
-    ) -> tuple[Tree, Tree, Any, dict[str, Any]]:
-        """One step: the first three arguments, which are donated, as they are after it, and the metrics."""
+    def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        """One step: the state after it, and the metrics."""
         ...
 
-    def model(self, trainable: Tree, frozen: Tree) -> Tree:
-        """The model that the two halves are of."""
+    def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
+        """Loss, metrics, and the model's arrays after the call."""
         ...
+
+    def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the model as one of its arrays, outside of training."""
+        ...
+
+    def model(self, *parts: Tree) -> Tree:
+        """The model that the parts (trainable, mutable, frozen) are of."""
+        ...
+
+
+def flat(step: Step) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
+    """The step as a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and the metrics."""
+
+    def run(
+        trainable: Tree, opt_state: Tree, mutable: Tree, count: Any, frozen: Tree, batch: Tree
+    ) -> tuple[Tree, Tree, Tree, Any, dict[str, Any]]:
+        state, metrics = step(TrainState(count, trainable, opt_state, mutable), frozen, batch)
+        return state.trainable, state.opt_state, state.mutable, state.step, metrics
+
+    return run
 
 
 class WholeStep:
     """All gradients of what trains, then one update of it.
 
     Args:
-        model: the model, of which only leaves that hold no numbers are kept.
+        model: the model, or a `ModelObject`.
         loss_fn: ``loss_fn(model, batch)``, as `Trainer` takes it.
         tx: the optimizer.
         wrt: what trains.
+        mutable: what the model changes itself, or None.
         num_microbatches: parts of a batch.
         weight: weight of a microbatch.
+        seed: of the key that `loss_fn` gets.
     """
 
     def __init__(
@@ -61,39 +111,105 @@ class WholeStep:
         wrt: Where,
         num_microbatches: int,
         weight: Callable[[Tree], Any],
+        *,
+        mutable: Where | None = None,
+        seed: int = 0,
     ) -> None:
-        self._static = split_static(model)[1]
-        self._loss = bind_static(loss_fn, self._static)
-        self._tx, self._wrt, self._num_microbatches, self._weight = tx, wrt, num_microbatches, weight
+        self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
+        self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
+        self._num_microbatches, self._weight, self._seed = num_microbatches, weight, seed
+        self.guard = False
+        """Whether a step is left out whose loss or gradients are not finite."""
 
-    def init(self, model: Tree) -> tuple[Tree, Tree, Tree]:
+    def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `Step`."""
-        trainable, frozen = partition(split_static(model)[0], self._wrt)
+        trainable, mutable, frozen = self.split(model)
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
-        return trainable, jax.jit(self._tx.init)(trainable), frozen
+        return TrainState(jnp.int32(0), trainable, jax.jit(self._tx.init)(trainable), mutable), frozen
 
-    def __call__(
-        self, trainable: Tree, opt_state: Tree, step: Any, frozen: Tree, batch: Tree
-    ) -> tuple[Tree, Tree, Any, dict[str, Any]]:
+    def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
+        """What trains, what the model changes itself, and the rest of the arrays of a model, or of its shapes."""
+        rest = self.source.arrays() if self.source is model else split_static(model)[0]
+        mutable = jax.tree.map(lambda _: None, rest)
+        if self._mutable is not None:
+            mutable, rest = partition(rest, self._mutable)
+        trainable, frozen = partition(rest, self._wrt)
+        check_differentiable(trainable)
+        return trainable, mutable, frozen
+
+    def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `Step`."""
+        key = jax.random.fold_in(jax.random.key(self._seed), state.step)
 
-        def loss_fn(model: Tree, batch: Tree) -> tuple[Any, tuple[Tree, Any]]:
-            loss, metrics = self._loss(model, batch)
-            return loss, (metrics, self._weight(batch))
+        def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
+            mutable, part = carry
+            given = combine(trainable, mutable, frozen)
+            loss, metrics, after = self.loss(given, batch, key=jax.random.fold_in(key, part), training=True)
+            return loss, ((metrics, self._weight(batch)), (_like(mutable, after), part + 1))
 
-        grad_fn = value_and_grad(loss_fn, self._wrt, has_aux=True)
-        grad_fn = accumulate(grad_fn, self._num_microbatches, weight=self._weight, has_aux=True)
-        (loss, (metrics, weights)), grads = grad_fn(combine(trainable, frozen), batch)
+        grad_fn = accumulate(
+            jax.value_and_grad(loss_fn, has_aux=True),
+            self._num_microbatches,
+            weight=self._weight,
+            has_aux=True,
+            has_carry=True,
+        )
+        (loss, ((metrics, weights), (mutable, _))), grads = grad_fn(
+            state.trainable, batch, (state.mutable, jnp.int32(0))
+        )
         total = jnp.sum(weights)
         metrics = {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()}
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         update = optax.with_extra_args_support(self._tx).update
-        updates, opt_state = update(grads, opt_state, trainable, value=loss)  # some schedules read the loss
-        return optax.apply_updates(trainable, updates), opt_state, step + 1, metrics
+        updates, opt_state = update(grads, state.opt_state, state.trainable, value=loss)  # some schedules read the loss
+        new = TrainState(state.step + 1, optax.apply_updates(state.trainable, updates), opt_state, mutable)
+        if self.guard:
+            is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+            new = dataclasses.replace(_chosen(is_finite, new, state), step=new.step)
+        return new, metrics
 
-    def model(self, trainable: Tree, frozen: Tree) -> Tree:
+    def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
+        """Loss, metrics, and the model's arrays after the call."""
+        given = keywords(self._loss_fn, key=key, training=training)
+        fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
+        result, after = self.source.bind(fn, training=training)(arrays, batch)
+        is_declared = self._mutable is not None and isinstance(self.source, Pytree) and training
+        return parse_loss(result, after, has_mutable=is_declared)
+
+    def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `Step`."""
-        return combine(trainable, frozen, self._static)
+        run = self.source.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
+        return lambda arrays, *args: run(arrays, *args)[0]
+
+    def model(self, *parts: Tree) -> Tree:
+        """See `Step`."""
+        return self.source.rebuild(*parts) if isinstance(self.source, Pytree) else self.source.model
+
+
+def _like(mutable: Tree, after: Tree) -> Tree:
+    """Of a model's arrays after a call those that it may change, of the types that they had before it."""
+    kept = jax.tree.map(
+        lambda old, new: None if old is None else new, mutable, after, is_leaf=lambda leaf: leaf is None
+    )
+    for (path, old), (_, new) in zip(leaves_with_paths(mutable), leaves_with_paths(kept), strict=True):
+        if (old.shape, old.dtype) != (jnp.shape(new), jnp.result_type(new)):
+            raise StructureError(
+                f"{path}: the model changes the type of its state",
+                expected=f"{old.dtype}{list(old.shape)}",
+                got=f"{jnp.result_type(new)}{list(jnp.shape(new))}",
+                hint="cast the new value to the dtype of the old one",
+            )
+    return kept
+
+
+def _chosen(is_finite: Any, new: Tree, old: Tree) -> Tree:
+    """The new leaves, or the old ones. What changes its type is the new one's: the donation check names it."""
+
+    def one(new: Any, old: Any) -> Any:
+        same = (new.shape, new.dtype) == (old.shape, old.dtype)
+        return jax.lax.select(jnp.broadcast_to(is_finite, new.shape), new, old) if same else new
+
+    return jax.tree.map(one, new, old)
 
 
 class LayerStep:
@@ -101,14 +217,15 @@ class LayerStep:
 
     Args:
         model: a dictionary or a dataclass of ``outer`` and ``layers``, of which the rest is kept.
+        loss_fn: for evaluation.
         step: what to do with it.
 
     Raises:
         StructureError: for any other model.
     """
 
-    def __init__(self, model: Tree, step: LayerwiseStep) -> None:
-        self._step = step
+    def __init__(self, model: Tree, loss_fn: LossFn, step: LayerwiseStep) -> None:
+        self._step, self._loss_fn = step, loss_fn
         fields = {"outer", "layers"}
         if isinstance(model, Mapping) and set(model) == fields:
             self._rest = None
@@ -122,49 +239,45 @@ class LayerStep:
                 hint="put the stacked parameters under layers and all others under outer",
             )
 
-    def init(self, model: Tree) -> tuple[Tree, Tree, Tree]:
+    def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `Step`."""
         outer, layers = (model["outer"], model["layers"]) if self._rest is None else (model.outer, model.layers)
         state, frozen = self._step.init(outer, layers)
-        trainable, opt_state = _halves(state)
-        return trainable, opt_state, frozen
+        return _train_state(state), frozen
 
-    def __call__(
-        self, trainable: Tree, opt_state: Tree, step: Any, frozen: Tree, batch: Tree
-    ) -> tuple[Tree, Tree, Any, dict[str, Any]]:
+    def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `Step`."""
-        state = LayerwiseState(
-            step, **trainable, outer_opt=opt_state["outer"], layers_opt=opt_state["layers"], grad_norm=opt_state["norm"]
+        opt, params = state.opt_state, state.trainable
+        given = LayerwiseState(
+            state.step, **params, outer_opt=opt["outer"], layers_opt=opt["layers"], grad_norm=opt["norm"]
         )
-        state, metrics = self._step(state, frozen, batch)
-        return *_halves(state), state.step, metrics
+        after, metrics = self._step(given, frozen, batch)
+        return _train_state(after), metrics
 
-    def model(self, trainable: Tree, frozen: Tree) -> Tree:
+    def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
+        """The loss, metrics, and the model's arrays after the call."""
+        model = self.model(arrays)
+        return parse_loss(
+            self._loss_fn(model, batch, **keywords(self._loss_fn, key=key, training=training)),
+            arrays,
+            has_mutable=False,
+        )
+
+    def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `Step`."""
-        params = combine(trainable, frozen)
+        return lambda arrays, *args: fn(self.model(arrays), *args, **keywords(fn, training=False))
+
+    def model(self, *parts: Tree) -> Tree:
+        """See `Step`."""
+        params = combine(*parts)
         return params if self._rest is None else dataclasses.replace(self._rest, **params)
 
 
-def _halves(state: LayerwiseState) -> tuple[Tree, Tree]:
-    """What trains, and the optimizer's part, which the norm that the next step may clip by belongs to."""
+def _train_state(state: LayerwiseState) -> TrainState:
+    # The norm that the next step may clip by is the optimizer's.
     opt_state = {"outer": state.outer_opt, "layers": state.layers_opt, "norm": state.grad_norm}
-    return {"outer": state.outer, "layers": state.layers}, opt_state
-
-
-def split_static(model: Tree) -> tuple[Tree, Tree]:
-    """The leaves of a model that hold numbers, and those that do not (an Equinox module's activation function)."""
-    arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
-    return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)
-
-
-def bind_static(loss_fn: LossFn, static: Tree) -> Callable[[Tree, Tree], tuple[Any, Tree]]:
-    """The loss as a function of the leaves that hold numbers, which returns ``(loss, metrics)`` always."""
-
-    def loss(model: Tree, batch: Tree) -> tuple[Any, Tree]:
-        result = loss_fn(combine(model, static), batch)
-        return result if isinstance(result, tuple) else (result, {})  # pyright: ignore[reportReturnType]
-
-    return loss
+    params = {"outer": state.outer, "layers": state.layers}
+    return TrainState(state.step, params, opt_state, jax.tree.map(lambda _: None, params))
 
 
 def weighted(value: Any, weight: Any) -> Any:

@@ -1,22 +1,23 @@
-"""The training loop: one jitted step over what trains, with frozen leaves as a plain argument.
+"""The trainer: one jitted step over what trains, one copy of its state, and a way back when a step fails.
 
-The step receives ``(trainable, opt_state, step, frozen, batch)`` and returns only what changed: the first three and
-the metrics. Those three are donated, and the compiled program is checked to reuse every donated buffer, so exactly
-one copy of the state lives on the device. Frozen leaves are never donated, copied or returned.
+The step consumes its state and returns what changed; the compiled program is checked to reuse every donated buffer, so
+exactly one copy lives on the device. Frozen leaves are an argument of their own, never donated, copied or returned.
 
-The trainer owns the trainable leaves from its construction on: the arrays it was given are consumed by the first
-step. Read the current ones from `Trainer.model`.
+The trainer owns the trainable leaves from its construction on: of a pytree the arrays it was given are consumed by the
+first step, a mutable object (`ModelObject`) holds placeholders while steps run. `Trainer.model` is the model as it is.
+
+Whatever ends `fit`, the trainer holds a good state afterwards: that of the last step, or, when a step failed after it
+had consumed its state, the one of the newest checkpoint or of a copy on the host (`_rollback`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,66 +26,73 @@ import optax
 
 from ..core import (
     ConfigError,
-    DataError,
-    OutputError,
     SelectionError,
+    StateError,
     Tree,
     Where,
     shared_leaves,
 )
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
 from ..offload import LayerwiseStep
+from ._callbacks import Callback, Record
 from ._checkpoint import Checkpoints
-from ._step import STEP_ARGUMENTS, LayerStep, LossFn, Step, WholeStep, weighted
-
-Record = dict[str, float | int]
-
-
-class StepData(Protocol):
-    """Batches by step number, such as a `grain.MapDataset`: what makes a run resumable at any step."""
-
-    def __getitem__(self, index: int, /) -> Any:
-        """The batch of a step."""
-        ...
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["step", "trainable", "opt_state"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class TrainState:
-    """All that a step changes."""
-
-    step: Any
-    """Steps taken, an int32 scalar."""
-    trainable: Tree
-    """The trainable leaves, `None` elsewhere."""
-    opt_state: Tree
-    """The optimizer's state for them."""
+from ._checks import (
+    Defaults,
+    OnNan,
+    guards,
+    needs_checkpoints,
+    refuse_beside_layerwise,
+    refuse_later_checkpoint,
+    spread,
+)
+from ._evaluation import Evaluation, call_model
+from ._feed import StepData
+from ._fingerprint import fingerprint
+from ._loop import Loop
+from ._models import ModelObject
+from ._owned import Owned
+from ._rollback import Snapshot, is_alive, undisturbed
+from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat
 
 
-class Trainer:
-    """Train the selected leaves of any pytree with any Optax optimizer.
+class Trainer(Owned):
+    """Train the selected leaves of any model with any Optax optimizer.
 
     Args:
-        model: the model, a pytree. Its trainable arrays belong to the trainer from now on.
-        loss_fn: ``loss_fn(model, batch)``: a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars.
+        model: a pytree, whose trainable arrays belong to the trainer from now on; or a mutable object by way of its
+            bridge in `lowtide.ext`.
+        loss_fn: ``loss_fn(model, batch)``: a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars, or of a
+            pytree with `mutable` leaves ``(loss, metrics, model)``. It gets what it takes by name of ``key``, a random
+            key of its own for every step and microbatch, and ``training``, which is False in evaluation.
         tx: the optimizer, with clipping and schedules chained in as Optax has them. Or a step made by
             `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``: what trains, microbatches and
             placement are then said there, and `loss_fn` is for evaluation alone.
-        wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``.
+        wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``. By default all,
+            or what the bridge says.
+        mutable: which leaves the model changes itself (batch statistics, caches), selected likewise. They are saved
+            with what trains, and never trained. By default none, or what the bridge says.
         num_microbatches: into how many parts a batch is split for gradient accumulation.
         weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
             instance its number of target tokens. By default all weigh the same; a layerwise step's own is taken.
+        seed: of the keys that `loss_fn` gets; they follow from it and from the number of the step alone.
+        on_nan: what to do when loss or gradients are not finite: ``"abort"`` raises and leaves the step's update out,
+            ``"skip"`` leaves it out and goes on, ``"roll_back"`` returns to the last copy and goes on with the next
+            batches, ``"ignore"`` does nothing. With optimizer state on the host or a layerwise step, whose updates
+            cannot be left out, ``"abort"`` returns to the last copy and raises.
+        rollback: whether to keep a copy of the state on the host until there is a checkpoint, for a step that fails
+            after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
         max_to_keep: how many checkpoints to keep.
 
     Raises:
-        SelectionError: when `wrt` selects nothing, or one array stands at two trainable paths.
+        SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
         StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
-        ConfigError: when `wrt`, `num_microbatches` or a `weight` is given beside a layerwise step that has its own.
+        ConfigError: for an unknown or impossible `on_nan`, or for arguments that a layerwise step says itself.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
-        an accumulator of the same size with microbatches), activations of one microbatch.
+        an accumulator of the same size with microbatches), activations of one microbatch. Host: with `rollback` one
+        copy of the state until the first checkpoint.
 
     Examples:
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
@@ -101,53 +109,73 @@ class Trainer:
         loss_fn: LossFn,
         tx: optax.GradientTransformation | LayerwiseStep,
         *,
-        wrt: Where = "**",
+        wrt: Where | None = None,
+        mutable: Where | None = None,
         num_microbatches: int = 1,
         weight: Callable[[Tree], Any] | None = None,
+        seed: int = 0,
+        on_nan: OnNan = "abort",
+        rollback: bool = True,
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
     ) -> None:
+        step: WholeStep | LayerStep
         if isinstance(tx, LayerwiseStep):
-            _refuse_beside_layerwise(wrt=(wrt, "**"), num_microbatches=(num_microbatches, 1))
+            refuse_beside_layerwise(
+                wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
+            )
             if tx.weight is None:
                 tx = dataclasses.replace(tx, weight=weight)
             elif weight not in (None, tx.weight):
-                _refuse_beside_layerwise(weight=(weight, None))
-            weight, self._step = tx.weight, LayerStep(model, tx)
-        self._weight = weight or (lambda batch: jnp.float32(1))
-        if not isinstance(tx, LayerwiseStep):
-            self._step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, self._weight)
-        trainable, opt_state, frozen = self._step.init(model)
-        # A NumPy array would be copied to the device again in every step.
-        self.frozen = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, frozen)
-        for paths in shared_leaves(trainable):
+                refuse_beside_layerwise(weight=(weight, None))
+            weight, step = tx.weight or _equal, LayerStep(model, loss_fn, tx)
+        else:
+            defaults: Any = model if isinstance(model, ModelObject) else Defaults()
+            weight = weight or _equal
+            selected = defaults.wrt if wrt is None else wrt
+            changes = defaults.mutable if mutable is None else mutable
+            arguments = (model, loss_fn, tx, selected, num_microbatches, weight)
+            step = WholeStep(*arguments, mutable=changes, seed=seed)
+        state, frozen = step.init(model)
+        self.is_guarded = guards(on_nan, state, is_layerwise=isinstance(step, LayerStep))
+        """Whether steps leave an update out whose loss or gradients are not finite."""
+        if isinstance(step, WholeStep):
+            step.guard = self.is_guarded
+        for paths in shared_leaves((state.trainable, state.mutable)):
+            names = [path.partition("/")[2] for path in paths]
             raise SelectionError(
-                f"{paths[0]} and {paths[1]} are the same array and both train",
+                f"{names[0]} and {names[1]} are the same array and both train",
                 expected="one array at each trainable path, because each is donated to the step",
                 hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
             )
-        self.state = TrainState(jnp.int32(0), trainable, opt_state)
-        self._evaluate = jax.jit(functools.partial(_eval_step, self._step, loss_fn, self._weight))
-        self._compiled: tuple[Any, Any] | None = None
+        # NumPy arrays would be copied to the device again in every step.
+        state, frozen = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, (state, frozen))
+        super().__init__(model, step, state, frozen)
+        self.on_nan = on_nan
+        """What to do when loss or gradients are not finite."""
         self.checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
+        self.position: Mapping[str, Any] | None = None
+        """Where the data of the run is, as its last checkpoint or `fit` left it."""
+        self._rollback = rollback
+        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
+        self.is_stopped = False
+        """Whether `stop` was called in this run."""
+        self._compiled: dict[Any, Any] = {}
+        self._evaluation = Evaluation(step, weight, seed)
+
+    # --- training --------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """End `fit` after the step that is running, as if its last one had come. For callbacks."""
+        self.is_stopped = True
 
     @property
-    def model(self) -> Tree:
-        """The model as it is now; its trainable arrays are consumed by the next step."""
-        return self._step.model(self.state.trainable, self.frozen)
+    def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
+        """The pure step, a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and metrics.
 
-    @property
-    def step(self) -> int:
-        """Steps taken so far."""
-        return int(self.state.step)
-
-    @property
-    def step_fn(self) -> Callable[..., tuple[Tree, Tree, Any, Tree]]:
-        """The pure step ``(trainable, opt_state, step, frozen, batch) -> (trainable, opt_state, step, metrics)``.
-
-        Jitted with the first three arguments donated; `lowtide.memory.analyze` takes it as it is.
+        Jitted with these four donated; `lowtide.memory.analyze` takes it as it is.
         """
-        return jax.jit(self._step, donate_argnums=(0, 1, 2), keep_unused=True)
+        return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True)
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
         """Compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
@@ -166,181 +194,259 @@ class Trainer:
 
     def fit(
         self,
-        data: StepData,
+        data: StepData | Iterable[Tree],
         *,
-        num_steps: int,
+        num_steps: int | None = None,
+        num_epochs: int | None = None,
         eval_data: Iterable[Tree] | None = None,
         eval_every: int | None = None,
         checkpoint_every: int | None = None,
+        callbacks: Sequence[Callback] = (),
         on_record: Callable[[Record], None] | None = None,
     ) -> list[Record]:
-        """Train up to `num_steps` steps, counted from the beginning of the run.
+        """Train up to a step or an epoch, counted from the beginning of the run.
 
         Args:
             data: batches by step number; step k (from 0) trains on ``data[k]``, so a resumed run sees what an
-                uninterrupted one would.
+                uninterrupted one would. Or an iterable of batches, one epoch each time that it is iterated.
             num_steps: the step to stop at; a restored trainer continues from its own step.
+            num_epochs: the epoch to stop after; step k then trains on ``data[k % len(data)]``.
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every`.
-            eval_every: steps between evaluations.
-            checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved.
+            eval_every: steps between evaluations; with `num_epochs` by default one after every epoch.
+            checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved, and
+                that of an interrupt.
+            callbacks: told of everything that happens.
             on_record: called with every record as soon as its values are known.
 
         Returns:
-            The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step`` and
-            ``eval_loss``. Norms cover trainable leaves only.
+            The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step``,
+            ``eval_loss`` and the metrics with ``eval_`` before their names. Norms cover trainable leaves only.
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: when `checkpoint_every` is given without a `checkpoint_dir`.
+            ConfigError: without an end, or when `checkpoint_every` is given without a `checkpoint_dir`.
             OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
-            DataError: when `data` ends before `num_steps`.
+            DataError: when `data` ends before the run.
+            NonFiniteError: for a loss that is no number, as `on_nan` says.
+            StateError: when a step failed after it had consumed its state, and there is no copy to go back to.
+
+        Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
+        through between steps, SIGTERM after a step; both after a checkpoint.
         """
         if checkpoint_every is not None and self.checkpoints is None:
             raise ConfigError("checkpoint_every needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
-        self._refuse_later_checkpoint()
-        records: list[Record] = []
-        pending: list[tuple[int, Tree, float]] = []
+        refuse_later_checkpoint(self.checkpoints, self.step)
+        self.is_stopped = False
+        loop = Loop(
+            trainer=self,
+            data=data,
+            num_steps=num_steps,
+            num_epochs=num_epochs,
+            eval_data=eval_data,
+            eval_every=eval_every,
+            checkpoint_every=checkpoint_every,
+            callbacks=tuple(callbacks),
+            on_record=on_record,
+        )
+        try:
+            return loop.run()
+        finally:
+            self._give_back()
 
-        def emit(record: Record) -> None:
-            records.append(record)
-            if on_record is not None:
-                on_record(record)
+    def advance(self, batch: Tree) -> Tree:
+        """Take one step.
 
-        finished = 0.0
+        Args:
+            batch: its batch.
 
-        def flush() -> None:
-            # One step late, so that reading a loss never keeps the device from starting the next step. A step begins
-            # on the device when it was sent there and the one before it has ended.
-            nonlocal finished
-            for step, metrics, started in pending:
-                values = {name: float(value) for name, value in metrics.items()}
-                begun, finished = max(started, finished), time.perf_counter()
-                emit({"step": step, **values, "seconds": finished - begun})
-            pending.clear()
+        Returns:
+            The metrics, on the device.
 
-        if eval_data is not None and self.step == 0:
-            emit({"step": 0, "eval_loss": self.evaluate(eval_data)})
-        for step in range(self.step, num_steps):
-            started = time.perf_counter()
-            batch = jax.tree.map(jnp.asarray, _batch(data, step, num_steps))
-            *state, metrics = self._compile(batch)(*self._arguments(batch))
-            self.state = TrainState(state[2], state[0], state[1])
-            flush()
-            pending.append((step + 1, metrics, started))
-            last = step + 1 == num_steps
-            if eval_data is not None and (last or (eval_every and (step + 1) % eval_every == 0)):
-                flush()
-                emit({"step": step + 1, "eval_loss": self.evaluate(eval_data)})
-            if self.checkpoints is not None and (last or (checkpoint_every and (step + 1) % checkpoint_every == 0)):
-                flush()
-                self.checkpoints.save(step + 1, self.state)
-        flush()
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-        return records
+        Raises:
+            DonationError: when the compiled step would keep a second copy of a donated leaf.
+        """
+        self._borrow()
+        batch = jax.tree.map(jnp.asarray, batch)
+        compiled = self._compile(batch)
+        with undisturbed():
+            trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
+            self.state = TrainState(step, trainable, opt_state, mutable)
+        return metrics
 
-    def evaluate(self, data: Iterable[Tree]) -> float:
-        """Mean loss over batches, weighted as `weight` says, without touching the state.
+    def keep_copy(self, position: Mapping[str, Any] | None = None) -> None:
+        """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint to go back to."""
+        self._snapshot = None
+        if self._rollback and (self.checkpoints is None or self.checkpoints.latest_step() is None):
+            self._snapshot = Snapshot(self.state), position
+
+    def roll_back(self) -> int | None:
+        """Return to the newest checkpoint, or before the first one to the copy on the host.
+
+        Returns:
+            Its step, or None when there is neither.
+        """
+        step = None if self.checkpoints is None else self.restore()
+        if step is None and self._snapshot is not None:
+            self.state, self.position = self._snapshot[0].restore(), self._snapshot[1]
+            step = self.step
+        return step
+
+    def recover(self) -> str:
+        """Make sure that the trainer holds a good state after an exception.
+
+        Returns:
+            What was done, for the user.
+
+        Raises:
+            StateError: when the state is gone and there is no copy.
+        """
+        if is_alive(self.state):
+            return f"the trainer holds the state of step {self.step}; fit goes on from there"
+        step = self.roll_back()
+        if step is None:
+            raise StateError(
+                "a step failed after it had consumed its state, and there is no copy of it",
+                expected="a checkpoint, or Trainer(..., rollback=True)",
+                got="neither",
+                hint="make a new Trainer from the model's weights; with checkpoint_dir it could be restored",
+            )
+        return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
+
+    # --- evaluation ------------------------------------------------------------------------------------------------
+
+    def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
+        """Mean loss and metrics over batches, weighted as `weight` says, without touching the state.
 
         Args:
             data: batches, finite.
+            callbacks: told of the beginning and the end.
 
         Returns:
-            The weighted mean; summed on the device, read once.
+            The weighted means, ``loss`` among them; summed on the device, read once.
 
         Raises:
             ConfigError: when there is no batch.
         """
-        total = weights = None
-        for batch in data:
-            loss, weight = self._evaluate(self.state.trainable, self.frozen, jax.tree.map(jnp.asarray, batch))
-            total = loss if total is None else total + loss
-            weights = weight if weights is None else weights + weight
-        if total is None or weights is None:
-            raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
-        return float(total / weights)
+        self._borrow(lend=False)
+        for callback in callbacks:
+            callback.on_evaluate_begin(self)
+        means = self._evaluation.means(self._parts, self.state.step, data)
+        for callback in callbacks:
+            callback.on_evaluate_end(self, {**means})
+        return means
+
+    def predict_batches(self, data: Iterable[Tree], fn: Callable[..., Any] | None = None) -> Iterator[Any]:
+        """Outputs of batches, one after the other, on the host.
+
+        Args:
+            data: batches.
+            fn: ``fn(model, batch)``, traced once for each shape of a batch; `training` is False where it takes it. By
+                default ``model(batch)``.
+
+        Returns:
+            An iterator of NumPy arrays in the structure that `fn` returns.
+
+        Memory:
+            The outputs of two batches on the device.
+        """
+        self._borrow(lend=False)
+        return self._evaluation.outputs(self._parts, data, fn or call_model)
+
+    def predict(
+        self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
+    ) -> Any:
+        """Outputs of all batches, joined along their first axis, on the host.
+
+        Args:
+            data: batches.
+            fn: as in `predict_batches`.
+            callbacks: told of the beginning and the end.
+
+        Returns:
+            NumPy arrays, in the structure that `fn` returns.
+
+        Raises:
+            ConfigError: when there is no batch.
+
+        Memory:
+            The outputs of two batches on the device, all of them on the host.
+        """
+        for callback in callbacks:
+            callback.on_predict_begin(self)
+        parts = list(self.predict_batches(data, fn))
+        if not parts:
+            raise ConfigError("predict got no batch", hint="pass at least one batch")
+        joined = jax.tree.map(lambda *leaves: np.concatenate([np.atleast_1d(leaf) for leaf in leaves]), *parts)
+        for callback in callbacks:
+            callback.on_predict_end(self)
+        return joined
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self) -> bool:
+        """Begin to write a checkpoint of the state.
+
+        Returns:
+            Whether there was none of this step yet.
+
+        Raises:
+            ConfigError: without a `checkpoint_dir`.
+        """
+        checkpoints = needs_checkpoints(self.checkpoints, "save")
+        return checkpoints.save(self.step, self.state, {"position": self.position, "base": self._base})
 
     def restore(self) -> int | None:
-        """Load the newest checkpoint into the trainer.
+        """Load the newest checkpoint that can be read into the trainer.
 
         Returns:
             Its step, or None when there is no checkpoint yet.
 
         Raises:
             ConfigError: without a `checkpoint_dir`.
-            StructureError: when the checkpoint is of other trainable leaves.
+            StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
+            StateError: when there are checkpoints, and none can be read.
+
+        Warns:
+            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then.
 
         Memory:
             The state's arrays are given up before those of the checkpoint are read: never two copies.
         """
-        if self.checkpoints is None:
-            raise ConfigError("restore needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
-        step = self.checkpoints.latest_step()
-        if step is not None:
-            like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-            self.checkpoints.check(step, like)
-            jax.tree.map(lambda x: x.delete(), self.state)
-            self.state = self.checkpoints.restore(step, like)
-        return step
+        checkpoints = needs_checkpoints(self.checkpoints, "restore")
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        lent, self._is_lent = self._is_lent, True
+        try:
+            found = checkpoints.newest(like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state))
+            if found is None:
+                return None
+            step, self.state, notes = found
+            self.position = notes.get("position")
+            if not lent:
+                self._give_back()
+            return step
+        finally:
+            self._is_lent = lent
 
-    def _refuse_later_checkpoint(self) -> None:
-        latest = None if self.checkpoints is None else self.checkpoints.latest_step()
-        if self.checkpoints is not None and latest is not None and latest > self.step:
-            raise OutputError(
-                f"{self.checkpoints.directory}: holds a checkpoint of a later step than the trainer's",
-                expected=f"none after step {self.step}",
-                got=f"step {latest}",
-                hint="call trainer.restore() to continue that run, or choose another checkpoint_dir",
-            )
+    @functools.cached_property
+    def _base(self) -> str:
+        return fingerprint(self.frozen)
 
-    def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Any, Tree, Tree]:
-        return self.state.trainable, self.state.opt_state, self.state.step, self.frozen, batch
+    def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
+        return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
 
     def _compile(self, batch: Tree) -> Any:
         """The compiled step for batches of this shape, checked to reuse every donated buffer."""
-        shapes = jax.tree.map(lambda x: (tuple(x.shape), jnp.dtype(x.dtype)), batch)
-        if self._compiled is None or self._compiled[0] != shapes:
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = structure, tuple((tuple(x.shape), jnp.dtype(x.dtype), spread(x)) for x in leaves)
+        if shapes not in self._compiled:
             with warnings.catch_warnings():
                 # JAX only warns, and without a path; check_donation raises, with one.
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 compiled = self.step_fn.lower(*self._arguments(batch)).compile()  # pyright: ignore[reportFunctionMemberAccess]
             check_donation(compiled, arg_names=STEP_ARGUMENTS)
-            self._compiled = shapes, compiled
-        return self._compiled[1]
+            self._compiled[shapes] = compiled
+        return self._compiled[shapes]
 
 
-def _eval_step(
-    step: Step, loss_fn: LossFn, weight: Callable[[Tree], Any], trainable: Tree, frozen: Tree, batch: Tree
-) -> tuple[Any, Any]:
-    result = loss_fn(step.model(trainable, frozen), batch)
-    weights = jnp.asarray(weight(batch), jnp.float32)
-    return weighted(result[0] if isinstance(result, tuple) else result, weights), weights
-
-
-def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
-    for name, (value, default) in given.items():
-        if value != default:
-            raise ConfigError(
-                f"{name} is said twice, to the trainer and to its layerwise step",
-                expected=f"Trainer(..., layerwise_step(..., {name}=...))",
-                got=f"{name}={value!r} for the trainer",
-                hint=f"pass {name} to lt.offload.layerwise_step alone",
-            )
-
-
-def _batch(data: StepData, step: int, num_steps: int) -> Tree:
-    if not hasattr(data, "__getitem__"):
-        raise DataError(
-            "the data cannot be asked for the batch of a step",
-            expected="batches by step number: a list, or a grain.MapDataset",
-            got=type(data).__name__,
-            hint="a resumed run has to see what an uninterrupted one would; pass list(data) when it is small",
-        )
-    try:
-        return data[step]
-    except IndexError as error:
-        raise DataError(
-            f"the data has no batch for step {step}",
-            expected=f"a batch for each of {num_steps} steps",
-            hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
-        ) from error
+def _equal(batch: Tree) -> Any:
+    return jnp.float32(1)

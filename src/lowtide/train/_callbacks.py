@@ -1,0 +1,239 @@
+"""What happens beside the steps: early stopping, records in files, profiles.
+
+A callback is told of the beginning and end of everything. It may read and change the trainer: `Trainer.model` is the
+model as it is, `Trainer.update` changes its weights, `Trainer.stop` ends the run after the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ..core import ConfigError, OutputError
+
+if TYPE_CHECKING:
+    from ._trainer import Trainer
+
+Record = dict[str, float | int]
+
+
+class Callback:
+    """Methods that `Trainer` calls; each does nothing until a subclass says otherwise.
+
+    An exception in one of them ends the run like any other: the trainer keeps the state of the last step.
+
+    Examples:
+        >>> class Stop(Callback):
+        ...     def on_record(self, trainer, record):
+        ...         if record["loss"] < 0.1:
+        ...             trainer.stop()
+    """
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """`fit` begins."""
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """`fit` has ended without an exception."""
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        """The first step of an epoch, counted from 0, is about to run."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+        """An epoch's data has ended; the records of its steps were given."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        """Step `step`, counted from 0, is about to run."""
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """The state of `step` steps is there; its loss may still be computed on the device."""
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """The values of a step or of an evaluation are known: a step later, so that nothing waits for them."""
+
+    def on_evaluate_begin(self, trainer: Trainer) -> None:
+        """`evaluate` begins."""
+
+    def on_evaluate_end(self, trainer: Trainer, metrics: Record) -> None:
+        """`evaluate` has ended."""
+
+    def on_predict_begin(self, trainer: Trainer) -> None:
+        """`predict` begins."""
+
+    def on_predict_end(self, trainer: Trainer) -> None:
+        """`predict` has ended."""
+
+    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+        """A checkpoint of this step is being written."""
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """`fit` is about to raise; the trainer holds a good state again."""
+
+
+class EarlyStopping(Callback):
+    """Stop when a value no longer gets better.
+
+    Args:
+        monitor: its name in the records, such as ``eval_loss``.
+        patience: records without improvement that are waited for.
+        min_delta: what counts as one.
+        mode: ``"min"`` or ``"max"``.
+
+    Raises:
+        ConfigError: for another `mode` or a negative number; during a run, when no record of an evaluation has the
+            value.
+
+    Examples:
+        >>> EarlyStopping("eval_loss", patience=3).best
+        inf
+    """
+
+    def __init__(
+        self, monitor: str = "eval_loss", *, patience: int = 0, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError("unknown mode", expected='"min" or "max"', got=repr(mode), hint='"min" is for losses')
+        if patience < 0 or min_delta < 0:
+            raise ConfigError(
+                "patience and min_delta cannot be negative", got=f"{patience}, {min_delta}", hint="0 is the least"
+            )
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        self.best = math.inf if mode == "min" else -math.inf
+        self.waited, self._others = 0, 0
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Begin to count anew."""
+        self.best, self.waited, self._others = math.inf if self.mode == "min" else -math.inf, 0, 0
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Compare."""
+        if self.monitor not in record:
+            self._others += 1
+            return
+        value = record[self.monitor]
+        gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited > self.patience:
+            trainer.stop()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Raise when there was nothing to compare: a misspelt name would never stop a run."""
+        if self._others and math.isinf(self.best):
+            raise ConfigError(
+                f"no record had {self.monitor!r}, so EarlyStopping could not stop",
+                expected="a name of the records, such as loss, or with eval_data eval_loss",
+                hint="pass eval_data to fit, or another monitor",
+            )
+
+
+class JsonlLogger(Callback):
+    """Write every record as a line of JSON.
+
+    Args:
+        path: the file; lines are added at its end.
+
+    Raises:
+        OutputError: when it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Write one."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise OutputError(
+                f"{self.path}: cannot be written", got=error.strerror or error, hint="choose another path"
+            ) from error
+
+
+class Scalars(Callback):
+    """Give every value of the records to a writer: TensorBoard's, or anything with ``add_scalar(name, value, step)``.
+
+    Args:
+        writer: for instance a ``SummaryWriter(folder)`` of tensorboardX or of torch.utils.tensorboard; of Weights &
+            Biases a run, whose ``log(values, step=)`` is called.
+
+    Raises:
+        ConfigError: for what has neither method.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        if not (hasattr(writer, "add_scalar") or hasattr(writer, "log")):
+            raise ConfigError(
+                "the writer can write no scalars",
+                expected="add_scalar(name, value, step), or log(values, step=step)",
+                got=type(writer).__name__,
+                hint="pass tensorboardX.SummaryWriter(folder), or wandb.init(...)",
+            )
+        self.writer = writer
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Write one."""
+        values: Mapping[str, Any] = {name: value for name, value in record.items() if name != "step"}
+        if not hasattr(self.writer, "add_scalar"):
+            self.writer.log(dict(values), step=record["step"])
+            return
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, record["step"])
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Flush."""
+        if hasattr(self.writer, "flush"):
+            self.writer.flush()
+
+
+class Profile(Callback):
+    """Write a profile of chosen steps, for TensorBoard's or Perfetto's viewer.
+
+    Args:
+        directory: where to.
+        first: the first profiled step, from 0; the very first one compiles.
+        num_steps: how many.
+
+    Raises:
+        ConfigError: for a number out of range.
+    """
+
+    def __init__(self, directory: str | Path, *, first: int = 10, num_steps: int = 3) -> None:
+        if first < 0 or num_steps < 1:
+            raise ConfigError("no step would be profiled", got=f"{first}, {num_steps}", hint="first=10, num_steps=3")
+        self.directory, self.first, self.num_steps = Path(directory), first, num_steps
+        self._running = False
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        """Start before the first."""
+        if step == self.first:
+            jax.profiler.start_trace(str(self.directory))
+            self._running = True
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        """Stop after the last, which has to have ended."""
+        if self._running and step >= self.first + self.num_steps:
+            trainer.wait()
+            self._stop()
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Stop where the run was shorter."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Keep what there is."""
+        with contextlib.suppress(RuntimeError):
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

@@ -1,0 +1,88 @@
+"""What a trainer takes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from ..core import ConfigError, OutputError, StructureError, Tree, Where, leaves_with_paths, on_host
+from ._checkpoint import Checkpoints
+from ._step import TrainState
+
+OnNan = Literal["abort", "skip", "roll_back", "ignore"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """Of a pytree, where a `ModelObject` says its own."""
+
+    wrt: Where = "**"
+    """Everything trains."""
+    mutable: Where | None = None
+    """Nothing changes beside it."""
+
+
+def spread(leaf: Any) -> Any:
+    """The sharding of what is on several devices."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if sharding is not None and len(sharding.device_set) > 1 else None
+
+
+def guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
+    """Whether the step can leave its own update out."""
+    if on_nan not in ("abort", "skip", "roll_back", "ignore"):
+        raise ConfigError(
+            "unknown on_nan", expected='"abort", "skip", "roll_back" or "ignore"', got=repr(on_nan), hint='try "abort"'
+        )
+    hosted = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
+    if on_nan == "skip" and (is_layerwise or hosted):
+        raise ConfigError(
+            "this step's updates cannot be left out",
+            expected='on_nan="abort", "roll_back" or "ignore"',
+            got=f"state on the host: {', '.join(hosted[:4])}" if hosted else "a layerwise step",
+            hint='"roll_back" returns to the last copy of the state',
+        )
+    return on_nan in ("abort", "skip") and not is_layerwise and not hosted
+
+
+def refuse_other_types(name: str, new: Tree, old: Tree) -> None:
+    theirs, ours = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
+    for path in {**ours, **theirs}:
+        a, b = (f"{x.dtype}{list(x.shape)}" if (x := tree.get(path)) is not None else None for tree in (ours, theirs))
+        if a != b:
+            raise StructureError(
+                f"{name} leaf {path} is not what it was when the trainer was made",
+                expected=a or "no such leaf",
+                got=b or "no such leaf",
+                hint="the step is compiled for these shapes: make a new Trainer",
+            )
+
+
+def refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(
+                f"{name} is said twice, to the trainer and to its layerwise step",
+                expected=f"Trainer(..., layerwise_step(..., {name}=...))",
+                got=f"{name}={value!r} for the trainer",
+                hint=f"pass {name} to lt.offload.layerwise_step alone",
+            )
+
+
+def refuse_later_checkpoint(checkpoints: Checkpoints | None, step: int) -> None:
+    """Raise when there is a checkpoint of a later step: a run from here would save nothing."""
+    latest = None if checkpoints is None else checkpoints.latest_step()
+    if checkpoints is not None and latest is not None and latest > step:
+        raise OutputError(
+            f"{checkpoints.directory}: holds a checkpoint of a later step than the trainer's",
+            expected=f"none after step {step}",
+            got=f"step {latest}",
+            hint="call trainer.restore() to continue that run, or choose another checkpoint_dir",
+        )
+
+
+def needs_checkpoints(checkpoints: Checkpoints | None, what: str) -> Checkpoints:
+    """The checkpoints, or an error that there is no folder for them."""
+    if checkpoints is None:
+        raise ConfigError(f"{what} needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+    return checkpoints

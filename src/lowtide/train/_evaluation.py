@@ -1,0 +1,83 @@
+"""What a trainer computes with its model without changing it: means over batches, and outputs on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import ConfigError, Tree, combine
+from ._step import Step, weighted
+
+
+def call_model(model: Any, batch: Tree) -> Any:
+    """The model's own output for a batch.
+
+    Raises:
+        ConfigError: when the model cannot be called.
+    """
+    if not callable(model):
+        raise ConfigError(
+            "predict needs a function of the model and a batch",
+            expected="predict(data, lambda model, batch: ...)",
+            got=f"a {type(model).__name__}, which cannot be called",
+            hint="a model that is callable, such as an NNX module or a Keras model, needs none",
+        )
+    return model(batch)
+
+
+class Evaluation:
+    """The compiled functions.
+
+    Args:
+        step: whose loss and model.
+        weight: weight of a batch.
+        seed: of the keys that the loss function gets.
+    """
+
+    def __init__(self, step: Step, weight: Callable[[Tree], Any], seed: int) -> None:
+        self._step, self._weight, self._seed = step, weight, seed
+        self._means = jax.jit(self._batch_means)
+        self._last: tuple[Any, Any] | None = None
+
+    def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
+        """Weighted means of loss and metrics, summed on the device and read once.
+
+        Args:
+            parts: what trains, what the model changes, and the rest.
+            count: steps taken.
+            data: batches.
+
+        Raises:
+            ConfigError: when there is no batch.
+        """
+        sums = None
+        for batch in data:
+            found = self._means(parts, count, jax.tree.map(jnp.asarray, batch))
+            sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
+        if sums is None:
+            raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
+        values, weights = sums
+        return {name: float(value / weights) for name, value in values.items()}
+
+    def outputs(self, parts: tuple[Tree, ...], data: Iterable[Tree], fn: Callable[..., Any]) -> Iterator[Any]:
+        """What a function of the model gives for each batch, on the host; the next batch is sent before one is read."""
+        if self._last is None or self._last[0] is not fn:
+            bound = self._step.bind(fn)
+            self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch))
+        run, before = self._last[1], None
+        for batch in data:
+            now = run(parts, jax.tree.map(jnp.asarray, batch))
+            if before is not None:
+                yield jax.device_get(before[0])
+            before = (now,)
+        if before is not None:
+            yield jax.device_get(before[0])
+
+    def _batch_means(self, parts: tuple[Tree, ...], count: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
+        key = jax.random.fold_in(jax.random.key(self._seed), count)
+        loss, metrics, _ = self._step.loss(combine(*parts), batch, key=key, training=False)
+        weights = jnp.asarray(self._weight(batch), jnp.float32)
+        return {name: weighted(value, weights) for name, value in {**metrics, "loss": loss}.items()}, weights

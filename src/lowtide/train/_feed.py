@@ -1,0 +1,210 @@
+"""Batches in the order of a run: by step number, or from something that is iterated, epoch after epoch.
+
+What can be asked for the batch of a step resumes anywhere. What is iterated resumes from its own state where it has one
+(a Grain iterator's ``get_state``), else by passing over the batches that were seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from ..core import ConfigError, DataError, Tree, leaves_with_paths
+
+
+@runtime_checkable
+class StepData(Protocol):
+    """Batches by step number, such as a list or a `grain.MapDataset`: what makes a run resumable at any step."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The batch of a step."""
+        ...
+
+
+class Event(enum.Enum):
+    """What comes instead of a batch."""
+
+    END_OF_EPOCH = "end of epoch"
+    END_OF_RUN = "end of run"
+
+
+class Feed:
+    """Where a run is in its data.
+
+    Args:
+        data: batches by step number, or an iterable of batches.
+        num_steps: the step to stop at, or None.
+        num_epochs: the epochs to stop after, or None.
+
+    Raises:
+        ConfigError: when the run would not end, or the number of its epochs cannot be told.
+        DataError: for what holds no batches.
+    """
+
+    def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
+        if num_steps is None and num_epochs is None:
+            raise ConfigError("fit needs an end", expected="num_steps or num_epochs", hint="fit(data, num_steps=1000)")
+        is_indexed = isinstance(data, StepData) and not isinstance(data, Mapping | np.ndarray | jax.Array)
+        if isinstance(data, Mapping | np.ndarray | jax.Array) or not (is_indexed or isinstance(data, Iterable)):
+            raise DataError(
+                "the data holds no batches",
+                expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
+                got=type(data).__name__,
+                hint="lowtide.train.array_data cuts arrays into batches",
+            )
+        self._data: Any = data
+        self._is_indexed, self._num_steps, self._num_epochs = is_indexed, num_steps, num_epochs
+        self._length: int | None = None
+        if is_indexed and num_epochs is not None:
+            if not hasattr(data, "__len__"):
+                raise ConfigError(
+                    "num_epochs needs data with a length", got=type(data).__name__, hint="say num_steps instead"
+                )
+            self._length = len(self._data)
+        self._iterator: Any = None
+        self._in_epoch = 0
+        self.epoch = 0
+
+    def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
+        """Go to where a step begins.
+
+        Args:
+            step: steps taken so far.
+            position: what `position` gave after that many steps, or None.
+
+        Raises:
+            DataError: for an iterator that cannot go back there.
+        """
+        if self._is_indexed:
+            if self._length:
+                self.epoch, self._in_epoch = divmod(step, self._length)
+            return
+        if step and position is None:
+            position = {"epoch": 0, "in_epoch": step}
+        self.epoch = 0 if position is None else position["epoch"]
+        if position is None or (not position["in_epoch"] and position.get("iterator") is None):
+            return
+        self._iterator = iter(self._data)
+        if position.get("iterator") is not None and hasattr(self._iterator, "set_state"):
+            self._iterator.set_state(_decoded(position["iterator"]))
+            self._in_epoch = position["in_epoch"]
+            return
+        if self._iterator is self._data:
+            raise DataError(
+                f"the data cannot go back to step {step}",
+                expected="batches by step number, or an iterable that begins anew",
+                got=type(self._data).__name__,
+                hint="pass a list, a grain dataset, or an object whose __iter__ begins again",
+            )
+        warnings.warn(
+            f"the data has no state: {position['in_epoch']} batches are passed over to get to step {step}\n"
+            "hint: a grain dataset goes there at once",
+            UserWarning,
+            stacklevel=3,
+        )
+        for _ in range(position["in_epoch"]):
+            self.next(-1)
+
+    def position(self) -> dict[str, Any]:
+        """Where the data is, as JSON: what a checkpoint keeps of it."""
+        state = self._iterator.get_state() if hasattr(self._iterator, "get_state") else None
+        return {"epoch": self.epoch, "in_epoch": self._in_epoch, "iterator": _encoded(state)}
+
+    def next(self, step: int) -> Tree | Event:
+        """The batch of a step, or that an epoch or the run has ended.
+
+        Args:
+            step: steps taken so far.
+
+        Raises:
+            DataError: when the data ends before the run.
+        """
+        if self._length is not None and self._in_epoch == self._length:
+            return self._end_epoch()
+        if step == self._num_steps or (self._num_epochs is not None and self.epoch >= self._num_epochs):
+            return Event.END_OF_RUN
+        try:
+            if self._is_indexed:
+                batch = self._data[step % self._length if self._length else step]
+            else:
+                self._iterator = iter(self._data) if self._iterator is None else self._iterator
+                batch = next(self._iterator)
+        except (IndexError, StopIteration) as error:
+            if not self._is_indexed and self._in_epoch and (self._num_epochs or self._iterator is not self._data):
+                return self._end_epoch()
+            raise DataError(
+                f"the data has no batch for step {step}",
+                expected="a batch for each " + (f"of {self._num_steps} steps" if self._num_steps else "epoch"),
+                hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
+            ) from error
+        self._in_epoch += 1
+        return batch
+
+    def _end_epoch(self) -> Event:
+        self.epoch, self._in_epoch, self._iterator = self.epoch + 1, 0, None
+        return Event.END_OF_EPOCH
+
+
+def _encoded(state: Any) -> Any:
+    """An iterator's state as JSON: Grain's are dictionaries, or bytes."""
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _decoded(state: Any) -> Any:
+    return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
+
+
+def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_remainder: bool = True) -> Any:
+    """Batches of arrays, shuffled anew in every epoch.
+
+    Args:
+        arrays: a pytree of arrays with equal leading axes, the examples.
+        batch_size: examples a batch.
+        seed: of the order; None keeps the arrays' own.
+        drop_remainder: leave out examples that do not fill a batch (it would be compiled for separately).
+
+    Returns:
+        A `grain.MapDataset` of one epoch's batches, for ``fit(..., num_epochs=...)``.
+
+    Raises:
+        DataError: when leading axes differ, or no batch can be filled.
+
+    Memory:
+        The arrays stay where they are; one batch at a time is gathered.
+
+    Examples:
+        >>> data = array_data({"x": np.arange(6.0), "y": np.arange(6)}, batch_size=2, seed=None)
+        >>> len(data), data[1]["x"].tolist()
+        (3, [2.0, 3.0])
+    """
+    import grain
+
+    leaves = leaves_with_paths(arrays)
+    lengths = {path: int(np.shape(leaf)[0]) if np.ndim(leaf) else -1 for path, leaf in leaves}
+    if len(set(lengths.values())) != 1 or -1 in lengths.values():
+        raise DataError(
+            "the arrays have not one number of examples",
+            expected="equal leading axes",
+            got=", ".join(f"{path}: {length}" for path, length in lengths.items()) or "no array",
+            hint="arrays[:n] cuts them to the same length",
+        )
+    length = next(iter(lengths.values()))
+    if batch_size < 1 or (drop_remainder and length < batch_size):
+        raise DataError(
+            "no batch can be filled",
+            expected=f"1 <= batch_size <= {length}",
+            got=batch_size,
+            hint="choose another size",
+        )
+    arrays = jax.tree.map(np.asarray, arrays)
+    order = grain.MapDataset.range(length)
+    order = order if seed is None else order.seed(seed).shuffle()
+    return order.batch(batch_size, drop_remainder=drop_remainder, batch_fn=np.asarray).map(
+        lambda rows: jax.tree.map(lambda leaf: leaf[rows], arrays)
+    )

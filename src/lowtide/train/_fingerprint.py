@@ -1,0 +1,61 @@
+"""Which weights a run is based on: a hash of samples of what is frozen.
+
+Adapters over another base than the one they were trained on are noise, and nothing in their shapes would say so. Two
+models differ in nearly all of their weights, so a grid of samples of every leaf tells them apart, and costs nothing
+where leaves are sharded or on the host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import Tree, leaves_with_paths, on_host
+
+_PER_AXIS = 8
+
+
+def fingerprint(tree: Tree) -> str:
+    """A hash of paths, shapes, dtypes and samples of all leaves.
+
+    Args:
+        tree: arrays, on the device or on the host.
+
+    Returns:
+        16 hexadecimal digits.
+
+    Memory:
+        Samples of one leaf at a time; of a leaf on the host its shards, too, where they are not shared with NumPy.
+    """
+    digest = hashlib.sha256()
+    for path, leaf in leaves_with_paths(tree):
+        if not hasattr(leaf, "dtype"):
+            digest.update(f"{path}={leaf!r};".encode())
+            continue
+        digest.update(f"{path}:{leaf.dtype}{list(leaf.shape)};".encode())
+        digest.update(np.ascontiguousarray(_samples(leaf)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _samples(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if not isinstance(leaf, jax.Array) or (on_host(leaf.sharding) and leaf.is_fully_addressable):
+        return _grid(np.asarray(leaf), np)
+    if on_host(leaf.sharding):
+        return np.zeros(0)  # shards of other processes are out of reach: shape and dtype have to do
+    sharding = leaf.sharding
+    everywhere = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
+    return np.asarray(jax.jit(lambda x: _grid(x, jnp), out_shardings=everywhere)(leaf))
+
+
+def _grid(leaf: Any, module: Any) -> Any:
+    for axis, size in enumerate(leaf.shape):
+        leaf = module.take(
+            leaf, np.unique(np.linspace(0, max(size - 1, 0), min(size, _PER_AXIS), dtype=int)), axis=axis
+        )
+    return leaf

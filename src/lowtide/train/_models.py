@@ -1,0 +1,126 @@
+"""How a trainer takes the arrays out of a model, runs a function of the model with others, and gives them back.
+
+A pytree is its arrays. A mutable object (a Flax NNX module, a Keras model) holds them: it lends those that a step
+changes to the trainer, with placeholders in their stead, so that the device never keeps a second copy; the bridges in
+`lowtide.ext` say how. Frozen arrays stay in the object, which nothing takes them from.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+
+from ..core import StructureError, Tree, Where, combine, is_array_like
+
+_KEYWORDS = ("key", "training")
+
+
+@runtime_checkable
+class ModelObject(Protocol):
+    """A mutable model that lends its arrays."""
+
+    model: Any
+    """The object that the user knows."""
+    wrt: Where
+    """What trains unless the trainer is told otherwise."""
+    mutable: Where | None
+    """What a call may change beside it, such as batch statistics and counters of random numbers; None for nothing."""
+
+    def arrays(self) -> Tree:
+        """The arrays that the object holds, as a tree of them."""
+        ...
+
+    def lend(self, arrays: Tree) -> None:
+        """Put a placeholder, which raises when it is used, where a leaf of this tree is not None."""
+        ...
+
+    def give_back(self, arrays: Tree) -> None:
+        """Put the leaves of this tree that are not None into the object."""
+        ...
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """A pure function of arrays.
+
+        Args:
+            fn: a function of the model and more arguments.
+            training: whether dropout and batch statistics are on.
+
+        Returns:
+            ``(arrays, *args) -> (fn(model, *args), arrays as they are then)``, to be traced by JAX.
+        """
+        ...
+
+
+class Pytree:
+    """A model that is a pytree, in the part of a `ModelObject`.
+
+    Args:
+        model: the model, of which only leaves that hold no numbers are kept.
+    """
+
+    wrt: Where = "**"
+    mutable: Where | None = None
+
+    def __init__(self, model: Tree) -> None:
+        self._static = split_static(model)[1]
+
+    def rebuild(self, *parts: Tree) -> Tree:
+        """The model that trees of its arrays are of."""
+        return combine(*parts, self._static)
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """See `ModelObject`; a pytree does not change in a call."""
+
+        def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            return fn(combine(arrays, self._static), *args), arrays
+
+        return run
+
+
+def split_static(model: Tree) -> tuple[Tree, Tree]:
+    """The leaves of a model that hold numbers, and those that do not (an Equinox module's activation function)."""
+    arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
+    return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)
+
+
+def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
+    """Those of ``key`` and ``training`` that a function takes by name."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a builtin
+        return {}
+    return {name: values[name] for name in _KEYWORDS if name in parameters and name in values}
+
+
+def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool) -> tuple[Any, Tree, Tree]:
+    """The three values of a loss function: a scalar, metrics, and the model's arrays after it.
+
+    Args:
+        result: ``loss``, ``(loss, metrics)`` or, of a pytree with mutable leaves, ``(loss, metrics, model)``.
+        arrays: the model's arrays after the call, as the model says.
+        has_mutable: whether leaves of a pytree are declared mutable.
+
+    Raises:
+        StructureError: for anything else.
+    """
+    parts = result if isinstance(result, tuple) else (result, {})
+    if len(parts) == 3:
+        parts, arrays = parts[:2], split_static(parts[2])[0]
+    elif has_mutable:
+        raise StructureError(
+            "the loss function does not return the model, although some of its leaves are mutable",
+            expected="(loss, metrics, model), the model as it is after the call",
+            got=f"{len(parts)} values" if isinstance(result, tuple) else type(result).__name__,
+            hint="return the new batch statistics in the model's place, or leave `mutable` out",
+        )
+    if len(parts) != 2 or not isinstance(parts[1], dict) or getattr(parts[0], "shape", ()) != ():
+        raise StructureError(
+            "the loss function returns neither a loss nor a loss and metrics",
+            expected="a scalar, or (scalar, {name: scalar})",
+            got=jax.tree.map(lambda x: getattr(x, "shape", type(x).__name__), result),
+            hint="jnp.mean the losses of the examples; return {} for no metrics",
+        )
+    return parts[0], parts[1], arrays

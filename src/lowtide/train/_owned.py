@@ -1,0 +1,118 @@
+"""What a trainer owns: the state, the frozen leaves, and the arrays that a mutable object lends it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+import jax
+
+from ..core import ConfigError, Tree, combine
+from ._checks import refuse_other_types
+from ._ema import find_average
+from ._models import ModelObject
+from ._step import Step, TrainState, WholeStep
+
+
+class Owned:
+    """The state of a model in training, and the model that it is of.
+
+    Args:
+        model: a pytree or a `ModelObject`.
+        step: how it is trained.
+        state: of the step.
+        frozen: what no step changes.
+    """
+
+    def __init__(self, model: Any, step: Step, state: TrainState, frozen: Tree) -> None:
+        self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
+        self._step = step
+        self._is_lent = False
+        self.state = state
+        """All that a step changes."""
+        self.frozen = frozen
+        """What no step changes."""
+
+    @property
+    def _parts(self) -> tuple[Tree, Tree, Tree]:
+        return self.state.trainable, self.state.mutable, self.frozen
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now. Of a pytree, its trainable arrays are consumed by the next step.
+
+        A mutable object gets its arrays back; what is changed in it is what the next step begins with.
+        """
+        self._give_back()
+        return self._step.model(*self._parts)
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return int(self.state.step)
+
+    def update(self, model: Tree) -> None:
+        """Go on with other weights: those of a pytree like the model.
+
+        Args:
+            model: the model; its trainable and mutable arrays belong to the trainer from now on.
+
+        Raises:
+            StructureError: when a leaf has another shape or dtype, or there are others.
+            ConfigError: for a mutable object, which is changed itself.
+        """
+        if self._object is not None or not isinstance(self._step, WholeStep):
+            raise ConfigError("update is for pytrees", hint="change the object that `Trainer.model` returns")
+        self._put(*self._step.split(model))
+
+    def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
+        for name, *pair in zip(
+            ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self._parts, strict=True
+        ):
+            refuse_other_types(name, *pair)
+        self.state = dataclasses.replace(self.state, trainable=trainable, mutable=mutable)
+        self.frozen = frozen
+
+    def _borrow(self, *, lend: bool = True) -> None:
+        """Take the arrays as they are in a mutable object; with `lend`, leave placeholders there."""
+        if self._object is None or self._is_lent:
+            return
+        held = combine(*self._parts)
+        now = self._object.arrays()
+        if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
+            self._put(*self._step.split(self._object))  # pyright: ignore[reportAttributeAccessIssue]
+        if lend:
+            self._object.lend(combine(self.state.trainable, self.state.mutable))
+            self._is_lent = True
+
+    def _give_back(self) -> None:
+        if self._object is not None and self._is_lent:
+            self._object.give_back(combine(self.state.trainable, self.state.mutable))
+            self._is_lent = False
+
+    def wait(self) -> None:
+        """Wait until the device has ended all steps."""
+        jax.block_until_ready(self.state)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """The running average of `lowtide.train.ema` in the place of what trains, inside a ``with`` block.
+
+        Raises:
+            ConfigError: when the optimizer keeps none.
+        """
+        average = find_average(self.state.opt_state)
+        if average is None:
+            raise ConfigError("there is no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))")
+        self._borrow()
+        kept = self.state.trainable
+        like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, kept)
+        self.state = dataclasses.replace(self.state, trainable=like)
+        try:
+            yield
+        finally:
+            self.state = dataclasses.replace(self.state, trainable=kept)
+            self._is_lent = self._object is not None
+            self._give_back()

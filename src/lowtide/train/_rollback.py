@@ -1,0 +1,134 @@
+"""Getting back to a good state after a step that failed when its inputs were gone.
+
+A step consumes its state: when it fails on the device, neither what it was given nor what it should have returned can
+be read. So a copy is kept where it costs no device memory: on the host, or in the newest checkpoint.
+
+Interrupts are held back while a step is sent to the device, because between the sending and the assignment of its
+results nobody holds the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """The shards of an array that this process holds, on the host."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    shards: list[tuple[Any, np.ndarray]]
+    impl: Any
+    """Of a random key, how it is made of numbers."""
+
+
+class Snapshot:
+    """A copy of arrays on the host, each process with its own shards.
+
+    Args:
+        tree: arrays, which stay as they are.
+
+    Memory:
+        On the host the bytes of the tree (of this process's shards); none on the device.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        leaves, self._structure = jax.tree.flatten(tree)
+        self._leaves = [_copied(leaf) for leaf in leaves]
+
+    def restore(self) -> Tree:
+        """The arrays again, where they were."""
+        return self._structure.unflatten([_restored(leaf) for leaf in self._leaves])
+
+
+def _copied(leaf: Any) -> _Leaf:
+    impl = None
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)
+    # On a CPU NumPy would share the buffer, which the next step consumes.
+    shards = [(shard.device, np.array(shard.data, copy=True)) for shard in leaf.addressable_shards]
+    return _Leaf(leaf.shape, leaf.sharding, shards, impl)
+
+
+def _restored(leaf: _Leaf) -> Any:
+    kind = leaf.sharding.memory_kind
+    parts = [
+        jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
+        for device, value in leaf.shards
+    ]
+    # A buffer of its own: on a CPU device_put may share NumPy's, and the next step consumes it.
+    parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
+    array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    return array if leaf.impl is None else jax.random.wrap_key_data(array, impl=leaf.impl)
+
+
+def is_alive(tree: Tree) -> bool:
+    """Whether every array can still be read: none was consumed, and the step that made them did not fail."""
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
+        return False
+    try:
+        jax.block_until_ready(tree)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def undisturbed() -> Generator[None]:
+    """Hold back Ctrl-C and SIGTERM until the block has ended; elsewhere than in the main thread they do not come."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    ours = [number for number, handler in before.items() if handler is not None]  # None was not set from Python
+    for number in ours:
+        signal.signal(number, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, before[number])
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
+
+
+class Terminated:
+    """Whether SIGTERM has come, asked for between steps; a context manager.
+
+    The machine is about to be taken away: the loop ends at the next step, saves, and lets the signal do what it would
+    have done.
+    """
+
+    def __init__(self) -> None:
+        self.has_come = False
+        self._before: Any = None
+
+    def __enter__(self) -> Terminated:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.getsignal(signal.SIGTERM)
+            if self._before is not None:
+                signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+            if self.has_come:
+                signal.raise_signal(signal.SIGTERM)
+
+    def _note(self, *_: object) -> None:
+        self.has_come = True
