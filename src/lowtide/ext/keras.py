@@ -1,0 +1,177 @@
+"""Keras 3 models, with the JAX backend, in a `lowtide.Trainer`.
+
+Inside the step the model's variables stand for the step's arrays (`keras.StatelessScope`), so the loss function calls
+the model as usual, `model.losses` are those of the current weights, and what layers assign (batch statistics, seeds of
+dropout) is state of the step.
+
+Lending takes the arrays out of ``Variable._value``, as Keras' own JAX trainer does. Checked with Keras 3.15.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+
+from ..core import ConfigError, SelectionError, Tree
+from ._lent import Lent
+
+
+class Bridge:
+    """A `keras.Model` for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
+
+    Args:
+        model: a model that is built; it holds placeholders while the trainer has its arrays.
+
+    Raises:
+        ConfigError: for another backend than JAX.
+        SelectionError: when the model is not built, or has nothing that trains.
+
+    Memory:
+        No copy: the trainer's arrays are those of the model's variables.
+
+    Examples:
+        >>> import lowtide as lt
+        >>> import optax
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+        >>> bridge = Bridge(model)
+        >>> trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1))
+        >>> history = trainer.fit([(jnp.ones((4, 2)), jnp.zeros((4, 1)))] * 2, num_steps=2)
+        >>> history[1]["loss"] < history[0]["loss"]
+        True
+
+    References:
+        https://keras.io/guides/writing_a_custom_training_loop_in_jax/
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        if keras.backend.backend() != "jax":
+            raise ConfigError(
+                "Keras runs on another backend",
+                expected="jax",
+                got=keras.backend.backend(),
+                hint="set the environment variable KERAS_BACKEND=jax before keras is imported",
+            )
+        self.model = model
+        """The model."""
+        if not model.built or not model.trainable_variables:
+            raise SelectionError(
+                "the model has no variables that train",
+                expected="a model that is built, with trainable layers",
+                got="a model that is not built" if not model.built else "only frozen variables",
+                hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
+            )
+        of_metrics = {id(variable) for variable in model.metrics_variables}
+        variables = [*model.trainable_variables, *model.non_trainable_variables]
+        self._variables = _named([v for v in variables if id(v) not in of_metrics], _layers(model))
+        trains = {id(variable) for variable in model.trainable_variables}
+        self._trains = {name for name, variable in self._variables.items() if id(variable) in trains}
+        # Weights of a layer that is frozen: no call changes them.
+        weights = {id(variable) for layer in _layers(model) for variable in layer._trainable_variables}
+        self._frozen = {name for name, variable in self._variables.items() if id(variable) in weights - trains}
+
+    def wrt(self, path: str, leaf: Any) -> bool:
+        """What trains: `model.trainable_variables`."""
+        return path in self._trains
+
+    @property
+    def mutable(self) -> Callable[[str, Any], bool] | None:
+        """What a call may change: variables that never train, such as statistics and seeds; not frozen weights."""
+        changes = set(self._variables) - self._trains - self._frozen
+        return (lambda path, leaf: path in changes) if changes else None
+
+    def loss(self, loss: Any, metrics: dict[str, Callable[..., Any]] | None = None) -> Callable[..., Any]:
+        """A loss function for `lowtide.Trainer`, with the model's own losses (regularisers) added.
+
+        Args:
+            loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``.
+            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`; their
+                means are reported.
+
+        Returns:
+            ``loss_fn(model, batch, training)`` for batches ``(x, y)`` or ``(x, y, sample_weight)``.
+        """
+        found: Any = keras.losses.get(loss)
+
+        def fn(y: Any, outputs: Any, sample_weight: Any) -> Any:
+            if isinstance(found, keras.losses.Loss):
+                return found(y, outputs, sample_weight=sample_weight)
+            values = found(y, outputs)
+            return jnp.mean(values if sample_weight is None else values * sample_weight)
+
+        def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
+            x, y, *weight = batch
+            outputs = model(x, training=training)
+            value = fn(y, outputs, weight[0] if weight else None) + sum(model.losses)
+            return value, {name: jnp.mean(metric(y, outputs)) for name, metric in (metrics or {}).items()}
+
+        return loss_fn
+
+    def arrays(self) -> Tree:
+        """See `lowtide.train.ModelObject`."""
+        return {name: variable._value for name, variable in self._variables.items()}
+
+    def lend(self, arrays: Tree) -> None:
+        """See `lowtide.train.ModelObject`."""
+        for name, variable in self._variables.items():
+            if arrays[name] is not None:
+                variable._value = Lent(name, arrays[name])
+
+    def give_back(self, arrays: Tree) -> None:
+        """See `lowtide.train.ModelObject`."""
+        for name, variable in self._variables.items():
+            if arrays[name] is not None:
+                variable._value = arrays[name]
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """See `lowtide.train.ModelObject`. Whether it trains the function has to tell the model's call."""
+
+        def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            mapping = [(variable, arrays[name]) for name, variable in self._variables.items()]
+            with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+                result = fn(self.model, *args)
+            return result, {name: scope.get_current_value(variable) for name, variable in self._variables.items()}
+
+        return run
+
+
+def _layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers())
+
+
+def _named(variables: list[Any], layers: list[Any]) -> dict[str, Any]:
+    """Variables by their paths, with the numbers that Keras gives to names of its own counted within the model.
+
+    Keras counts for the whole process: the second LSTM of a process is ``lstm_1``, in whatever model, and a checkpoint
+    would not fit the same model made again.
+    """
+    automatic = {_snake_case(type(layer).__name__) for layer in layers} | {"seed_generator"}
+    counts: dict[str, list[str]] = {}
+
+    def renumbered(segment: str) -> str:
+        base = re.sub(r"_\d+$", "", segment)
+        if base not in automatic:
+            return segment
+        seen = counts.setdefault(base, [])
+        if segment not in seen:
+            seen.append(segment)
+        at = seen.index(segment)
+        return f"{base}_{at}" if at else base
+
+    named: dict[str, Any] = {}
+    for variable in variables:
+        name = path = "/".join(map(renumbered, variable.path.split("/")))
+        count = 1
+        while name in named:  # two layers of one name
+            name, count = f"{path}_{count}", count + 1
+        named[name] = variable
+    return named
+
+
+def _snake_case(name: str) -> str:
+    """As Keras names a layer of a class: ``LSTMCell`` is ``lstm_cell``."""
+    name = re.sub(r"(.)([A-Z][a-z]+)", r"\1_\2", re.sub(r"\W+", "", name))
+    return re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower()

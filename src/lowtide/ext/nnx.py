@@ -1,0 +1,130 @@
+"""Flax NNX modules in a `lowtide.Trainer`.
+
+A module is a graph of objects whose variables hold arrays. Inside the step it is made anew from its definition and the
+step's arrays (`nnx.merge`), the loss function uses it as it is, and afterwards its variables are read again: batch
+statistics, counters of `nnx.Rngs` and caches are state of the step. Shared variables are one array; random keys are
+kept as their numbers.
+
+Checked with Flax 0.12.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ..core import SelectionError, Tree
+from ._lent import Lent
+
+
+class Bridge:
+    """An `nnx.Module` for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
+
+    Args:
+        model: the module, which holds placeholders while the trainer has its arrays.
+        wrt: an NNX filter of what trains, such as `nnx.LoRAParam`. Other parameters are frozen, and stay in the module.
+
+    Raises:
+        SelectionError: when the filter selects no variable.
+
+    Memory:
+        No copy: the trainer's arrays are those of the module.
+
+    Examples:
+        >>> import lowtide as lt
+        >>> import optax
+        >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+        >>> trainer = lt.Trainer(Bridge(model), lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(0.1))
+        >>> history = trainer.fit([jnp.ones((4, 2))] * 2, num_steps=2)
+        >>> history[1]["loss"] < history[0]["loss"], model.kernel[...].shape
+        (True, (2, 1))
+
+    References:
+        https://flax.readthedocs.io/en/latest/guides/filters_guide.html
+    """
+
+    def __init__(self, model: nnx.Module, *, wrt: Any = nnx.Param) -> None:
+        self.model = model
+        """The module."""
+        self._graphdef, state = nnx.split(model)
+        variables = dict(nnx.to_flat_state(state))
+        values = {path: leaf.get_raw_value() for path, leaf in variables.items()}
+        self._paths = {_name(path): path for path, value in values.items() if isinstance(value, jax.Array)}
+        self._static = {path: value for path, value in values.items() if not isinstance(value, jax.Array)}
+        self._impls = {
+            name: jax.random.key_impl(values[path]) for name, path in self._paths.items() if _is_key(values[path])
+        }
+        selected = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))}
+        self._trains = selected & set(self._paths)
+        params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
+        self._changes = set(self._paths) - params - self._trains
+        if not self._trains:
+            raise SelectionError(
+                "the filter selects no variable of the module",
+                expected="a filter of variables that hold arrays, such as nnx.Param",
+                got=", ".join(sorted({type(leaf).__name__ for leaf in variables.values()})) or "no variables",
+                hint="pass Bridge(model, wrt=nnx.LoRAParam), for instance",
+            )
+
+    def wrt(self, path: str, leaf: Any) -> bool:
+        """What trains: the variables of the filter."""
+        return path in self._trains
+
+    @property
+    def mutable(self) -> Callable[[str, Any], bool] | None:
+        """What a call may change: all variables that are no parameters."""
+        return (lambda path, leaf: path in self._changes) if self._changes else None
+
+    def arrays(self) -> Tree:
+        """See `lowtide.train.ModelObject`."""
+        return {name: _numbers(variable.get_raw_value()) for name, variable in self._variables().items()}
+
+    def lend(self, arrays: Tree) -> None:
+        """See `lowtide.train.ModelObject`."""
+        for name, variable in self._variables().items():
+            if arrays[name] is not None:
+                variable.set_raw_value(Lent(name, arrays[name]), _unsafe_bypass_check=True)
+
+    def give_back(self, arrays: Tree) -> None:
+        """See `lowtide.train.ModelObject`."""
+        for name, variable in self._variables().items():
+            if arrays[name] is not None:
+                variable.set_raw_value(self._typed(name, arrays[name]), _unsafe_bypass_check=True)
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """See `lowtide.train.ModelObject`; outside of training the module is in its ``eval`` mode."""
+
+        def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            values = {self._paths[name]: self._typed(name, leaf) for name, leaf in arrays.items()}
+            module: Any = nnx.merge(self._graphdef, nnx.from_flat_state({**self._static, **values}))
+            if not training:
+                module.eval()
+            result = fn(module, *args)
+            after = dict(nnx.to_flat_state(nnx.state(module)))
+            return result, {name: _numbers(after[path].get_raw_value()) for name, path in self._paths.items()}
+
+        return run
+
+    def _variables(self) -> dict[str, Any]:
+        """The variables of the module that hold arrays, each once."""
+        found = ((_name(path), node) for path, node in nnx.iter_graph(self.model) if isinstance(node, nnx.Variable))
+        return {name: node for name, node in sorted(found, key=lambda pair: pair[0]) if name in self._paths}
+
+    def _typed(self, name: str, leaf: Any) -> Any:
+        return jax.random.wrap_key_data(leaf, impl=self._impls[name]) if name in self._impls else leaf
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(value: Any) -> Any:
+    return jax.random.key_data(value) if isinstance(value, jax.Array) and _is_key(value) else value
