@@ -11,6 +11,7 @@ import os
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,7 +120,9 @@ class Subject:
         self.weights = lambda trainer: [np.array(v.value) for v in self.model.variables]
 
 
+@functools.cache
 def reference(kind: str, num_steps: int) -> Any:
+    """The weights of an undisturbed run."""
     subject = Subject(kind)
     trainer = subject.trainer()
     if num_steps:
