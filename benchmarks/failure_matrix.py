@@ -1,0 +1,273 @@
+"""What a user holds after a run went wrong: `lowtide.Trainer` beside Keras' own `fit`, on the same Keras model.
+
+    python benchmarks/failure_matrix.py [--json FILE]
+
+Every row plants one failure in a run of six steps, then asks three things: are the model's weights there; are they,
+bit for bit, those of an undisturbed run of as many steps; does another `fit` work. The undisturbed run is each
+trainer's own. Keras draws dropout's random numbers as state of the model in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("KERAS_BACKEND", "jax")
+
+import jax
+import keras
+import numpy as np
+import optax
+from _common import ROOT, header, write
+from rich.console import Console
+from rich.table import Table
+
+import lowtide as lt
+from lowtide.ext.keras import Bridge
+from lowtide.train import Callback
+
+STEPS = 6
+RNG = np.random.default_rng(0)
+DATA = [(RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 2)).astype(np.float32)) for _ in range(STEPS)]
+PLANTED = "planted"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What is left after a failure."""
+
+    failure: str
+    """What was planted."""
+    trainer: str
+    """Whose `fit`."""
+    raised: str
+    """What reached the user, and its note."""
+    weights: str
+    """``good`` (those of an undisturbed run), ``other``, or why they cannot be read."""
+    fits_again: bool
+    """Whether another `fit` works."""
+
+
+class Failing(keras.layers.Layer):
+    """A layer that fails on the device, after the step has consumed its state, in the call that is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fail_at: int | None = None
+        self.calls = 0
+        self.traces_left: int | None = None
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if self.traces_left is not None:
+            self.traces_left -= 1
+            if self.traces_left < 0:
+                raise RuntimeError(PLANTED)
+        return jax.lax.stop_gradient(0 * jax.pure_callback(self._host, jax.ShapeDtypeStruct((), x.dtype), x[0, 0])) + x
+
+    def _host(self, value: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise RuntimeError(PLANTED)
+        return np.asarray(value)
+
+
+def make() -> tuple[Any, Failing]:
+    """The model, and the layer of it that can fail."""
+    keras.utils.set_random_seed(0)
+    failing = Failing()
+    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.2, seed=1)]
+    return keras.Sequential([keras.Input((4,)), failing, *layers, keras.layers.Dense(2)]), failing
+
+
+def batches(stop_at: int | None = None, first: int = 0) -> Iterator[Any]:
+    """The data from a step on, interrupted before another."""
+    for step in range(first, STEPS):
+        if step == stop_at:
+            raise KeyboardInterrupt
+        yield DATA[step]
+
+
+class Keras:
+    """Keras' own `fit`."""
+
+    name = "keras"
+
+    def __init__(self) -> None:
+        self.model, self.failing = make()
+        self.model.compile(optimizer=keras.optimizers.Adam(1e-2), loss="mse", jit_compile=True)
+
+    def fit(self, count: int, *, stop_at: int | None = None, event: Callable[[Any, int], None] | None = None) -> None:
+        hook = keras.callbacks.LambdaCallback(on_train_batch_end=lambda at, logs: event and event(self.model, at + 1))
+        data = batches(stop_at)
+        self.model.fit(data, steps_per_epoch=count, epochs=1, verbose=0, callbacks=[hook])
+
+    def fit_validated(self) -> None:
+        """An epoch, validation, and a failure in the first step after it."""
+
+        class Next(keras.callbacks.Callback):
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                if epoch == 1:
+                    raise KeyboardInterrupt
+
+        steps = {"steps_per_epoch": 3, "validation_steps": 2, "epochs": 2}
+        self.model.fit(batches(), validation_data=batches(), verbose=0, callbacks=[Next()], **steps)
+
+    def evaluate(self, stop_at: int) -> None:
+        self.model.evaluate(batches(stop_at), steps=STEPS, verbose=0)
+
+    def predict(self, stop_at: int) -> None:
+        self.model.predict(((x,) for x, _ in batches(stop_at)), steps=STEPS, verbose=0)
+
+
+class Ours:
+    """`lowtide.Trainer` on the same model."""
+
+    name = "lowtide"
+
+    def __init__(self) -> None:
+        self.model, self.failing = make()
+        bridge = Bridge(self.model)
+        self.trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.adam(1e-2))
+
+    def fit(self, count: int, *, stop_at: int | None = None, event: Callable[[Any, int], None] | None = None) -> None:
+        class Hook(Callback):
+            def on_step_end(self, trainer: Any, step: int) -> None:
+                if event is not None:
+                    event(trainer, step)
+
+        class Data:
+            def __getitem__(self, step: int) -> Any:
+                if step == stop_at:
+                    raise KeyboardInterrupt
+                return DATA[step % STEPS]
+
+        self.trainer.fit(Data(), num_steps=self.trainer.step + count, callbacks=[Hook()])
+
+    def fit_validated(self) -> None:
+        class Next(Callback):
+            def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
+                if epoch == 1:
+                    raise KeyboardInterrupt
+
+        self.trainer.fit(DATA[:3], num_epochs=2, eval_data=DATA[:2], callbacks=[Next()])
+
+    def evaluate(self, stop_at: int) -> None:
+        self.trainer.evaluate(batches(stop_at))
+
+    def predict(self, stop_at: int) -> None:
+        self.trainer.predict(x for x, _ in batches(stop_at))
+
+
+def raise_at(step: int) -> Callable[[Any, int], None]:
+    """A callback that is interrupted."""
+
+    def event(_: Any, at: int) -> None:
+        if at == step:
+            raise KeyboardInterrupt
+
+    return event
+
+
+def fails_at(subject: Any, call: int) -> None:
+    """A failure on the device in a call of the layer, counted from 1."""
+    subject.failing.fail_at = subject.failing.calls + call
+    subject.fit(STEPS)
+
+
+def closes_over(subject: Any) -> None:
+    """A callback that reads the model itself: ours by way of the trainer, which gives the arrays back."""
+
+    def event(given: Any, at: int) -> None:
+        if at == 3:
+            model = given.model if isinstance(given, lt.Trainer) else subject.model
+            [np.array(variable.value) for variable in model.variables]
+
+    subject.fit(4, event=event)
+
+
+def compile_error(subject: Any) -> None:
+    """An exception while the first step is traced; Keras traces the model once before, to build what depends on it."""
+    subject.failing.traces_left = 1 if isinstance(subject, Keras) else 0
+    try:
+        subject.fit(STEPS)
+    finally:
+        subject.failing.traces_left = None
+
+
+FAILURES: dict[str, tuple[Callable[[Any], None], int]] = {
+    "interrupt in a callback": (lambda s: s.fit(STEPS, event=raise_at(3)), 3),
+    "interrupt in the data": (lambda s: s.fit(STEPS, stop_at=3), 3),
+    "interrupt in evaluate": (lambda s: (s.fit(3), s.evaluate(2)), 3),
+    "interrupt in predict": (lambda s: (s.fit(3), s.predict(2)), 3),
+    "exception in the first step": (compile_error, 0),
+    "failure on the device, first step": (lambda s: fails_at(s, 1), 0),
+    "failure on the device, third step": (lambda s: fails_at(s, 3), 0),
+    "interrupt after validation": (lambda s: s.fit_validated(), 3),
+    "callback that reads the model": (closes_over, 4),
+}
+"""What is planted, and the step whose weights are good afterwards. After a failure on the device that is the step where
+`fit` began: a copy of it is on the host."""
+
+
+def weights(model: Any) -> list[np.ndarray] | str:
+    """The weights, or why they cannot be read."""
+    try:
+        values = [np.array(variable.value) for variable in model.variables]
+    except Exception as error:  # whatever Keras and JAX say
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:60]}"
+    return values if all(value.dtype != object for value in values) else "None"
+
+
+def outcome(make_subject: Callable[[], Any], failure: str) -> Outcome:
+    """Plant one failure."""
+    plant, good_step = FAILURES[failure]
+    undisturbed = make_subject()
+    if good_step:
+        undisturbed.fit(good_step)
+    reference, subject, raised = weights(undisturbed.model), make_subject(), "nothing"
+    try:
+        plant(subject)
+    except BaseException as error:  # an interrupt is one
+        note = getattr(error, "__notes__", [""])[-1]
+        raised = f"{type(error).__name__}{': ' + note if 'trainer' in note else ''}"
+    left = weights(subject.model)
+    if isinstance(left, list) and isinstance(reference, list):
+        same = all(np.array_equal(a, b) for a, b in zip(left, reference, strict=True))
+        left = "good" if same else "other than at any whole step" if failure.startswith("failure") else "other"
+    subject.failing.fail_at = None
+    try:
+        subject.fit(2)
+        again = isinstance(weights(subject.model), list)
+    except Exception:
+        again = False
+    return Outcome(failure=failure, trainer=subject.name, raised=raised, weights=str(left), fits_again=again)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--json", default=ROOT / "results" / "failure_matrix.json", help="where to write the raw result"
+    )
+    options = parser.parse_args()
+    table = Table("failure", "trainer", "raised", "weights", "another fit")
+    rows: list[Outcome] = []
+    for failure in FAILURES:
+        for subject in (Keras, Ours):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                rows.append(outcome(subject, failure))
+            last = rows[-1]
+            table.add_row(failure, last.trainer, last.raised, last.weights, "works" if last.fits_again else "fails")
+    Console(width=170).print(table)
+    content = {**header("python benchmarks/failure_matrix.py"), "keras": keras.__version__}
+    write(Path(options.json), {**content, "rows": [dataclasses.asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
