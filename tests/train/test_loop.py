@@ -133,6 +133,35 @@ def test_an_iterator_that_cannot_go_back_is_refused(tmp_path: Any) -> None:
         resumed.fit(iter(batches(5)), num_steps=5)
 
 
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_a_batch_that_was_read_in_vain_comes_again(event: str) -> None:
+    class Interrupts(Callback):
+        has_raised = False
+
+    def interrupt(_: Any, step: int) -> None:
+        if step == 2 and not Interrupts.has_raised:
+            Interrupts.has_raised = True
+            raise KeyboardInterrupt
+
+    callback, ours, whole = Interrupts(), trainer(), trainer()
+    setattr(callback, event, interrupt)
+    data = grain.MapDataset.source(batches(5)).to_iter_dataset()
+    with pytest.raises(KeyboardInterrupt):
+        ours.fit(data, num_steps=5, callbacks=[callback])
+    assert ours.step == 2
+    ours.fit(data, num_steps=5)
+    whole.fit(batches(5), num_steps=5)
+    assert_same(weights(ours), weights(whole))
+
+
+def test_weights_may_be_replaced_by_numpy_arrays() -> None:
+    ours, whole = trainer(), trainer()
+    ours.update(jax.tree.map(np.array, model()))
+    ours.fit(batches(3), num_steps=3)
+    whole.fit(batches(3), num_steps=3)
+    assert_same(weights(ours), weights(whole))
+
+
 def test_an_iterator_that_ends_early_is_named() -> None:
     with pytest.raises(DataError, match=r"(?s)no batch for step 2.*each of 3 steps.*hint:"):
         trainer().fit(iter(batches(2)), num_steps=3)

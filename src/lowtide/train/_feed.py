@@ -70,6 +70,8 @@ class Feed:
         self._iterator: Any = None
         self._in_epoch = 0
         self.epoch = 0
+        self.before: dict[str, Any] = self.position()
+        """`position` when the last batch had not been asked for."""
 
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
         """Go to where a step begins.
@@ -127,6 +129,7 @@ class Feed:
         """
         if self._length is not None and self._in_epoch == self._length:
             return self._end_epoch()
+        self.before = self.position()
         if step == self._num_steps or (self._num_epochs is not None and self.epoch >= self._num_epochs):
             return Event.END_OF_RUN
         try:

@@ -48,6 +48,8 @@ class Loop:
         self._finished = 0.0
         self._evaluated_at: int | None = None
         self._num_rollbacks = 0
+        self._is_untrained = False
+        """Whether a batch was read that no step has been taken on."""
 
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
@@ -69,7 +71,9 @@ class Loop:
         trainer, is_open = self.trainer, False
         begun = step = trainer.step
         while not (trainer.is_stopped or terminated.has_come):
+            self._is_untrained = True
             batch = self.feed.next(step)
+            self._is_untrained = not isinstance(batch, Event)
             if batch is Event.END_OF_RUN:
                 break
             if batch is Event.END_OF_EPOCH:
@@ -95,6 +99,7 @@ class Loop:
         self._tell("on_step_begin", step)
         started = time.perf_counter()
         metrics = self.trainer.advance(batch)
+        self._is_untrained = False
         if not self._flush():  # else the run went back, and this step's state is gone
             self._pending.append((step + 1, metrics, started))
         self._tell("on_step_end", step + 1)
@@ -160,15 +165,20 @@ class Loop:
         trainer = self.trainer
         if trainer.checkpoints is None or not step:
             return
-        trainer.position = self.feed.position()
+        trainer.position = self._position()
         if trainer.save():
             self._tell("on_checkpoint", step)
 
+    def _position(self) -> dict[str, Any]:
+        """Where the data is at the trainer's step: a batch that was read in vain has to come again."""
+        return self.feed.before if self._is_untrained else self.feed.position()
+
     def _fail(self, error: BaseException) -> None:
         self._pending, trainer = [], self.trainer
-        trainer.position = self.feed.position()
+        trainer.position = here = self._position()
         error.add_note(trainer.recover())
-        if isinstance(error, KeyboardInterrupt | SystemExit):
+        went_back = trainer.position is not here
+        if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back:
             self._save(trainer.step)
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()

@@ -8,6 +8,8 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from ..core import ConfigError, Tree, combine
 from ._checks import refuse_other_types
@@ -72,8 +74,10 @@ class Owned:
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self._parts, strict=True
         ):
             refuse_other_types(name, *pair)
-        self.state = dataclasses.replace(self.state, trainable=trainable, mutable=mutable)
-        self.frozen = frozen
+        # NumPy arrays would be copied to the device in every step, and hold no shards to copy.
+        parts = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, (trainable, mutable, frozen))
+        self.state = dataclasses.replace(self.state, trainable=parts[0], mutable=parts[1])
+        self.frozen = parts[2]
 
     def _borrow(self, *, lend: bool = True) -> None:
         """Take the arrays as they are in a mutable object; with `lend`, leave placeholders there."""

@@ -13,7 +13,6 @@ had consumed its state, the one of the newest checkpoint or of a copy on the hos
 from __future__ import annotations
 
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -161,6 +160,7 @@ class Trainer(Owned):
         self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
         self.is_stopped = False
         """Whether `stop` was called in this run."""
+        self._hashed: tuple[Tree, str] | None = None
         self._compiled: dict[Any, Any] = {}
         self._evaluation = Evaluation(step, weight, seed)
 
@@ -428,9 +428,11 @@ class Trainer(Owned):
         finally:
             self._is_lent = lent
 
-    @functools.cached_property
+    @property
     def _base(self) -> str:
-        return fingerprint(self.frozen)
+        if self._hashed is None or self._hashed[0] is not self.frozen:  # `update` may have replaced it
+            self._hashed = self.frozen, fingerprint(self.frozen)
+        return self._hashed[1]
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
