@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ import optax
 from ..core import (
     ConfigError,
     SelectionError,
-    StateError,
     Tree,
     Where,
     shared_leaves,
@@ -39,22 +38,20 @@ from ._checks import (
     Defaults,
     OnNan,
     guards,
-    needs_checkpoints,
     refuse_beside_layerwise,
     refuse_later_checkpoint,
     spread,
 )
 from ._evaluation import Evaluation, call_model
 from ._feed import StepData
-from ._fingerprint import fingerprint
+from ._kept import Kept
 from ._loop import Loop
 from ._models import ModelObject
-from ._owned import Owned
-from ._rollback import Snapshot, is_alive, undisturbed
+from ._rollback import undisturbed
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat
 
 
-class Trainer(Owned):
+class Trainer(Kept):
     """Train the selected leaves of any model with any Optax optimizer.
 
     Args:
@@ -150,17 +147,12 @@ class Trainer(Owned):
             )
         # NumPy arrays would be copied to the device again in every step.
         state, frozen = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, (state, frozen))
-        super().__init__(model, step, state, frozen)
+        checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
+        super().__init__(model, step, state, frozen, checkpoints=checkpoints, rollback=rollback)
         self.on_nan = on_nan
         """What to do when loss or gradients are not finite."""
-        self.checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
-        self.position: Mapping[str, Any] | None = None
-        """Where the data of the run is, as its last checkpoint or `fit` left it."""
-        self._rollback = rollback
-        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
         self.is_stopped = False
         """Whether `stop` was called in this run."""
-        self._hashed: tuple[Tree, str] | None = None
         self._compiled: dict[Any, Any] = {}
         self._evaluation = Evaluation(step, weight, seed)
 
@@ -274,45 +266,6 @@ class Trainer(Owned):
             self.state = TrainState(step, trainable, opt_state, mutable)
         return metrics
 
-    def keep_copy(self, position: Mapping[str, Any] | None = None) -> None:
-        """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint to go back to."""
-        self._snapshot = None
-        if self._rollback and (self.checkpoints is None or self.checkpoints.latest_step() is None):
-            self._snapshot = Snapshot(self.state), position
-
-    def roll_back(self) -> int | None:
-        """Return to the newest checkpoint, or before the first one to the copy on the host.
-
-        Returns:
-            Its step, or None when there is neither.
-        """
-        step = None if self.checkpoints is None else self.restore()
-        if step is None and self._snapshot is not None:
-            self.state, self.position = self._snapshot[0].restore(), self._snapshot[1]
-            step = self.step
-        return step
-
-    def recover(self) -> str:
-        """Make sure that the trainer holds a good state after an exception.
-
-        Returns:
-            What was done, for the user.
-
-        Raises:
-            StateError: when the state is gone and there is no copy.
-        """
-        if is_alive(self.state):
-            return f"the trainer holds the state of step {self.step}; fit goes on from there"
-        step = self.roll_back()
-        if step is None:
-            raise StateError(
-                "a step failed after it had consumed its state, and there is no copy of it",
-                expected="a checkpoint, or Trainer(..., rollback=True)",
-                got="neither",
-                hint="make a new Trainer from the model's weights; with checkpoint_dir it could be restored",
-            )
-        return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
-
     # --- evaluation ------------------------------------------------------------------------------------------------
 
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -381,58 +334,6 @@ class Trainer(Owned):
         for callback in callbacks:
             callback.on_predict_end(self)
         return joined
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
-
-    def save(self) -> bool:
-        """Begin to write a checkpoint of the state.
-
-        Returns:
-            Whether there was none of this step yet.
-
-        Raises:
-            ConfigError: without a `checkpoint_dir`.
-        """
-        checkpoints = needs_checkpoints(self.checkpoints, "save")
-        return checkpoints.save(self.step, self.state, {"position": self.position, "base": self._base})
-
-    def restore(self) -> int | None:
-        """Load the newest checkpoint that can be read into the trainer.
-
-        Returns:
-            Its step, or None when there is no checkpoint yet.
-
-        Raises:
-            ConfigError: without a `checkpoint_dir`.
-            StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
-            StateError: when there are checkpoints, and none can be read.
-
-        Warns:
-            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then.
-
-        Memory:
-            The state's arrays are given up before those of the checkpoint are read: never two copies.
-        """
-        checkpoints = needs_checkpoints(self.checkpoints, "restore")
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
-        lent, self._is_lent = self._is_lent, True
-        try:
-            found = checkpoints.newest(like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state))
-            if found is None:
-                return None
-            step, self.state, notes = found
-            self.position = notes.get("position")
-            if not lent:
-                self._give_back()
-            return step
-        finally:
-            self._is_lent = lent
-
-    @property
-    def _base(self) -> str:
-        if self._hashed is None or self._hashed[0] is not self.frozen:  # `update` may have replaced it
-            self._hashed = self.frozen, fingerprint(self.frozen)
-        return self._hashed[1]
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch

@@ -1,0 +1,140 @@
+"""What a trainer keeps: the state, and the copies of it that it can go back to.
+
+A step that fails after it has consumed its state leaves nothing that can be read. So there is always another copy: the
+newest checkpoint, and before the first one a copy on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from ..core import StateError, Tree
+from ._checkpoint import Checkpoints
+from ._checks import needs_checkpoints
+from ._fingerprint import fingerprint
+from ._owned import Owned
+from ._rollback import Snapshot, is_alive
+from ._step import Step, TrainState
+
+
+class Kept(Owned):
+    """The state of a model in training, with checkpoints and a copy on the host.
+
+    Args:
+        model: a pytree or a `ModelObject`.
+        step: how it is trained.
+        state: of the step.
+        frozen: what no step changes.
+        checkpoints: where they are kept, or None.
+        rollback: whether a copy is kept on the host until there is a checkpoint.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        step: Step,
+        state: TrainState,
+        frozen: Tree,
+        *,
+        checkpoints: Checkpoints | None,
+        rollback: bool,
+    ) -> None:
+        super().__init__(model, step, state, frozen)
+        self.checkpoints = checkpoints
+        self.position: Mapping[str, Any] | None = None
+        """Where the data of the run is, as its last checkpoint or `fit` left it."""
+        self._rollback = rollback
+        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
+        self._hashed: tuple[Tree, str] | None = None
+
+    def keep_copy(self, position: Mapping[str, Any] | None = None) -> None:
+        """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint to go back to."""
+        self._snapshot = None
+        if self._rollback and (self.checkpoints is None or self.checkpoints.latest_step() is None):
+            self._snapshot = Snapshot(self.state), position
+
+    def roll_back(self) -> int | None:
+        """Return to the newest checkpoint, or before the first one to the copy on the host.
+
+        Returns:
+            Its step, or None when there is neither.
+        """
+        step = None if self.checkpoints is None else self.restore()
+        if step is None and self._snapshot is not None:
+            self.state, self.position = self._snapshot[0].restore(), self._snapshot[1]
+            step = self.step
+        return step
+
+    def recover(self) -> str:
+        """Make sure that the trainer holds a good state after an exception.
+
+        Returns:
+            What was done, for the user.
+
+        Raises:
+            StateError: when the state is gone and there is no copy.
+        """
+        if is_alive(self.state):
+            return f"the trainer holds the state of step {self.step}; fit goes on from there"
+        step = self.roll_back()
+        if step is None:
+            raise StateError(
+                "a step failed after it had consumed its state, and there is no copy of it",
+                expected="a checkpoint, or Trainer(..., rollback=True)",
+                got="neither",
+                hint="make a new Trainer from the model's weights; with checkpoint_dir it could be restored",
+            )
+        return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
+
+    def save(self) -> bool:
+        """Begin to write a checkpoint of the state.
+
+        Returns:
+            Whether there was none of this step yet.
+
+        Raises:
+            ConfigError: without a `checkpoint_dir`.
+        """
+        checkpoints = needs_checkpoints(self.checkpoints, "save")
+        return checkpoints.save(self.step, self.state, {"position": self.position, "base": self._base})
+
+    def restore(self) -> int | None:
+        """Load the newest checkpoint that can be read into the trainer.
+
+        Returns:
+            Its step, or None when there is no checkpoint yet.
+
+        Raises:
+            ConfigError: without a `checkpoint_dir`.
+            StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
+            StateError: when there are checkpoints, and none can be read.
+
+        Warns:
+            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then.
+
+        Memory:
+            The state's arrays are given up before those of the checkpoint are read: never two copies.
+        """
+        checkpoints = needs_checkpoints(self.checkpoints, "restore")
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        lent, self._is_lent = self._is_lent, True
+        try:
+            found = checkpoints.newest(like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state))
+            if found is None:
+                return None
+            step, self.state, notes = found
+            self.position = notes.get("position")
+            if not lent:
+                self._give_back()
+            return step
+        finally:
+            self._is_lent = lent
+
+    @property
+    def _base(self) -> str:
+        if self._hashed is None or self._hashed[0] is not self.frozen:  # `update` may have replaced it
+            self._hashed = self.frozen, fingerprint(self.frozen)
+        return self._hashed[1]
