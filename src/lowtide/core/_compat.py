@@ -11,6 +11,7 @@
 | `jax.experimental.layout.with_layout_constraint` | jax 0.10.2 | a stable home for layouts |
 | `jax._src.lib.cuda_versions.cudnn_get_version` | jax 0.10.2 | a public way to ask for cuDNN |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
+| `jax._src.distributed.global_state.client` | jax 0.10.2 | a public key-value store of `jax.distributed` |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | jax-cuda13-plugin 0.10.2 | the same |
 """
 
@@ -334,3 +335,44 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _watchers: list[list[Compilation]] = []
 _compile_or_get_cached = _Patch("compile_or_get_cached", _watched)
+
+
+def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
+    """Tell all processes of `jax.distributed` something, and hear what each of them says.
+
+    Args:
+        topic: a name that all processes use once.
+        text: what this one says.
+        timeout_seconds: how long to wait for the others.
+
+    Returns:
+        What each process said, in order; None of those that did not come in time.
+    """
+    import jax
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"{topic}/{jax.process_index()}", text)
+    # Only a process that failed does not come: the others wait for it in any case.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.wait_at_barrier(topic, timeout_seconds * 1000)
+    said = {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(topic)}
+    return [said.get(index) for index in range(jax.process_count())]
+
+
+def post(topic: str, text: str) -> None:
+    """Leave a text for the other processes of `jax.distributed`; the first one that is left holds."""
+    import jax
+    from jax._src import distributed
+
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        distributed.global_state.client.key_value_set(f"{topic}/said", text)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def posted(topic: str) -> str | None:
+    """What a process left with `post`, or None."""
+    from jax._src import distributed
+
+    client: Any = distributed.global_state.client
+    found = [] if client is None else client.key_value_dir_get(topic)
+    return found[0][1] if found else None

@@ -17,6 +17,8 @@ from ._models import ModelObject as ModelObject
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._runs import open_run as open_run
+from ._sharding import ShardingRules as ShardingRules
+from ._sharding import make_mesh as make_mesh
 from ._step import TrainState as TrainState
 from ._table import MemoryTable as MemoryTable
 from ._text import TextData as TextData
@@ -35,6 +37,7 @@ __all__ = [
     "ModelObject",
     "Profile",
     "Scalars",
+    "ShardingRules",
     "TextData",
     "TrainState",
     "Trainer",
@@ -44,6 +47,7 @@ __all__ = [
     "config_from_dict",
     "config_to_toml",
     "ema",
+    "make_mesh",
     "open_run",
     "read_config",
     "read_documents",

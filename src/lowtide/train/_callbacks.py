@@ -138,7 +138,7 @@ class JsonlLogger(Callback):
     """Write every record as a line of JSON.
 
     Args:
-        path: the file; lines are added at its end.
+        path: the file; lines are added at its end, by the first process where there are several.
 
     Raises:
         OutputError: when it cannot be written.
@@ -149,6 +149,8 @@ class JsonlLogger(Callback):
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
         """Write one."""
+        if not trainer.processes.is_first:
+            return
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -181,6 +183,8 @@ class Scalars(Callback):
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
         """Write one."""
+        if not trainer.processes.is_first:
+            return
         values: Mapping[str, Any] = {name: value for name, value in record.items() if name != "step"}
         if not hasattr(self.writer, "add_scalar"):
             self.writer.log(dict(values), step=record["step"])

@@ -22,12 +22,6 @@ class Defaults:
     """Nothing changes beside it."""
 
 
-def spread(leaf: Any) -> Any:
-    """The sharding of what is on several devices."""
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if sharding is not None and len(sharding.device_set) > 1 else None
-
-
 def guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
     """Whether the step can leave its own update out."""
     if on_nan not in ("abort", "skip", "roll_back", "ignore"):

@@ -35,11 +35,21 @@ class Evaluation:
         step: whose loss and model.
         weight: weight of a batch.
         seed: of the keys that the loss function gets.
+        place: puts a batch on the device.
+        out_shardings: where results are, on several devices.
     """
 
-    def __init__(self, step: Step, weight: Callable[[Tree], Any], seed: int) -> None:
-        self._step, self._weight, self._seed = step, weight, seed
-        self._means = jax.jit(self._batch_means)
+    def __init__(
+        self,
+        step: Step,
+        weight: Callable[[Tree], Any],
+        seed: int,
+        *,
+        place: Callable[[Tree], Tree],
+        out_shardings: Any = None,
+    ) -> None:
+        self._step, self._weight, self._seed, self._place, self._out = step, weight, seed, place, out_shardings
+        self._means = jax.jit(self._batch_means, out_shardings=out_shardings)
         self._last: tuple[Any, Any] | None = None
 
     def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
@@ -55,7 +65,7 @@ class Evaluation:
         """
         sums = None
         for batch in data:
-            found = self._means(parts, count, jax.tree.map(jnp.asarray, batch))
+            found = self._means(parts, count, self._place(batch))
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         if sums is None:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
@@ -66,10 +76,10 @@ class Evaluation:
         """What a function of the model gives for each batch, on the host; the next batch is sent before one is read."""
         if self._last is None or self._last[0] is not fn:
             bound = self._step.bind(fn)
-            self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch))
+            self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
         run, before = self._last[1], None
         for batch in data:
-            now = run(parts, jax.tree.map(jnp.asarray, batch))
+            now = run(parts, self._place(batch))
             if before is not None:
                 yield jax.device_get(before[0])
             before = (now,)

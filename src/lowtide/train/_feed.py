@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import enum
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -67,6 +68,9 @@ class Feed:
                     "num_epochs needs data with a length", got=type(data).__name__, hint="say num_steps instead"
                 )
             self._length = len(self._data)
+        # Grain gives batches beyond the length, too: those of later epochs, shuffled anew.
+        grain = sys.modules.get("grain")
+        self._goes_on = grain is not None and isinstance(data, grain.MapDataset)
         self._iterator: Any = None
         self._in_epoch = 0
         self.epoch = 0
@@ -87,6 +91,13 @@ class Feed:
             if self._length:
                 self.epoch, self._in_epoch = divmod(step, self._length)
             return
+        if position is not None and "num_processes" in position:
+            raise DataError(
+                f"the data of the first {step} steps were read by {position['num_processes']} processes",
+                expected="as many now, each with its own part",
+                got="another number",
+                hint="data by step number (lowtide.train.array_data, a grain.MapDataset) resumes on any number",
+            )
         if step and position is None:
             position = {"epoch": 0, "in_epoch": step}
         self.epoch = 0 if position is None else position["epoch"]
@@ -134,7 +145,7 @@ class Feed:
             return Event.END_OF_RUN
         try:
             if self._is_indexed:
-                batch = self._data[step % self._length if self._length else step]
+                batch = self._data[step % self._length if self._length and not self._goes_on else step]
             else:
                 self._iterator = iter(self._data) if self._iterator is None else self._iterator
                 batch = next(self._iterator)

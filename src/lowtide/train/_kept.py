@@ -16,7 +16,9 @@ from ._checkpoint import Checkpoints
 from ._checks import needs_checkpoints
 from ._fingerprint import fingerprint
 from ._owned import Owned
+from ._processes import Processes
 from ._rollback import Snapshot, is_alive
+from ._sharding import ShardingRules
 from ._step import Step, TrainState
 
 
@@ -28,6 +30,7 @@ class Kept(Owned):
         step: how it is trained.
         state: of the step.
         frozen: what no step changes.
+        sharding: where arrays belong, on several devices.
         checkpoints: where they are kept, or None.
         rollback: whether a copy is kept on the host until there is a checkpoint.
     """
@@ -38,11 +41,14 @@ class Kept(Owned):
         step: Step,
         state: TrainState,
         frozen: Tree,
+        sharding: ShardingRules | None,
         *,
         checkpoints: Checkpoints | None,
         rollback: bool,
     ) -> None:
-        super().__init__(model, step, state, frozen)
+        super().__init__(model, step, state, frozen, sharding)
+        self.processes = Processes(sharding)
+        """The other processes of the run."""
         self.checkpoints = checkpoints
         self.position: Mapping[str, Any] | None = None
         """Where the data of the run is, as its last checkpoint or `fit` left it."""
@@ -79,6 +85,13 @@ class Kept(Owned):
         """
         if is_alive(self.state):
             return f"the trainer holds the state of step {self.step}; fit goes on from there"
+        if self.processes.count > 1:
+            latest = None if self.checkpoints is None else self.checkpoints.latest_step()
+            return "the step that failed had consumed its state; start all processes again" + (
+                ", there is no checkpoint"
+                if latest is None
+                else f" and restore: the newest checkpoint is of step {latest}"
+            )
         step = self.roll_back()
         if step is None:
             raise StateError(
@@ -99,7 +112,8 @@ class Kept(Owned):
             ConfigError: without a `checkpoint_dir`.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "save")
-        return checkpoints.save(self.step, self.state, {"position": self.position, "base": self._base})
+        notes = {"positions": self.processes.positions(self.position), "base": self._base}
+        return checkpoints.save(self.step, self.state, notes)
 
     def restore(self) -> int | None:
         """Load the newest checkpoint that can be read into the trainer.
@@ -126,7 +140,7 @@ class Kept(Owned):
             if found is None:
                 return None
             step, self.state, notes = found
-            self.position = notes.get("position")
+            self.position = self.processes.position(notes.get("positions") or [None])
             if not lent:
                 self._give_back()
             return step

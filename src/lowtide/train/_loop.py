@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ..core import NonFiniteError, Tree
+from ..core import NonFiniteError, Tree, leaves_with_paths
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData
 from ._rollback import Terminated
@@ -22,6 +22,8 @@ from ._rollback import Terminated
 if TYPE_CHECKING:
     from ._trainer import Trainer
 
+_STOP, _TERMINATE = 1, 2
+"""What a process may wish of the others."""
 _MAX_ROLLBACKS = 3
 """How often in a row a run returns to its last copy before it gives up."""
 
@@ -44,7 +46,9 @@ class Loop:
         self.records: list[Record] = []
         self.feed = Feed(self.data, self.num_steps, self.num_epochs)
         self.feed.start(self.trainer.step, self.trainer.position)
-        self._pending: list[tuple[int, Tree, float]] = []
+        self._pending: list[tuple[int, Tree, float, Any]] = []
+        self._wish = 0
+        """The largest wish of all processes, as far as it is known: the same in all of them."""
         self._finished = 0.0
         self._evaluated_at: int | None = None
         self._num_rollbacks = 0
@@ -54,8 +58,9 @@ class Loop:
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
         trainer = self.trainer
-        with Terminated() as terminated:
+        with Terminated() as terminated, trainer.processes.watched():
             try:
+                self._agree()
                 self._tell("on_train_begin")
                 if trainer.step == 0:
                     self._evaluate()
@@ -70,7 +75,7 @@ class Loop:
     def _train(self, terminated: Terminated) -> None:
         trainer, is_open = self.trainer, False
         begun = step = trainer.step
-        while not (trainer.is_stopped or terminated.has_come):
+        while not self._is_over(terminated):
             self._is_untrained = True
             batch = self.feed.next(step)
             self._is_untrained = not isinstance(batch, Event)
@@ -85,7 +90,7 @@ class Loop:
             if not is_open:
                 self._tell("on_epoch_begin", self.feed.epoch)
                 is_open = True
-            self._step(step, batch)
+            self._step(step, batch, terminated)
             step += 1
         self._flush()
         if step > begun and not terminated.has_come:
@@ -95,13 +100,29 @@ class Loop:
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()
 
-    def _step(self, step: int, batch: Tree) -> None:
+    def _agree(self) -> None:
+        """Raise where processes would not run the same program."""
+        trainer = self.trainer
+        kinds = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(trainer.state)]
+        numbers = {name: getattr(self, name) for name in ("num_steps", "num_epochs", "eval_every", "checkpoint_every")}
+        evaluates = self.eval_data is not None
+        trainer.processes.agree(step=trainer.step, **numbers, eval_data=evaluates, state=kinds)
+
+    def _is_over(self, terminated: Terminated) -> bool:
+        if self.trainer.processes.count == 1:
+            return self.trainer.is_stopped or terminated.has_come
+        terminated.has_come = terminated.has_come or self._wish == _TERMINATE  # this machine goes with the others
+        return bool(self._wish)
+
+    def _step(self, step: int, batch: Tree, terminated: Terminated) -> None:
         self._tell("on_step_begin", step)
         started = time.perf_counter()
         metrics = self.trainer.advance(batch)
         self._is_untrained = False
+        wish = _TERMINATE if terminated.has_come else _STOP * self.trainer.is_stopped
+        vote = self.trainer.processes.vote(wish)
         if not self._flush():  # else the run went back, and this step's state is gone
-            self._pending.append((step + 1, metrics, started))
+            self._pending.append((step + 1, metrics, started, vote))
         self._tell("on_step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
             self._flush()
@@ -112,6 +133,7 @@ class Loop:
 
     def _end_epoch(self, step: int) -> None:
         self._flush()
+        self.trainer.processes.agree(epoch=self.feed.epoch, steps=step)
         if not self.eval_every:
             self._evaluate()
         self.trainer.keep_copy(self.feed.position())
@@ -121,7 +143,8 @@ class Loop:
         """Read the values of the step before; whether that made the run go back."""
         # A step begins on the device when it was sent there and the one before it has ended.
         pending, self._pending = self._pending, []
-        for step, metrics, started in pending:
+        for step, metrics, started, vote in pending:
+            self._wish = max(self._wish, int(vote))
             values = {name: float(value) for name, value in metrics.items()}
             begun, self._finished = max(started, self._finished), time.perf_counter()
             self._emit({"step": step, **values, "seconds": self._finished - begun})
@@ -178,6 +201,9 @@ class Loop:
         trainer.position = here = self._position()
         error.add_note(trainer.recover())
         went_back = trainer.position is not here
+        if trainer.processes.count > 1:  # to save they would all have to be here
+            self._tell("on_exception", error)
+            return
         if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back:
             self._save(trainer.step)
         if trainer.checkpoints is not None:

@@ -15,7 +15,16 @@ from ..core import ConfigError, Tree, combine
 from ._checks import refuse_other_types
 from ._ema import find_average
 from ._models import ModelObject
+from ._sharding import ShardingRules, put
 from ._step import Step, TrainState, WholeStep
+
+
+def settled(parts: Tree, like: Tree, sharding: ShardingRules | None) -> Tree:
+    """Arrays of JAX, on the device or where those that they are like are."""
+    if sharding is None:
+        # NumPy arrays would be copied to the device in every step, and hold no shards to copy.
+        return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, parts)
+    return jax.tree.map(lambda x, old: put(x, old.sharding), parts, like)
 
 
 class Owned:
@@ -26,12 +35,15 @@ class Owned:
         step: how it is trained.
         state: of the step.
         frozen: what no step changes.
+        sharding: where arrays belong, on several devices.
     """
 
-    def __init__(self, model: Any, step: Step, state: TrainState, frozen: Tree) -> None:
+    def __init__(self, model: Any, step: Step, state: TrainState, frozen: Tree, sharding: ShardingRules | None) -> None:
         self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
         self._step = step
         self._is_lent = False
+        self.sharding = sharding
+        """Where arrays belong; None for one device."""
         self.state = state
         """All that a step changes."""
         self.frozen = frozen
@@ -74,8 +86,7 @@ class Owned:
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self._parts, strict=True
         ):
             refuse_other_types(name, *pair)
-        # NumPy arrays would be copied to the device in every step, and hold no shards to copy.
-        parts = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, (trainable, mutable, frozen))
+        parts = settled((trainable, mutable, frozen), self._parts, self.sharding)
         self.state = dataclasses.replace(self.state, trainable=parts[0], mutable=parts[1])
         self.frozen = parts[2]
 

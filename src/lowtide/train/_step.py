@@ -25,7 +25,7 @@ from ..core import (
     leaves_with_paths,
     partition,
 )
-from ..offload import LayerwiseState, LayerwiseStep
+from ..offload import LayerwiseState, LayerwiseStep, state_shardings
 from ._models import ModelObject, Pytree, keywords, parse_loss, split_static
 
 LossFn = Callable[..., Any]
@@ -51,6 +51,12 @@ class TrainState:
     """The optimizer's state for them."""
     mutable: Tree = None
     """What the model itself changes: batch statistics, counters of random numbers; `None` elsewhere."""
+
+
+def spread(leaf: Any) -> Any:
+    """The sharding of what is on several devices."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if sharding is not None and len(sharding.device_set) > 1 else None
 
 
 class Step(Protocol):
@@ -120,12 +126,17 @@ class WholeStep:
         self._num_microbatches, self._weight, self._seed = num_microbatches, weight, seed
         self.guard = False
         """Whether a step is left out whose loss or gradients are not finite."""
+        self.constrain: Callable[[Tree], Tree] = lambda microbatch: microbatch
+        """Says how a microbatch is divided among devices."""
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `Step`."""
         trainable, mutable, frozen = self.split(model)
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
-        return TrainState(jnp.int32(0), trainable, jax.jit(self._tx.init)(trainable), mutable), frozen
+        is_spread = any(isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable))
+        places = state_shardings(self._tx, trainable) if is_spread else None
+        opt_state = jax.jit(self._tx.init, out_shardings=places)(trainable)
+        return TrainState(jnp.int32(0), trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
         """What trains, what the model changes itself, and the rest of the arrays of a model, or of its shapes."""
@@ -143,6 +154,7 @@ class WholeStep:
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
             mutable, part = carry
+            batch = self.constrain(batch)
             given = combine(trainable, mutable, frozen)
             loss, metrics, after = self.loss(given, batch, key=jax.random.fold_in(key, part), training=True)
             return loss, ((metrics, self._weight(batch)), (_like(mutable, after), part + 1))

@@ -40,15 +40,16 @@ from ._checks import (
     guards,
     refuse_beside_layerwise,
     refuse_later_checkpoint,
-    spread,
 )
 from ._evaluation import Evaluation, call_model
 from ._feed import StepData
 from ._kept import Kept
 from ._loop import Loop
 from ._models import ModelObject
+from ._owned import settled
 from ._rollback import undisturbed
-from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat
+from ._sharding import ShardingRules
+from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
 
 
 class Trainer(Kept):
@@ -79,6 +80,8 @@ class Trainer(Kept):
             after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
         max_to_keep: how many checkpoints to keep.
+        sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
+            where they are, and batches go to the default device.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
@@ -115,7 +118,10 @@ class Trainer(Kept):
         rollback: bool = True,
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
+        sharding: ShardingRules | None = None,
     ) -> None:
+        if sharding is not None:
+            model = _placed(model, sharding)
         step: WholeStep | LayerStep
         if isinstance(tx, LayerwiseStep):
             refuse_beside_layerwise(
@@ -145,16 +151,27 @@ class Trainer(Kept):
                 expected="one array at each trainable path, because each is donated to the step",
                 hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
             )
-        # NumPy arrays would be copied to the device again in every step.
-        state, frozen = jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, (state, frozen))
+        if sharding is None:
+            state, frozen = settled((state, frozen), None, None)
+        else:
+            state, frozen = sharding.settle((state, frozen))
+        if sharding is not None and isinstance(step, WholeStep) and num_microbatches > 1:
+            step.constrain = sharding.constrain
+        self._num_microbatches = num_microbatches
         checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
-        super().__init__(model, step, state, frozen, checkpoints=checkpoints, rollback=rollback)
+        super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
         self.on_nan = on_nan
         """What to do when loss or gradients are not finite."""
         self.is_stopped = False
         """Whether `stop` was called in this run."""
         self._compiled: dict[Any, Any] = {}
-        self._evaluation = Evaluation(step, weight, seed)
+        self._evaluation = Evaluation(
+            step,
+            weight,
+            seed,
+            place=self._on_device,
+            out_shardings=None if sharding is None else sharding.replicated(),
+        )
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -168,7 +185,11 @@ class Trainer(Kept):
 
         Jitted with these four donated; `lowtide.memory.analyze` takes it as it is.
         """
-        return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True)
+        places = None
+        if self.sharding is not None:
+            kept = self._arguments(None)[: len(DONATED)]
+            places = *jax.tree.map(lambda leaf: leaf.sharding, kept), self.sharding.replicated()
+        return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
         """Compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
@@ -181,6 +202,7 @@ class Trainer(Kept):
             The report for one device.
         """
         roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
+        batch = batch if self.sharding is None else self.sharding.batch(batch, self._num_microbatches)
         if target is None:
             return analyze_compiled(self._compile(batch), roles=roles)
         return analyze(self.step_fn, *self._arguments(batch), target=target, roles=roles)
@@ -203,7 +225,8 @@ class Trainer(Kept):
             data: batches by step number; step k (from 0) trains on ``data[k]``, so a resumed run sees what an
                 uninterrupted one would. Or an iterable of batches, one epoch each time that it is iterated.
             num_steps: the step to stop at; a restored trainer continues from its own step.
-            num_epochs: the epoch to stop after; step k then trains on ``data[k % len(data)]``.
+            num_epochs: the epoch to stop after; step k then trains on ``data[k % len(data)]``, or on ``data[k]`` of a
+                `grain.MapDataset`, which goes on with later epochs there.
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every`.
             eval_every: steps between evaluations; with `num_epochs` by default one after every epoch.
             checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved, and
@@ -259,7 +282,7 @@ class Trainer(Kept):
             DonationError: when the compiled step would keep a second copy of a donated leaf.
         """
         self._borrow()
-        batch = jax.tree.map(jnp.asarray, batch)
+        batch = self._on_device(batch, self._num_microbatches)
         compiled = self._compile(batch)
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
@@ -335,6 +358,12 @@ class Trainer(Kept):
             callback.on_predict_end(self)
         return joined
 
+    def _on_device(self, batch: Tree, num_microbatches: int = 1) -> Tree:
+        if self.sharding is None:
+            return jax.tree.map(jnp.asarray, batch)
+        self.processes.agree_on_batch(batch)
+        return self.sharding.batch(batch, num_microbatches)
+
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
 
@@ -350,6 +379,14 @@ class Trainer(Kept):
             check_donation(compiled, arg_names=STEP_ARGUMENTS)
             self._compiled[shapes] = compiled
         return self._compiled[shapes]
+
+
+def _placed(model: Any, sharding: ShardingRules) -> Any:
+    """A model with its arrays where they belong; a mutable object itself."""
+    if not isinstance(model, ModelObject):
+        return sharding.place(model)
+    model.give_back(sharding.place(model.arrays()))
+    return model
 
 
 def _equal(batch: Tree) -> Any:

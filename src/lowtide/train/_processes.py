@@ -1,0 +1,162 @@
+"""What the processes of one run have to agree on, and what they hear of one another.
+
+All of them run the same program in the same order, and wait for one another inside of it. So before a run they compare
+what it depends on, they end it at the same step, and when one fails the others, which would wait for it for ever, say
+so and end. A process that dies without a word is the runtime's matter (`jax.distributed.initialize`, its
+``heartbeat_timeout_seconds``): collectives fail, or the runtime ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import threading
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import ConfigError, StateError, Tree, leaves_with_paths
+from ..core._compat import exchange, post, posted
+from ._sharding import ShardingRules
+
+_TOPICS = itertools.count()
+_GRACE_SECONDS = 5
+"""How long a process has to fail by itself, after it heard that another one has."""
+_POLL_SECONDS = 1
+
+
+class Processes:
+    """The processes of a run; with one process nothing of it does anything.
+
+    Args:
+        rules: how arrays are divided among their devices; None with one process.
+    """
+
+    def __init__(self, rules: ShardingRules | None) -> None:
+        self._rules = rules
+        self.count = jax.process_count()
+        self.is_first = jax.process_index() == 0
+        """Whether this process writes what is written once."""
+        if self.count > 1 and rules is None:
+            raise ConfigError(
+                f"there are {self.count} processes, and nothing says how they share the work",
+                expected="Trainer(..., sharding=ShardingRules(mesh=make_mesh()))",
+                got="sharding=None, with which each process would train a model of its own",
+                hint="pass sharding, or start one process",
+            )
+        self._shapes: set[tuple[str, ...]] = set()
+        self._any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
+
+    def agree(self, **facts: Any) -> None:
+        """Raise unless all processes say the same.
+
+        Args:
+            **facts: what has to be equal, as JSON.
+
+        Raises:
+            ConfigError: with the first fact that differs, and the process that says otherwise.
+            StateError: with the processes that did not come.
+        """
+        if self.count == 1 or self._rules is None:
+            return
+        for index, said in enumerate(self._exchange(facts)):
+            for name, mine in facts.items():
+                if said[name] != json.loads(json.dumps(mine)):
+                    raise ConfigError(
+                        f"process {index} differs from process {jax.process_index()} in {name}",
+                        expected=mine,
+                        got=said[name],
+                        hint="start all processes with the same code, arguments and data, over the same folder",
+                    )
+
+    def agree_on_batch(self, batch: Tree) -> None:
+        """Raise unless all processes have batches of the same shapes; asked once for each.
+
+        Raises:
+            ConfigError: as `agree`.
+            StateError: when the others go on with the shapes that they know.
+        """
+        if self.count > 1:
+            shapes = tuple(f"{path}: {leaf.dtype}{list(np.shape(leaf))}" for path, leaf in leaves_with_paths(batch))
+            if shapes not in self._shapes:
+                self.agree(batch=list(shapes))
+                self._shapes.add(shapes)
+
+    def _exchange(self, facts: Mapping[str, Any]) -> list[Any]:
+        assert self._rules is not None
+        seconds = self._rules.timeout_seconds
+        said = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts), seconds)
+        missing = [index for index, text in enumerate(said) if text is None]
+        if missing:
+            raise StateError(
+                f"process {', '.join(map(str, missing))} did not come within {seconds} s",
+                expected=f"all {self.count} processes, to agree on {', '.join(facts)}",
+                got=f"process {', '.join(str(index) for index, text in enumerate(said) if text is not None)}",
+                hint="look at its log; if it is only slow, raise ShardingRules(timeout_seconds=...)",
+            )
+        return [json.loads(text) for text in said if text is not None]
+
+    def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
+        """Where the data of each process is."""
+        if self.count == 1 or self._rules is None or not self._rules.local_batches:
+            return [mine]
+        return [said["position"] for said in self._exchange({"position": mine})]
+
+    def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
+        """Of the positions that were saved this process's; what other numbers of processes saved names no example."""
+        if len(saved) == 1 and not (self._rules is not None and self._rules.local_batches and self.count > 1):
+            return saved[0]
+        return saved[jax.process_index()] if len(saved) == self.count else {**saved[0], "num_processes": len(saved)}
+
+    def vote(self, wish: int) -> Any:
+        """The largest wish of all processes, as an array that is ready when the step sent before it is."""
+        if self.count == 1 or self._rules is None:
+            return wish
+        mesh = self._rules.mesh
+        everywhere = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
+        count = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+        wishes = jax.make_array_from_process_local_data(everywhere, np.full(count, wish, np.int32), (mesh.size,))
+        assert self._any is not None
+        return self._any(wishes)
+
+    @contextlib.contextmanager
+    def watched(self) -> Generator[None]:
+        """Tell the others when the block fails, and end this process when another has failed."""
+        if self.count == 1:
+            yield
+            return
+        over, topic = threading.Event(), f"lowtide/failed/{next(_TOPICS)}"
+        threading.Thread(target=self._watch, args=(topic, over), daemon=True, name="lowtide-watch").start()
+        try:
+            yield
+        except BaseException as error:
+            text = (str(error).splitlines() or [""])[0][:200]
+            post(topic, f"process {jax.process_index()} failed: {type(error).__name__}: {text}")
+            raise
+        finally:
+            over.set()
+
+    def _watch(self, topic: str, over: threading.Event) -> None:
+        while not over.wait(_POLL_SECONDS):
+            try:
+                said = posted(topic)
+            except jax.errors.JaxRuntimeError:  # the coordinator is gone; the runtime says so itself
+                return
+            if said is None:
+                continue
+            sys.stderr.write(f"lowtide: {said}; process {jax.process_index()} cannot go on without it\n")
+            sys.stderr.flush()
+            if not over.wait(_GRACE_SECONDS):
+                # The main thread waits in a collective for the process that failed; nothing can wake it.
+                sys.stderr.write(
+                    "hint: start all processes again; trainer.restore() goes on from the last checkpoint\n"
+                )
+                sys.stderr.flush()
+                os._exit(1)
+            return

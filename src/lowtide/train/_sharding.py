@@ -1,0 +1,345 @@
+"""Which device holds which part of an array: rules by path over a mesh of ``data``, ``fsdp`` and ``tensor``.
+
+Every array is sharded by `jax.sharding.NamedSharding`; XLA puts the collectives in. Along ``data`` the model is
+replicated and the batch divided, along ``fsdp`` both are divided (the weights of a block are gathered where they are
+used), along ``tensor`` the weights and the activations between a column-parallel and a row-parallel projection are,
+as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv.org/abs/1910.02054, stage 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import ConfigError, DataError, SelectionError, StructureError, Tree, is_array_like, leaves_with_paths
+
+_AXES = ("data", "fsdp", "tensor")
+# PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
+_COLUMN = r"(?:.*/)?(?:[qkv]_proj|gate_proj|up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
+_ROW = r"(?:.*/)?(?:o_proj|out_proj|down_proj|fc2|c_proj)"
+_DEFAULT_TENSOR_DIMS = (
+    (rf"{_COLUMN}/weight(?:/weight)?", -2),
+    (rf"{_ROW}/weight(?:/weight)?", -1),
+    (rf"{_COLUMN}/kernel", -1),
+    (rf"{_ROW}/kernel", -2),
+)
+
+
+def make_mesh(
+    *, data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
+    """A mesh with the axes ``data``, ``fsdp`` and ``tensor``.
+
+    Args:
+        data: copies of the model that train on parts of the batch.
+        fsdp: parts that weights, optimizer state and batch are divided into.
+        tensor: parts that each projection is divided into; keep it within one host, whose links are fast.
+        devices: by default all, of all processes.
+
+    Returns:
+        The mesh. One of the three may be -1: as many as there are devices for.
+
+    Raises:
+        ConfigError: when the sizes do not multiply to the number of devices.
+
+    Examples:
+        >>> dict(make_mesh(tensor=1, devices=jax.devices()[:1]).shape)
+        {'data': 1, 'fsdp': 1, 'tensor': 1}
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    free = [name for name, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if len(free) == 1 and known > 0 and len(devices) % known == 0:
+        sizes[free[0]] = len(devices) // known
+    if any(size < 1 for size in sizes.values()) or math.prod(sizes.values()) != len(devices):
+        raise ConfigError(
+            "the axes of the mesh do not multiply to the number of devices",
+            expected=f"{len(devices)}, with at most one axis -1 for the rest",
+            got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
+            hint="make_mesh(fsdp=-1) takes all devices",
+        )
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    return jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=kinds, devices=devices)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """Where the leaves of a model and of its batches are.
+
+    A leaf's path is matched against `rules`, in order. A leaf that none matches is divided along ``tensor`` where its
+    name is a known projection's, and along ``fsdp`` in its largest dimension that can be; small ones are replicated.
+    Optimizer state is sharded like the parameter that it belongs to.
+
+    Raises:
+        ConfigError: for an axis that the mesh does not have, and when batches cannot be divided.
+
+    Examples:
+        >>> rules = ShardingRules(mesh=make_mesh(devices=jax.devices()[:1]), rules={r".*/router": jax.P()})
+        >>> rules.spec("layers/q_proj/weight", (4, 256, 128))
+        P(None, 'tensor', 'fsdp')
+    """
+
+    mesh: jax.sharding.Mesh
+    """The devices, with named axes; `make_mesh` makes one."""
+    rules: Mapping[str, jax.P] = dataclasses.field(default_factory=dict[str, jax.P])
+    """Regular expressions for whole paths, and how what they match is divided."""
+    batch_axes: Sequence[str] = ()
+    """The axes that the leading axis of batches is divided along; by default ``data`` and ``fsdp``."""
+    min_bytes: int = 2**16
+    """Leaves with fewer bytes are replicated where no rule matches."""
+    local_batches: bool = False
+    """Whether each process's data holds only the rows of that process (`data_shard`), instead of whole batches that
+    each process takes its rows from."""
+    timeout_seconds: int = 300
+    """How long processes wait for one another where they have to agree, before an error names those that lack."""
+
+    def __post_init__(self) -> None:
+        axes = tuple(self.mesh.axis_names)
+        if any(kind != jax.sharding.AxisType.Auto for kind in self.mesh.axis_types):
+            raise ConfigError(
+                "the mesh has explicit or manual axes",
+                expected="axes of type Auto, for which XLA chooses how intermediate values are sharded",
+                got=self.mesh.axis_types,
+                hint="lowtide.train.make_mesh makes such a mesh",
+            )
+        chosen = tuple(self.batch_axes) or tuple(name for name in _AXES[:2] if name in axes)
+        object.__setattr__(self, "batch_axes", chosen)
+        used = {name: "batch_axes" for name in chosen}
+        for pattern, spec in self.rules.items():
+            used |= dict.fromkeys(_names(spec), f"the rule {pattern!r}")
+        for name, where in used.items():
+            if name not in axes:
+                raise ConfigError(
+                    f"{where}: the mesh has no axis {name!r}", expected=f"one of {', '.join(axes)}", hint="rename it"
+                )
+        if not chosen:
+            raise ConfigError(
+                "it is not known how batches are divided",
+                expected='batch_axes, or mesh axes named "data" or "fsdp"',
+                got=f"a mesh with the axes {', '.join(axes)}",
+                hint=f"ShardingRules(mesh=mesh, batch_axes=({axes[0]!r},))",
+            )
+
+    # --- leaves ----------------------------------------------------------------------------------------------------
+
+    def spec(self, path: str, shape: Sequence[int], itemsize: int = 4) -> jax.P:
+        """How a leaf is divided.
+
+        Args:
+            path: of the leaf.
+            shape: its shape.
+            itemsize: bytes of one of its numbers.
+
+        Raises:
+            StructureError: when a rule divides what cannot be divided.
+        """
+        for pattern, spec in self.rules.items():
+            if re.fullmatch(pattern, path):
+                self._check(path, tuple(shape), pattern, spec)
+                return spec
+        dims: list[str | None] = [None] * len(shape)
+        if math.prod(shape) * itemsize < self.min_bytes:
+            return jax.P()
+        if "tensor" in self.mesh.axis_names and len(shape) >= 2:
+            for pattern, dim in _DEFAULT_TENSOR_DIMS:
+                if re.fullmatch(pattern, path) and shape[dim] % self.mesh.shape["tensor"] == 0:
+                    dims[dim] = "tensor"
+        if "fsdp" in self.mesh.axis_names:
+            size = self.mesh.shape["fsdp"]
+            # The leading axis of a stack is what a loop over layers cuts: dividing it would gather the whole stack.
+            first = 1 if len(shape) > 2 else 0
+            fits = [dim for dim in range(first, len(shape)) if dims[dim] is None and shape[dim] % size == 0]
+            if fits:
+                dims[max(fits, key=lambda dim: (shape[dim], dim))] = "fsdp"
+        while dims and dims[-1] is None:
+            dims.pop()
+        return jax.P(*dims)
+
+    def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
+        """The sharding of a leaf (an array, or its shape); one that is on the mesh already keeps its own."""
+        there = getattr(leaf, "sharding", None)
+        if isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh:
+            return there
+        itemsize = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        sharding = jax.sharding.NamedSharding(self.mesh, self.spec(path, leaf.shape, itemsize))
+        kind = getattr(there, "memory_kind", None)
+        return sharding if kind is None else sharding.with_memory_kind(kind)
+
+    def place(self, tree: Tree) -> Tree:
+        """Put the arrays of a tree where they belong; other leaves stay.
+
+        Args:
+            tree: arrays, of which each process has the whole, or that are on the mesh already.
+
+        Raises:
+            SelectionError: when a rule matches no path.
+            StructureError: when one divides what cannot be divided.
+
+        Memory:
+            On each device its part of a leaf; while a leaf is moved, also where it came from.
+        """
+        paths = [path for path, leaf in leaves_with_paths(tree) if is_array_like(leaf)]
+        for pattern in self.rules:
+            if not any(re.fullmatch(pattern, path) for path in paths):
+                raise SelectionError(
+                    f"the sharding rule {pattern!r} matches no leaf",
+                    expected="a regular expression for whole paths",
+                    got=f"paths such as {', '.join(paths[:3])}",
+                    hint="begin it with .* to match any prefix",
+                )
+        moved: dict[tuple[int, Any], Any] = {}  # an array that stands at two paths stays one
+
+        def one(path: str, leaf: Any) -> Any:
+            if not is_array_like(leaf):
+                return leaf
+            key = id(leaf), self.of(path, leaf)
+            if key not in moved:
+                # On a CPU JAX may share NumPy's buffer, and what trains is consumed by the next step.
+                moved[key] = put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, key[1])
+            return moved[key]
+
+        placed = [one(path, leaf) for path, leaf in leaves_with_paths(tree)]
+        return jax.tree.unflatten(jax.tree.structure(tree), placed)
+
+    def settle(self, tree: Tree) -> Tree:
+        """Put on every device what is not on the mesh yet: counters, and what else belongs to no leaf of a model."""
+
+        def one(leaf: Any) -> Any:
+            there = getattr(leaf, "sharding", None)
+            on_mesh = isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh
+            return leaf if on_mesh else put(leaf, self.replicated())
+
+        return jax.tree.map(one, tree)
+
+    def replicated(self) -> jax.sharding.NamedSharding:
+        """The sharding of what every device holds."""
+        return jax.sharding.NamedSharding(self.mesh, jax.P())
+
+    def gather(self, tree: Tree) -> Tree:
+        """The arrays with all of their numbers on every device, so that every process can read them.
+
+        Memory:
+            The whole tree on every device.
+        """
+        return jax.jit(lambda leaves: leaves, out_shardings=self.replicated())(tree)
+
+    # --- batches ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Into how many parts a batch is divided."""
+        return math.prod(self.mesh.shape[name] for name in self.batch_axes)
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of the examples this process trains on, and of how many: what a data loader is sharded by.
+
+        Processes that share their rows (along ``tensor``) have the same part.
+
+        Raises:
+            ConfigError: when the rows of processes overlap otherwise.
+        """
+        count = self.num_batch_shards
+        mine: dict[int, set[int]] = {}
+        for device, index in self._rows().devices_indices_map((count,)).items():
+            mine.setdefault(device.process_index, set()).update(range(count)[index[0]])
+        parts = sorted({tuple(sorted(rows)) for rows in mine.values()})
+        if sum(map(len, parts)) != count:
+            raise ConfigError(
+                "processes share some of their rows, but not all",
+                expected="a mesh in which each process has rows of its own, or the same as another",
+                got=dict(self.mesh.shape),
+                hint="list the devices of a process one after the other, or use whole batches",
+            )
+        return parts.index(tuple(sorted(mine[jax.process_index()]))), len(parts)
+
+    def batch(self, batch: Tree, num_microbatches: int = 1) -> Tree:
+        """Put a batch on the mesh, its leading axis divided.
+
+        Args:
+            batch: arrays in this process's memory: whole ones, or with `local_batches` the rows of this process; or
+                `jax.ShapeDtypeStruct`s of whole ones.
+            num_microbatches: parts that it is split into.
+
+        Raises:
+            DataError: when the number of rows cannot be divided.
+        """
+        each = self.num_batch_shards * num_microbatches
+
+        def one(path: str, leaf: Any) -> Any:
+            shape = np.shape(leaf)
+            is_struct, sharding = isinstance(leaf, jax.ShapeDtypeStruct), self._rows() if shape else self.replicated()
+            is_local = self.local_batches and not is_struct and not isinstance(leaf, jax.Array)
+            rows = (shape[0] * self.data_shard[1] if is_local else shape[0]) if shape else each
+            if rows % each:
+                raise DataError(
+                    f"batch leaf {path}: its rows cannot be divided among the devices",
+                    expected=f"a multiple of {each}"
+                    + (
+                        f" ({self.num_batch_shards} parts × {num_microbatches} microbatches)"
+                        if num_microbatches > 1
+                        else ""
+                    ),
+                    got=f"{rows} rows",
+                    hint="choose another batch size, or drop the remainder",
+                )
+            if is_struct:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            if is_local and jax.process_count() > 1:
+                return jax.make_array_from_process_local_data(
+                    sharding, np.asarray(leaf), (rows, *shape[1:]) if shape else ()
+                )
+            return put(leaf, sharding)
+
+        placed = [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
+        return jax.tree.unflatten(jax.tree.structure(batch), placed)
+
+    def constrain(self, batch: Tree) -> Tree:
+        """Inside of jit: divide a microbatch as a batch is, whose rows lie one after the other on the devices."""
+        return jax.tree.map(
+            lambda leaf: jax.lax.with_sharding_constraint(leaf, self._rows()) if jnp.ndim(leaf) else leaf, batch
+        )
+
+    def _rows(self) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(self.mesh, jax.P(tuple(self.batch_axes)))
+
+    def _check(self, path: str, shape: tuple[int, ...], pattern: str, spec: jax.P) -> None:
+        for dim, entry in enumerate(spec):
+            size = math.prod(self.mesh.shape[name] for name in _names((entry,)))
+            if dim >= len(shape) or shape[dim] % size:
+                raise StructureError(
+                    f"{path}: the rule {pattern!r} divides what cannot be divided",
+                    expected=f"a shape whose axis {dim} is a multiple of {size}"
+                    if size > 1
+                    else f"{dim + 1} axes or more",
+                    got=f"shape {list(shape)} for {spec}",
+                    hint="change the rule, or the sizes of the mesh",
+                )
+
+
+def _names(spec: Any) -> list[str]:
+    return [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
+
+
+def put(leaf: Any, sharding: Any) -> Any:
+    """An array of which each process has the whole, or that is divided already, where a sharding says."""
+    if getattr(leaf, "sharding", None) == sharding:
+        return leaf
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, sharding)
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jax.random.key_data(leaf)
+        return jax.random.wrap_key_data(put(data, sharding), impl=jax.random.key_impl(leaf))
+    whole = np.asarray(leaf)
+    # Copies: on a CPU JAX may share NumPy's buffers, and what trains is consumed by the next step.
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))

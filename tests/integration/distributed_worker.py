@@ -1,0 +1,119 @@
+"""One process of a distributed run, as the tests of `test_distributed.py` start it.
+
+    python distributed_worker.py '{"out": ..., "num_steps": ..., ...}'
+
+It writes what it saw to ``<out>-<process>.json``.
+"""
+
+import json
+import os
+import sys
+
+import jax
+import numpy as np
+import optax
+
+import lowtide as lt
+from lowtide.train import Callback, JsonlLogger, ShardingRules, array_data, make_mesh
+
+ARGS = json.loads(sys.argv[1])
+if ARGS["count"] > 1:
+    jax.distributed.initialize(
+        f"localhost:{ARGS['port']}",
+        ARGS["count"],
+        ARGS["process"],
+        heartbeat_timeout_seconds=ARGS.get("heartbeat", 20),
+        shutdown_timeout_seconds=10,
+    )
+
+
+class Misbehave(Callback):
+    """Dies, fails, stops or is told to end at a step, in one of the processes."""
+
+    def on_step_end(self, trainer, step):
+        print(f"step {step}", flush=True)
+        if ARGS.get("at") != step or ARGS["process"] != ARGS["count"] - 1:
+            return
+        if ARGS["how"] == "kill":
+            os.kill(os.getpid(), 9)
+        if ARGS["how"] == "raise":
+            raise ZeroDivisionError("in one process")
+        if ARGS["how"] == "stop":
+            trainer.stop()
+        if ARGS["how"] == "terminate":
+            os.kill(os.getpid(), 15)
+
+
+def main():
+    config = lt.models.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tie_embeddings=False,
+        eos_token_id=0,
+    )
+    model = lt.models.init(config, key=jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 64, (64, 17)).astype(np.int32)
+    rules = ShardingRules(
+        mesh=make_mesh(fsdp=ARGS["fsdp"], tensor=ARGS["tensor"]),
+        min_bytes=0,
+        local_batches=ARGS.get("local", False),
+        timeout_seconds=ARGS.get("timeout", 60),
+    )
+    trainer = lt.Trainer(
+        model,
+        lambda model, batch: lt.models.loss(model, batch),
+        optax.adamw(1e-2),
+        sharding=rules,
+        num_microbatches=ARGS.get("microbatches", 1),
+        checkpoint_dir=ARGS["checkpoints"],
+    )
+    arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    if rules.local_batches:
+        shard, count = rules.data_shard
+        whole = array_data(arrays, 16, seed=0)
+
+        def rows(batch):
+            size = 16 // count
+            return jax.tree.map(lambda leaf: leaf[shard * size : (shard + 1) * size], batch)
+
+        data = [rows(whole[step % len(whole)]) for step in range(ARGS["num_steps"])]
+    else:
+        data = array_data(arrays, 16, seed=0).repeat()
+    if ARGS.get("odd") == "data" and ARGS["process"]:
+        data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
+    resumed = trainer.restore()
+    num_steps = ARGS["num_steps"] + (ARGS.get("odd") == "steps") * ARGS["process"]
+    records = trainer.fit(
+        data,
+        num_steps=num_steps,
+        eval_data=[data[0]],
+        checkpoint_every=ARGS.get("every", 2),
+        callbacks=[Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")],
+    )
+    weight = trainer.model.layers["attn"]["q_proj"]["weight"]
+    predicted = trainer.predict([data[0]], lambda model, batch: lt.models.logits(model, batch["tokens"]).mean(-1))
+    whole = rules.gather(trainer.state.trainable)
+    with open(f"{ARGS['out']}-{ARGS['process']}.json", "w") as file:
+        json.dump(
+            {
+                "resumed": resumed,
+                "step": trainer.step,
+                "losses": [record["loss"] for record in records if "loss" in record],
+                "eval": [record["eval_loss"] for record in records if "eval_loss" in record],
+                "spec": str(weight.sharding.spec),
+                "local_bytes": sum(shard.data.nbytes for shard in weight.addressable_shards[:1]),
+                "bytes": weight.nbytes,
+                "moments": str(trainer.state.opt_state[0].mu.layers["attn"]["q_proj"]["weight"].sharding.spec),
+                "predicted": np.asarray(predicted).tolist(),
+                "sum": float(sum(np.abs(np.asarray(leaf)).sum(dtype=np.float64) for leaf in jax.tree.leaves(whole))),
+            },
+            file,
+        )
+
+
+main()

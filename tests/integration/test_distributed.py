@@ -1,0 +1,124 @@
+"""Two processes of four CPU devices each: one training run, one log, one checkpoint, and no hang when one fails."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow
+
+WORKER = Path(__file__).parent / "distributed_worker.py"
+MINUTE = 60
+
+
+def start(out, checkpoints, *, count=2, devices=4, **options):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "PYTHONUNBUFFERED": "1",
+    }
+    shape = {"fsdp": 4, "tensor": 2} if count * devices == 8 else {"fsdp": 1, "tensor": 1}
+    values = {"out": str(out), "checkpoints": str(checkpoints), "num_steps": 6, "port": port, "count": count}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), json.dumps({**values, **shape, "process": process, **options})],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(count)
+    ]
+
+
+def finish(processes, timeout=300):
+    logs = [process.communicate(timeout=timeout)[0] for process in processes]
+    return [process.returncode for process in processes], logs
+
+
+def run(out, checkpoints, **options):
+    codes, logs = finish(start(out, checkpoints, **options))
+    assert not any(codes), "\n".join(logs)
+    return [json.loads(Path(f"{out}-{process}.json").read_text()) for process in range(len(codes))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Ten steps on one device."""
+    folder = tmp_path_factory.mktemp("alone")
+    return run(folder / "run", folder / "checkpoints", count=1, devices=1, num_steps=10)[0]
+
+
+def test_two_processes_train_shard_save_and_are_resumed_by_one(alone, tmp_path):
+    both = run(tmp_path / "both", tmp_path / "checkpoints")
+    assert both[0] == both[1]
+    np.testing.assert_allclose(both[0]["losses"], alone["losses"][:6], rtol=0, atol=1e-5)
+    assert both[0]["spec"] == both[0]["moments"] == "P(None, 'tensor', 'fsdp')"
+    assert both[0]["local_bytes"] * 8 == both[0]["bytes"]
+    log = [json.loads(line) for line in (tmp_path / "both.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in log if "loss" in record] == [1, 2, 3, 4, 5, 6]  # one log
+    for devices in (8, 1):
+        checkpoints = tmp_path / f"of-{devices}"
+        subprocess.run(["cp", "-r", tmp_path / "checkpoints", checkpoints], check=True)
+        resumed = run(tmp_path / f"on-{devices}", checkpoints, count=1, devices=devices, num_steps=10)[0]
+        assert resumed["resumed"] == 6
+        np.testing.assert_allclose(resumed["losses"], alone["losses"][6:], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(resumed["predicted"], alone["predicted"], rtol=0, atol=1e-4)
+
+
+def test_each_process_loads_rows_of_its_own_and_splits_them_into_microbatches(alone, tmp_path):
+    both = run(tmp_path / "both", tmp_path / "checkpoints", local=True, microbatches=2, num_steps=4)
+    np.testing.assert_allclose(both[0]["losses"], alone["losses"][:4], rtol=0, atol=1e-5)
+
+
+def test_a_killed_process_is_an_error_in_the_other_within_a_minute(tmp_path):
+    processes = start(tmp_path / "run", tmp_path / "checkpoints", at=4, how="kill", num_steps=10**6)
+    codes = [processes[1].wait(timeout=300)]
+    died = time.monotonic()
+    code = processes[0].wait(timeout=2 * MINUTE)
+    waited = time.monotonic() - died
+    text = processes[0].stdout.read()
+    processes[0].stdout.close(), processes[1].stdout.close()
+    assert codes == [-9] and code not in (0, None)
+    assert waited < MINUTE, text
+    assert "checkpoint is of step" in text or "heartbeat" in text or "UNAVAILABLE" in text, text
+    assert {"2"} <= {path.name for path in (tmp_path / "checkpoints").iterdir()}
+
+
+def test_a_process_that_fails_tells_the_other(tmp_path):
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=3, how="raise", num_steps=10**6))
+    assert all(codes), logs
+    assert "ZeroDivisionError: in one process" in logs[1]
+    assert "process 1 failed: ZeroDivisionError: in one process" in logs[0], logs[0]
+    assert "hint: start all processes again" in logs[0]
+
+
+@pytest.mark.parametrize("how", ["terminate", "stop"])
+def test_what_ends_one_process_ends_all_at_the_same_step_with_a_checkpoint(how, tmp_path):
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=3, how=how, num_steps=10**6, every=1000))
+    assert codes == ([-15, -15] if how == "terminate" else [0, 0]), logs
+    steps = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    last = {log.rstrip().splitlines()[-1] for log in logs}
+    assert len(steps) == 1 and last == {f"step {steps[0]}"}, (steps, logs)
+
+
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [("steps", "differs from process {} in num_steps"), ("data", "differs from process {} in batch")],
+)
+def test_processes_that_differ_say_in_what(odd, said, tmp_path):
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd=odd))
+    assert all(codes), logs
+    for mine, log in enumerate(logs):
+        assert f"process {1 - mine} {said.format(mine)}" in log, log
+        assert "hint: start all processes with the same code" in log

@@ -1,0 +1,196 @@
+"""Rules by path, batches over devices, and runs on eight of them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError, DataError, SelectionError, StructureError
+from lowtide.train import ShardingRules, array_data, make_mesh
+
+P = jax.P
+
+
+def mesh(**sizes):
+    return make_mesh(**({"fsdp": 4, "tensor": 2} | sizes))
+
+
+def test_a_mesh_takes_all_devices():
+    assert dict(make_mesh().shape) == {"data": 1, "fsdp": 8, "tensor": 1}
+    assert dict(make_mesh(data=-1, fsdp=2, tensor=2).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 3}, {"data": -1, "fsdp": -1}, {"tensor": 0}, {"tensor": 3}, {"fsdp": -2}])
+def test_a_mesh_of_another_number_of_devices_is_refused(sizes):
+    with pytest.raises(ConfigError, match=r"(?s)do not multiply to the number of devices.*expected: 8.*hint:"):
+        make_mesh(**sizes)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        ("layers/attn/q_proj/weight", (2, 64, 32), P(None, "tensor", "fsdp")),
+        ("layers/attn/o_proj/weight", (2, 64, 32), P(None, "fsdp", "tensor")),
+        ("layers/attn/q_proj/weight/weight", (2, 64, 32), P(None, "tensor", "fsdp")),
+        ("block_0/fc1/kernel", (32, 64), P("fsdp", "tensor")),
+        ("outer/embed/weight", (64, 32), P("tensor", "fsdp")),
+        ("anything", (32, 64), P(None, "fsdp")),
+        ("anything", (6, 64), P(None, "fsdp")),
+        ("anything", (64, 6), P("fsdp")),
+        ("conv", (3, 3, 16, 8), P(None, None, "fsdp")),
+        ("odd", (7, 9), P()),
+        ("norm/weight", (32,), P("fsdp")),
+        ("scalar", (), P()),
+    ],
+)
+def test_leaves_without_a_rule(path, shape, spec):
+    assert ShardingRules(mesh=mesh(), min_bytes=0).spec(path, shape) == spec
+
+
+def test_small_leaves_are_replicated_and_rules_come_first():
+    rules = ShardingRules(mesh=mesh(), rules={r".*/small": P("data"), r"w.*": P(("fsdp", "tensor"))})
+    assert rules.spec("norm/weight", (32,)) == P()
+    assert rules.spec("a/small", (32,)) == P("data")
+    assert rules.spec("w1", (32, 8)) == P(("fsdp", "tensor"))
+
+
+def test_bad_rules_are_errors():
+    with pytest.raises(ConfigError, match=r"(?s)the rule 'w': the mesh has no axis 'model'.*expected: one of data"):
+        ShardingRules(mesh=mesh(), rules={"w": P("model")})
+    with pytest.raises(ConfigError, match=r"(?s)batch_axes: the mesh has no axis 'batch'.*hint:"):
+        ShardingRules(mesh=mesh(), batch_axes=("batch",))
+    with pytest.raises(ConfigError, match=r"(?s)not known how batches are divided.*hint: .*batch_axes=\('x',\)"):
+        ShardingRules(mesh=jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)))
+    with pytest.raises(ConfigError, match=r"(?s)explicit or manual axes.*hint: .*make_mesh"):
+        ShardingRules(mesh=jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,)))
+    rules = ShardingRules(mesh=mesh(), rules={"w": P("fsdp"), "v": P(None, "tensor")})
+    with pytest.raises(StructureError, match=r"(?s)w: the rule 'w' divides what.*axis 0 is a multiple of 4.*\[6, 2\]"):
+        rules.spec("w", (6, 2))
+    with pytest.raises(StructureError, match=r"(?s)v: the rule 'v'.*hint: change the rule"):
+        rules.spec("v", (8,))
+    with pytest.raises(
+        SelectionError, match=r"(?s)the sharding rule 'v' matches no leaf.*such as w.*hint: begin it with"
+    ):
+        rules.place({"w": jnp.ones((8, 2))})
+
+
+def test_batches_that_cannot_be_divided_are_errors():
+    rules = ShardingRules(mesh=mesh())
+    with pytest.raises(DataError, match=r"(?s)batch leaf x: .*expected: a multiple of 4.*got: 6 rows.*hint: choose"):
+        rules.batch({"x": np.ones((6, 2))})
+    with pytest.raises(DataError, match=r"(?s)multiple of 8 \(4 parts × 2 microbatches\).*got: 12 rows"):
+        rules.batch({"x": np.ones((12, 2))}, num_microbatches=2)
+    placed = rules.batch({"x": np.ones((8, 2)), "scale": np.float32(2)})
+    assert placed["x"].sharding.spec == P(("data", "fsdp")) and placed["scale"].sharding.is_fully_replicated
+    assert rules.data_shard == (0, 1)
+
+
+def config():
+    return lt.models.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        tie_embeddings=False,
+        eos_token_id=0,
+    )
+
+
+def data():
+    tokens = np.random.default_rng(0).integers(0, 64, (64, 17)).astype(np.int32)
+    return array_data({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, 16)
+
+
+def losses(records):
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2}, {"fsdp": 8, "tensor": 1}])
+def test_the_decoder_trains_as_on_one_device(sizes, num_microbatches):
+    def trainer(**options):
+        model = lt.models.init(config(), key=jax.random.key(0))
+        return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), num_microbatches=num_microbatches, **options)
+
+    alone = trainer()
+    expected = losses(alone.fit(data(), num_epochs=1, eval_data=data()))
+    ours = trainer(sharding=ShardingRules(mesh=mesh(**sizes), min_bytes=0))
+    found = losses(ours.fit(data(), num_epochs=1, eval_data=data()))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    weight = ours.model.layers["mlp"]["up_proj"]["weight"]
+    first = ours.state.opt_state[0].mu.layers["mlp"]["up_proj"]["weight"]
+    parts = ours.sharding.mesh.shape["fsdp"] * ours.sharding.mesh.shape["tensor"]
+    for leaf in (weight, first):
+        assert leaf.addressable_shards[0].data.nbytes * parts == leaf.nbytes
+    np.testing.assert_allclose(ours.evaluate(data())["loss"], alone.evaluate(data())["loss"], rtol=0, atol=1e-5)
+
+
+def test_adapters_over_a_sharded_base_leave_it_where_it_is():
+    model = lt.models.init(config(), key=jax.random.key(0))
+    model = lt.lora.add(model, lt.lora.Config(rank=4), key=jax.random.key(1))
+    rules = ShardingRules(mesh=mesh(), min_bytes=2**10)
+    trainer = lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), wrt="**/lora_*", sharding=rules)
+    before = jax.tree.leaves(trainer.frozen)
+    trainer.fit(data(), num_epochs=1)
+    assert all(a is b and not a.is_deleted() for a, b in zip(before, jax.tree.leaves(trainer.frozen), strict=True))
+    base = trainer.model.layers["attn"]["q_proj"]["weight"].weight
+    assert base.sharding.spec == P(None, "tensor", "fsdp")
+
+
+def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
+    def trainer(**sizes):
+        model = lt.models.init(config(), key=jax.random.key(0))
+        rules = ShardingRules(mesh=mesh(**sizes), min_bytes=0) if sizes else None
+        return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), checkpoint_dir=tmp_path, sharding=rules)
+
+    whole = lt.Trainer(lt.models.init(config(), key=jax.random.key(0)), lt.models.loss, optax.adamw(1e-2))
+    expected = losses(whole.fit(data().repeat(), num_steps=8))
+    trainer(fsdp=4, tensor=2).fit(data(), num_steps=3)
+    found = []
+    for until, sizes in [(5, {"fsdp": 8, "tensor": 1}), (6, {"data": 4, "fsdp": 2, "tensor": 1}), (8, {})]:
+        ours = trainer(**sizes)
+        ours.restore()
+        found += losses(ours.fit(data().repeat(), num_steps=until))
+    np.testing.assert_allclose(found, expected[3:], rtol=0, atol=1e-5)
+
+
+def test_two_paths_of_one_array_are_still_refused():
+    w = jnp.ones((8, 8))
+    with pytest.raises(SelectionError, match="a and b are the same array"):
+        lt.Trainer(
+            {"a": w, "b": w}, lambda m, x: jnp.sum(m["a"] @ m["b"]), optax.sgd(1.0), sharding=ShardingRules(mesh=mesh())
+        )
+
+
+@pytest.mark.tpu_aot
+def test_a_device_holds_its_part_of_the_state(tpu_device):
+    """Compiled for four chips: the arguments are a quarter, and every donated buffer is reused."""
+    from lowtide.core import _compat
+
+    devices = _compat.tpu_topology_devices("v5e:2x2")
+    rules = ShardingRules(mesh=make_mesh(fsdp=4, devices=devices))
+    width = 1024
+    params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in ("a", "b")}
+    params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=rules.of(name, s)) for name, s in params.items()}
+    batch = rules.batch(jax.ShapeDtypeStruct((64, width), jnp.float32))
+    tx = optax.adam(1e-3)
+    opt_state = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        jax.eval_shape(tx.init, params),
+        lt.offload.state_shardings(tx, params),
+    )
+
+    def train(params, opt_state, batch):
+        grads = jax.grad(lambda p: jnp.mean((jax.nn.relu(batch @ p["a"]) @ p["b"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    report = lt.memory.analyze(
+        train, params, opt_state, batch, target="v5e:2x2", roles={"state": (0, 1)}, donate_argnums=(0, 1)
+    )
+    assert report.by_role["state"] <= 6 * width * width + 2**16
