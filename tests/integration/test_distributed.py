@@ -122,3 +122,56 @@ def test_processes_that_differ_say_in_what(odd, said, tmp_path):
     for mine, log in enumerate(logs):
         assert f"process {1 - mine} {said.format(mine)}" in log, log
         assert "hint: start all processes with the same code" in log
+
+
+def finetune(model, data, out, *flags, count=1, devices=8):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, "-m", "lowtide", "finetune", "--out", str(out), *flags]
+    command += [] if "--resume" in flags else ["--model", model, "--data", str(data), "--seq-len", "8"]
+    joined = ["--coordinator", f"localhost:{port}", "--num-processes", str(count), "--process-id"]
+    return finish(
+        [
+            subprocess.Popen(
+                [*command, *([*joined, str(process)] if count > 1 else [])],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for process in range(count)
+        ]
+    )
+
+
+def test_the_command_tunes_adapters_on_two_processes_and_goes_on_with_one(tiny_model_dir, tmp_path):
+    data = tmp_path / "data.txt"
+    data.write_text("the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60)
+    flags = ["--steps", "6", "--batch-size", "8", "--rank", "2"]
+
+    def losses(out):
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        return [record["loss"] for record in records if "loss" in record]
+
+    codes, logs = finetune(tiny_model_dir, data, tmp_path / "alone", *flags, devices=1)
+    assert codes == [0], logs
+    codes, logs = finetune(
+        tiny_model_dir, data, tmp_path / "both", *flags, "--distributed", "fsdp=4,tensor=2", count=2, devices=4
+    )
+    assert codes == [0, 0], logs
+    assert "8 of 2 processes: data 1, fsdp 4, tensor 2" in logs[0] and "held-out loss" not in logs[1]
+    np.testing.assert_allclose(losses(tmp_path / "both"), losses(tmp_path / "alone"), rtol=0, atol=1e-5)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "both" / "adapter" / name).is_file()
+    codes, logs = finetune(None, None, tmp_path / "both", "--resume", "--distributed", devices=8)
+    assert codes == [0], logs
+    assert "6 of 6 done" in logs[0] and "8 of 1 process: data 1, fsdp 8, tensor 1" in logs[0]
+    codes, logs = finetune(tiny_model_dir, data, tmp_path / "both", *flags, "--distributed", count=2, devices=4)
+    assert codes == [2, 2], logs
+    assert "the folder is not empty" in logs[0] and "the first process failed: " in logs[1]

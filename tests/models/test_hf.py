@@ -245,3 +245,15 @@ def test_unusable_entries_of_the_config_are_named(directory, changes, message):
 def test_an_empty_list_of_end_tokens_means_none(directory):
     _edit_config(directory, eos_token_id=[])
     assert load(directory).config.eos_token_id is None
+
+
+def test_each_device_reads_its_part(tiny_model_dir):
+    from lowtide.train import ShardingRules, make_mesh
+
+    rules = ShardingRules(mesh=make_mesh(fsdp=4, tensor=2), min_bytes=0)
+    whole, ours = load(tiny_model_dir), load(tiny_model_dir, sharding=rules.of)
+    jax.tree.map(np.testing.assert_array_equal, ours, whole)
+    weight = ours.layers["attn"]["q_proj"]["weight"]
+    assert weight.addressable_shards[0].data.nbytes * 8 == weight.nbytes
+    half = load(tiny_model_dir, sharding=rules.of, dtype="bfloat16")
+    assert half.layers["attn"]["q_proj"]["weight"].dtype == "bfloat16"

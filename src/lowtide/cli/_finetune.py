@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import format_bytes
+from . import _distributed
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -73,6 +74,7 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    _distributed.register(parser)
     parser.set_defaults(run=run)
 
 
@@ -82,19 +84,24 @@ def run(args: argparse.Namespace) -> int:
     from ..core import ConfigError, LowtideError
     from ..train import open_run, read_config
 
-    console = Console(highlight=False)
+    sharding = _distributed.start(args)
+    is_first = _distributed.is_first()
+    console = Console(highlight=False, quiet=not is_first)
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
     values = read_config(args.config) if args.config else {}
     values |= {field: value for field in (*_FLAGS, "full") if (value := getattr(args, field)) is not None}
+    if args.out is None and not _distributed.is_alone():
+        raise ConfigError("several processes need --out", hint="name one folder that all of them see")
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
     try:
-        _finetune(console, config, out, interrupted)
+        _finetune(console, config, out, interrupted, sharding)
     except LowtideError:
         with contextlib.suppress(OSError):
-            out.rmdir()  # only if nothing was written
+            if is_first:
+                out.rmdir()  # only if nothing was written
         raise
     except KeyboardInterrupt:
         if (out / "config.toml").is_file():
@@ -103,12 +110,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _finetune(console: Console, config: Any, out: Path, interrupted: threading.Event) -> None:
+def _finetune(console: Console, config: Any, out: Path, interrupted: threading.Event, sharding: Any) -> None:
     from ..train import Finetune
 
     with _progress(console) as progress:
         task = progress.add_task("reading model and data", total=None)
-        job = Finetune(config, out, on_tokenise=lambda done, total: progress.update(task, completed=done, total=total))
+
+        def show(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
+        job = Finetune(config, out, on_tokenise=show, sharding=sharding)
         progress.update(task, description="compiling the step, and the naive one", total=None)
         table = job.memory()
         progress.remove_task(task)
@@ -116,7 +127,7 @@ def _finetune(console: Console, config: Any, out: Path, interrupted: threading.E
     before = job.sample_before()
     _train(console, job, table, interrupted)
     job.finish(table)
-    if config.sample_tokens:
+    if job.samples:
         _print_samples(console, {"before": before, "after": job.sample(job.trainer.model)})
     _print_bytes(console, config, table)
     if losses := job.eval_losses():
@@ -177,6 +188,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         **_how(config, table),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""),
+        **_distributed.described(job.trainer.sharding),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"

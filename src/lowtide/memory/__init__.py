@@ -6,6 +6,7 @@ from ._buffers import Buffer as Buffer
 from ._compile import Program as Program
 from ._compile import compile as compile
 from ._compile import crossed_donations as crossed_donations
+from ._compile import is_out_of_memory as is_out_of_memory
 from ._diff import DiffRow as DiffRow
 from ._diff import MemoryDiff as MemoryDiff
 from ._diff import diff as diff
@@ -20,6 +21,7 @@ from ._job import Job as Job
 from ._lint import Finding as Finding
 from ._lint import lint as lint
 from ._oom import explain_oom as explain_oom
+from ._oom import shortage as shortage
 from ._remedies import Remedy as Remedy
 from ._remedies import remedies as remedies
 from ._report import MemoryReport as MemoryReport
@@ -52,8 +54,10 @@ __all__ = [
     "diff",
     "explain_oom",
     "extrapolate",
+    "is_out_of_memory",
     "lint",
     "remedies",
+    "shortage",
     "target",
     "targets",
     "undonated",

@@ -12,18 +12,21 @@ import io
 import tempfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from lowtide.core import OutOfMemoryError, format_bytes
 from lowtide.core._compat import Compilation, watch_compilations
 
-from ._analyze import examine_dump
-from ._compile import is_out_of_memory, read_dump
+from ._analyze import examine, examine_dump
+from ._compile import Program, is_out_of_memory, read_dump
 from ._lint import lint_owners
 from ._remedies import Remedy, ranked, suggest
 from ._report import MemoryReport
 from ._targets import Target, resolve_target
+
+_HINT = "lowtide.memory.remedies(step, *args) compiles the remedies that only change how the step is called"
 
 
 @contextlib.contextmanager
@@ -124,23 +127,70 @@ def _owners(culprit: Compilation, goal: Target, roles: Mapping[str, str]) -> tup
     return report, ranked(suggest(report, owners, findings), report)
 
 
+def shortage(
+    program: Program,
+    *,
+    when: str = "before it ran",
+    roles: Mapping[str, Any] | None = None,
+    budget_bytes: int | None = None,
+    top: int = 12,
+    hint: str = _HINT,
+) -> OutOfMemoryError:
+    """The error that says who owns the bytes of a program that is too large, and what would help.
+
+    Args:
+        program: what `lowtide.memory.compile` made.
+        when: when the memory ran out.
+        roles: what to call which arguments, as in `lowtide.memory.analyze`.
+        budget_bytes: the bytes that it may have; by default those of its target.
+        top: how many owners and remedies the message lists.
+        hint: what the reader can do.
+
+    Returns:
+        The error, for the caller to raise; its `report` and `remedies` are for programs.
+
+    Memory:
+        Reads what the compiler dumped; allocates nothing on the device.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.memory import compile
+        >>> error = shortage(compile(lambda x: x @ x, jnp.ones((8, 8))), budget_bytes=100)
+        >>> str(error).splitlines()[0]
+        '[LT010] out of memory before it ran: the program needs 512 B on one device of this machine (100 B usable)'
+    """
+    report, owners = examine(program, roles)
+    found = () if owners is None else ranked(suggest(report, owners, lint_owners(owners, report)), report)
+    return _explained(when, report, found, top, budget_bytes, live=program.error is None, hint=hint)
+
+
 def _error(
     error: Exception, culprit: Compilation, report: MemoryReport, remedies: tuple[Remedy, ...], top: int
 ) -> OutOfMemoryError:
-    usable = report.target.device_bytes
+    refused = culprit.error is not None
+    return _explained("while it was compiled" if refused else "while it ran", report, remedies, top, live=not refused)
+
+
+def _explained(
+    when: str,
+    report: MemoryReport,
+    remedies: tuple[Remedy, ...],
+    top: int,
+    budget_bytes: int | None = None,
+    *,
+    live: bool,
+    hint: str = _HINT,
+) -> OutOfMemoryError:
+    usable = report.target.device_bytes if budget_bytes is None else budget_bytes
     room = f"{format_bytes(usable)} usable" if usable is not None else "capacity unknown"
-    when = "while it was compiled" if culprit.error is not None else "while it ran"
     listed = "\n".join(f"  {number}. {remedy}" for number, remedy in enumerate(remedies[:top], start=1))
     message = (
         f"out of memory {when}: the program needs {format_bytes(report.device_bytes)} on one device of "
         f"{'this machine' if report.target.name == 'here' else report.target.name} ({room})\n{_text(report, top)}"
         + (f"\nremedies, each by itself:\n{listed}" if listed else "")
-        + ("" if culprit.error is not None else f"\n{_live_arrays(report)}")
+        + (f"\n{_live_arrays(report)}" if live else "")
     )
-    explained = OutOfMemoryError(
-        message,
-        hint="lowtide.memory.remedies(step, *args) compiles the remedies that only change how the step is called",
-    )
+    explained = OutOfMemoryError(message, hint=hint)
     explained.report, explained.remedies = report, remedies
     return explained
 

@@ -8,8 +8,9 @@ fails at once and by name. Weights are stacked one leaf at a time: the host neve
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, ModelFileError, OutputError, Tree, Where, format_bytes, leaves_with_paths, select
+from ..core import (
+    ConfigError,
+    ModelFileError,
+    OutputError,
+    Tree,
+    Where,
+    format_bytes,
+    leaves_with_paths,
+    path_str,
+    select,
+)
 from ._config import LlamaConfig, config_from_hf, config_to_hf
 from ._llama import EXTERNAL, Llama, parameter_shapes
 
@@ -29,7 +40,12 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def load(
-    directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32", host: Where | None = None
+    directory: str | Path,
+    *,
+    dtype: Any = "auto",
+    compute_dtype: Any = "float32",
+    host: Where | None = None,
+    sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
 ) -> Llama:
     """Read a Llama model from a Hugging Face directory.
 
@@ -40,9 +56,11 @@ def load(
         host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
             from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
             may be larger than it.
+        sharding: where the leaf of a path and a shape (`jax.ShapeDtypeStruct`) belongs on several devices, such as
+            `lowtide.train.ShardingRules.of`. Each process reads what its devices hold.
 
     Returns:
-        The decoder, on JAX's default device but for the leaves that `host` selects.
+        The decoder, on JAX's default device but for the leaves that `host` selects, or as `sharding` says.
 
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
@@ -51,7 +69,8 @@ def load(
         SelectionError: when `host` selects nothing.
 
     Memory:
-        The parameters where they belong, and one stacked leaf at a time beside them on the host.
+        The parameters where they belong, and beside them on the host one stacked leaf at a time, with `sharding` one
+        device's part of it.
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
@@ -73,14 +92,14 @@ def load(
             names = _tensor_names(path, config)
             # The layers of a stack may be stored in different dtypes: none of them loses digits.
             stored = {_DTYPES[tensors[name][1].get_slice(name).get_dtype()] for name in names}
-            read = np.empty(shape, jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype))
-            for index, name in enumerate(names):
-                value = tensors[name][1].get_tensor(name)
-                if len(names) == 1 and shape == value.shape:
-                    read[...] = value
-                else:
-                    read[index] = value
-            leaves.append(jax.device_put(read, _host_memory()) if on_the_host else jnp.asarray(read))
+            kind = jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype)
+            read = functools.partial(_read, [(name, tensors[name][1]) for name in names], shape, kind)
+            if sharding is None:
+                leaves.append(jax.device_put(read(), _host_memory()) if on_the_host else jnp.asarray(read()))
+                continue
+            place = sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
+            place = place.with_memory_kind("pinned_host") if on_the_host else place
+            leaves.append(jax.make_array_from_callback(shape, place, read))
     params = treedef.unflatten(leaves)
     return Llama(params["outer"], params["layers"], config, jnp.dtype(compute_dtype).name)
 
@@ -207,6 +226,20 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, index: Any = ()) -> np.ndarray:
+    """A part of a leaf, which is one tensor or a stack of one a layer."""
+    index = (*index, *(slice(None) for _ in shape[len(index) :]))
+    if len(shape) == len(tensors[0][1].get_slice(tensors[0][0]).get_shape()):
+        return np.asarray(tensors[0][1].get_slice(tensors[0][0])[index]).astype(dtype)
+    layers, rest = range(shape[0])[index[0]], index[1:]
+    sizes = [len(range(size)[part]) for size, part in zip(shape[1:], rest, strict=True)]
+    part = np.empty((len(layers), *sizes), dtype)
+    for at, layer in enumerate(layers):
+        name, file = tensors[layer]
+        part[at] = file.get_slice(name)[rest]
+    return part
 
 
 def _host_memory() -> jax.sharding.Sharding:

@@ -18,6 +18,7 @@ import jax
 from ..core import ConfigError, OutputError
 
 if TYPE_CHECKING:
+    from ..memory import MemoryReport
     from ._trainer import Trainer
 
 Record = dict[str, float | int]
@@ -40,6 +41,9 @@ class Callback:
 
     def on_train_end(self, trainer: Trainer) -> None:
         """`fit` has ended without an exception."""
+
+    def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
+        """The step was compiled, and is about to run for the first time in this `fit`."""
 
     def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
         """The first step of an epoch, counted from 0, is about to run."""

@@ -36,6 +36,7 @@ class Evaluation:
         weight: weight of a batch.
         seed: of the keys that the loss function gets.
         place: puts a batch on the device.
+        in_turn: waits for results where programs must not overlap.
         out_shardings: where results are, on several devices.
     """
 
@@ -46,9 +47,11 @@ class Evaluation:
         seed: int,
         *,
         place: Callable[[Tree], Tree],
+        in_turn: Callable[[Tree], Tree],
         out_shardings: Any = None,
     ) -> None:
-        self._step, self._weight, self._seed, self._place, self._out = step, weight, seed, place, out_shardings
+        self._step, self._weight, self._seed, self._out = step, weight, seed, out_shardings
+        self._place, self._in_turn = place, in_turn
         self._means = jax.jit(self._batch_means, out_shardings=out_shardings)
         self._last: tuple[Any, Any] | None = None
 
@@ -65,7 +68,8 @@ class Evaluation:
         """
         sums = None
         for batch in data:
-            found = self._means(parts, count, self._place(batch))
+            found = self._in_turn(self._means(parts, count, self._place(batch)))
+            jax.block_until_ready(sums)  # two batches at a time on the device, however fast they are read
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         if sums is None:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
@@ -79,7 +83,7 @@ class Evaluation:
             self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
         run, before = self._last[1], None
         for batch in data:
-            now = run(parts, self._place(batch))
+            now = self._in_turn(run(parts, self._place(batch)))
             if before is not None:
                 yield jax.device_get(before[0])
             before = (now,)

@@ -77,6 +77,13 @@ class Feed:
         self.before: dict[str, Any] = self.position()
         """`position` when the last batch had not been asked for."""
 
+    @property
+    def num_steps(self) -> int | None:
+        """The step at which the run ends, where that is known."""
+        ends = [self._num_steps]
+        ends.append(self._num_epochs * self._length if self._num_epochs is not None and self._length else None)
+        return min((end for end in ends if end is not None), default=None)
+
     def start(self, step: int, position: Mapping[str, Any] | None = None) -> None:
         """Go to where a step begins.
 

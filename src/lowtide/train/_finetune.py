@@ -20,12 +20,13 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
-from ..core import ConfigError, ModelFileError, Tree, num_layers, tree_bytes, write_files
+from ..core import ConfigError, ModelFileError, Tree, combine, num_layers, partition, tree_bytes, write_files
 from ..memory import Target
 from ..offload import to_device
-from ._config import FinetuneConfig
+from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
 from ._preview import analyze_naive
+from ._processes import Processes, of_first
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -38,6 +39,7 @@ from ._runs import (
     read_records,
     write_config,
 )
+from ._sharding import ShardingRules
 from ._table import MemoryTable
 from ._text import IGNORE, TextData, read_documents, text_data
 from ._trainer import Record, Trainer
@@ -53,29 +55,43 @@ class Finetune:
         config: what to do.
         out: the run's folder, checked by `open_run`.
         on_tokenise: called with documents done and documents in all.
+        sharding: how the work is shared among devices, of one process or of many.
 
     Raises:
         ModelFileError: for an unusable model directory.
         DataError: for unusable data.
         SelectionError: when ``config.targets`` matches no module.
-        ConfigError: when a resumed run's data changed.
+        ConfigError: when a resumed run's data changed, processes differ, or `sharding` meets ``full`` or ``offload``.
         StructureError: when a checkpoint does not fit.
     """
 
     def __init__(
-        self, config: FinetuneConfig, out: str | Path, *, on_tokenise: Callable[[int, int], None] | None = None
+        self,
+        config: FinetuneConfig,
+        out: str | Path,
+        *,
+        on_tokenise: Callable[[int, int], None] | None = None,
+        sharding: ShardingRules | None = None,
     ) -> None:
+        if sharding is not None and (config.full or config.offload):
+            raise ConfigError(
+                "what is in host memory cannot be shared among devices yet",
+                expected="adapters, with everything on the devices",
+                got="full" if config.full else f"offload = {', '.join(config.offload or ())}",
+                hint="leave --distributed or --full and --offload out",
+            )
+        self._processes = Processes(sharding)
         self.config, self.out = config, Path(out)
         self.directory = Path(config.model) if config.model is not None else models.base_path()
-        self.base, self.tokenizer = _load(config, self.directory)
+        self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
         model = self.base if config.full else _with_adapters(config, self.base)
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
         jax.eval_shape(loss_fn, model, self.data.train[0])
+        self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
-        write_config(self.out, config)
-        check_same_data(self.out, self.data.digest)
+        of_first(lambda: (write_config(self.out, config), check_same_data(self.out, self.data.digest)))
         self.schedule = _schedule(config)
         self._naive = optimizer(dataclasses.replace(config, offload=()), self.schedule)
         tx: Any = optimizer(config, self.schedule)
@@ -88,6 +104,7 @@ class Finetune:
             tx,
             weight=_num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
+            sharding=sharding,
             rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
             **options,
         )
@@ -162,6 +179,7 @@ class Finetune:
                 eval_every=self.config.eval_every,
                 checkpoint_every=self.config.checkpoint_every,
                 on_record=record_step,
+                progress=False,
             )
         finally:
             metrics.close()
@@ -173,12 +191,18 @@ class Finetune:
             table: the result of `memory`.
 
         Memory:
-            On the host, of a whole model one shard at a time.
+            On the host, of a whole model one shard at a time. Sharded adapters come to every device as a whole.
         """
+        model, sharding = self.trainer.model, self.trainer.sharding
+        if sharding is not None:
+            trainable, frozen = partition(model, _WRT)
+            model = combine(sharding.gather(trainable), frozen)
+        if not self._processes.is_first:
+            return
         if self.config.full:
-            models.save(self.trainer.model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
+            models.save(model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
         else:
-            lora.save(self.trainer.model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
+            lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
 
     def eval_losses(self) -> list[tuple[int, float]]:
@@ -191,9 +215,15 @@ class Finetune:
 
         Returns:
             None when no sample is asked for, or a resumed run tunes the whole model: there is only the tuned one then.
+            Several processes sample nothing.
         """
         gone = self.config.full and self.resumed_at is not None
-        return None if gone or not self.config.sample_tokens else self.sample(self.base)
+        return None if gone or not self.samples else self.sample(self.base)
+
+    @property
+    def samples(self) -> bool:
+        """Whether text is sampled before and after."""
+        return bool(self.config.sample_tokens) and self._processes.count == 1
 
     def sample(self, model: Tree) -> tuple[str, str]:
         """Continue the beginning of a held-out sequence.
@@ -225,7 +255,7 @@ def _check_finite(record: Record) -> None:
             )
 
 
-def _load(config: FinetuneConfig, directory: Path) -> tuple[models.Llama, Tokenizer]:
+def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:
     # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
     on_cpu = jax.default_backend() == "cpu"
     stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
@@ -241,7 +271,13 @@ def _load(config: FinetuneConfig, directory: Path) -> tuple[models.Llama, Tokeni
             hint="tokenizer.json and config.json are of different models",
         )
     stored = "float32" if config.full else stored  # what trains, as adapters do
-    return models.load(directory, dtype=stored, compute_dtype=compute, host=is_hosted(config)), tokenizer
+    options: dict[str, Any] = {
+        "dtype": stored,
+        "compute_dtype": compute,
+        "host": is_hosted(config),
+        "sharding": sharding,
+    }
+    return models.load(directory, **options), tokenizer
 
 
 def _with_adapters(config: FinetuneConfig, base: models.Llama) -> Tree:

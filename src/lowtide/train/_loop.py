@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ..core import NonFiniteError, Tree, leaves_with_paths
+from ..core import LowtideError, NonFiniteError, Tree, leaves_with_paths
+from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData
+from ._progress import Progress
 from ._rollback import Terminated
 
 if TYPE_CHECKING:
@@ -41,11 +43,16 @@ class Loop:
     checkpoint_every: int | None
     callbacks: Sequence[Callback]
     on_record: Callable[[Record], None] | None
+    progress: bool
 
     def __post_init__(self) -> None:
         self.records: list[Record] = []
         self.feed = Feed(self.data, self.num_steps, self.num_epochs)
         self.feed.start(self.trainer.step, self.trainer.position)
+        if self.progress and self.trainer.processes.is_first:
+            self.callbacks = (Progress(self.feed.num_steps), *self.callbacks)
+        self._batch: Tree = None
+        """The last batch, to explain a shortage of memory with."""
         self._pending: list[tuple[int, Tree, float, Any]] = []
         self._wish = 0
         """The largest wish of all processes, as far as it is known: the same in all of them."""
@@ -116,6 +123,9 @@ class Loop:
 
     def _step(self, step: int, batch: Tree, terminated: Terminated) -> None:
         self._tell("on_step_begin", step)
+        is_first, self._batch = self._batch is None, batch
+        if is_first:
+            self._tell("on_preflight", self.trainer.preflight(batch))
         started = time.perf_counter()
         metrics = self.trainer.advance(batch)
         self._is_untrained = False
@@ -200,6 +210,8 @@ class Loop:
         self._pending, trainer = [], self.trainer
         trainer.position = here = self._position()
         error.add_note(trainer.recover())
+        if self._batch is not None and is_out_of_memory(error) and not isinstance(error, LowtideError):
+            self._explain(error)
         went_back = trainer.position is not here
         if trainer.processes.count > 1:  # to save they would all have to be here
             self._tell("on_exception", error)
@@ -209,6 +221,13 @@ class Loop:
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()
         self._tell("on_exception", error)
+
+    def _explain(self, error: BaseException) -> None:
+        """Say of an out-of-memory error of JAX who owns the bytes of the step."""
+        try:
+            error.add_note(str(self.trainer.shortage(self._batch, "in fit")))
+        except Exception as failure:  # the user's error must never be hidden by ours
+            error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
 
     def _emit(self, record: Record) -> None:
         self.records.append(record)

@@ -15,8 +15,9 @@ import optax
 
 from ..core import Tree, Where, accumulate, combine, partition
 from ..memory import MemoryReport, Target, analyze
+from ..offload import state_shardings
 from ._models import parse_loss, split_static
-from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat
+from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat, spread
 
 
 def analyze_step(
@@ -50,7 +51,7 @@ def analyze_step(
     """
     step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
     trainable, mutable, frozen = step.split(jax.tree.map(_shape, split_static(model)[0]))
-    opt_state = jax.eval_shape(tx.init, trainable)
+    opt_state = _state_shapes(tx, trainable)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     arguments = (trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch))
     roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
@@ -88,7 +89,7 @@ def analyze_naive(
     """
     arrays, static = split_static(model)
     trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
-    opt_state = jax.eval_shape(tx.init, combine(trainable, frozen))
+    opt_state = _state_shapes(tx, combine(trainable, frozen))
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Any, ...]:
         def loss(halves: tuple[Tree, Tree], batch: Tree) -> Any:
@@ -115,4 +116,12 @@ def analyze_naive(
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spread(leaf))
+
+
+def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:
+    shapes = jax.eval_shape(tx.init, params)
+    if not all(isinstance(leaf.sharding, jax.sharding.NamedSharding) for leaf in jax.tree.leaves(params)):
+        return shapes
+    places = state_shardings(tx, params)
+    return jax.tree.map(lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, places)

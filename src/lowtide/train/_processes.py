@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,34 @@ _TOPICS = itertools.count()
 _GRACE_SECONDS = 5
 """How long a process has to fail by itself, after it heard that another one has."""
 _POLL_SECONDS = 1
+
+
+def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
+    """What the first process makes, in all of them: for what only one may do, such as making a folder.
+
+    Args:
+        make: called in the first process; gives JSON.
+        timeout_seconds: how long the others wait.
+
+    Raises:
+        StateError: in the others, with what went wrong in the first.
+        Exception: in the first, what `make` raises.
+    """
+    if jax.process_count() == 1:
+        return make()
+    topic, said = f"lowtide/first/{next(_TOPICS)}", ""
+    try:
+        made = make() if jax.process_index() == 0 else None
+        said = json.dumps({"made": made})
+    except Exception as error:
+        said = json.dumps({"error": str(error)})
+        raise
+    finally:
+        first = exchange(topic, said, timeout_seconds)[0]
+    answer = json.loads(first) if first else {"error": f"it did not come within {timeout_seconds} s"}
+    if "error" in answer:
+        raise StateError(f"the first process failed: {answer['error']}", hint="look at its log")
+    return answer["made"]
 
 
 class Processes:
@@ -114,6 +142,16 @@ class Processes:
             return saved[0]
         return saved[jax.process_index()] if len(saved) == self.count else {**saved[0], "num_processes": len(saved)}
 
+    def in_turn(self, results: Tree) -> Tree:
+        """Results, on CPUs of several processes when they are there.
+
+        Collectives of two programs that run at once on CPUs may wait for each other's threads for ever; accelerators
+        run one program after the other.
+        """
+        if self.count > 1 and jax.default_backend() == "cpu":
+            jax.block_until_ready(results)
+        return results
+
     def vote(self, wish: int) -> Any:
         """The largest wish of all processes, as an array that is ready when the step sent before it is."""
         if self.count == 1 or self._rules is None:
@@ -123,7 +161,7 @@ class Processes:
         count = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
         wishes = jax.make_array_from_process_local_data(everywhere, np.full(count, wish, np.int32), (mesh.size,))
         assert self._any is not None
-        return self._any(wishes)
+        return self.in_turn(self._any(wishes))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:

@@ -13,12 +13,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from ..core import ConfigError, OutputError, write_files
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
+from ._processes import of_first
 
 CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
     "config.toml",
@@ -47,7 +51,11 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         OutputError: when `out` holds something and `resume` is not set, cannot be written, or has nothing to resume.
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
-    out = Path(out)
+    saved = of_first(lambda: config_to_toml(_open_run(Path(out), values, where, resume=resume)))
+    return config_from_dict(tomllib.loads(saved), where)
+
+
+def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
     # Absolute paths, so that the run can be resumed from another working directory.
     paths = {name: str(Path(values[name]).resolve()) for name in ("model", "data") if isinstance(values.get(name), str)}
     values = {**values, **paths}
@@ -78,6 +86,8 @@ def write_config(out: Path, config: FinetuneConfig) -> None:
 
 def check_same_data(out: Path, digest: str) -> None:
     """Refuse to resume over other data; the first call of a run records which data it is.
+
+    For the first process.
 
     Raises:
         ConfigError: when the tokens differ from those the run began with.
@@ -119,18 +129,24 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, keep_through: int | None) -> None:
+        self._file = None
+        if jax.process_index():  # one process writes
+            return
         kept = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
         write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in kept).encode()})
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one record."""
+        if self._file is None:
+            return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -25,12 +25,14 @@ import optax
 
 from ..core import (
     ConfigError,
+    OutOfMemoryError,
     SelectionError,
     Tree,
     Where,
+    parse_bytes,
     shared_leaves,
 )
-from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
+from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..offload import LayerwiseStep
 from ._callbacks import Callback, Record
 from ._checkpoint import Checkpoints
@@ -50,6 +52,8 @@ from ._owned import settled
 from ._rollback import undisturbed
 from ._sharding import ShardingRules
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
+
+_ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 
 
 class Trainer(Kept):
@@ -80,6 +84,8 @@ class Trainer(Kept):
             after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
         max_to_keep: how many checkpoints to keep.
+        budget: bytes that a step may use on a device, as a number or such as ``"14 GiB"``; by default what the device
+            has. A step that needs more is refused before it runs.
         sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
             where they are, and batches go to the default device.
 
@@ -118,6 +124,7 @@ class Trainer(Kept):
         rollback: bool = True,
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
+        budget: int | str | None = None,
         sharding: ShardingRules | None = None,
     ) -> None:
         if sharding is not None:
@@ -160,6 +167,10 @@ class Trainer(Kept):
         self._num_microbatches = num_microbatches
         checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
         super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
+        self.budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+        """Bytes that a step may use on a device; None for what the device has."""
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
         self.on_nan = on_nan
         """What to do when loss or gradients are not finite."""
         self.is_stopped = False
@@ -170,6 +181,7 @@ class Trainer(Kept):
             weight,
             seed,
             place=self._on_device,
+            in_turn=self.processes.in_turn,
             out_shardings=None if sharding is None else sharding.replicated(),
         )
 
@@ -201,11 +213,38 @@ class Trainer(Kept):
         Returns:
             The report for one device.
         """
-        roles = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
-        batch = batch if self.sharding is None else self.sharding.batch(batch, self._num_microbatches)
+        batch = _shapes(batch) if self.sharding is None else self.sharding.batch(batch, self._num_microbatches)
         if target is None:
-            return analyze_compiled(self._compile(batch), roles=roles)
-        return analyze(self.step_fn, *self._arguments(batch), target=target, roles=roles)
+            return analyze_compiled(self._compile(batch), roles=_ROLES)
+        return analyze(self.step_fn, *self._arguments(batch), target=target, roles=_ROLES)
+
+    def preflight(self, batch: Tree) -> MemoryReport:
+        """Compile the step, and refuse it if the device is too small; `fit` does so before its first step.
+
+        Args:
+            batch: a batch, or shapes of one.
+
+        Returns:
+            What `memory` returns.
+
+        Raises:
+            OutOfMemoryError: for a step that needs more than `budget`, with the owners of its bytes and remedies.
+
+        Memory:
+            Compiles; a step that is refused is compiled twice.
+        """
+        report = self.memory(batch)
+        usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
+        if usable is not None and report.device_bytes > usable:
+            raise self.shortage(batch, "before the first step")
+        return report
+
+    def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
+        """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
+        batch = _shapes(batch) if self.sharding is None else self.sharding.batch(batch, self._num_microbatches)
+        program = compile(self.step_fn, *self._arguments(batch))
+        hint = "fewer rows a batch, Trainer(num_microbatches=...), lt.offload.optimizer(tx), or a larger budget"
+        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=hint)
 
     def fit(
         self,
@@ -218,6 +257,7 @@ class Trainer(Kept):
         checkpoint_every: int | None = None,
         callbacks: Sequence[Callback] = (),
         on_record: Callable[[Record], None] | None = None,
+        progress: bool = True,
     ) -> list[Record]:
         """Train up to a step or an epoch, counted from the beginning of the run.
 
@@ -233,6 +273,8 @@ class Trainer(Kept):
                 that of an interrupt.
             callbacks: told of everything that happens.
             on_record: called with every record as soon as its values are known.
+            progress: print the bytes of the step and evaluations to standard error, and on a terminal a bar; in the
+                first of several processes.
 
         Returns:
             The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step``,
@@ -240,6 +282,8 @@ class Trainer(Kept):
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
+            OutOfMemoryError: for a step that needs more than `budget`. When memory runs out although it should not,
+                JAX's error is raised with the same explanation as a note.
             ConfigError: without an end, or when `checkpoint_every` is given without a `checkpoint_dir`.
             OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
             DataError: when `data` ends before the run.
@@ -263,6 +307,7 @@ class Trainer(Kept):
             checkpoint_every=checkpoint_every,
             callbacks=tuple(callbacks),
             on_record=on_record,
+            progress=progress,
         )
         try:
             return loop.run()
@@ -287,7 +332,7 @@ class Trainer(Kept):
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
             self.state = TrainState(step, trainable, opt_state, mutable)
-        return metrics
+        return self.processes.in_turn(metrics)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
@@ -379,6 +424,12 @@ class Trainer(Kept):
             check_donation(compiled, arg_names=STEP_ARGUMENTS)
             self._compiled[shapes] = compiled
         return self._compiled[shapes]
+
+
+def _shapes(batch: Tree) -> Tree:
+    """Of what is not on the device yet the shapes that it will have there."""
+    known = (jax.Array, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), batch)
 
 
 def _placed(model: Any, sharding: ShardingRules) -> Any:

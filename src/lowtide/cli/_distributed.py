@@ -1,0 +1,107 @@
+"""The flags of a command that runs on many devices, and how its processes find each other."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+
+from ..core import ConfigError
+
+_HEARTBEAT_SECONDS = 30
+"""How long a process may be silent before the others end; JAX's default of 100 leaves a dead run waiting."""
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    group = parser.add_argument_group(
+        "many devices", "Processes find each other under Slurm, Open MPI, Kubernetes and on Cloud TPU, or by the flags."
+    )
+    group.add_argument(
+        "--distributed",
+        nargs="?",
+        const="",
+        metavar="MESH",
+        help="share the work among all devices of all processes: fsdp over all of them, or e.g. data=2,fsdp=4,tensor=2",
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="where the first process listens")
+    group.add_argument("--num-processes", type=int, metavar="N", help="how many processes there are")
+    group.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
+
+
+def start(args: argparse.Namespace) -> Any:
+    """Join the other processes.
+
+    Args:
+        args: the parsed flags.
+
+    Returns:
+        The `lowtide.train.ShardingRules` of the run, or None for one device.
+
+    Raises:
+        ConfigError: for flags that contradict each other, or a mesh that the devices do not make.
+    """
+    given = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
+    lacking = [name for name, value in given.items() if value is None]
+    if args.distributed is None:
+        if len(lacking) < len(given):
+            raise ConfigError("processes are only joined by --distributed", hint="add --distributed")
+        return None
+    sizes = _sizes(args.distributed)
+    if lacking and len(lacking) < len(given):
+        raise ConfigError(
+            f"{', '.join(lacking)} is missing",
+            expected=f"{', '.join(given)} together, or none of them under a scheduler that JAX knows",
+            hint="give all three",
+        )
+    try:
+        jax.distributed.initialize(
+            args.coordinator,
+            args.num_processes,
+            args.process_id,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=_HEARTBEAT_SECONDS,
+        )
+    except ValueError as error:
+        if not lacking:
+            raise ConfigError(
+                "the processes cannot be joined", got=error, hint="check --coordinator, --num-processes, --process-id"
+            ) from error
+        # No scheduler that JAX knows: one process, with all devices of this machine; the plan says so.
+    from ..train import ShardingRules, make_mesh
+
+    return ShardingRules(mesh=make_mesh(**sizes))
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes."""
+    return jax.process_index() == 0
+
+
+def is_alone() -> bool:
+    """Whether there is one process."""
+    return jax.process_count() == 1
+
+
+def described(sharding: Any) -> dict[str, str]:
+    """The line of the plan that says what the work is shared among."""
+    if sharding is None:
+        return {}
+    count = jax.process_count()
+    shape = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
+    return {"devices": f"{sharding.mesh.size} of {count} process{'es' if count > 1 else ''}: {shape}"}
+
+
+def _sizes(text: str) -> dict[str, Any]:
+    sizes: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in ("data", "fsdp", "tensor") or not size.lstrip("-").isdigit():
+            raise ConfigError(
+                f"--distributed: {part!r} is no axis of a mesh",
+                expected="data=N, fsdp=N or tensor=N, separated by commas",
+                hint="--distributed fsdp=4,tensor=2",
+            )
+        sizes[name] = int(size)
+    return sizes

@@ -1,0 +1,85 @@
+"""What `Trainer.fit` shows of a run: the bytes of its step before it begins, evaluations, and on a terminal a bar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from ..core import format_bytes
+from ._callbacks import Callback, Record
+
+if TYPE_CHECKING:
+    from ..memory import MemoryReport
+    from ._trainer import Trainer
+
+
+class Progress(Callback):
+    """Print to standard error.
+
+    Args:
+        num_steps: the step at which the run ends, or None where that is not known.
+    """
+
+    def __init__(self, num_steps: int | None) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._num_steps = num_steps
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+
+    def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
+        """Print the predicted bytes beside those that there are, and begin the bar."""
+        self._console.print(memory_table(report, trainer.budget_bytes))
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+            self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True)
+            self._task = self._bar.add_task("training", total=self._num_steps, completed=trainer.step)
+            self._bar.start()
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Move the bar, or print an evaluation."""
+        if "eval_loss" in record:
+            self._console.print(f"step {record['step']:>6}  eval_loss {record['eval_loss']:.4f}")
+        elif self._bar is not None:
+            text = f"loss {record['loss']:.4f}  {record['seconds']:.3f} s/step"
+            self._bar.update(self._task, completed=record["step"], description=text)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Take the bar away."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Take the bar away."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table:
+    """The predicted bytes of each role of a step, and what there is.
+
+    Args:
+        report: of the step.
+        budget_bytes: what it may use; by default what the device has.
+    """
+    usable = report.target.device_bytes if budget_bytes is None else budget_bytes
+    chip = report.target.chip
+    table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
+    table.add_column("step (compiled)", footer="predicted")
+    of = f" of {format_bytes(usable)}" if usable is not None else ""
+    table.add_column(f"one device ({chip})", justify="right", footer=f"{format_bytes(report.device_bytes)}{of}")
+    if report.host_bytes:
+        there = report.target.host_bytes
+        of = f" of {format_bytes(there)}" if there is not None else ""
+        table.add_column("host", justify="right", footer=f"{format_bytes(report.host_bytes)}{of}")
+    names = [name for name, size in report.by_role.items() if size or report.host_by_role.get(name)]
+    for name in names:
+        hosted = [format_bytes(report.host_by_role.get(name, 0))] if report.host_bytes else []
+        table.add_row(name, format_bytes(report.by_role[name]), *hosted)
+    return table

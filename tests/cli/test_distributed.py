@@ -1,0 +1,20 @@
+"""The flags of a run on many devices, and what is wrong with them. Runs: `tests/integration/test_distributed.py`."""
+
+import pytest
+
+from lowtide.cli import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--coordinator", "a:1"], "processes are only joined by --distributed"),
+        (["--distributed", "--process-id", "0"], "--coordinator, --num-processes is missing"),
+        (["--distributed", "fsdp"], "--distributed: 'fsdp' is no axis of a mesh"),
+        (["--distributed", "model=2"], "hint: --distributed fsdp=4,tensor=2"),
+    ],
+)
+def test_flags_that_make_no_sense_are_errors(flags, said, tmp_path, capfd):
+    assert main(["finetune", "--out", str(tmp_path / "run"), *flags]) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
