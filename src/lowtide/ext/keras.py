@@ -9,8 +9,9 @@ Lending takes the arrays out of ``Variable._value``, as Keras' own JAX trainer d
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax.numpy as jnp
@@ -125,6 +126,34 @@ class Bridge:
         for name, variable in self._variables.items():
             if arrays[name] is not None:
                 variable._value = arrays[name]
+
+    @contextlib.contextmanager
+    def autocast(self, dtype: str) -> Generator[None]:
+        """Compute in a half precision under Keras' own mixed policy, inside a ``with`` block; variables stay float32.
+
+        Args:
+            dtype: such as ``"bfloat16"``.
+
+        Raises:
+            ConfigError: when a layer has a policy of its own that is not float32.
+        """
+        layers = _layers(self.model)
+        own = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
+        if own:
+            raise ConfigError(
+                "layers of the model have a dtype policy of their own",
+                expected="float32 for all of them, or no compute_dtype",
+                got=", ".join(f"{name}: {policy}" for name, policy in list(own.items())[:4]),
+                hint="leave compute_dtype out: Keras applies the model's policy",
+            )
+        kept = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers:
+                layer.dtype_policy = f"mixed_{dtype}"
+            yield
+        finally:
+            for layer, policy in zip(layers, kept, strict=True):
+                layer.dtype_policy = policy
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
         """See `lowtide.train.ModelObject`. Whether it trains the function has to tell the model's call."""
