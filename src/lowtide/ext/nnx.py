@@ -118,9 +118,10 @@ class Bridge:
             module: the module that a function of the trainer is about to get, which is changed.
             dtype: what to compute in.
         """
-        for _, node in nnx.iter_graph(module):
-            if isinstance(node, nnx.Module) and getattr(node, "dtype", "none") is None:
-                node.dtype = dtype
+        layers: list[Any] = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+        for layer in layers:
+            if getattr(layer, "dtype", "none") is None:
+                layer.dtype = dtype
         return module
 
     def _variables(self) -> dict[str, Any]:
