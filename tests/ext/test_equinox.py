@@ -235,3 +235,38 @@ def test_what_is_missing_is_named() -> None:
     partial = lt.Trainer(Bridge(*net()), lambda m, s, b, key: (0.0, s.substate(m.first)), optax.sgd(0.1))
     with pytest.raises(StructureError, match=r"(?s)another state than the module's.*hint: .*state.update"):
         partial.fit(batches(1), num_steps=1)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_step_that_fails_on_the_device_leaves_the_last_good_module_and_state(saved: bool, tmp_path: Any) -> None:
+    def fail(flag: Any, value: Any) -> Any:
+        if flag:
+            raise RuntimeError("planted on the device")
+        return np.asarray(value)
+
+    def planted(model: Any, state: Any, batch: Any, key: Any) -> Any:
+        loss, metrics, state = loss_fn(model, state, batch, key)
+        token = jax.pure_callback(
+            fail, jax.ShapeDtypeStruct((), loss.dtype), batch[2], jax.lax.stop_gradient(loss), vmap_method="sequential"
+        )
+        return loss + 0 * token, metrics, state
+
+    def make(**options: Any) -> lt.Trainer:
+        return lt.Trainer(Bridge(*net()), planted, optax.adam(1e-2), **options)
+
+    def data(at: int | None) -> list[Any]:
+        return [(*batch, np.asarray(step == at)) for step, batch in enumerate(batches(6))]
+
+    whole, ours = make(), make(checkpoint_dir=tmp_path if saved else None)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="planted on the device") as raised:
+        ours.fit(data(3), num_steps=6, checkpoint_every=2 if saved else None)
+    back = 2 if saved else 0
+    assert f"back at step {back}" in raised.value.__notes__[-1]
+    if back:
+        whole.fit(data(None), num_steps=back)
+    for a, b in zip(arrays(whole.model), arrays(ours.model), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for trainer in (whole, ours):
+        trainer.fit(data(None), num_steps=6)
+    for a, b in zip(arrays(whole.model), arrays(ours.model), strict=True):
+        np.testing.assert_array_equal(a, b)
