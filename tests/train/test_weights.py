@@ -162,3 +162,19 @@ def _sgd() -> Any:
     import keras
 
     return keras.optimizers.SGD(0.1)
+
+
+def test_class_weights_of_several_outputs_are_refused() -> None:
+    import keras
+
+    from lowtide.ext.keras import Bridge
+
+    inputs = keras.Input((4,))
+    bridge = Bridge(keras.Model(inputs, [keras.layers.Dense(2)(inputs), keras.layers.Dense(2)(inputs)]))
+    trainer = Trainer(bridge, bridge.loss("mse", class_weight={1: 2.0}), optax.sgd(0.1))
+    batch = (np.zeros((8, 4), np.float32), [np.zeros((8, 2), np.float32)] * 2)
+    with (
+        jax.numpy_rank_promotion("allow"),
+        pytest.raises(ConfigError, match=r"(?s)one array each.*list and list.*hint: .*sample_weight"),
+    ):
+        trainer.fit([batch], num_steps=1)
