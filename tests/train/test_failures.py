@@ -66,7 +66,10 @@ class Subject:
     def _equinox(self) -> None:
         import equinox as eqx
 
-        self.given = self.model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+        from lowtide.ext.equinox import Bridge
+
+        self.model = eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0))
+        self.given = Bridge(self.model)
         self.call = lambda model, x: jax.vmap(model)(x)
         self.loss = lambda model, batch: jnp.mean((self.call(model, batch["x"]) - batch["y"]) ** 2)
         self.weights = lambda trainer: jax.tree.map(np.array, eqx.filter(trainer.model, eqx.is_array))

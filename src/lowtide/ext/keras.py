@@ -9,14 +9,17 @@ Lending takes the arrays out of ``Variable._value``, as Keras' own JAX trainer d
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from ..core import ConfigError, SelectionError, Tree
+from ..train import example_weights
 from ._lent import Lent
 
 
@@ -83,29 +86,45 @@ class Bridge:
         changes = set(self._variables) - self._trains - self._frozen
         return (lambda path, leaf: path in changes) if changes else None
 
-    def loss(self, loss: Any, metrics: dict[str, Callable[..., Any]] | None = None) -> Callable[..., Any]:
+    def loss(
+        self,
+        loss: Any,
+        metrics: dict[str, Callable[..., Any]] | None = None,
+        *,
+        class_weight: Mapping[int, float] | None = None,
+    ) -> Callable[..., Any]:
         """A loss function for `lowtide.Trainer`, with the model's own losses (regularisers) added.
 
         Args:
-            loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``.
+            loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
+                outputs.
             metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`; their
-                means are reported.
+                means are reported, without weights.
+            class_weight: weights by class, as `lowtide.train.example_weights` takes them, in training alone, as in
+                Keras' ``fit``. Labels are one-hot where they have the outputs' shape. A `sample_weight` is multiplied.
 
         Returns:
-            ``loss_fn(model, batch, training)`` for batches ``(x, y)`` or ``(x, y, sample_weight)``.
+            ``loss_fn(model, batch, training)`` for batches ``(x, y)`` or ``(x, y, sample_weight)``. The loss is the
+            sum over examples divided by their number, as Keras has it, not by the sum of weights: microbatches of one
+            size weigh the same, and with batches of unequal sizes ``Trainer(weight=lambda batch: len(batch[0]))`` gives
+            the mean of an evaluation.
+
+        Raises:
+            ConfigError: for a `class_weight` that is none; in the step, for a model of several outputs.
         """
         found: Any = keras.losses.get(loss)
-
-        def fn(y: Any, outputs: Any, sample_weight: Any) -> Any:
-            if isinstance(found, keras.losses.Loss):
-                return found(y, outputs, sample_weight=sample_weight)
-            values = found(y, outputs)
-            return jnp.mean(values if sample_weight is None else values * sample_weight)
+        fn = found if isinstance(found, keras.losses.Loss) else _Loss(found)
+        if class_weight is not None:
+            example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
 
         def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
             x, y, *weight = batch
             outputs = model(x, training=training)
-            value = fn(y, outputs, weight[0] if weight else None) + sum(model.losses)
+            sample_weight = weight[0] if weight else None
+            if class_weight is not None and training:
+                sample_weight = example_weights(_classes(y, outputs), class_weight, sample_weight)
+            value: Any = fn(y, outputs, sample_weight=sample_weight)
+            value += sum(model.losses)
             return value, {name: jnp.mean(metric(y, outputs)) for name, metric in (metrics or {}).items()}
 
         return loss_fn
@@ -126,6 +145,34 @@ class Bridge:
             if arrays[name] is not None:
                 variable._value = arrays[name]
 
+    @contextlib.contextmanager
+    def autocast(self, dtype: str) -> Generator[None]:
+        """Compute in a half precision under Keras' own mixed policy, inside a ``with`` block; variables stay float32.
+
+        Args:
+            dtype: such as ``"bfloat16"``.
+
+        Raises:
+            ConfigError: when a layer has a policy of its own that is not float32.
+        """
+        layers = _layers(self.model)
+        own = {layer.name: layer.dtype_policy.name for layer in layers if layer.dtype_policy.name != "float32"}
+        if own:
+            raise ConfigError(
+                "layers of the model have a dtype policy of their own",
+                expected="float32 for all of them, or no compute_dtype",
+                got=", ".join(f"{name}: {policy}" for name, policy in list(own.items())[:4]),
+                hint="leave compute_dtype out: Keras applies the model's policy",
+            )
+        kept = [layer.dtype_policy for layer in layers]
+        try:
+            for layer in layers:
+                layer.dtype_policy = f"mixed_{dtype}"
+            yield
+        finally:
+            for layer, policy in zip(layers, kept, strict=True):
+                layer.dtype_policy = policy
+
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
         """See `lowtide.train.ModelObject`. Whether it trains the function has to tell the model's call."""
 
@@ -136,6 +183,33 @@ class Bridge:
             return result, {name: scope.get_current_value(variable) for name, variable in self._variables.items()}
 
         return run
+
+
+class _Loss(keras.losses.Loss):
+    """A function of labels and outputs as a loss, in float32 and reduced as ``compile`` would have it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(name="loss")
+        self._fn = fn
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """The loss of each example."""
+        return self._fn(y_true, y_pred)
+
+
+def _classes(y: Any, outputs: Any) -> Any:
+    """The class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
+    if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
+        raise ConfigError(
+            "class_weight needs labels and outputs that are one array each",
+            got=f"{type(y).__name__} and {type(outputs).__name__}",
+            hint="pass sample_weight in the batch; lowtide.train.example_weights makes it",
+        )
+    if y.ndim > 1 and y.shape[-1] == 1:
+        y = y[..., 0]
+    elif y.ndim > 1 and y.shape == outputs.shape:
+        return jnp.argmax(y, axis=-1)
+    return jnp.round(y).astype(jnp.int32)
 
 
 def _layers(model: Any) -> list[Any]:

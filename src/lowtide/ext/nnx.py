@@ -109,6 +109,21 @@ class Bridge:
 
         return run
 
+    def lowered(self, module: Any, dtype: Any) -> Any:
+        """Have the layers of a module compute in a dtype, except those with a ``dtype`` of their own.
+
+        A layer without one computes in the widest dtype of its arrays: after statistics in float32, all in float32.
+
+        Args:
+            module: the module that a function of the trainer is about to get, which is changed.
+            dtype: what to compute in.
+        """
+        layers: list[Any] = [node for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+        for layer in layers:
+            if getattr(layer, "dtype", "none") is None:
+                layer.dtype = dtype
+        return module
+
     def _variables(self) -> dict[str, Any]:
         """The variables of the module that hold arrays, each once."""
         found = ((_name(path), node) for path, node in nnx.iter_graph(self.model) if isinstance(node, nnx.Variable))

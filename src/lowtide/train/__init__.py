@@ -25,6 +25,7 @@ from ._text import TextData as TextData
 from ._text import read_documents as read_documents
 from ._text import text_data as text_data
 from ._trainer import Trainer as Trainer
+from ._weights import example_weights as example_weights
 
 __all__ = [
     "Callback",
@@ -47,6 +48,7 @@ __all__ = [
     "config_from_dict",
     "config_to_toml",
     "ema",
+    "example_weights",
     "make_mesh",
     "open_run",
     "read_config",

@@ -12,12 +12,19 @@ from ..core import ConfigError, Tree, combine
 from ._step import Step, weighted
 
 
-def call_model(model: Any, batch: Tree) -> Any:
+def call_model(model: Any, *batch: Tree) -> Any:
     """The model's own output for a batch.
 
     Raises:
-        ConfigError: when the model cannot be called.
+        ConfigError: when the model cannot be called, or takes more than a batch (an Equinox module's state).
     """
+    if len(batch) != 1:
+        raise ConfigError(
+            "predict needs a function of the model, its state and a batch",
+            expected="predict(data, lambda model, state, batch: ...)",
+            got="no function",
+            hint="call the module as in the loss function; its new state may be left out",
+        )
     if not callable(model):
         raise ConfigError(
             "predict needs a function of the model and a batch",
@@ -25,7 +32,7 @@ def call_model(model: Any, batch: Tree) -> Any:
             got=f"a {type(model).__name__}, which cannot be called",
             hint="a model that is callable, such as an NNX module or a Keras model, needs none",
         )
-    return model(batch)
+    return model(*batch)
 
 
 class Evaluation:

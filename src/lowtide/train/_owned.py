@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, Tree, combine
+from ..core import ConfigError, StructureError, Tree, combine
 from ._checks import refuse_other_types
 from ._ema import find_average
 from ._models import ModelObject
@@ -68,7 +68,7 @@ class Owned:
         return int(self.state.step)
 
     def update(self, model: Tree) -> None:
-        """Go on with other weights: those of a pytree like the model.
+        """Go on with other weights: those of a pytree, or of an Equinox module, like the model.
 
         Args:
             model: the model; its trainable and mutable arrays belong to the trainer from now on.
@@ -77,9 +77,19 @@ class Owned:
             StructureError: when a leaf has another shape or dtype, or there are others.
             ConfigError: for a mutable object, which is changed itself.
         """
-        if self._object is not None or not isinstance(self._step, WholeStep):
+        replace = getattr(self._object, "replace", None)
+        if (self._object is not None and replace is None) or not isinstance(self._step, WholeStep):
             raise ConfigError("update is for pytrees", hint="change the object that `Trainer.model` returns")
-        self._put(*self._step.split(model))
+        if replace is None:
+            self._put(*self._step.split(model))
+            return
+        self._give_back()
+        try:
+            replace(model)
+            self._borrow(lend=False)
+        except StructureError:
+            self._object.give_back(combine(*self._parts))  # pyright: ignore[reportOptionalMemberAccess]
+            raise
 
     def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
         for name, *pair in zip(

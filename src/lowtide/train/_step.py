@@ -27,6 +27,7 @@ from ..core import (
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
 from ._models import ModelObject, Pytree, keywords, parse_loss, split_static
+from ._precision import Precision
 
 LossFn = Callable[..., Any]
 
@@ -107,6 +108,7 @@ class WholeStep:
         num_microbatches: parts of a batch.
         weight: weight of a microbatch.
         seed: of the key that `loss_fn` gets.
+        compute_dtype: what the model computes in, or None for the dtypes of its arrays.
     """
 
     def __init__(
@@ -120,10 +122,12 @@ class WholeStep:
         *,
         mutable: Where | None = None,
         seed: int = 0,
+        compute_dtype: Any = None,
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
         self._num_microbatches, self._weight, self._seed = num_microbatches, weight, seed
+        self._precision = Precision(compute_dtype, self.source, mutable)
         self.guard = False
         """Whether a step is left out whose loss or gradients are not finite."""
         self.constrain: Callable[[Tree], Tree] = lambda microbatch: microbatch
@@ -184,14 +188,15 @@ class WholeStep:
         """Loss, metrics, and the model's arrays after the call."""
         given = keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
-        result, after = self.source.bind(fn, training=training)(arrays, batch)
+        result, after = self._precision.bind(fn, training=training)(arrays, batch)
         is_declared = self._mutable is not None and isinstance(self.source, Pytree) and training
-        return parse_loss(result, after, has_mutable=is_declared)
+        loss, metrics, after = parse_loss(result, after, has_mutable=is_declared)
+        return *self._precision.widen((loss, metrics)), after
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `Step`."""
-        run = self.source.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
-        return lambda arrays, *args: run(arrays, *args)[0]
+        run = self._precision.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
+        return lambda arrays, *args: self._precision.widen(run(arrays, *args)[0])
 
     def model(self, *parts: Tree) -> Tree:
         """See `Step`."""

@@ -49,6 +49,7 @@ from ._kept import Kept
 from ._loop import Loop
 from ._models import ModelObject
 from ._owned import settled
+from ._precision import refuse_precision
 from ._rollback import undisturbed
 from ._sharding import ShardingRules
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
@@ -75,6 +76,10 @@ class Trainer(Kept):
         num_microbatches: into how many parts a batch is split for gradient accumulation.
         weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
             instance its number of target tokens. By default all weigh the same; a layerwise step's own is taken.
+        compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get the model's and the
+            batch's float32 leaves in it, labels too. What trains, the optimizer and `mutable` leaves keep their dtypes;
+            gradients, the loss, metrics and predictions are float32. Leaves of 16 bits or less, and integers, are given
+            as they are. A Keras model runs under its own policy ``mixed_bfloat16``. By default nothing is cast.
         seed: of the keys that `loss_fn` gets; they follow from it and from the number of the step alone.
         on_nan: what to do when loss or gradients are not finite: ``"abort"`` raises and leaves the step's update out,
             ``"skip"`` leaves it out and goes on, ``"roll_back"`` returns to the last copy and goes on with the next
@@ -92,13 +97,15 @@ class Trainer(Kept):
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
         StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
-        ConfigError: for an unknown or impossible `on_nan`, or for arguments that a layerwise step says itself.
+        ConfigError: for an unknown or impossible `on_nan` or `compute_dtype`, or for arguments that a layerwise step
+            says itself.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
-        an accumulator of the same size with microbatches), activations of one microbatch. Host: with `rollback` one
-        copy of the state until the first checkpoint. Leaving an update out costs nothing on TPU and GPU (compiled);
-        on a CPU XLA copies leaves for it, which ``on_nan="ignore"`` does without.
+        an accumulator of the same size with microbatches), activations of one microbatch; with `compute_dtype` copies
+        in it of the float32 leaves in use, also of frozen ones. Host: with `rollback` one copy of the state until the
+        first checkpoint. Leaving an update out costs nothing on TPU and GPU (compiled); on a CPU XLA copies leaves for
+        it, which ``on_nan="ignore"`` does without.
 
     Examples:
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
@@ -119,6 +126,7 @@ class Trainer(Kept):
         mutable: Where | None = None,
         num_microbatches: int = 1,
         weight: Callable[[Tree], Any] | None = None,
+        compute_dtype: Any = None,
         seed: int = 0,
         on_nan: OnNan = "abort",
         rollback: bool = True,
@@ -131,6 +139,7 @@ class Trainer(Kept):
             model = _placed(model, sharding)
         step: WholeStep | LayerStep
         if isinstance(tx, LayerwiseStep):
+            refuse_precision(compute_dtype)
             refuse_beside_layerwise(
                 wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
             )
@@ -145,7 +154,7 @@ class Trainer(Kept):
             selected = defaults.wrt if wrt is None else wrt
             changes = defaults.mutable if mutable is None else mutable
             arguments = (model, loss_fn, tx, selected, num_microbatches, weight)
-            step = WholeStep(*arguments, mutable=changes, seed=seed)
+            step = WholeStep(*arguments, mutable=changes, seed=seed, compute_dtype=compute_dtype)
         state, frozen = step.init(model)
         self.is_guarded = guards(on_nan, state, is_layerwise=isinstance(step, LayerStep))
         """Whether steps leave an update out whose loss or gradients are not finite."""

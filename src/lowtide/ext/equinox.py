@@ -1,0 +1,219 @@
+"""Equinox modules in a `lowtide.Trainer`: with their state, in inference mode outside of training.
+
+A module without state, Python numbers or modes trains as it is, a pytree. The bridge adds what a pytree cannot say:
+arrays alone are given to the step, so that a probability of dropout or an ``inference`` flag stays a Python value;
+`equinox.nn.State` is state of the step; and `equinox.nn.inference_mode` is set in ``evaluate`` and ``predict``.
+
+A module cannot be changed: the arrays that train and the state are those of the module that was given, and the first
+step consumes them. `Bridge.model` is the module of the arrays as they are now.
+
+Checked with Equinox 0.13.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ..core import ConfigError, SelectionError, StructureError, Tree, leaves_with_paths, partition
+from ._lent import Lent
+
+
+class Bridge:
+    """An `equinox.Module`, with its state, for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
+
+    With a state the functions of the trainer get and return it as Equinox's layers do: the loss function is
+    ``loss_fn(model, state, batch)``, with ``key`` and ``training`` where it names them, and returns ``(loss, state)``
+    or ``(loss, metrics, state)``; that of ``predict`` is ``fn(model, state, batch)`` and returns outputs, or
+    ``(outputs, state)``. Without a state they are those of a pytree, ``loss_fn(model, batch)``.
+
+    Args:
+        model: the module. The first step consumes the arrays that train, so that it cannot be used any more.
+        state: what `equinox.nn.make_with_state` returned beside it, or None. Consumed likewise.
+        wrt: what trains: an Equinox filter (``eqx.is_inexact_array``, or a tree of booleans and functions that is a
+            prefix of the module), or glob patterns on paths such as ``"layers/1/*"``. All other arrays are frozen, and
+            stay in the module.
+
+    Raises:
+        ConfigError: when the module has state, and none is given.
+        SelectionError: when `wrt` selects no array.
+        StructureError: when two arrays have one path. From a step: when the loss function does not return the state.
+
+    Memory:
+        No copy: the trainer's arrays are those of the module.
+
+    Examples:
+        >>> import lowtide as lt
+        >>> import optax
+        >>> model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="batch", mode="ema")
+        >>> def loss_fn(model, state, batch):
+        ...     outputs, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(batch, state)
+        ...     return jnp.mean((outputs - 1.0) ** 2), state
+        >>> trainer = lt.Trainer(Bridge(model, state), loss_fn, optax.sgd(0.1))
+        >>> history = trainer.fit([jnp.eye(2)] * 2, num_steps=2)
+        >>> history[1]["loss"] < history[0]["loss"]
+        True
+        >>> model, state = trainer.model
+
+    References:
+        https://docs.kidger.site/equinox/examples/stateful/
+    """
+
+    def __init__(
+        self, model: Any, state: eqx.nn.State | None = None, *, wrt: Any | str | Sequence[str] = eqx.is_inexact_array
+    ) -> None:
+        if state is None and any(map(_is_index, jax.tree.leaves(model, is_leaf=_is_index))):
+            raise ConfigError(
+                "the module has state, and none is given",
+                expected="Bridge(model, state)",
+                got="Bridge(model)",
+                hint="model, state = eqx.nn.make_with_state(Model)(...)",
+            )
+        self._has_state = state is not None
+        leaves = _named(model, state)
+        self._structure = jax.tree.structure((model, state))
+        self._held: dict[str, Any] = {name: _numbers(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
+        self._static: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name not in self._held}
+        self._impls = {name: jax.random.key_impl(leaf) for name, leaf in leaves.items() if _is_key(leaf)}
+        self._names = list(leaves)
+        of_state = set(_named(None, state))
+        self._changes = of_state & set(self._held)
+        self._trains = self._selected(model, wrt)
+        if not self._trains:
+            raise SelectionError(
+                "the filter selects no array of the module",
+                expected="a filter that is True of arrays, or patterns of their paths",
+                got=", ".join(self._held) or "a module without arrays",
+                hint="pass Bridge(model, wrt=eqx.is_inexact_array), for instance",
+            )
+
+    def _selected(self, model: Any, wrt: Any) -> set[str]:
+        if isinstance(wrt, str) or (isinstance(wrt, Sequence) and all(isinstance(w, str) for w in wrt)):
+            arrays = {name: leaf for name, leaf in self._held.items() if name not in self._changes}
+            return {name for name, leaf in partition(arrays, wrt)[0].items() if leaf is not None}
+        return set(_named(eqx.filter(model, wrt), None)) & set(self._held)
+
+    @property
+    def model(self) -> Any:
+        """The module as it is now; with a state, ``(model, state)``. Read `Trainer.model`, which ends the lending."""
+        model, state = self._whole(self._held)
+        return (model, state) if self._has_state else model
+
+    def replace(self, model: Any) -> None:
+        """Go on with another module of the same structure, such as one of `equinox.tree_at`; for `Trainer.update`.
+
+        Args:
+            model: the module, or ``(model, state)``; its arrays that train belong to the trainer from now on.
+
+        Raises:
+            StructureError: when more than arrays differ.
+        """
+        pair = model if self._has_state else (model, None)
+        leaves = _named(*pair) if isinstance(pair, tuple) and len(pair) == 2 else {}
+        static = {name: leaf for name, leaf in leaves.items() if name in self._static}
+        if jax.tree.structure(pair) != self._structure or static != self._static:
+            raise StructureError(
+                "the module is not like the one that the trainer was made with",
+                expected="(model, state) of the same structure"
+                if self._has_state
+                else "a module of the same structure",
+                got=type(model).__name__,
+                hint="change arrays alone, with eqx.tree_at; or make a new Trainer",
+            )
+        self._held = {name: _numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
+
+    def wrt(self, path: str, leaf: Any) -> bool:
+        """What trains: the arrays of the filter."""
+        return path in self._trains
+
+    @property
+    def mutable(self) -> Callable[[str, Any], bool] | None:
+        """What a call may change: the arrays of the state."""
+        return (lambda path, leaf: path in self._changes) if self._changes else None
+
+    def arrays(self) -> Tree:
+        """See `lowtide.train.ModelObject`."""
+        return dict(self._held)
+
+    def lend(self, arrays: Tree) -> None:
+        """See `lowtide.train.ModelObject`."""
+        self._held |= {name: Lent(name, leaf) for name, leaf in arrays.items() if leaf is not None}
+
+    def give_back(self, arrays: Tree) -> None:
+        """See `lowtide.train.ModelObject`."""
+        self._held |= {name: leaf for name, leaf in arrays.items() if leaf is not None}
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """See `lowtide.train.ModelObject`; outside of training the module is in inference mode."""
+
+        def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            model, state = self._whole(arrays)
+            model = model if training else eqx.nn.inference_mode(model)
+            if not self._has_state:
+                return fn(model, *args), arrays
+            result = fn(model, state, *args)
+            if isinstance(result, tuple) and result and isinstance(result[-1], eqx.nn.State):
+                *values, after = result
+                return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(after)
+            if training:
+                raise StructureError(
+                    "the loss function does not return the state",
+                    expected="(loss, state) or (loss, metrics, state), the state as it is after the call",
+                    got=f"{len(result)} values" if isinstance(result, tuple) else type(result).__name__,
+                    hint="return the state that the layers returned",
+                )
+            return result, arrays
+
+        return run
+
+    def _state_arrays(self, state: eqx.nn.State) -> dict[str, Any]:
+        found = {name: _numbers(leaf) for name, leaf in _named(None, state).items() if name not in self._static}
+        if set(found) != self._changes:
+            raise StructureError(
+                "the loss function returns another state than the module's",
+                expected=f"{len(self._changes)} arrays",
+                got=f"{len(found)} arrays",
+                hint="put a part back with state.update(substate)",
+            )
+        return found
+
+    def _whole(self, arrays: dict[str, Any]) -> tuple[Any, Any]:
+        values: dict[str, Any] = {**arrays, **self._static}
+
+        def leaf(name: str) -> Any:
+            value = values[name]
+            if name not in self._impls or isinstance(value, Lent):
+                return value
+            return jax.random.wrap_key_data(value, impl=self._impls[name])
+
+        return jax.tree.unflatten(self._structure, map(leaf, self._names))
+
+
+def _named(model: Any, state: Any) -> dict[str, Any]:
+    """The leaves of a module by their paths in it, and those of its state as ``State/...``, in JAX's order."""
+    pairs = leaves_with_paths((model, state))
+    named = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
+    if len(named) != len(pairs):
+        raise StructureError(
+            "two leaves of the module have the same path",
+            expected="paths that tell the leaves apart",
+            got=", ".join(path for path, _ in pairs),
+            hint="use keys of one type in each dictionary, and no field with the name State",
+        )
+    return named
+
+
+def _is_index(node: Any) -> bool:
+    return isinstance(node, eqx.nn.StateIndex)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf

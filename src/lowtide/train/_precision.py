@@ -1,0 +1,110 @@
+"""Mixed precision: the model computes in bfloat16, and what trains stays as it is.
+
+The casts are part of the differentiated function, so gradients come back in the dtype of what trains. Half-precision
+state that the model changes would lose its small changes, so `mutable` leaves are never cast. bfloat16 has float32's
+range and needs no loss scaling; float16 does, and is refused.
+
+Layers may cast by themselves, and bridges then help: Keras' has ``autocast(dtype)``, a context to trace the model in,
+and nothing is cast here; NNX' has ``lowered(model, dtype)``, which tells the layers of the model that a function gets.
+
+Known inefficiency: float32 leaves that are frozen are cast in every step. A frozen base is better stored in bfloat16.
+
+References: Micikevicius et al., "Mixed Precision Training", 2018; Kalamkar et al., "A Study of BFLOAT16 for Deep
+Learning Training", 2019.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import ConfigError, Tree, Where, combine, partition
+
+
+class Precision:
+    """What the functions of a model compute in.
+
+    Args:
+        compute_dtype: bfloat16, or None for the dtypes that the arrays have.
+        source: the model, in the part of a `ModelObject`.
+        mutable: leaves that are not cast, or None.
+
+    Raises:
+        ConfigError: for another dtype, or a model that has a policy of its own.
+    """
+
+    def __init__(self, compute_dtype: Any, source: Any, mutable: Where | None) -> None:
+        self._source, self._mutable = source, mutable
+        self._dtype = None if compute_dtype is None else _checked(compute_dtype)
+        self._autocast: Any = None
+        if self._dtype is not None and hasattr(source, "autocast"):
+            self._autocast = functools.partial(source.autocast, self._dtype.name)
+            with self._autocast():  # raises now rather than in the first step
+                pass
+
+    def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
+        """`ModelObject.bind`, of a function that gets the model and its other arguments in the compute dtype."""
+        if self._dtype is None:
+            return self._source.bind(fn, training=training)
+
+        def of_lowered(model: Any, *args: Any) -> Any:
+            return fn(self._source.lowered(model, self._dtype), *args)
+
+        run = self._source.bind(of_lowered if hasattr(self._source, "lowered") else fn, training=training)
+
+        def by_itself(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            with self._autocast():
+                return run(arrays, *args)
+
+        def lowered(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
+            if self._mutable is None:
+                return run(self._lower(arrays), *self._lower(args))
+            mutable, rest = partition(arrays, self._mutable)
+            return run(combine(mutable, self._lower(rest)), *self._lower(args))
+
+        return lowered if self._autocast is None else by_itself
+
+    def widen(self, results: Tree) -> Tree:
+        """What a function returned, with float32 for half precision."""
+        if self._dtype is None:
+            return results
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if _bits(x) == 16 else x, results)
+
+    def _lower(self, tree: Tree) -> Tree:
+        return jax.tree.map(lambda x: x.astype(self._dtype) if _bits(x) > 16 else x, tree)
+
+
+def refuse_precision(compute_dtype: Any) -> None:
+    """Raise when a dtype is said beside a layerwise step."""
+    if compute_dtype is not None:
+        raise ConfigError(
+            "compute_dtype is for steps of whole models",
+            expected="a layerwise step whose blocks cast their weights",
+            got=f"compute_dtype={compute_dtype!r} beside a layerwise step",
+            hint="cast in the stack's functions, as lt.models.load(..., compute_dtype=...) does",
+        )
+
+
+def _bits(leaf: Any) -> int:
+    """Of a floating-point array; 0 of all else."""
+    dtype = getattr(leaf, "dtype", None)
+    return jnp.finfo(dtype).bits if dtype is not None and jnp.issubdtype(dtype, jnp.floating) else 0
+
+
+def _checked(compute_dtype: Any) -> Any:
+    try:
+        dtype = jnp.dtype(compute_dtype)
+    except TypeError:
+        dtype = None
+    if dtype != jnp.bfloat16:
+        raise ConfigError(
+            "compute_dtype is not one that trains without loss scaling",
+            expected='"bfloat16", or None for the dtypes of the arrays',
+            got=repr(compute_dtype) if dtype is None else dtype.name,
+            hint='compute_dtype="bfloat16" has the range of float32',
+        )
+    return dtype

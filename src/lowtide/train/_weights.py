@@ -1,0 +1,107 @@
+"""How much each example counts: by its class, and by a weight of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import ConfigError, DataError, StructureError
+
+
+def example_weights(
+    labels: Any, class_weight: Mapping[int, float] | Sequence[float], sample_weight: Any | None = None
+) -> Any:
+    """The weight of each example: that of its class, times its own.
+
+    A loss function takes the weighted mean with them, and tells the trainer the sum of the weights, so that means over
+    microbatches and over batches of an evaluation are those of all examples:
+    ``Trainer(..., weight=lambda batch: jnp.sum(example_weights(batch["y"], class_weight)))``.
+
+    Args:
+        labels: classes as integers, of any shape; or, of a floating-point dtype, one-hot [..., C] (the largest counts),
+            or binary, [...] or [..., 1], which are rounded.
+        class_weight: weights by class, where a class that is not named weighs 1 as in Keras (``{-1: 0.0}`` leaves
+            padding out); or a weight for each of the classes 0 to C - 1.
+        sample_weight: float [...], weights of the examples, or None.
+
+    Returns:
+        float32 [...]: NumPy's of NumPy arrays, else JAX's.
+
+    Raises:
+        ConfigError: when `class_weight` is empty, negative, not finite, or of classes that are no integers.
+        DataError: when a label is none of the C classes, or a sample's weight is negative or not finite. Of NumPy
+            arrays alone: in a traced function such a label weighs NaN, and `Trainer`'s ``on_nan`` tells of it; weights
+            of samples are taken as they are.
+        StructureError: when `sample_weight` has another shape than the classes.
+
+    Examples:
+        >>> example_weights(np.array([0, 1, 1]), {1: 5.0}).tolist()
+        [1.0, 5.0, 5.0]
+        >>> example_weights(np.array([0, 1, 1]), [1.0, 5.0], sample_weight=np.array([1.0, 1.0, 0.5])).tolist()
+        [1.0, 5.0, 2.5]
+
+    References:
+        https://keras.io/api/models/model_training_apis/#fit-method, ``class_weight`` and ``sample_weight``.
+    """
+    numpy: Any = jnp if any(isinstance(leaf, jax.Array) for leaf in (labels, sample_weight)) else np
+    classes, values = _table(class_weight)
+    ids = _ids(numpy.asarray(labels), numpy)
+    at = numpy.clip(numpy.searchsorted(classes, ids), 0, len(classes) - 1)
+    is_named = numpy.asarray(classes)[at] == ids
+    if not isinstance(class_weight, Mapping) and numpy is np and not is_named.all():
+        raise DataError(
+            "a label is none of the classes that have a weight",
+            expected=f"0 to {len(classes) - 1}",
+            got=ids[~is_named].flat[0],
+            hint="give more weights, or a dictionary, whose other classes weigh 1",
+        )
+    other = 1.0 if isinstance(class_weight, Mapping) else np.nan
+    found = numpy.where(is_named, numpy.asarray(values)[at], numpy.float32(other))
+    return found if sample_weight is None else found * _checked(numpy.asarray(sample_weight), ids.shape, numpy)
+
+
+def _table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Classes in ascending order, and their weights."""
+    is_mapping = isinstance(class_weight, Mapping)
+    pairs: list[tuple[Any, Any]] = sorted(class_weight.items()) if is_mapping else list(enumerate(class_weight))
+    values = np.array([value for _, value in pairs], np.float32)
+    are_integers = all(isinstance(key, int | np.integer) for key, _ in pairs)
+    if not pairs or not are_integers or not np.all(np.isfinite(values) & (values >= 0)):
+        raise ConfigError(
+            "class_weight is no weight for each class",
+            expected="weights of at least 0 by class, such as {0: 1.0, 1: 5.0}, or one for each class in order",
+            got=repr(class_weight),
+            hint="number the classes from 0, and let a weight of 0 leave a class out",
+        )
+    return np.array([key for key, _ in pairs], np.int32), values
+
+
+def _ids(labels: Any, numpy: Any) -> Any:
+    """The class of each label."""
+    if not jnp.issubdtype(labels.dtype, jnp.floating):
+        return labels.astype(np.int32)
+    if labels.ndim > 1 and labels.shape[-1] > 1:
+        return numpy.argmax(labels, axis=-1).astype(np.int32)
+    return numpy.round(labels[..., 0] if labels.ndim > 1 else labels).astype(np.int32)
+
+
+def _checked(sample_weight: Any, shape: tuple[int, ...], numpy: Any) -> Any:
+    if sample_weight.shape != shape:
+        raise StructureError(
+            "sample_weight is not of the labels' shape",
+            expected=f"one weight for each label, {list(shape)}",
+            got=list(sample_weight.shape),
+            hint="jnp.broadcast_to gives every position of a sequence its example's weight",
+        )
+    if numpy is np and not np.all(np.isfinite(sample_weight) & (sample_weight >= 0)):
+        raise DataError(
+            "a sample has a weight that is negative or not finite",
+            expected="weights of at least 0",
+            got=sample_weight[~(np.isfinite(sample_weight) & (sample_weight >= 0))].flat[0],
+            hint="a weight of 0 leaves a sample out",
+        )
+    return sample_weight.astype(np.float32)
