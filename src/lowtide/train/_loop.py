@@ -45,7 +45,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.records: list[Record] = []
         self.feed = Feed(self.data, self.num_steps, self.num_epochs)
-        self.feed.start(self.trainer.step, self.trainer.position)
+        if not self.feed.go_on(self.trainer.feed, self.trainer.position):
+            self.feed.start(self.trainer.step, self.trainer.position)
         self._pending: list[tuple[int, Tree, float, Any]] = []
         self._wish = 0
         """The largest wish of all processes, as far as it is known: the same in all of them."""
@@ -96,7 +97,7 @@ class Loop:
         if step > begun and not terminated.has_come:
             self._evaluate()
         self._save(step)
-        trainer.position = self.feed.position()
+        self._leave()
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()
 
@@ -182,7 +183,10 @@ class Loop:
             return
         self._evaluated_at = step
         values = self.trainer.evaluate(self.eval_data, callbacks=self.callbacks)
-        self._emit({"step": step, **{f"eval_{name}": value for name, value in values.items()}})
+        record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
+        self._emit(record)
+        if self.trainer.checkpoints is not None and self.trainer.checkpoints.evaluated(step, record):
+            self._save(step)
 
     def _save(self, step: int) -> None:
         trainer = self.trainer
@@ -206,9 +210,16 @@ class Loop:
             return
         if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back:
             self._save(trainer.step)
+        if not went_back:
+            self._leave()
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()
         self._tell("on_exception", error)
+
+    def _leave(self) -> None:
+        """Remember where the data is, for another `fit` that goes on with it."""
+        self.trainer.position, self.trainer.feed = self._position(), self.feed
+        self.feed.leave(self.trainer.position, is_untrained=self._is_untrained)
 
     def _emit(self, record: Record) -> None:
         self.records.append(record)

@@ -16,7 +16,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,15 @@ from ..core import (
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation
 from ..offload import LayerwiseStep
 from ._callbacks import Callback, Record
-from ._checkpoint import Checkpoints
 from ._checks import (
     Defaults,
     OnNan,
     guards,
+    needs_checkpoints,
+    open_checkpoints,
     refuse_beside_layerwise,
     refuse_later_checkpoint,
+    refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model
 from ._feed import StepData
@@ -79,14 +81,18 @@ class Trainer(Kept):
         rollback: whether to keep a copy of the state on the host until there is a checkpoint, for a step that fails
             after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
-        max_to_keep: how many checkpoints to keep.
+        max_to_keep: how many of the newest checkpoints to keep.
+        best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
+            one than all before, a checkpoint is written there, and it is kept beside the newest.
+        best_mode: whether less (``"min"``) or more (``"max"``) is better.
         sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
             where they are, and batches go to the default device.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
         StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
-        ConfigError: for an unknown or impossible `on_nan`, or for arguments that a layerwise step says itself.
+        ConfigError: for an unknown or impossible `on_nan` or `best_mode`, for `best` without `checkpoint_dir`, or for
+            arguments that a layerwise step says itself.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
@@ -118,6 +124,8 @@ class Trainer(Kept):
         rollback: bool = True,
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
+        best: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
         sharding: ShardingRules | None = None,
     ) -> None:
         if sharding is not None:
@@ -158,7 +166,7 @@ class Trainer(Kept):
         if sharding is not None and isinstance(step, WholeStep) and num_microbatches > 1:
             step.constrain = sharding.constrain
         self._num_microbatches = num_microbatches
-        checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
+        checkpoints = open_checkpoints(checkpoint_dir, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
         super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
         self.on_nan = on_nan
         """What to do when loss or gradients are not finite."""
@@ -240,7 +248,8 @@ class Trainer(Kept):
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: without an end, or when `checkpoint_every` is given without a `checkpoint_dir`.
+            ConfigError: without an end, when `checkpoint_every` is given without a `checkpoint_dir`, or when nothing
+                could be the `best`: without `eval_data`, or with evaluations that lack the value.
             OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
             DataError: when `data` ends before the run.
             NonFiniteError: for a loss that is no number, as `on_nan` says.
@@ -249,9 +258,10 @@ class Trainer(Kept):
         Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
         through between steps, SIGTERM after a step; both after a checkpoint.
         """
-        if checkpoint_every is not None and self.checkpoints is None:
-            raise ConfigError("checkpoint_every needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+        if checkpoint_every is not None:
+            needs_checkpoints(self.checkpoints, "checkpoint_every")
         refuse_later_checkpoint(self.checkpoints, self.step)
+        refuse_unevaluated(self.checkpoints, eval_data)
         self.is_stopped = False
         loop = Loop(
             trainer=self,
