@@ -121,22 +121,26 @@ def whole(run: Callable[[Callable[[Any], None]], None]) -> list[Any]:
     return said
 
 
-def killed(folder: Path, chance: random.Random) -> dict[str, Any]:
-    """Kill a child: while it starts, or a moment after one of its steps."""
-    before, begun = unfinished(folder), time.monotonic()
-    num_steps, delay = chance.randrange(-1, 8), chance.uniform(0, 0.15)
-    child, lines = forked(lambda tell: train(folder, tell))
-    if num_steps < 0:
-        delay = 6 * delay
+def cut_off(run: Callable[[Callable[[Any], None]], None], num_lines: int, delay: float) -> list[Any]:
+    """What a child says that is killed some seconds after it has written so many lines."""
+    child, lines = forked(run)
     said: list[Any] = []
     with lines:
-        while len(said) <= num_steps and (line := lines.readline()):
+        while len(said) < num_lines and (line := lines.readline()):
             said.append(json.loads(line))
         time.sleep(delay)
         os.kill(child, signal.SIGKILL)
         said += [json.loads(line) for line in lines if line.endswith("\n")]
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status == -signal.SIGKILL, f"the child ended by itself with {status} after {said}"
+    return said
+
+
+def killed(folder: Path, chance: random.Random) -> dict[str, Any]:
+    """Kill a child: while it starts, or a moment after one of its steps."""
+    before, begun = unfinished(folder), time.monotonic()
+    num_steps, delay = chance.randrange(-1, 8), chance.uniform(0, 0.15)
+    said = cut_off(lambda tell: train(folder, tell), num_steps + 1, delay if num_steps >= 0 else 6 * delay)
     return {
         "restored": said[0] if said else None,
         "steps": said[1:],
