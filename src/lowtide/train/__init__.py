@@ -1,7 +1,6 @@
 """The training loop, its state, data and checkpoints, and the fine-tuning job made of them."""
 
 from ._callbacks import Callback as Callback
-from ._callbacks import EarlyStopping as EarlyStopping
 from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
 from ._callbacks import Scalars as Scalars
@@ -14,6 +13,8 @@ from ._ema import ema as ema
 from ._feed import array_data as array_data
 from ._finetune import Finetune as Finetune
 from ._models import ModelObject as ModelObject
+from ._monitors import EarlyStopping as EarlyStopping
+from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._runs import open_run as open_run
@@ -36,6 +37,7 @@ __all__ = [
     "MemoryTable",
     "ModelObject",
     "Profile",
+    "ReduceOnPlateau",
     "Scalars",
     "ShardingRules",
     "TextData",

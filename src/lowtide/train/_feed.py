@@ -123,6 +123,9 @@ class Feed:
         if self._is_indexed:
             if self._length:
                 self.epoch, self._in_epoch = divmod(step, self._length)
+                if position == {"epoch": self.epoch - 1, "in_epoch": self._length, "iterator": None}:
+                    # Saved after an epoch's last step, before its end: the evaluation there is still to come.
+                    self.epoch, self._in_epoch = self.epoch - 1, self._length
             return
         if position is not None and "num_processes" in position:
             raise DataError(

@@ -55,6 +55,8 @@ class Kept(Owned):
         """Where the data of the run is, as its last checkpoint or `fit` left it."""
         self.feed: Feed | None = None
         """The data of the last `fit`, for another one with the same iterator."""
+        self.callback_states: Mapping[str, Any] | None = None
+        """Of a checkpoint that is being written or was restored, the states of its run's callbacks."""
         self._rollback = rollback
         self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
         self._hashed: tuple[Tree, str] | None = None
@@ -115,7 +117,8 @@ class Kept(Owned):
             ConfigError: without a `checkpoint_dir`.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "save")
-        notes = {"positions": self.processes.positions(self.position), "base": self._base}
+        positions = self.processes.positions(self.position)
+        notes = {"positions": positions, "base": self._base, "callbacks": self.callback_states}
         return checkpoints.save(self.step, self.state, notes)
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
@@ -153,6 +156,7 @@ class Kept(Owned):
                 return None
             loaded, self.state, notes = found
             self.position = self.processes.position(notes.get("positions") or [None])
+            self.callback_states = notes.get("callbacks")
             if not lent:
                 self._give_back()
             return loaded

@@ -62,7 +62,7 @@ class Loop:
         with Terminated() as terminated, trainer.processes.watched():
             try:
                 self._agree()
-                self._tell("on_train_begin")
+                self._begin()
                 if trainer.step == 0:
                     self._evaluate()
                 trainer.keep_copy(self.feed.position())
@@ -72,6 +72,18 @@ class Loop:
                 self._fail(error)
                 raise
         return self.records
+
+    def _begin(self) -> None:
+        self._tell("on_train_begin")
+        states, self.trainer.callback_states = self.trainer.callback_states or {}, None
+        for name, callback in self._named():
+            if (state := states.get(name)) is not None:
+                callback.resume(state)
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        """The callbacks by their classes, and of one class by their order."""
+        classes = [type(callback).__name__ for callback in self.callbacks]
+        return [(f"{name} {classes[:at].count(name)}", self.callbacks[at]) for at, name in enumerate(classes)]
 
     def _train(self, terminated: Terminated) -> None:
         trainer, is_open = self.trainer, False
@@ -193,7 +205,10 @@ class Loop:
         if trainer.checkpoints is None or not step:
             return
         trainer.position = self._position()
-        if trainer.save():
+        states = {name: callback.state() for name, callback in self._named()}
+        trainer.callback_states = {name: state for name, state in states.items() if state is not None}
+        is_new, trainer.callback_states = trainer.save(), None
+        if is_new:
             self._tell("on_checkpoint", step)
 
     def _position(self) -> dict[str, Any]:
@@ -219,6 +234,7 @@ class Loop:
     def _leave(self) -> None:
         """Remember where the data is, for another `fit` that goes on with it."""
         self.trainer.position, self.trainer.feed = self._position(), self.feed
+        self.trainer.callback_states = None
         self.feed.leave(self.trainer.position, is_untrained=self._is_untrained)
 
     def _emit(self, record: Record) -> None:
