@@ -89,6 +89,17 @@ def test_no_step_is_compiled_again(compilations: Any) -> None:
     assert float(optax.tree.get(ours.state.opt_state, "learning_rate")) < 0.5
 
 
+def test_records_have_the_rate_of_their_step() -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    records = trainer(adjustable(schedule)).fit(BATCHES, num_steps=4)
+    assert [record["learning_rate"] for record in records] == [1.0, 0.75, 0.5, 0.25]
+    ours, policy = trainer(), ReduceOnPlateau("grad_norm", patience=0, factor=0.5)
+    records = ours.fit(BATCHES, num_steps=4, callbacks=[policy])
+    # A record comes a step later, and so does what follows from it.
+    assert [record["learning_rate"] for record in records] == [1.0, 1.0, 1.0, 0.5]
+    assert "learning_rate" not in trainer(optax.sgd(1.0)).fit(BATCHES, num_steps=1)[0]
+
+
 @pytest.mark.parametrize("kind", [lt.train.ema, None, "offload", "groups"])
 def test_rates_are_found_wherever_they_are(kind: Any) -> None:
     """In wrappers, on the host, and of several groups, each with its own; never a leaf of the model with that name."""

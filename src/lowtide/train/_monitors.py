@@ -13,6 +13,7 @@ import optax
 
 from ..core import ConfigError, Tree
 from ._callbacks import Callback, Record
+from ._rates import rates
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -180,7 +181,7 @@ class ReduceOnPlateau(_Monitor):
         if self._cooling:
             return
         opt_state = trainer.state.opt_state
-        for place, rate in _rates(opt_state):
+        for place, rate in rates(opt_state):
             lower = np.maximum(np.asarray(rate) * self.factor, self.minimum).astype(rate.dtype)
             new = jax.device_put(np.minimum(lower, rate), rate.sharding)
             opt_state = optax.tree.set(opt_state, lambda path, _, at=place: path == at, learning_rate=new)
@@ -188,20 +189,14 @@ class ReduceOnPlateau(_Monitor):
         self.waited, self._cooling = 0, self.cooldown
 
 
-def _rates(opt_state: Tree, under: str = "hyperparams") -> list[tuple[Any, Any]]:
-    """Where `optax.inject_hyperparams` has learning rates in an optimizer's state, and these."""
-    found = optax.tree.get_all_with_path(opt_state, "learning_rate")
-    return [(path, value) for path, value in found if len(path) > 1 and getattr(path[-2], "name", None) == under]
-
-
 def _check_rates(opt_state: Tree) -> None:
-    rates, wrong = _rates(opt_state), None
-    whole = [rate.dtype for _, rate in rates if not jnp.issubdtype(rate.dtype, jnp.floating)]
-    if _rates(opt_state, "hyperparams_states"):
+    found, wrong = rates(opt_state), None
+    whole = [rate.dtype for _, rate in found if not jnp.issubdtype(rate.dtype, jnp.floating)]
+    if rates(opt_state, "hyperparams_states"):
         wrong = "one that follows a schedule, which would overwrite it"
     elif whole:
         wrong = f"one of type {whole[0]}"
-    elif not rates:
+    elif not found:
         wrong = "none"
     if wrong is not None:
         raise ConfigError(

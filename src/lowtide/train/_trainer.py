@@ -244,7 +244,8 @@ class Trainer(Kept):
 
         Returns:
             The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step``,
-            ``eval_loss`` and the metrics with ``eval_`` before their names. Norms cover trainable leaves only.
+            ``eval_loss`` and the metrics with ``eval_`` before their names. Norms cover trainable leaves only. With an
+            optimizer of `optax.inject_hyperparams` also the step's ``learning_rate``.
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
