@@ -4,6 +4,7 @@ from ._callbacks import Callback as Callback
 from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
 from ._callbacks import Scalars as Scalars
+from ._callbacks import TensorBoard as TensorBoard
 from ._checkpoint import Checkpoints as Checkpoints
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict
@@ -40,6 +41,7 @@ __all__ = [
     "ReduceOnPlateau",
     "Scalars",
     "ShardingRules",
+    "TensorBoard",
     "TextData",
     "TrainState",
     "Trainer",

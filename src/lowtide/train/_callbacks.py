@@ -144,6 +144,61 @@ class Scalars(Callback):
         if hasattr(self.writer, "flush"):
             self.writer.flush()
 
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Flush."""
+        self.on_train_end(trainer)
+
+
+class TensorBoard(Callback):
+    """Write every value of the records for TensorBoard, with tensorboardX.
+
+    A run that is resumed writes into the same folder: TensorBoard then hides what was written of steps that are done
+    again. Values of the last moments before a process is killed may be missing; those of `JsonlLogger` are not. For
+    another writer there is `Scalars`.
+
+    Args:
+        directory: where to.
+
+    Raises:
+        ConfigError: when a run begins and tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._writer: Any = None
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Open a file, in the first process where there are several."""
+        if not trainer.processes.is_first:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("TensorBoard needs tensorboardX", hint='pip install "lowtide[tensorboard]"') from error
+
+        step = trainer.step
+        # Files of the same second would have the same name.
+        purge_step, suffix = (step + 1, f".{step}") if step else (None, "")
+        self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Write one."""
+        if self._writer is None:
+            return
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Keep what there is."""
+        self.on_train_end(trainer)
+
 
 class Profile(Callback):
     """Write a profile of chosen steps, for TensorBoard's or Perfetto's viewer.
