@@ -61,10 +61,25 @@ def keras_arrays(model: Any) -> dict[str, np.ndarray]:
 def nnx_model(cell: str = "LSTM") -> Any:
     from flax import nnx
 
-    class Net(nnx.Module):
+    class Dropped(nnx.Module):
+        """A cell whose gates read its own last output through dropout: random numbers inside of the scan."""
+
+        num_feature_axes = 1
+
         def __init__(self, rngs: Any) -> None:
             made = nnx.LSTMCell if cell == "LSTM" else nnx.GRUCell
-            self.rnn = nnx.RNN(made(WIDTH, 8, rngs=rngs))
+            self.cell, self.drop = made(WIDTH, 8, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+        def initialize_carry(self, shape: Any, rngs: Any = None) -> Any:
+            return self.cell.initialize_carry(shape, rngs)
+
+        def __call__(self, carry: Any, x: Any) -> Any:
+            carry = (carry[0], self.drop(carry[1])) if cell == "LSTM" else self.drop(carry)
+            return self.cell(carry, x)
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.rnn = nnx.RNN(Dropped(rngs))
             self.drop = nnx.Dropout(0.1, rngs=rngs)
             self.norm = nnx.BatchNorm(8, rngs=rngs)
             self.last = nnx.Linear(8, 1, rngs=rngs)
@@ -75,11 +90,16 @@ def nnx_model(cell: str = "LSTM") -> Any:
     return Net(nnx.Rngs(0))
 
 
-def nnx_loss(model: Any, batch: Any) -> Any:
-    from flax import nnx
-
-    penalty = 1e-3 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+def nnx_loss(model: Any, batch: Any, strength: float = 1e-3) -> Any:
+    penalty = strength * jnp.sum(nnx_kernel(model) ** 2)
     return jnp.mean((model(batch[0]) - batch[1]) ** 2) + penalty
+
+
+def nnx_kernel(model: Any) -> Any:
+    """The weights that the inputs of the recurrence are multiplied by."""
+    cell = model.rnn.cell.cell
+    gates = [cell.dense_i] if hasattr(cell, "dense_i") else [cell.ii, cell.if_, cell.ig, cell.io]
+    return jnp.concatenate([gate.kernel[...] for gate in gates], axis=1)
 
 
 def nnx_trainer(model: Any, **options: Any) -> lt.Trainer:
@@ -96,6 +116,11 @@ def nnx_arrays(model: Any) -> dict[str, np.ndarray]:
 
 
 KINDS = {"keras": (keras_model, keras_trainer, keras_arrays), "nnx": (nnx_model, nnx_trainer, nnx_arrays)}
+
+SEEDS_AND_STATISTICS = {
+    "keras": ["seed_generator_state", "moving_mean", "moving_variance", "recurrent_kernel"],
+    "nnx": ["drop/rngs/count", "rnn/cell/drop/rngs/count", "norm/mean", "norm/var", "rnn/cell/cell/"],
+}
 
 
 @pytest.mark.parametrize("cell", ["LSTM", "GRU"])
@@ -115,6 +140,11 @@ def test_recurrence_with_dropout_learns_and_resumes_bit_for_bit(kind: str, cell:
     for before, after in zip(seen, seen[1:], strict=False):
         same = [name for name in before if np.array_equal(before[name], after[name])]
         assert same == [], "weights, statistics and seeds change in every step"
+    named = " ".join(seen[0])
+    assert all(name in named for name in SEEDS_AND_STATISTICS[kind]), named
+    if kind == "nnx":
+        drawn = [int(arrays["rnn/cell/drop/rngs/count"]) for arrays in seen]
+        assert np.diff(drawn).tolist() == [TIME, TIME], "one draw for every moment of the sequence"
     half = make(cell)
     train(half, checkpoint_dir=tmp_path).fit(data, num_steps=12)
     other = make(cell)
@@ -142,6 +172,37 @@ def test_a_regulariser_s_gradient_is_that_of_the_current_weights() -> None:
     np.testing.assert_allclose(model.layers[0].kernel.value, 0.8**3 * start, rtol=1e-5)
     penalties = [0.1 * float(np.sum((0.8**step * start) ** 2)) for step in range(3)]
     assert [record["loss"] for record in records] == pytest.approx(penalties, rel=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recurrent_layer_s_regulariser_reads_the_current_weights(kind: str, cell: str) -> None:
+    """Inputs that are zero leave the penalty alone to move the input's weights: by a fifth in every step."""
+    from lowtide.ext import keras as keras_bridge
+    from lowtide.ext import nnx as nnx_bridge
+
+    if kind == "keras":
+        model = keras_model(cell, strength=1.0)
+        bridge = keras_bridge.Bridge(model)
+        trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1))
+        kernel = lambda: np.array(model.layers[0].cell.kernel.value)  # noqa: E731
+    else:
+        model = nnx_model(cell)
+        loss = lambda m, b: nnx_loss(m, b, strength=1.0)  # noqa: E731
+        trainer = lt.Trainer(nnx_bridge.Bridge(model), loss, optax.sgd(0.1))
+        kernel = lambda: np.array(nnx_kernel(model))  # noqa: E731
+    start, found = kernel(), []
+
+    class Watch(lt.train.Callback):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            assert trainer.model is not None  # the object has its arrays
+            found.append(kernel())
+
+    data = [(np.zeros_like(x), y) for x, y in batches(4)]
+    trainer.fit(data, num_steps=4, callbacks=[Watch()])
+    assert np.abs(start).max() > 0.1
+    for step, value in enumerate(found):
+        np.testing.assert_allclose(value, 0.8 ** (step + 1) * start, rtol=1e-5, atol=1e-7)
 
 
 def test_frozen_layers_stay_in_the_model_and_cost_no_state() -> None:

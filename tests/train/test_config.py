@@ -137,12 +137,21 @@ def test_a_path_that_is_no_text_is_named(tmp_path):
 
 def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(tmp_path):
     config = FinetuneConfig(num_steps=30, checkpoint_every=10)
-    lines = [f'{{"step": {step}, "loss": 1.0}}' for step in range(1, 20)]
+    lines = [f'{{"step": {step}, "loss": 1.0}}' for step in range(1, 21)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    check_checkpoint(tmp_path, config, None)
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 20, "loss": 1.0}']))
+    check_checkpoint(tmp_path, config, None)  # killed while the second waited for the first to be complete
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 21, "loss": 1.0}']))
     check_checkpoint(tmp_path, config, 20)
-    with pytest.raises(OutputError, match=r"no checkpoint in it(.|\n)*recorded 20 steps(.|\n)*hint:"):
+    with pytest.raises(OutputError, match=r"no checkpoint in it(.|\n)*recorded 21 steps(.|\n)*hint:"):
+        check_checkpoint(tmp_path, config, None)
+
+
+def test_an_ended_run_without_its_checkpoints_is_not_begun_again(tmp_path):
+    config = FinetuneConfig(num_steps=3, checkpoint_every=10)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "loss": 1.0}')
+    check_checkpoint(tmp_path, config, None)
+    (tmp_path / "memory.json").write_text("{}")
+    with pytest.raises(OutputError, match=r"no checkpoint in it(.|\n)*recorded 3 steps(.|\n)*hint:"):
         check_checkpoint(tmp_path, config, None)
 
 

@@ -1,10 +1,10 @@
 """The training loop, its state, data and checkpoints, and the fine-tuning job made of them."""
 
 from ._callbacks import Callback as Callback
-from ._callbacks import EarlyStopping as EarlyStopping
 from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
 from ._callbacks import Scalars as Scalars
+from ._callbacks import TensorBoard as TensorBoard
 from ._checkpoint import Checkpoints as Checkpoints
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict
@@ -14,6 +14,8 @@ from ._ema import ema as ema
 from ._feed import array_data as array_data
 from ._finetune import Finetune as Finetune
 from ._models import ModelObject as ModelObject
+from ._monitors import EarlyStopping as EarlyStopping
+from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._runs import open_run as open_run
@@ -37,8 +39,10 @@ __all__ = [
     "MemoryTable",
     "ModelObject",
     "Profile",
+    "ReduceOnPlateau",
     "Scalars",
     "ShardingRules",
+    "TensorBoard",
     "TextData",
     "TrainState",
     "Trainer",

@@ -1,4 +1,4 @@
-"""What happens beside the steps: early stopping, records in files, profiles.
+"""What happens beside the steps: records in files, profiles; what watches a value is in `_monitors`.
 
 A callback is told of the beginning and end of everything. It may read and change the trainer: `Trainer.model` is the
 model as it is, `Trainer.update` changes its weights, `Trainer.stop` ends the run after the step.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,13 @@ class Callback:
         ...         if record["loss"] < 0.1:
         ...             trainer.stop()
     """
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of it, as JSON; None for nothing."""
+        return None
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a `state` that was restored; called after `on_train_begin`."""
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """`fit` begins."""
@@ -77,65 +83,6 @@ class Callback:
 
     def on_exception(self, trainer: Trainer, error: BaseException) -> None:
         """`fit` is about to raise; the trainer holds a good state again."""
-
-
-class EarlyStopping(Callback):
-    """Stop when a value no longer gets better.
-
-    Args:
-        monitor: its name in the records, such as ``eval_loss``.
-        patience: records without improvement that are waited for.
-        min_delta: what counts as one.
-        mode: ``"min"`` or ``"max"``.
-
-    Raises:
-        ConfigError: for another `mode` or a negative number; during a run, when no record of an evaluation has the
-            value.
-
-    Examples:
-        >>> EarlyStopping("eval_loss", patience=3).best
-        inf
-    """
-
-    def __init__(
-        self, monitor: str = "eval_loss", *, patience: int = 0, min_delta: float = 0.0, mode: str = "min"
-    ) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigError("unknown mode", expected='"min" or "max"', got=repr(mode), hint='"min" is for losses')
-        if patience < 0 or min_delta < 0:
-            raise ConfigError(
-                "patience and min_delta cannot be negative", got=f"{patience}, {min_delta}", hint="0 is the least"
-            )
-        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
-        self.best = math.inf if mode == "min" else -math.inf
-        self.waited, self._others = 0, 0
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        """Begin to count anew."""
-        self.best, self.waited, self._others = math.inf if self.mode == "min" else -math.inf, 0, 0
-
-    def on_record(self, trainer: Trainer, record: Record) -> None:
-        """Compare."""
-        if self.monitor not in record:
-            self._others += 1
-            return
-        value = record[self.monitor]
-        gain = self.best - value if self.mode == "min" else value - self.best
-        if gain > self.min_delta:
-            self.best, self.waited = value, 0
-            return
-        self.waited += 1
-        if self.waited > self.patience:
-            trainer.stop()
-
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Raise when there was nothing to compare: a misspelt name would never stop a run."""
-        if self._others and math.isinf(self.best):
-            raise ConfigError(
-                f"no record had {self.monitor!r}, so EarlyStopping could not stop",
-                expected="a name of the records, such as loss, or with eval_data eval_loss",
-                hint="pass eval_data to fit, or another monitor",
-            )
 
 
 class JsonlLogger(Callback):
@@ -200,6 +147,61 @@ class Scalars(Callback):
         """Flush."""
         if hasattr(self.writer, "flush"):
             self.writer.flush()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Flush."""
+        self.on_train_end(trainer)
+
+
+class TensorBoard(Callback):
+    """Write every value of the records for TensorBoard, with tensorboardX.
+
+    A run that is resumed writes into the same folder: TensorBoard then hides what was written of steps that are done
+    again. Values of the last moments before a process is killed may be missing; those of `JsonlLogger` are not. For
+    another writer there is `Scalars`.
+
+    Args:
+        directory: where to.
+
+    Raises:
+        ConfigError: when a run begins and tensorboardX is not installed.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self._writer: Any = None
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Open a file, in the first process where there are several."""
+        if not trainer.processes.is_first:
+            return
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError as error:
+            raise ConfigError("TensorBoard needs tensorboardX", hint='pip install "lowtide[tensorboard]"') from error
+
+        step = trainer.step
+        # Files of the same second would have the same name.
+        purge_step, suffix = (step + 1, f".{step}") if step else (None, "")
+        self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Write one."""
+        if self._writer is None:
+            return
+        for name, value in record.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, record["step"])
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        """Keep what there is."""
+        self.on_train_end(trainer)
 
 
 class Profile(Callback):

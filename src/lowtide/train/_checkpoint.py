@@ -1,5 +1,8 @@
 """Checkpoints of the trainable state, written by Orbax: asynchronous, atomic, a few kept.
 
+Orbax writes under a temporary name and renames what is complete. What a killed run left under such names is deleted by
+the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
+
 The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
 and its contents can be listed by name. Frozen leaves are never in it.
 """
@@ -7,6 +10,7 @@ and its contents can be listed by name. Frozen leaves are never in it.
 from __future__ import annotations
 
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +18,8 @@ from typing import Any
 
 import jax
 
-from ..core import StateError, StructureError, Tree, leaves_with_paths, on_host
+from ..core import ConfigError, StateError, StructureError, Tree, leaves_with_paths, on_host
+from ._retention import FILE, Retention
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 logging.getLogger("absl").setLevel(logging.ERROR)
@@ -28,20 +33,53 @@ class Checkpoints:
     Args:
         directory: the folder; made when missing.
         max_to_keep: how many of the newest to keep.
+        best: name of the value in evaluations, such as ``eval_loss``, whose best checkpoint is kept beside them.
+        best_mode: ``"min"`` or ``"max"``.
+
+    Raises:
+        ConfigError: for another `best_mode`, or no checkpoint to keep.
     """
 
-    def __init__(self, directory: str | Path, *, max_to_keep: int = 2) -> None:
+    def __init__(
+        self, directory: str | Path, *, max_to_keep: int = 2, best: str | None = None, best_mode: str = "min"
+    ) -> None:
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
         self.directory = Path(directory).resolve()
-        options = ocp.CheckpointManagerOptions(max_to_keep=max_to_keep, create=True)
+        self._retention = Retention(self.directory, max_to_keep, best, best_mode)
+        self._has_saved = False
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._retention, create=True)
         handlers = {_STATE: ocp.StandardCheckpointHandler(), _NOTES: ocp.JsonCheckpointHandler()}
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
+
+    @property
+    def best(self) -> str | None:
+        """Name of the value whose best checkpoint is kept."""
+        return self._retention.best
+
+    def best_step(self) -> int | None:
+        """Step of the best complete checkpoint, or None when none was evaluated."""
+        return self._retention.best_step(self._manager.all_steps())
+
+    def evaluated(self, step: int, record: Mapping[str, float]) -> bool:
+        """Keep what an evaluation found at a step.
+
+        Args:
+            step: its number.
+            record: the values.
+
+        Returns:
+            Whether this is the best step so far, so that its checkpoint would stay.
+
+        Raises:
+            ConfigError: when the record lacks the value that `best` names.
+        """
+        return self.best is not None and self._retention.note(step, record, self._manager.all_steps())
 
     def save(self, step: int, state: Tree, notes: Mapping[str, Any]) -> bool:
         """Begin to write a checkpoint; the arrays are copied to the host before this returns, so they may be donated.
@@ -59,14 +97,85 @@ class Checkpoints:
         """
         if step == self._manager.latest_step():
             return False
+        if not self._has_saved:
+            self._clear()
+            self._has_saved = True
         args = {_STATE: self._ocp.args.StandardSave(_flat(state)), _NOTES: self._ocp.args.JsonSave(dict(notes))}
         self._manager.save(step, args=self._ocp.args.Composite(**args))
         return True
+
+    def _clear(self) -> None:
+        """Delete what a killed run did not complete."""
+        if jax.process_index() == 0:
+            for path in self.directory.iterdir():
+                if self._ocp.utils.TMP_DIR_SUFFIX in path.name:
+                    shutil.rmtree(path)
+                elif path.name.startswith(f".{FILE}."):
+                    path.unlink()
 
     def notes(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step."""
         args = self._ocp.args.Composite(**{_NOTES: self._ocp.args.JsonRestore()})
         return dict(self._manager.restore(step, args=args)[_NOTES])
+
+    def existing(self, step: int | None) -> int:
+        """A step, when there is a checkpoint of it.
+
+        Args:
+            step: its number, or None for the best.
+
+        Raises:
+            ConfigError: when there is none.
+        """
+        self.wait()
+        steps = sorted(self._manager.all_steps())
+        found = self.best_step() if step is None else step
+        if found in steps:
+            return found
+        if step is None:
+            raise ConfigError(
+                f"{self.directory}: no checkpoint is the best, because none was evaluated",
+                expected="checkpoints of steps with an evaluation",
+                got=f"steps {', '.join(map(str, steps))}" if steps else "no checkpoint",
+                hint='Trainer(..., best="eval_loss"), and fit(..., eval_data=..., eval_every=...)',
+            )
+        raise ConfigError(
+            f"{self.directory}: there is no checkpoint of step {step}",
+            expected=f"one of steps {', '.join(map(str, steps))}" if steps else "a checkpoint",
+            got=step,
+            hint="max_to_keep says how many stay; restore() takes the newest",
+        )
+
+    def read(self, step: int, like: Tree, base: str, give_up: Callable[[], Any]) -> tuple[int, Tree, dict[str, Any]]:
+        """Read a checkpoint.
+
+        Args:
+            step: its number.
+            like: as in `restore`.
+            base: fingerprint of what is frozen now.
+            give_up: called before arrays are read.
+
+        Returns:
+            Its step, state and notes.
+
+        Raises:
+            StructureError: when it is of another model, or over another base.
+            StateError: when it cannot be read.
+        """
+        try:
+            notes = self.notes(step)
+            self.check(step, like)
+            self._check_base(step, notes.get("base"), base)
+            give_up()
+            return step, self.restore(step, like), notes
+        except StructureError:
+            raise
+        except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file
+            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise StateError(
+                f"the checkpoint of step {step} in {self.directory} is damaged: {said}",
+                hint="restore() takes the newest that can be read",
+            ) from error
 
     def newest(self, like: Tree, base: str, give_up: Callable[[], Any]) -> tuple[int, Tree, dict[str, Any]] | None:
         """Read the newest checkpoint that can be read.
@@ -88,21 +197,13 @@ class Checkpoints:
         damaged: list[int] = []
         for step in steps:
             try:
-                notes = self.notes(step)
-                self.check(step, like)
-                self._check_base(step, notes.get("base"), base)
-                give_up()
-                state = self.restore(step, like)
+                found = self.read(step, like, base, give_up)
                 self._set_aside(damaged)
-                return step, state, notes
-            except StructureError:
-                raise
-            except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file
-                said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                return found
+            except StateError as error:
                 damaged.append(step)
                 warnings.warn(
-                    f"the checkpoint of step {step} in {self.directory} is damaged: {said}\n"
-                    "hint: the one before it is used; this one is renamed, for you to delete",
+                    f"{error.message}\nhint: the one before it is used; this one is renamed, for you to delete",
                     UserWarning,
                     stacklevel=3,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
 from ..core import ConfigError, OutputError, StructureError, Tree, Where, leaves_with_paths, on_host
@@ -61,6 +62,26 @@ def refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
                 got=f"{name}={value!r} for the trainer",
                 hint=f"pass {name} to lt.offload.layerwise_step alone",
             )
+
+
+def open_checkpoints(directory: str | Path | None, *, best: str | None, **options: Any) -> Checkpoints | None:
+    """The checkpoints, when there is a folder for them."""
+    if directory is not None:
+        return Checkpoints(directory, best=best, **options)
+    if best is not None:
+        raise ConfigError("best needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+    return None
+
+
+def refuse_unevaluated(checkpoints: Checkpoints | None, eval_data: Any) -> None:
+    """Raise when nothing is evaluated that could be the best."""
+    if checkpoints is not None and checkpoints.best is not None and eval_data is None:
+        raise ConfigError(
+            f"best={checkpoints.best!r} needs evaluations",
+            expected="fit(..., eval_data=...)",
+            got="no eval_data",
+            hint="pass batches to evaluate on, and eval_every",
+        )
 
 
 def refuse_later_checkpoint(checkpoints: Checkpoints | None, step: int) -> None:

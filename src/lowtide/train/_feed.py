@@ -76,6 +76,39 @@ class Feed:
         self.epoch = 0
         self.before: dict[str, Any] = self.position()
         """`position` when the last batch had not been asked for."""
+        self._read: list[Any] = []
+        """The last batch, of an iterator that cannot give it again."""
+        self._again: list[Any] = []
+        """A batch that is next because it was read in vain."""
+        self._left: Mapping[str, Any] | None = None
+
+    def leave(self, position: Mapping[str, Any], *, is_untrained: bool) -> None:
+        """The run ends here, at a `position` that is the trainer's, perhaps after a batch that was read in vain."""
+        self._left = position
+        if is_untrained and self._read:
+            self._again, self._read = self._read, []
+            self._in_epoch -= 1
+
+    def go_on(self, before: Feed | None, position: Mapping[str, Any] | None) -> bool:
+        """Go on with the very iterator of another run, where that run left it.
+
+        Args:
+            before: the feed of the run before.
+            position: the trainer's; another than where that run ended when the trainer has gone back since.
+
+        Returns:
+            Whether it is that iterator, and it is there.
+        """
+        if before is None or before._data is not self._data or not self._is_live or before._left is not position:
+            return False
+        self.epoch, self._in_epoch = before.epoch, before._in_epoch
+        self._iterator, self._again = before._iterator, before._again
+        return True
+
+    @property
+    def _is_live(self) -> bool:
+        """Whether the data is an iterator that goes forward only, as a generator does."""
+        return not self._is_indexed and hasattr(self._data, "__next__") and not hasattr(self._data, "get_state")
 
     @property
     def num_steps(self) -> int | None:
@@ -97,6 +130,9 @@ class Feed:
         if self._is_indexed:
             if self._length:
                 self.epoch, self._in_epoch = divmod(step, self._length)
+                if position == {"epoch": self.epoch - 1, "in_epoch": self._length, "iterator": None}:
+                    # Saved after an epoch's last step, before its end: the evaluation there is still to come.
+                    self.epoch, self._in_epoch = self.epoch - 1, self._length
             return
         if position is not None and "num_processes" in position:
             raise DataError(
@@ -147,12 +183,14 @@ class Feed:
         """
         if self._length is not None and self._in_epoch == self._length:
             return self._end_epoch()
-        self.before = self.position()
+        self.before, self._read = self.position(), []
         if step == self._num_steps or (self._num_epochs is not None and self.epoch >= self._num_epochs):
             return Event.END_OF_RUN
         try:
             if self._is_indexed:
                 batch = self._data[step % self._length if self._length and not self._goes_on else step]
+            elif self._again:
+                batch = self._again.pop()
             else:
                 self._iterator = iter(self._data) if self._iterator is None else self._iterator
                 batch = next(self._iterator)
@@ -165,6 +203,7 @@ class Feed:
                 hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
             ) from error
         self._in_epoch += 1
+        self._read = [batch] if self._is_live else []
         return batch
 
     def _end_epoch(self) -> Event:

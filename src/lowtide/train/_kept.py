@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 
-from ..core import StateError, Tree
+from ..core import ConfigError, StateError, Tree
 from ._checkpoint import Checkpoints
 from ._checks import needs_checkpoints
+from ._feed import Feed
 from ._fingerprint import fingerprint
 from ._owned import Owned
 from ._processes import Processes
@@ -52,6 +53,10 @@ class Kept(Owned):
         self.checkpoints = checkpoints
         self.position: Mapping[str, Any] | None = None
         """Where the data of the run is, as its last checkpoint or `fit` left it."""
+        self.feed: Feed | None = None
+        """The data of the last `fit`, for another one with the same iterator."""
+        self.callback_states: Mapping[str, Any] | None = None
+        """Of a checkpoint that is being written or was restored, the states of its run's callbacks."""
         self._rollback = rollback
         self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
         self._hashed: tuple[Tree, str] | None = None
@@ -112,17 +117,23 @@ class Kept(Owned):
             ConfigError: without a `checkpoint_dir`.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "save")
-        notes = {"positions": self.processes.positions(self.position), "base": self._base}
+        positions = self.processes.positions(self.position)
+        notes = {"positions": positions, "base": self._base, "callbacks": self.callback_states}
         return checkpoints.save(self.step, self.state, notes)
 
-    def restore(self) -> int | None:
-        """Load the newest checkpoint that can be read into the trainer.
+    def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
+        """Load a checkpoint into the trainer.
+
+        Args:
+            step: which; by default the newest that can be read.
+            best: the one that `Trainer` keeps as the best, instead.
 
         Returns:
-            Its step, or None when there is no checkpoint yet.
+            Its step, or None when there is no checkpoint yet (and none was named).
 
         Raises:
-            ConfigError: without a `checkpoint_dir`.
+            ConfigError: without a `checkpoint_dir`; with both arguments; when there is no checkpoint of `step`, or
+                none was evaluated.
             StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
             StateError: when there are checkpoints, and none can be read.
 
@@ -133,17 +144,22 @@ class Kept(Owned):
             The state's arrays are given up before those of the checkpoint are read: never two copies.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "restore")
+        if best and step is not None:
+            raise ConfigError("restore takes step or best", got=f"step={step}, best=True", hint="leave one out")
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        how = like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state)
+        chosen = checkpoints.existing(step) if best or step is not None else None
         lent, self._is_lent = self._is_lent, True
         try:
-            found = checkpoints.newest(like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state))
+            found = checkpoints.newest(*how) if chosen is None else checkpoints.read(chosen, *how)
             if found is None:
                 return None
-            step, self.state, notes = found
+            loaded, self.state, notes = found
             self.position = self.processes.position(notes.get("positions") or [None])
+            self.callback_states = notes.get("callbacks")
             if not lent:
                 self._give_back()
-            return step
+            return loaded
         finally:
             self._is_lent = lent
 

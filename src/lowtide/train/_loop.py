@@ -48,7 +48,8 @@ class Loop:
     def __post_init__(self) -> None:
         self.records: list[Record] = []
         self.feed = Feed(self.data, self.num_steps, self.num_epochs)
-        self.feed.start(self.trainer.step, self.trainer.position)
+        if not self.feed.go_on(self.trainer.feed, self.trainer.position):
+            self.feed.start(self.trainer.step, self.trainer.position)
         if self.progress and self.trainer.processes.is_first:
             self.callbacks = (Progress(self.feed.num_steps), *self.callbacks)
         self._batch: Tree = None
@@ -68,7 +69,7 @@ class Loop:
         with Terminated() as terminated, trainer.processes.watched():
             try:
                 self._agree()
-                self._tell("on_train_begin")
+                self._begin()
                 if trainer.step == 0:
                     self._evaluate()
                 trainer.keep_copy(self.feed.position())
@@ -78,6 +79,18 @@ class Loop:
                 self._fail(error)
                 raise
         return self.records
+
+    def _begin(self) -> None:
+        self._tell("on_train_begin")
+        states, self.trainer.callback_states = self.trainer.callback_states or {}, None
+        for name, callback in self._named():
+            if (state := states.get(name)) is not None:
+                callback.resume(state)
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        """The callbacks by their classes, and of one class by their order."""
+        classes = [type(callback).__name__ for callback in self.callbacks]
+        return [(f"{name} {classes[:at].count(name)}", self.callbacks[at]) for at, name in enumerate(classes)]
 
     def _train(self, terminated: Terminated) -> None:
         trainer, is_open = self.trainer, False
@@ -103,7 +116,7 @@ class Loop:
         if step > begun and not terminated.has_come:
             self._evaluate()
         self._save(step)
-        trainer.position = self.feed.position()
+        self._leave()
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()
 
@@ -192,14 +205,20 @@ class Loop:
             return
         self._evaluated_at = step
         values = self.trainer.evaluate(self.eval_data, callbacks=self.callbacks)
-        self._emit({"step": step, **{f"eval_{name}": value for name, value in values.items()}})
+        record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
+        self._emit(record)
+        if self.trainer.checkpoints is not None and self.trainer.checkpoints.evaluated(step, record):
+            self._save(step)
 
     def _save(self, step: int) -> None:
         trainer = self.trainer
         if trainer.checkpoints is None or not step:
             return
         trainer.position = self._position()
-        if trainer.save():
+        states = {name: callback.state() for name, callback in self._named()}
+        trainer.callback_states = {name: state for name, state in states.items() if state is not None}
+        is_new, trainer.callback_states = trainer.save(), None
+        if is_new:
             self._tell("on_checkpoint", step)
 
     def _position(self) -> dict[str, Any]:
@@ -218,9 +237,17 @@ class Loop:
             return
         if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back:
             self._save(trainer.step)
+        if not went_back:
+            self._leave()
         if trainer.checkpoints is not None:
             trainer.checkpoints.wait()
         self._tell("on_exception", error)
+
+    def _leave(self) -> None:
+        """Remember where the data is, for another `fit` that goes on with it."""
+        self.trainer.position, self.trainer.feed = self._position(), self.feed
+        self.trainer.callback_states = None
+        self.feed.leave(self.trainer.position, is_untrained=self._is_untrained)
 
     def _explain(self, error: BaseException) -> None:
         """Say of an out-of-memory error of JAX who owns the bytes of the step."""

@@ -105,13 +105,15 @@ def check_same_data(out: Path, digest: str) -> None:
 def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
     """Refuse to begin again over a run whose checkpoints are gone.
 
-    A kill before the first checkpoint leaves a few records, and the run begins again; later than that there is one.
+    A kill before the first checkpoint is complete leaves records, and the run begins again. The first is complete when
+    the second is begun, which is after the record of its step and before the next; and when the run has ended.
 
     Raises:
         OutputError: when the metrics say that there was a checkpoint and there is none.
     """
     recorded = max((record["step"] for record in read_records(out / METRICS)), default=0)
-    if resumed_at is None and recorded >= min(2 * config.checkpoint_every, config.num_steps):
+    has_saved = recorded > 2 * config.checkpoint_every or (out / MEMORY).is_file()
+    if resumed_at is None and has_saved:
         raise OutputError(
             f"{out / CHECKPOINTS}: no checkpoint in it",
             expected=f"a checkpoint of a run that has recorded {recorded} steps",

@@ -28,6 +28,7 @@ from ..core import (
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
 from ._models import ModelObject, Pytree, keywords, parse_loss, split_static
 from ._precision import Precision
+from ._rates import recorded_rate
 
 LossFn = Callable[..., Any]
 
@@ -178,6 +179,7 @@ class WholeStep:
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         update = optax.with_extra_args_support(self._tx).update
         updates, opt_state = update(grads, state.opt_state, state.trainable, value=loss)  # some schedules read the loss
+        metrics = recorded_rate(opt_state) | metrics
         new = TrainState(state.step + 1, optax.apply_updates(state.trainable, updates), opt_state, mutable)
         if self.guard:
             is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])

@@ -16,7 +16,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,13 +35,15 @@ from ..core import (
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..offload import LayerwiseStep
 from ._callbacks import Callback, Record
-from ._checkpoint import Checkpoints
 from ._checks import (
     Defaults,
     OnNan,
     guards,
+    needs_checkpoints,
+    open_checkpoints,
     refuse_beside_layerwise,
     refuse_later_checkpoint,
+    refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model
 from ._feed import StepData
@@ -88,6 +90,10 @@ class Trainer(Kept):
         rollback: whether to keep a copy of the state on the host until there is a checkpoint, for a step that fails
             after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
+        max_to_keep: how many of the newest checkpoints to keep.
+        best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
+            one than all before, a checkpoint is written there, and it is kept beside the newest.
+        best_mode: whether less (``"min"``) or more (``"max"``) is better.
         max_to_keep: how many checkpoints to keep.
         budget: bytes that a step may use on a device, as a number or such as ``"14 GiB"``; by default what the device
             has. A step that needs more is refused before it runs.
@@ -97,8 +103,8 @@ class Trainer(Kept):
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
         StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
-        ConfigError: for an unknown or impossible `on_nan` or `compute_dtype`, or for arguments that a layerwise step
-            says itself.
+        ConfigError: for an unknown or impossible `on_nan`, `best_mode`, `compute_dtype` or `budget`, for `best` without
+            `checkpoint_dir`, or for arguments that a layerwise step says itself.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
@@ -132,6 +138,8 @@ class Trainer(Kept):
         rollback: bool = True,
         checkpoint_dir: str | Path | None = None,
         max_to_keep: int = 2,
+        best: str | None = None,
+        best_mode: Literal["min", "max"] = "min",
         budget: int | str | None = None,
         sharding: ShardingRules | None = None,
     ) -> None:
@@ -174,7 +182,7 @@ class Trainer(Kept):
         if sharding is not None and isinstance(step, WholeStep) and num_microbatches > 1:
             step.constrain = sharding.constrain
         self._num_microbatches = num_microbatches
-        checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, max_to_keep=max_to_keep)
+        checkpoints = open_checkpoints(checkpoint_dir, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
         super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
         self.budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
         """Bytes that a step may use on a device; None for what the device has."""
@@ -287,13 +295,15 @@ class Trainer(Kept):
 
         Returns:
             The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step``,
-            ``eval_loss`` and the metrics with ``eval_`` before their names. Norms cover trainable leaves only.
+            ``eval_loss`` and the metrics with ``eval_`` before their names. Norms cover trainable leaves only. With an
+            optimizer of `optax.inject_hyperparams` also the step's ``learning_rate``.
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
+            ConfigError: without an end, when `checkpoint_every` is given without a `checkpoint_dir`, or when nothing
+                could be the `best`: without `eval_data`, or with evaluations that lack the value.
             OutOfMemoryError: for a step that needs more than `budget`. When memory runs out although it should not,
                 JAX's error is raised with the same explanation as a note.
-            ConfigError: without an end, or when `checkpoint_every` is given without a `checkpoint_dir`.
             OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
             DataError: when `data` ends before the run.
             NonFiniteError: for a loss that is no number, as `on_nan` says.
@@ -302,9 +312,10 @@ class Trainer(Kept):
         Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
         through between steps, SIGTERM after a step; both after a checkpoint.
         """
-        if checkpoint_every is not None and self.checkpoints is None:
-            raise ConfigError("checkpoint_every needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
+        if checkpoint_every is not None:
+            needs_checkpoints(self.checkpoints, "checkpoint_every")
         refuse_later_checkpoint(self.checkpoints, self.step)
+        refuse_unevaluated(self.checkpoints, eval_data)
         self.is_stopped = False
         loop = Loop(
             trainer=self,

@@ -1,0 +1,207 @@
+"""Callbacks that watch a value of the records: early stopping, and a learning rate that follows what a run shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ..core import ConfigError, Tree
+from ._callbacks import Callback, Record
+from ._rates import rates
+
+if TYPE_CHECKING:
+    from ._trainer import Trainer
+
+
+class _Monitor(Callback):
+    """Wait for a value to get better; `on_plateau` when it has not for too long.
+
+    Args:
+        monitor: its name in the records, such as ``eval_loss``.
+        patience: records without improvement that are waited for.
+        min_delta: what counts as one.
+        mode: ``"min"`` or ``"max"``.
+    """
+
+    def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError("unknown mode", expected='"min" or "max"', got=repr(mode), hint='"min" is for losses')
+        if patience < 0 or min_delta < 0:
+            raise ConfigError(
+                "patience and min_delta cannot be negative", got=f"{patience}, {min_delta}", hint="0 is the least"
+            )
+        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
+        self.best = math.inf if mode == "min" else -math.inf
+        self.waited, self._others = 0, 0
+
+    def on_plateau(self, trainer: Trainer) -> None:
+        """What to do then."""
+
+    def state(self) -> dict[str, Any]:
+        """The best value, and how long it has been so."""
+        return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on waiting."""
+        self.best, self.waited = self.best if state["best"] is None else state["best"], state["waited"]
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Begin to count anew."""
+        self.best, self.waited, self._others = math.inf if self.mode == "min" else -math.inf, 0, 0
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Compare."""
+        if self.monitor not in record:
+            self._others += 1
+            return
+        value = record[self.monitor]
+        gain = self.best - value if self.mode == "min" else value - self.best
+        if gain > self.min_delta:
+            self.best, self.waited = value, 0
+            return
+        self.waited += 1
+        if self.waited > self.patience:
+            self.on_plateau(trainer)
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Raise when there was nothing to compare: a misspelt name would never do anything."""
+        if self._others and math.isinf(self.best):
+            name = type(self).__name__
+            raise ConfigError(
+                f"no record had {self.monitor!r}, so {name} could not act",
+                expected="a name of the records, such as loss, or with eval_data eval_loss",
+                hint="pass eval_data to fit, or another monitor",
+            )
+
+
+class EarlyStopping(_Monitor):
+    """Stop when a value no longer gets better.
+
+    Args:
+        monitor: its name in the records, such as ``eval_loss``.
+        patience: records without improvement that are waited for.
+        min_delta: what counts as one.
+        mode: ``"min"`` or ``"max"``.
+
+    Raises:
+        ConfigError: for another `mode` or a negative number; during a run, when no record has the value.
+
+    Examples:
+        >>> EarlyStopping("eval_loss", patience=3).best
+        inf
+    """
+
+    def __init__(
+        self, monitor: str = "eval_loss", *, patience: int = 0, min_delta: float = 0.0, mode: str = "min"
+    ) -> None:
+        super().__init__(monitor, patience, min_delta, mode)
+
+    def on_plateau(self, trainer: Trainer) -> None:
+        """Stop."""
+        trainer.stop()
+
+
+class ReduceOnPlateau(_Monitor):
+    """Lower the learning rate when a value no longer gets better.
+
+    The rate is part of the optimizer's state, so that it is saved and restored with it, and no step is compiled again.
+    For one that follows the number of steps alone give the optimizer a schedule of Optax instead; for one that follows
+    the loss of every training step, `optax.contrib.reduce_on_plateau` does so inside the step.
+
+    Args:
+        monitor: name of the value in the records, such as ``eval_loss``.
+        factor: what the rate is multiplied by.
+        patience: records without improvement that are waited for.
+        min_delta: what counts as one.
+        mode: ``"min"`` or ``"max"``.
+        cooldown: records after a reduction that are not counted.
+        minimum: the rate goes no lower.
+
+    Raises:
+        ConfigError: for another `mode` or a number out of range; during a run, when no record has the value, or when
+            the optimizer's rate cannot be changed: it has to be made with `optax.inject_hyperparams`.
+
+    Examples:
+        >>> tx = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
+        >>> callback = ReduceOnPlateau("eval_loss", factor=0.5, patience=2, minimum=1e-5)
+    """
+
+    def __init__(
+        self,
+        monitor: str = "eval_loss",
+        *,
+        factor: float = 0.1,
+        patience: int = 10,
+        min_delta: float = 0.0,
+        mode: str = "min",
+        cooldown: int = 0,
+        minimum: float = 0.0,
+    ) -> None:
+        super().__init__(monitor, patience, min_delta, mode)
+        if not 0 < factor < 1 or cooldown < 0 or minimum < 0:
+            raise ConfigError(
+                "the learning rate could not be lowered so",
+                expected="0 < factor < 1, cooldown >= 0, minimum >= 0",
+                got=f"factor={factor}, cooldown={cooldown}, minimum={minimum}",
+                hint="ReduceOnPlateau(factor=0.1)",
+            )
+        self.factor, self.cooldown, self.minimum = factor, cooldown, minimum
+        self._cooling = 0
+
+    def state(self) -> dict[str, Any]:
+        """The best value, how long it has been so, and how long not to count."""
+        return {**super().state(), "cooling": self._cooling}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on waiting."""
+        super().resume(state)
+        self._cooling = state["cooling"]
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Begin to count anew, and make sure that there is a rate to lower."""
+        super().on_train_begin(trainer)
+        self._cooling = 0
+        _check_rates(trainer.state.opt_state)
+
+    def on_record(self, trainer: Trainer, record: Record) -> None:
+        """Compare."""
+        is_cooling = self._cooling > 0 and self.monitor in record
+        super().on_record(trainer, record)
+        if is_cooling:
+            self._cooling, self.waited = self._cooling - 1, 0
+
+    def on_plateau(self, trainer: Trainer) -> None:
+        """Lower the rate."""
+        if self._cooling:
+            return
+        opt_state = trainer.state.opt_state
+        for place, rate in rates(opt_state):
+            lower = np.maximum(np.asarray(rate) * self.factor, self.minimum).astype(rate.dtype)
+            new = jax.device_put(np.minimum(lower, rate), rate.sharding)
+            opt_state = optax.tree.set(opt_state, lambda path, _, at=place: path == at, learning_rate=new)
+        trainer.state = dataclasses.replace(trainer.state, opt_state=opt_state)
+        self.waited, self._cooling = 0, self.cooldown
+
+
+def _check_rates(opt_state: Tree) -> None:
+    found, wrong = rates(opt_state), None
+    whole = [rate.dtype for _, rate in found if not jnp.issubdtype(rate.dtype, jnp.floating)]
+    if rates(opt_state, "hyperparams_states"):
+        wrong = "one that follows a schedule, which would overwrite it"
+    elif whole:
+        wrong = f"one of type {whole[0]}"
+    elif not found:
+        wrong = "none"
+    if wrong is not None:
+        raise ConfigError(
+            "the optimizer's learning rate cannot be changed",
+            expected="a hyperparameter learning_rate in its state, a floating-point number",
+            got=wrong,
+            hint="optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)",
+        )

@@ -1,0 +1,87 @@
+"""Killed at a hundred random moments, some of them inside checkpoint writing, a run ends as it would have.
+
+And over three kills it sees each example once in every epoch, whatever holds its data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+NUM_KILLS, SEED = 100, 5
+
+
+def printed(script: str, *arguments: Any) -> Any:
+    """What a script beside this file prints, of JSON."""
+    # One device, and programs that compile fast: a hundred processes compile them.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, f"seed {SEED}\n{done.stderr[-8000:]}"
+    return json.loads(done.stdout)
+
+
+def test_a_hundred_kills_leave_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    said = printed("killed.py", tmp_path, NUM_KILLS, SEED)
+    kills, last = said["kills"], said["last"]
+    reference = {step: digest for step, digest in said["reference"]}
+    where = f"seed {SEED}: {[(kill['restored'], kill['steps'][-1:]) for kill in kills]}"
+
+    # The kills came where they should: while a process started, between steps, and while a checkpoint was written.
+    assert len(kills) == NUM_KILLS
+    assert sum(kill["is_writing"] for kill in kills) >= 10, where
+    assert sum(not kill["steps"] for kill in kills) >= 3, where
+    assert sum(bool(kill["steps"]) and not kill["is_writing"] for kill in kills) >= 3, where
+
+    # Each resumed from a complete checkpoint, never one older than a resume before it had, with its very weights.
+    resumed = [kill["restored"] for kill in kills if kill["restored"] is not None] + [last[0]]
+    steps = [step or 0 for step, _ in resumed]
+    assert steps == sorted(steps) and steps[-1] >= 10, where
+    for step, digest in resumed:
+        assert digest == reference[step], f"{where}: other weights at step {step}"
+    for kill in kills:
+        begun = (kill["restored"] or [0])[0] or 0
+        assert kill["steps"] == list(range(begun + 1, begun + 1 + len(kill["steps"]))), where
+    assert last[-1][1] == reference[last[-1][0]], f"{where}: other weights at the end"
+
+    # What kills left behind does not pile up.
+    assert max(kill["num_unfinished"] for kill in kills) <= 1, where
+    assert said["left"] == sorted(str(step) for step in last_saved(last[-1][0])), where
+
+
+def last_saved(end: int) -> list[int]:
+    """The two newest checkpoints of a run to a step: the last multiple of three, and the end."""
+    return [(end - 1) // 3 * 3, end]
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return printed("killed_data.py", tmp_path_factory.mktemp("data"), SEED)
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "iterable", "array"])
+def test_over_three_kills_each_example_is_seen_once_in_every_epoch(lives: Any, kind: str) -> None:
+    *killed, last = lives[kind]["lives"]
+    *whole, (end, weights) = lives[kind]["whole"][1:]
+    assert len(killed) == 3
+    stream: list[Any] = []
+    for (restored, _), *records in [*killed, last]:
+        # What counts are the steps up to the checkpoint, and what follows on it.
+        assert (not stream) == (restored == 0), f"seed {SEED}: a life began at step {restored}"
+        stream = [[step, batch] for step, batch in stream if step <= restored]
+        assert len(stream) == restored
+        stream += records
+    assert stream.pop() == [end, weights], f"seed {SEED}: other weights at the end"
+    assert stream == whole
+    epochs = [[batch for _, batch in stream[at : at + 12]] for at in range(0, 96, 12)]
+    assert len(stream) == 96
+    for epoch in epochs:
+        assert sorted(example for batch in epoch for example in batch) == list(range(24)), f"seed {SEED}"

@@ -1,0 +1,214 @@
+"""Callbacks that watch a value: their counting, the learning rate they lower, and both over a resume."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError
+from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
+
+BATCHES = [np.float32(1)] * 40
+
+
+def loss(model: Any, batch: Any) -> Any:
+    return jnp.sum(model["w"] * batch)
+
+
+def adjustable(rate: Any = 1.0) -> Any:
+    """The weight falls by the rate in every step."""
+    return optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.sgd)(learning_rate=rate))
+
+
+def trainer(tx: Any = None, **options: Any) -> lt.Trainer:
+    return lt.Trainer({"w": jnp.zeros(())}, loss, adjustable() if tx is None else tx, **options)
+
+
+class Weights(Callback):
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        self.seen.append(float(trainer.model["w"]))
+
+
+def fit(ours: lt.Trainer, values: Any, policy: Callback, **options: Any) -> list[float]:
+    """Evaluate to these values after every step from 0; the rates of the steps taken."""
+    found, weights = iter(values), Weights()
+    begun = float(ours.model["w"])
+    ours.evaluate = lambda data, callbacks=(): {"loss": next(found)}  # pyright: ignore
+    ours.fit(BATCHES, eval_data=[0], eval_every=1, callbacks=[policy, weights], **options)
+    return [round(float(rate), 4) for rate in -np.diff([begun, *weights.seen])]
+
+
+@pytest.mark.parametrize(
+    ("options", "rates"),
+    [
+        ({}, [1, 1, 0.5, 0.25, 0.125, 0.125]),
+        ({"patience": 1}, [1, 1, 1, 0.5, 0.5, 0.5]),
+        ({"cooldown": 2}, [1, 1, 0.5, 0.5, 0.5, 0.5]),
+        ({"cooldown": 1}, [1, 1, 0.5, 0.5, 0.25, 0.25]),
+        ({"minimum": 0.4}, [1, 1, 0.5, 0.4, 0.4, 0.4]),
+        ({"min_delta": 1.5}, [1, 0.5, 0.25, 0.125, 0.0625, 0.0625]),
+    ],
+)
+def test_the_rate_falls_when_a_value_does_not(options: Any, rates: list[float]) -> None:
+    """Better after the first step and after the fifth, by 1."""
+    values = [9, 8, 8, 8, 8, 7, 7]
+    assert fit(trainer(), values, ReduceOnPlateau(factor=0.5, **{"patience": 0, **options}), num_steps=6) == rates
+
+
+def test_more_may_be_better_and_training_records_may_be_watched() -> None:
+    rising = ReduceOnPlateau("eval_loss", mode="max", patience=0, factor=0.5)
+    assert fit(trainer(), [1, 2, 3, 3, 4], rising, num_steps=4) == [1, 1, 1, 0.5]
+    ours, policy = trainer(), ReduceOnPlateau("grad_norm", patience=1, factor=0.5)
+    ours.fit(BATCHES, num_steps=9, callbacks=[policy])
+    assert float(optax.tree.get(ours.state.opt_state, "learning_rate")) == 0.5**4
+
+
+def test_a_rate_that_never_rises_and_keeps_its_type() -> None:
+    """Also below the minimum, and for parameters of half precision."""
+    tx = adjustable(0.125)
+    ours = lt.Trainer({"w": jnp.zeros((), jnp.bfloat16)}, loss, tx)
+    kind = jax.typeof(optax.tree.get(ours.state.opt_state, "learning_rate"))
+    assert set(fit(ours, [1] * 5, ReduceOnPlateau(patience=0, minimum=0.25), num_steps=4)) == {0.125}
+    assert jax.typeof(optax.tree.get(ours.state.opt_state, "learning_rate")) == kind
+
+
+def test_no_step_is_compiled_again(compilations: Any) -> None:
+    ours, policy = trainer(), ReduceOnPlateau("grad_norm", patience=0, factor=0.5)
+    ours.fit(BATCHES, num_steps=2, callbacks=[policy])
+    with compilations.none():
+        ours.fit(BATCHES, num_steps=6, callbacks=[policy])
+    assert float(optax.tree.get(ours.state.opt_state, "learning_rate")) < 0.5
+
+
+def test_records_have_the_rate_of_their_step() -> None:
+    schedule = optax.linear_schedule(1.0, 0.0, 4)
+    records = trainer(adjustable(schedule)).fit(BATCHES, num_steps=4)
+    assert [record["learning_rate"] for record in records] == [1.0, 0.75, 0.5, 0.25]
+    ours, policy = trainer(), ReduceOnPlateau("grad_norm", patience=0, factor=0.5)
+    records = ours.fit(BATCHES, num_steps=4, callbacks=[policy])
+    # A record comes a step later, and so does what follows from it.
+    assert [record["learning_rate"] for record in records] == [1.0, 1.0, 1.0, 0.5]
+    assert "learning_rate" not in trainer(optax.sgd(1.0)).fit(BATCHES, num_steps=1)[0]
+
+
+@pytest.mark.parametrize("kind", [lt.train.ema, None, "offload", "groups"])
+def test_rates_are_found_wherever_they_are(kind: Any) -> None:
+    """In wrappers, on the host, and of several groups, each with its own; never a leaf of the model with that name."""
+    tx: Any = adjustable()
+    if kind is lt.train.ema:
+        tx = lt.train.ema(tx, 0.9)
+    elif kind == "offload":
+        tx = lt.offload.optimizer(optax.inject_hyperparams(optax.adam)(learning_rate=1.0))
+    elif kind == "groups":
+        groups = {
+            name: optax.inject_hyperparams(optax.sgd)(learning_rate=rate) for name, rate in [("a", 1.0), ("b", 4.0)]
+        }
+        tx = optax.multi_transform(groups, {"w": "a", "learning_rate": "b"})
+    given = {"w": jnp.zeros(()), "learning_rate": jnp.full((3,), 7.0)}
+    ours = lt.Trainer(given, loss, tx, on_nan="ignore")
+    ours.fit(BATCHES, num_steps=3, callbacks=[ReduceOnPlateau("grad_norm", patience=0, factor=0.5)])
+    found = optax.tree.get_all_with_path(ours.state.opt_state, "learning_rate")
+    rates = [float(rate) for path, rate in found if getattr(path[-2], "name", None) == "hyperparams"]
+    assert rates == ([0.25, 1.0] if kind == "groups" else [0.25])
+    np.testing.assert_array_equal(ours.model["learning_rate"], np.full(3, 7.0))
+
+
+def test_the_rate_and_the_counting_survive_a_resume(tmp_path: Any) -> None:
+    def policies() -> ReduceOnPlateau:
+        return ReduceOnPlateau(patience=1, cooldown=1, factor=0.5)
+
+    values = [9, 8, 8, 8, 8, 8, 8, 8, 8, 8]
+    whole = trainer()
+    rates = fit(whole, values, policies(), num_steps=9)
+    assert len(set(rates)) > 2
+    for at in range(1, 9):
+        first = trainer(checkpoint_dir=tmp_path / str(at))
+        begun = fit(first, values, policies(), num_steps=at)
+        second = trainer(checkpoint_dir=tmp_path / str(at))
+        assert second.restore() == at
+        assert begun + fit(second, values[at + 1 :], policies(), num_steps=9) == rates, at
+        jax.tree.map(np.testing.assert_array_equal, second.state, whole.state)
+
+
+def test_an_epoch_s_evaluation_is_made_up_for_after_a_checkpoint_of_its_last_step(tmp_path: Any) -> None:
+    class Killed(Callback):
+        def on_checkpoint(self, trainer: Any, step: int) -> None:
+            if step == 4:
+                trainer.checkpoints.wait()
+                raise MemoryError("as if killed")
+
+    def run(where: Any, *callbacks: Callback) -> lt.Trainer:
+        ours, policy = trainer(checkpoint_dir=where), ReduceOnPlateau(patience=0, factor=0.5)
+        ours.restore()
+        ours.evaluate = lambda data, callbacks=(): {"loss": 1.0}  # pyright: ignore
+        options: Any = {"eval_data": [0], "checkpoint_every": 2, "callbacks": [policy, *callbacks]}
+        ours.fit(BATCHES[:2], num_epochs=4, **options)
+        return ours
+
+    whole = run(tmp_path / "whole")
+    with pytest.raises(MemoryError):
+        run(tmp_path / "killed", Killed())
+    resumed = run(tmp_path / "killed")
+    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    assert float(optax.tree.get(whole.state.opt_state, "learning_rate")) == 0.5**4
+
+
+def test_patience_survives_a_resume_and_begins_anew_in_a_new_fit(tmp_path: Any) -> None:
+    first = trainer(checkpoint_dir=tmp_path)
+    fit(first, [1, 2, 2], EarlyStopping(patience=3), num_steps=2)
+    resumed = trainer(checkpoint_dir=tmp_path)
+    resumed.restore()
+    fit(resumed, [2] * 9, EarlyStopping(patience=3), num_steps=9)
+    assert resumed.step == 4
+    fit(resumed, [2] * 9, EarlyStopping(patience=3), num_steps=20)
+    assert resumed.step == 9
+
+
+def test_callbacks_of_one_class_keep_their_own_counts(tmp_path: Any) -> None:
+    class Counts(Callback):
+        def __init__(self, by: int) -> None:
+            self.by, self.total = by, 0
+
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            self.total += self.by
+
+        def state(self) -> Any:
+            return {"total": self.total}
+
+        def resume(self, state: Any) -> None:
+            self.total = state["total"]
+
+    trainer(checkpoint_dir=tmp_path).fit(BATCHES, num_steps=3, callbacks=[Counts(1), Callback(), Counts(10)])
+    ours, again = trainer(checkpoint_dir=tmp_path), [Counts(1), Counts(10), Counts(100)]
+    ours.restore()
+    ours.fit(BATCHES, num_steps=5, callbacks=again)
+    assert [counts.total for counts in again] == [5, 50, 200]
+
+
+def test_what_cannot_be_lowered_is_named() -> None:
+    fixed = trainer(optax.sgd(1.0))
+    with pytest.raises(ConfigError, match=r"(?s)rate cannot be changed.*got: none.*hint: optax.inject_hyperparams"):
+        fixed.fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
+    scheduled = trainer(adjustable(optax.constant_schedule(0.1)))
+    with pytest.raises(ConfigError, match=r"(?s)rate cannot be changed.*follows a schedule.*hint:"):
+        scheduled.fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
+    with pytest.raises(ConfigError, match=r"(?s)rate cannot be changed.*got: one of type int32.*learning_rate=1e-3"):
+        trainer(adjustable(1)).fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
+    with pytest.raises(ConfigError, match=r"(?s)no record had 'eval_loss', so ReduceOnPlateau.*hint: pass eval_data"):
+        trainer().fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
+    for wrong in ({"factor": 1.0}, {"factor": 0.0}, {"cooldown": -1}, {"minimum": -1.0}):
+        with pytest.raises(ConfigError, match=r"(?s)could not be lowered so.*0 < factor < 1.*hint:"):
+            ReduceOnPlateau(**wrong)
+    with pytest.raises(ConfigError, match=r"(?s)cannot be negative.*got: -1, 0.0.*hint:"):
+        ReduceOnPlateau(patience=-1)
+    with pytest.raises(ConfigError, match=r"(?s)unknown mode.*hint:"):
+        ReduceOnPlateau(mode="least")
