@@ -88,8 +88,8 @@ class Trainer(Kept):
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
         an accumulator of the same size with microbatches), activations of one microbatch. Host: with `rollback` one
-        copy of the state until the first checkpoint. Leaving an update out costs nothing on TPU and GPU (compiled);
-        on a CPU XLA copies leaves for it, which ``on_nan="ignore"`` does without.
+        copy of the state until the first checkpoint. That an update can be left out costs less than a leaf on a TPU
+        and at most two leaves on a CPU (compiled); ``on_nan="ignore"`` does without.
 
     Examples:
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
