@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ..core import NonFiniteError, Tree
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData
-from ._rollback import Terminated
+from ._rollback import Terminated, valves
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -54,7 +54,7 @@ class Loop:
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
         trainer = self.trainer
-        with Terminated() as terminated:
+        with Terminated() as terminated, valves():
             try:
                 self._tell("on_train_begin")
                 if trainer.step == 0:

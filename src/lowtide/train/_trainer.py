@@ -43,7 +43,7 @@ from ._checks import (
     spread,
 )
 from ._evaluation import Evaluation, call_model
-from ._feed import StepData
+from ._feed import StepData, as_arguments
 from ._kept import Kept
 from ._loop import Loop
 from ._models import ModelObject
@@ -259,7 +259,7 @@ class Trainer(Kept):
             DonationError: when the compiled step would keep a second copy of a donated leaf.
         """
         self._borrow()
-        batch = jax.tree.map(jnp.asarray, batch)
+        batch = as_arguments(batch)
         compiled = self._compile(batch)
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
