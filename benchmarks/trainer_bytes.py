@@ -171,8 +171,8 @@ def three_copies(probe: Probe) -> Measured:
         return optax.apply_updates(params, updates), opt_state, value
 
     run = jax.jit(step)
-    params = jax.tree.map(jnp.copy, [v.value for v in model.trainable_variables])
-    state = params, tx.init(params)
+    state: Any = [jnp.copy(v.value) for v in model.trainable_variables]
+    state = state, tx.init(state)
     for batch in batches(STEPS):
         after = run(*state, batch)
         jax.block_until_ready(after)
