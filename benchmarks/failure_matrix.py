@@ -36,6 +36,8 @@ STEPS = 6
 RNG = np.random.default_rng(0)
 DATA = [(RNG.normal(size=(8, 4)).astype(np.float32), RNG.normal(size=(8, 2)).astype(np.float32)) for _ in range(STEPS)]
 PLANTED = "planted"
+WIDE = 16
+"""Rows of a batch for which the model needs petabytes: a program that compiles, and fails when it runs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,13 +64,21 @@ class Failing(keras.layers.Layer):
         self.fail_at: int | None = None
         self.calls = 0
         self.traces_left: int | None = None
+        self.is_refused = False
+        """Whether the compiler is given what it refuses. (Out of memory it never says on a CPU.)"""
 
     def call(self, x: Any, training: bool = False) -> Any:
         if self.traces_left is not None:
             self.traces_left -= 1
             if self.traces_left < 0:
                 raise RuntimeError(PLANTED)
-        return jax.lax.stop_gradient(0 * jax.pure_callback(self._host, jax.ShapeDtypeStruct((), x.dtype), x[0, 0])) + x
+        scalar = jax.lax.stop_gradient(x[0, 0])
+        if self.is_refused:
+            scalar = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), x.dtype))(scalar)
+        if x.shape[0] == WIDE:
+            large = jax.lax.optimization_barrier(jax.numpy.broadcast_to(scalar, (2**26, 2**26)))
+            scalar = jax.numpy.sort(large * scalar, axis=0)[::2].sum()
+        return 0 * jax.pure_callback(self._host, jax.ShapeDtypeStruct((), x.dtype), scalar) + x
 
     def _host(self, value: Any) -> Any:
         self.calls += 1
@@ -85,12 +95,16 @@ def make() -> tuple[Any, Failing]:
     return keras.Sequential([keras.Input((4,)), failing, *layers, keras.layers.Dense(2)]), failing
 
 
-def batches(stop_at: int | None = None, first: int = 0) -> Iterator[Any]:
-    """The data from a step on, interrupted before another."""
-    for step in range(first, STEPS):
-        if step == stop_at:
-            raise KeyboardInterrupt
-        yield DATA[step]
+def batch(step: int, stop_at: int | None = None, wide_at: int | None = None) -> Any:
+    """The batch of a step, before which the run is interrupted, or which is too large."""
+    if step == stop_at:
+        raise KeyboardInterrupt
+    return tuple(np.tile(x, (2, 1)) for x in DATA[step]) if step == wide_at else DATA[step]
+
+
+def batches(stop_at: int | None = None, wide_at: int | None = None) -> Iterator[Any]:
+    """The data."""
+    return (batch(step, stop_at, wide_at) for step in range(STEPS))
 
 
 class Keras:
@@ -102,9 +116,9 @@ class Keras:
         self.model, self.failing = make()
         self.model.compile(optimizer=keras.optimizers.Adam(1e-2), loss="mse", jit_compile=True)
 
-    def fit(self, count: int, *, stop_at: int | None = None, event: Callable[[Any, int], None] | None = None) -> None:
+    def fit(self, count: int, *, event: Callable[[Any, int], None] | None = None, **planted: int | None) -> None:
         hook = keras.callbacks.LambdaCallback(on_train_batch_end=lambda at, logs: event and event(self.model, at + 1))
-        data = batches(stop_at)
+        data = batches(**planted)
         self.model.fit(data, steps_per_epoch=count, epochs=1, verbose=0, callbacks=[hook])
 
     def fit_validated(self) -> None:
@@ -135,7 +149,7 @@ class Ours:
         bridge = Bridge(self.model)
         self.trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.adam(1e-2))
 
-    def fit(self, count: int, *, stop_at: int | None = None, event: Callable[[Any, int], None] | None = None) -> None:
+    def fit(self, count: int, *, event: Callable[[Any, int], None] | None = None, **planted: int | None) -> None:
         class Hook(Callback):
             def on_step_end(self, trainer: Any, step: int) -> None:
                 if event is not None:
@@ -143,9 +157,7 @@ class Ours:
 
         class Data:
             def __getitem__(self, step: int) -> Any:
-                if step == stop_at:
-                    raise KeyboardInterrupt
-                return DATA[step % STEPS]
+                return batch(step % STEPS, **planted)
 
         self.trainer.fit(Data(), num_steps=self.trainer.step + count, callbacks=[Hook()])
 
@@ -200,16 +212,45 @@ def compile_error(subject: Any) -> None:
         subject.failing.traces_left = None
 
 
+def refused(subject: Any) -> None:
+    """A step that the compiler refuses."""
+    subject.failing.is_refused = True
+    try:
+        subject.fit(STEPS)
+    finally:
+        subject.failing.is_refused = False
+
+
+def edit(subject: Any) -> None:
+    """What the callback does to the weights."""
+    model = subject.trainer.model if isinstance(subject, Ours) else subject.model
+    for variable in model.trainable_variables:
+        variable.assign(jax.numpy.full(variable.shape, 0.01))
+
+
+def edits(subject: Any) -> None:
+    """A callback that changes the weights after the third step."""
+
+    def event(_: Any, at: int) -> None:
+        if at == 3:
+            edit(subject)
+
+    subject.fit(3, event=event)
+
+
 FAILURES: dict[str, tuple[Callable[[Any], None], int]] = {
     "interrupt in a callback": (lambda s: s.fit(STEPS, event=raise_at(3)), 3),
     "interrupt in the data": (lambda s: s.fit(STEPS, stop_at=3), 3),
     "interrupt in evaluate": (lambda s: (s.fit(3), s.evaluate(2)), 3),
     "interrupt in predict": (lambda s: (s.fit(3), s.predict(2)), 3),
     "exception in the first step": (compile_error, 0),
+    "compiler refuses the first step": (refused, 0),
     "failure on the device, first step": (lambda s: fails_at(s, 1), 0),
     "failure on the device, third step": (lambda s: fails_at(s, 3), 0),
+    "failure: out of memory, third step": (lambda s: s.fit(STEPS, wide_at=2), 0),
     "interrupt after validation": (lambda s: s.fit_validated(), 3),
     "callback that reads the model": (closes_over, 4),
+    "callback that edits the weights": (edits, 3),
 }
 """What is planted, and the step whose weights are good afterwards. After a failure on the device that is the step where
 `fit` began: a copy of it is on the host."""
@@ -230,6 +271,8 @@ def outcome(make_subject: Callable[[], Any], failure: str) -> Outcome:
     undisturbed = make_subject()
     if good_step:
         undisturbed.fit(good_step)
+    if plant is edits:
+        edit(undisturbed)
     reference, subject, raised = weights(undisturbed.model), make_subject(), "nothing"
     try:
         plant(subject)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ..core import ConfigError, DataError, Tree, leaves_with_paths
@@ -218,6 +219,22 @@ def _encoded(state: Any) -> Any:
 
 def _decoded(state: Any) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
+
+
+def as_arguments(batch: Tree) -> Tree:
+    """A batch as the compiled step takes it.
+
+    On a CPU a call shares the buffers of NumPy's arrays, and the user may fill them again while the step runs: they are
+    copied, which costs the host less than making them arrays of JAX.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+
+    def one(leaf: Any) -> Any:
+        if is_cpu and type(leaf) is np.ndarray and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
+            return leaf.copy()
+        return jnp.asarray(leaf)
+
+    return jax.tree.map(one, batch)
 
 
 def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_remainder: bool = True) -> Any:

@@ -19,7 +19,7 @@ from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData
 from ._progress import Progress
-from ._rollback import Terminated
+from ._rollback import Terminated, valves
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -60,13 +60,15 @@ class Loop:
         self._finished = 0.0
         self._evaluated_at: int | None = None
         self._num_rollbacks = 0
+        self._is_back = False
+        """Whether the run ends at an earlier state than its last, whose data position the trainer has."""
         self._is_untrained = False
         """Whether a batch was read that no step has been taken on."""
 
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
         trainer = self.trainer
-        with Terminated() as terminated, trainer.processes.watched():
+        with Terminated() as terminated, valves(), trainer.processes.watched():
             try:
                 self._agree()
                 self._begin()
@@ -190,7 +192,7 @@ class Loop:
                 return True
         if policy in ("abort", "roll_back"):
             if not self.trainer.is_guarded:
-                self.trainer.roll_back()
+                self._is_back = self.trainer.roll_back() is not None
             name = wrong[0]
             raise NonFiniteError(
                 f"step {step}: {name} is not finite",
@@ -227,11 +229,13 @@ class Loop:
 
     def _fail(self, error: BaseException) -> None:
         self._pending, trainer = [], self.trainer
-        trainer.position = here = self._position()
+        if not self._is_back:
+            trainer.position = self._position()
+        here = trainer.position
         error.add_note(trainer.recover())
         if self._batch is not None and is_out_of_memory(error) and not isinstance(error, LowtideError):
             self._explain(error)
-        went_back = trainer.position is not here
+        went_back = self._is_back or trainer.position is not here
         if trainer.processes.count > 1:  # to save they would all have to be here
             self._tell("on_exception", error)
             return

@@ -85,24 +85,66 @@ def is_alive(tree: Tree) -> bool:
     return True
 
 
+_HELD = (signal.SIGTERM, signal.SIGINT)
+"""In the order in which they are let through: an interrupt raises, and nothing comes after it."""
+
+
+class _Valve:
+    """A signal handler that passes signals on to the one before it, or keeps them while it is shut."""
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.is_shut, self.has_come = before, False, False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self.is_shut:
+            self.has_come = True
+        elif callable(self.before):
+            self.before(number, frame)
+        elif self.before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def valves() -> Generator[None]:
+    """Make `undisturbed` cheap inside the block: handlers stay, where setting them is system calls in every step."""
+    ours: dict[int, _Valve] = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in _HELD}
+        ours = {number: _Valve(handler) for number, handler in before.items() if handler is not None}  # not Python's
+    try:
+        for number, valve in ours.items():
+            signal.signal(number, valve)
+        yield
+    finally:
+        for number, valve in ours.items():
+            if signal.getsignal(number) is valve:  # else somebody has set another
+                signal.signal(number, valve.before)
+
+
 @contextlib.contextmanager
 def undisturbed() -> Generator[None]:
     """Hold back Ctrl-C and SIGTERM until the block has ended; elsewhere than in the main thread they do not come."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    ours = [number for number, handler in before.items() if handler is not None]  # None was not set from Python
-    for number in ours:
-        signal.signal(number, lambda number, _: arrived.append(number))
+    handlers = [signal.getsignal(number) for number in _HELD]
+    if not all(handler is None or isinstance(handler, _Valve) for handler in handlers):
+        with valves(), undisturbed():
+            yield
+        return
+    shut = {number: valve for number, valve in zip(_HELD, handlers, strict=True) if isinstance(valve, _Valve)}
     try:
+        for valve in shut.values():
+            valve.is_shut = True
         yield
     finally:
-        for number in ours:
-            signal.signal(number, before[number])
-        for number in dict.fromkeys(arrived):
-            signal.raise_signal(number)
+        for valve in shut.values():
+            valve.is_shut = False
+        for number, valve in shut.items():
+            if valve.has_come:
+                valve.has_come = False
+                signal.raise_signal(number)
 
 
 class Terminated:

@@ -178,13 +178,19 @@ class WholeStep:
         metrics = {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()}
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
         update = optax.with_extra_args_support(self._tx).update
-        updates, opt_state = update(grads, state.opt_state, state.trainable, value=loss)  # some schedules read the loss
-        metrics = recorded_rate(opt_state) | metrics
-        new = TrainState(state.step + 1, optax.apply_updates(state.trainable, updates), opt_state, mutable)
+
+        def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
+            # Some schedules read the loss.
+            updates, opt_state = update(grads, state.opt_state, state.trainable, value=loss)
+            return TrainState(state.step, optax.apply_updates(state.trainable, updates), opt_state, mutable)
+
         if self.guard:
             is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-            new = dataclasses.replace(_chosen(is_finite, new, state), step=new.step)
-        return new, metrics
+            new = _guarded(is_finite, advance, state, mutable, grads, loss)
+        else:
+            new = advance(state, mutable, grads, loss)
+        metrics = recorded_rate(new.opt_state) | metrics
+        return dataclasses.replace(new, step=state.step + 1), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
         """Loss, metrics, and the model's arrays after the call."""
@@ -221,14 +227,30 @@ def _like(mutable: Tree, after: Tree) -> Tree:
     return kept
 
 
-def _chosen(is_finite: Any, new: Tree, old: Tree) -> Tree:
-    """The new leaves, or the old ones. What changes its type is the new one's: the donation check names it."""
+def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: Any) -> Tree:
+    """The state after an update, or as it was.
 
-    def one(new: Any, old: Any) -> Any:
-        same = (new.shape, new.dtype) == (old.shape, old.dtype)
-        return jax.lax.select(jnp.broadcast_to(is_finite, new.shape), new, old) if same else new
+    A CPU runs the update or does not: there XLA copies leaves to select between two states (benchmarks/LOG.md).
+    Elsewhere selecting costs no bytes, and on a GPU a branch would wait for the host. What changes its type is the
+    update's in any case: the donation check names it.
+    """
+    advance = jax.jit(advance)  # traced once for all uses
 
-    return jax.tree.map(one, new, old)
+    def is_same(new: Any, old: Any) -> bool:
+        return (new.shape, new.dtype) == (old.shape, old.dtype)
+
+    def choose(new: Any, old: Any) -> Any:
+        return jax.lax.select(jnp.broadcast_to(is_finite, new.shape), new, old) if is_same(new, old) else new
+
+    def selected(state: Tree, *given: Any) -> Tree:
+        return jax.tree.map(choose, advance(state, *given), state)
+
+    def branched(state: Tree, *given: Any) -> Tree:
+        return jax.lax.cond(is_finite, advance, lambda state, *_: state, state, *given)
+
+    if not all(jax.tree.leaves(jax.tree.map(is_same, jax.eval_shape(advance, state, *given), state))):
+        return selected(state, *given)
+    return jax.lax.platform_dependent(state, *given, cpu=branched, default=selected)
 
 
 class LayerStep:

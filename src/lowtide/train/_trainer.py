@@ -46,7 +46,7 @@ from ._checks import (
     refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model
-from ._feed import StepData
+from ._feed import StepData, as_arguments
 from ._kept import Kept
 from ._loop import Loop
 from ._models import ModelObject
@@ -110,8 +110,8 @@ class Trainer(Kept):
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
         an accumulator of the same size with microbatches), activations of one microbatch; with `compute_dtype` copies
         in it of the float32 leaves in use, also of frozen ones. Host: with `rollback` one copy of the state until the
-        first checkpoint. Leaving an update out costs nothing on TPU and GPU (compiled); on a CPU XLA copies leaves for
-        it, which ``on_nan="ignore"`` does without.
+        first checkpoint. That an update can be left out costs less than a leaf on a TPU and at most two leaves on a CPU
+        (compiled); ``on_nan="ignore"`` does without.
 
     Examples:
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
@@ -425,7 +425,7 @@ class Trainer(Kept):
 
     def _on_device(self, batch: Tree, num_microbatches: int = 1) -> Tree:
         if self.sharding is None:
-            return jax.tree.map(jnp.asarray, batch)
+            return as_arguments(batch)
         self.processes.agree_on_batch(batch)
         return self.sharding.batch(batch, num_microbatches)
 

@@ -1,0 +1,213 @@
+"""What `lowtide.Trainer` costs beside the compiled step: time of a step, and time to the first one.
+
+    python benchmarks/trainer_overhead.py [--json FILE] [--repeats N] [--steps N]
+
+A residual MLP with AdamW, sized so that a step takes about 5 ms of a CPU. Three runs of the same batches from the same
+weights, in turn, over and over, each first as often as the others, so that the machine's moods fall on all of them:
+
+bare           a loop around the jitted step: state donated, the loss read one step late, as a trainer would
+lowtide        `Trainer.fit`, with the guard against losses that are not finite
+no guard       `Trainer.fit` with ``on_nan="ignore"``, whose program is the bare loop's with a norm of the gradients
+
+The overhead is the median over repeats of the difference in the same repeat. "Host alone" is the same difference in the
+processor time of the thread that sends the steps: what a machine that is busy otherwise still shows. The program of the
+bare loop returns the norm of the gradients as well, as every record has it.
+
+The first step is timed in processes of their own: from the call of `fit` to the end of the first step, beside lowering,
+compiling and running the bare step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _common import ROOT, header, write
+from rich.console import Console
+from rich.table import Table
+
+import lowtide as lt
+from lowtide.train import Callback
+
+NUM_LAYERS, DIM, BATCH = 16, 160, 128
+Seconds = float
+
+
+def model() -> Any:
+    keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
+    weights = [jax.random.normal(key, (DIM, DIM)) / DIM**0.5 for key in keys]
+    return {f"layer_{i:02}": {"w": w, "b": jnp.zeros((DIM,))} for i, w in enumerate(weights)}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for name in sorted(model):
+        x = x + jnp.tanh(x @ model[name]["w"] + model[name]["b"][None])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def batches(count: int) -> list[Any]:
+    rng = np.random.default_rng(0)
+    draws = rng.normal(size=(16, 2, BATCH, DIM)).astype(np.float32)
+    some = [{"x": x, "y": y} for x, y in draws]
+    return [some[i % len(some)] for i in range(count)]
+
+
+class Bare:
+    """The loop that people write: as fast as it gets."""
+
+    def __init__(self) -> None:
+        self.tx = optax.adamw(1e-3)
+        self.params = model()
+        self.state = self.tx.init(self.params)
+        self.step = jax.jit(self._step, donate_argnums=(0, 1))
+
+    def _step(self, params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
+
+    def run(self, data: list[Any]) -> list[float]:
+        losses, pending = [], None
+        for batch in data:
+            self.params, self.state, *values = self.step(self.params, self.state, batch)
+            if pending is not None:
+                losses.append([float(value) for value in pending])
+            pending = values
+        losses.append([float(value) for value in pending])
+        return losses
+
+
+class Ours:
+    """`Trainer.fit`."""
+
+    def __init__(self, on_nan: Any = "abort") -> None:
+        self.trainer = lt.Trainer(model(), loss_fn, optax.adamw(1e-3), on_nan=on_nan)
+
+    def run(self, data: list[Any]) -> list[float]:
+        # The copy on the host is made once a run, not once a step: it is not what is measured.
+        self.trainer.keep_copy = lambda position=None: None
+        start = self.trainer.step
+        records = self.trainer.fit(_From(data, start), num_steps=start + len(data))
+        return [[record["loss"], record["grad_norm"]] for record in records]
+
+
+class _From:
+    """A run's batches, from a step on."""
+
+    def __init__(self, data: list[Any], start: int) -> None:
+        self.data, self.start = data, start
+
+    def __getitem__(self, step: int) -> Any:
+        return self.data[step - self.start]
+
+
+SUBJECTS: dict[str, Callable[[], Any]] = {"bare": Bare, "lowtide": Ours, "no guard": lambda: Ours("ignore")}
+
+
+def paired(repeats: int, steps: int) -> tuple[dict[str, list[Seconds]], dict[str, list[Seconds]]]:
+    """Seconds a step of each subject by repeat: by the clock, and of processor time of the main thread."""
+    data = batches(steps)
+    subjects = {name: make() for name, make in SUBJECTS.items()}
+    first = {name: subject.run(data[:3]) for name, subject in subjects.items()}
+    for values in first.values():
+        np.testing.assert_allclose(values, first["bare"], rtol=1e-5)
+    times: dict[str, list[Seconds]] = {name: [] for name in subjects}
+    own: dict[str, list[Seconds]] = {name: [] for name in subjects}
+    order = list(subjects)
+    for repeat in range(repeats):
+        gc.collect()
+        for name in [*order[repeat % 3 :], *order[: repeat % 3]]:
+            started = time.perf_counter(), time.thread_time()
+            subjects[name].run(data)
+            times[name].append((time.perf_counter() - started[0]) / steps)
+            own[name].append((time.thread_time() - started[1]) / steps)
+    return times, own
+
+
+def over(times: dict[str, list[Seconds]], name: str) -> Seconds:
+    """The median over repeats of the difference to the bare loop in the same repeat."""
+    return statistics.median(ours - theirs for ours, theirs in zip(times[name], times["bare"], strict=True))
+
+
+def first_step(name: str) -> Seconds:
+    """From weights on the device to the end of the first step, in a process that has compiled nothing of it."""
+    data = batches(1)
+    if name == "bare":
+        subject = Bare()
+        jax.block_until_ready((subject.params, subject.state))
+        started = time.perf_counter()
+        subject.run(data)
+        return time.perf_counter() - started
+
+    class Ended(Callback):
+        at = 0.0
+
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            trainer.wait()
+            self.at = time.perf_counter()
+
+    ours, ended = Ours(), Ended()
+    ours.trainer.wait()
+    started = time.perf_counter()
+    ours.trainer.fit(data, num_steps=1, callbacks=[ended])
+    return ended.at - started
+
+
+def first_steps(repeats: int) -> dict[str, list[Seconds]]:
+    """Of each subject, in turn."""
+    found: dict[str, list[Seconds]] = {"bare": [], "lowtide": []}
+    for _ in range(repeats):
+        for name, times in found.items():
+            command = [sys.executable, __file__, "--first-step", name]
+            times.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", default=ROOT / "results" / "trainer_overhead.json", help="where to write the result")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50, help="of a repeat")
+    parser.add_argument("--first-step", choices=["bare", "lowtide"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.first_step:
+        print(json.dumps(first_step(options.first_step)))
+        return
+    load_before = os.getloadavg()
+    (times, own), firsts = paired(options.repeats, options.steps), first_steps(5)
+    bare = statistics.median(times["bare"])
+    table = Table("", "step, ms", "over bare, us", "%", "host alone over bare, us", "first step, s")
+    summary: dict[str, Any] = {}
+    for name, values in times.items():
+        extra, host = over(times, name), over(own, name)
+        summary[name] = {"step_seconds": statistics.median(values), "over_bare_seconds": extra, "share": extra / bare}
+        summary[name] |= {"least_step_seconds": min(values), "host_over_bare_seconds": host}
+        first = f"{statistics.median(firsts[name]):.2f}" if name in firsts else "-"
+        cells = [f"{statistics.median(values) * 1e3:.3f}", f"{extra * 1e6:.0f}", f"{extra / bare:.2%}"]
+        table.add_row(name, *cells, f"{host * 1e6:.0f}", first)
+    Console(width=120).print(table)
+    Console(width=120).print(f"load average {load_before[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
+    result = {**header("python benchmarks/trainer_overhead.py"), "num_cpus": os.cpu_count()}
+    result |= {"load_average": {"before": load_before, "after": os.getloadavg()}, "summary": summary}
+    raw = {"seconds_a_step": times, "main_thread_seconds_a_step": own, "first_step_seconds": firsts}
+    write(Path(options.json), {**result, **raw})
+
+
+if __name__ == "__main__":
+    main()

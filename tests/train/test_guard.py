@@ -1,0 +1,107 @@
+"""An update that is left out: the state stays bit for bit as it was, and being able to do so costs hardly a byte."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import NonFiniteError
+
+TARGETS = [None, pytest.param("v5e:2x2", marks=pytest.mark.tpu_aot)]
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "clip and adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
+    "average": lambda: lt.train.ema(optax.adamw(1e-3), decay=0.99),
+}
+DIM, NUM_LAYERS = 512, 4
+LEAF_BYTES = 4 * DIM**2
+
+
+def model() -> Any:
+    keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
+    return {"layers": [jax.random.normal(key, (DIM, DIM)) / DIM**0.5 for key in keys], "seen": jnp.zeros(())}
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for weight in model["layers"]:
+        x = jnp.tanh(x @ weight)
+    # The square root of 0 is finite, its gradient is not.
+    loss = jnp.mean(x**2) + batch["add"] + jnp.sqrt(batch["root"] * jnp.sum(x**2))
+    return loss, {}, {**model, "seen": model["seen"] + 1}
+
+
+def batch(*, add: float = 0.0, root: float = 1.0) -> Any:
+    return {"x": np.full((4, DIM), 0.1, np.float32), "add": np.float32(add), "root": np.float32(root)}
+
+
+def trainer(optimizer: str, **options: Any) -> lt.Trainer:
+    return lt.Trainer(model(), loss_fn, OPTIMIZERS[optimizer](), wrt="layers/*", mutable="seen", **options)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_bytes_of_being_able_to_leave_an_update_out(optimizer: str, target: str | None) -> None:
+    def device_bytes(on_nan: Any) -> int:
+        return trainer(optimizer, on_nan=on_nan).memory(batch(), target=target).device_bytes
+
+    more = device_bytes("skip") - device_bytes("ignore")
+    assert more <= (2 if target is None else 0.5) * LEAF_BYTES  #
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("bad", [{"add": np.nan}, {"add": np.inf}, {"root": 0.0}])
+def test_the_state_stays_as_it_was(optimizer: str, bad: dict[str, float], num_microbatches: int) -> None:
+    def whole(leaf: Any) -> Any:  # one value of each microbatch
+        return leaf if num_microbatches == 1 or np.ndim(leaf) else np.full(num_microbatches, leaf)
+
+    def loss(model: Any, batch: Any) -> Any:
+        return loss_fn(model, jax.tree.map(lambda leaf: leaf[0] if leaf.ndim == 1 else leaf, batch))
+
+    ours = lt.Trainer(
+        model(),
+        loss,
+        OPTIMIZERS[optimizer](),
+        wrt="layers/*",
+        mutable="seen",
+        on_nan="skip",
+        num_microbatches=num_microbatches,
+    )
+    data = [jax.tree.map(whole, given) for given in (batch(), batch(), batch(**bad), batch())]
+    ours.fit(data, num_steps=2)
+    before = jax.tree.map(np.array, ours.state)
+    records = ours.fit(data, num_steps=3)
+    assert not (np.isfinite(records[0]["loss"]) and np.isfinite(records[0]["grad_norm"]))
+    after = jax.tree.map(np.array, ours.state)
+    for part in ("trainable", "opt_state", "mutable"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(after, part), getattr(before, part))
+    assert after.step == 3
+    ours.fit(data, num_steps=4)
+    assert ours.state.mutable["seen"] == 3 * num_microbatches
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_good_steps_are_those_without_a_guard(optimizer: str) -> None:
+    both = [trainer(optimizer, on_nan=on_nan) for on_nan in ("abort", "ignore")]
+    for each in both:
+        each.fit([batch(add=step) for step in range(4)], num_steps=4)
+    # XLA contracts operations to one rounding as it likes in each program; of a clipped gradient it differs.
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
+    same = same if "clip" in optimizer else np.testing.assert_array_equal
+    jax.tree.map(same, *[jax.tree.map(np.array, each.state) for each in both])
+
+
+def test_the_update_that_raises_is_left_out() -> None:
+    ours = trainer("adamw")
+    with pytest.raises(NonFiniteError, match=r"(?s)step 2: loss is not finite.*hint: lower the learning rate"):
+        ours.fit([batch(), batch(add=np.nan), batch()], num_steps=3)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.tree.map(np.array, ours.state)))

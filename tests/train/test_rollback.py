@@ -1,0 +1,117 @@
+"""Signals while a step is sent, whoever has set the handlers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.train import Callback
+from lowtide.train._rollback import undisturbed, valves
+
+
+class Ended(Exception):
+    """What our handler of SIGTERM raises."""
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    def end(*_: Any) -> None:
+        raise Ended
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, end)
+    ours = [signal.getsignal(number) for number in before]
+    yield
+    assert [signal.getsignal(number) for number in before] == ours
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+SIGNALS = [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Ended)]
+
+
+@pytest.mark.parametrize("has_valves", [False, True])
+@pytest.mark.parametrize(("number", "raised"), SIGNALS)
+def test_a_signal_waits_for_the_end_of_the_block(number: int, raised: Any, has_valves: bool) -> None:
+    reached = []
+
+    def send() -> None:
+        with undisturbed():
+            os.kill(os.getpid(), number)
+            reached.append("end")
+
+    with pytest.raises(raised):
+        if has_valves:
+            with valves():
+                send()
+        else:
+            send()
+    assert reached == ["end"]
+
+
+def test_outside_of_the_block_valves_let_signals_through() -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), valves():
+        with undisturbed():
+            reached.append("block")
+        os.kill(os.getpid(), signal.SIGINT)
+        reached.append("after the signal")
+    assert reached == ["block"]
+
+
+def test_a_failure_in_the_block_opens_the_valves() -> None:
+    with valves():
+        with pytest.raises(ValueError, match="planted"), undisturbed():
+            raise ValueError("planted")
+        with pytest.raises(Ended):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_nothing_is_set_in_other_threads() -> None:
+    found: list[Any] = []
+
+    def run() -> None:
+        with valves(), undisturbed():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [signal.default_int_handler]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_signal_while_a_step_is_sent_finds_its_state_stored(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when a callback has set a handler of its own in the middle of the run."""
+    trainer = lt.Trainer(jnp.zeros(3), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1))
+    x = np.ones(3, np.float32)
+    trainer.fit([x] * 2, num_steps=2)
+    compiled = trainer._compile(x)
+    seen = []
+
+    def interrupted(*arguments: Any) -> Any:
+        result = compiled(*arguments)  # the state is consumed, and its successor stored nowhere yet
+        os.kill(os.getpid(), signal.SIGINT)
+        seen.append("sent")
+        return result
+
+    class Replaces(Callback):
+        def on_train_begin(self, trainer: Any) -> None:
+            if replaced:
+                signal.signal(signal.SIGINT, lambda *_: signal.default_int_handler(*_))
+
+    monkeypatch.setattr(trainer, "_compile", lambda batch: interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit([x] * 9, num_steps=9, callbacks=[Replaces()])
+    assert seen == ["sent"] and trainer.step == 3
+    signal.signal(signal.SIGINT, signal.default_int_handler)
