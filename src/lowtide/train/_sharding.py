@@ -293,6 +293,8 @@ class ShardingRules:
                 )
             if is_struct:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            if isinstance(leaf, np.ndarray) and jax.default_backend() == "cpu":
+                leaf = np.array(leaf)  # a CPU shares the buffer, which a loader may fill again while the step runs
             if is_local and jax.process_count() > 1:
                 return jax.make_array_from_process_local_data(
                     sharding, np.asarray(leaf), (rows, *shape[1:]) if shape else ()

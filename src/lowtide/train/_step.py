@@ -231,8 +231,8 @@ def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: 
     """The state after an update, or as it was.
 
     A CPU runs the update or does not: there XLA copies leaves to select between two states (benchmarks/LOG.md).
-    Elsewhere selecting costs no bytes, and on a GPU a branch would wait for the host. What changes its type is the
-    update's in any case: the donation check names it.
+    Elsewhere selecting costs no bytes, and on a GPU a branch is said to wait for the host (not measured). What changes
+    its type is the update's in any case: the donation check names it.
     """
     advance = jax.jit(advance)  # traced once for all uses
 
