@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from ..core import ConfigError, StateError, StructureError, Tree, leaves_with_paths, on_host
+from ._processes import in_any, of_first
 from ._retention import FILE, Retention
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
@@ -196,17 +197,20 @@ class Checkpoints:
         steps = sorted(self._manager.all_steps(), reverse=True)
         damaged: list[int] = []
         for step in steps:
+            found, said = None, f"the checkpoint of step {step} in {self.directory} cannot be read by another process"
             try:
                 found = self.read(step, like, base, give_up)
+            except StateError as error:
+                said = error.message
+            if not in_any(found is None):
                 self._set_aside(damaged)
                 return found
-            except StateError as error:
-                damaged.append(step)
-                warnings.warn(
-                    f"{error.message}\nhint: the one before it is used; this one is renamed, for you to delete",
-                    UserWarning,
-                    stacklevel=3,
-                )
+            damaged.append(step)
+            warnings.warn(
+                f"{said}\nhint: the one before it is used; this one is renamed, for you to delete",
+                UserWarning,
+                stacklevel=3,
+            )
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
@@ -218,10 +222,14 @@ class Checkpoints:
 
     def _set_aside(self, steps: list[int]) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again."""
-        for step in steps:
-            free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
-            (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+
+        def rename() -> None:
+            for step in steps:
+                free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
+                (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+
         if steps:
+            of_first(rename)
             self._manager.reload()
 
     def _check_base(self, step: int, saved: str | None, base: str) -> None:

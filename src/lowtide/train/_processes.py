@@ -59,6 +59,19 @@ def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
     return answer["made"]
 
 
+def in_any(happened: bool, timeout_seconds: int = 300) -> bool:
+    """Whether something happened in any of the processes; all of them have to ask.
+
+    Args:
+        happened: whether it did in this one.
+        timeout_seconds: how long to wait for the others; one that does not come counts.
+    """
+    if jax.process_count() == 1:
+        return happened
+    said = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
+    return any(text is None or json.loads(text) for text in said)
+
+
 class Processes:
     """The processes of a run; with one process nothing of it does anything.
 
