@@ -8,6 +8,8 @@ It writes what it saw to ``<out>-<process>.json``.
 import json
 import os
 import sys
+import warnings
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -44,6 +46,15 @@ class Misbehave(Callback):
             os.kill(os.getpid(), 15)
 
 
+def restore_in_turn(trainer):
+    """The damage was done before anybody reads."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step = trainer.restore()
+    print("\n".join(str(warning.message) for warning in seen), flush=True)
+    return step
+
+
 def main():
     config = lt.models.LlamaConfig(
         vocab_size=64,
@@ -56,7 +67,7 @@ def main():
         tie_embeddings=False,
         eos_token_id=0,
     )
-    model = lt.models.init(config, key=jax.random.key(0))
+    model = lt.models.init(config, key=jax.random.key(ARGS["process"] if ARGS.get("odd") == "weights" else 0))
     tokens = np.random.default_rng(0).integers(0, 64, (64, 17)).astype(np.int32)
     rules = ShardingRules(
         mesh=make_mesh(fsdp=ARGS["fsdp"], tensor=ARGS["tensor"]),
@@ -64,12 +75,16 @@ def main():
         local_batches=ARGS.get("local", False),
         timeout_seconds=ARGS.get("timeout", 60),
     )
+    if ARGS.get("damaged") == ARGS["process"]:
+        for path in Path(ARGS["checkpoints"]).glob("6/state/**/*"):
+            if path.is_file():
+                path.write_bytes(b"")
     trainer = lt.Trainer(
         model,
         lambda model, batch: lt.models.loss(model, batch),
         optax.adamw(1e-2),
         sharding=rules,
-        num_microbatches=ARGS.get("microbatches", 1),
+        num_microbatches=ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"]),
         checkpoint_dir=ARGS["checkpoints"],
     )
     arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
@@ -86,12 +101,12 @@ def main():
         data = array_data(arrays, 16, seed=0).repeat()
     if ARGS.get("odd") == "data" and ARGS["process"]:
         data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
-    resumed = trainer.restore()
+    resumed = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
     num_steps = ARGS["num_steps"] + (ARGS.get("odd") == "steps") * ARGS["process"]
     records = trainer.fit(
         data,
         num_steps=num_steps,
-        eval_data=[data[0]],
+        eval_data=[data[0]] * (1 + (ARGS.get("odd") == "evaluation") * ARGS["process"]),
         checkpoint_every=ARGS.get("every", 2),
         callbacks=[Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")],
     )

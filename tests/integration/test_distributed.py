@@ -103,6 +103,20 @@ def test_a_process_that_fails_tells_the_other(tmp_path):
     assert "hint: start all processes again" in logs[0]
 
 
+def test_a_sigterm_in_the_last_step_ends_all_with_its_checkpoint(tmp_path):
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=6, how="terminate", every=1000))
+    assert codes == [-15, -15], logs
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
+
+
+def test_a_checkpoint_that_is_damaged_is_passed_over_by_all(tmp_path):
+    run(tmp_path / "both", tmp_path / "checkpoints")
+    both = run(tmp_path / "both", tmp_path / "checkpoints", damaged=0, num_steps=8)
+    assert [one["resumed"] for one in both] == [4, 4]
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert "damaged-6" in names and "damaged-6+" not in names and "8" in names
+
+
 @pytest.mark.parametrize("how", ["terminate", "stop"])
 def test_what_ends_one_process_ends_all_at_the_same_step_with_a_checkpoint(how, tmp_path):
     codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=3, how=how, num_steps=10**6, every=1000))
@@ -114,7 +128,13 @@ def test_what_ends_one_process_ends_all_at_the_same_step_with_a_checkpoint(how, 
 
 @pytest.mark.parametrize(
     ("odd", "said"),
-    [("steps", "differs from process {} in num_steps"), ("data", "differs from process {} in batch")],
+    [
+        ("steps", "differs from process {} in num_steps"),
+        ("data", "differs from process {} in batch[0]"),
+        ("weights", "differs from process {} in weights"),
+        ("settings", "differs from process {} in step"),
+        ("evaluation", "differs from process {} in batches"),
+    ],
 )
 def test_processes_that_differ_say_in_what(odd, said, tmp_path):
     codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd=odd))

@@ -177,7 +177,7 @@ def test_a_device_holds_its_part_of_the_state(tpu_device):
     width = 1024
     params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in ("a", "b")}
     params = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=rules.of(name, s)) for name, s in params.items()}
-    batch = rules.batch(jax.ShapeDtypeStruct((64, width), jnp.float32))
+    batch = rules.batch_shapes(jax.ShapeDtypeStruct((64, width), jnp.float32))
     tx = optax.adam(1e-3)
     opt_state = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
@@ -194,3 +194,91 @@ def test_a_device_holds_its_part_of_the_state(tpu_device):
         train, params, opt_state, batch, target="v5e:2x2", roles={"state": (0, 1)}, donate_argnums=(0, 1)
     )
     assert report.by_role["state"] <= 6 * width * width + 2**16
+
+
+def test_a_batch_may_be_filled_again_while_its_step_runs():
+    """On a CPU a placed batch would share NumPy's buffer."""
+    rules = ShardingRules(mesh=make_mesh(fsdp=8))
+    memory = np.zeros(4 * 64 * 64 + 64, np.uint8)
+    aligned = memory[-memory.ctypes.data % 64 :][: 4 * 64 * 64].view(np.float32).reshape(64, 64)
+    aligned[:] = 1.0
+    placed = rules.batch(aligned)
+    aligned[:] = 7.0
+    np.testing.assert_array_equal(np.asarray(placed), np.ones((64, 64)))
+
+
+def test_a_batch_that_cannot_be_divided_is_evaluated_on_every_device():
+    def trainer(**options):
+        model = {"w": jnp.arange(8.0)}
+        return lt.Trainer(model, lambda m, x: jnp.mean((x @ m["w"]) ** 2), optax.sgd(0.1), **options)
+
+    ours = trainer(sharding=ShardingRules(mesh=mesh(), min_bytes=0))
+    batches = [np.ones((8, 8), np.float32), np.full((3, 8), 2, np.float32)]
+    assert ours.evaluate(batches) == trainer().evaluate(batches)
+    assert ours.predict(batches, lambda m, x: x @ m["w"]).shape == (11,)
+    with pytest.raises(DataError, match=r"(?s)its rows cannot be divided.*got: 3 rows"):
+        ours.fit(batches[1:], num_steps=1, progress=False)
+
+
+def test_python_numbers_in_a_model_stay_numbers():
+    model = {"w": jnp.ones((8, 8)), "scale": 2.0, "n": 3}
+    trainer = lt.Trainer(
+        model,
+        lambda m, x: jnp.mean(x @ m["w"]) * m["scale"] * m["n"],
+        optax.sgd(0.1),
+        wrt="w",
+        sharding=ShardingRules(mesh=mesh(), min_bytes=0),
+    )
+    assert trainer.fit([np.ones((8, 8), np.float32)], num_steps=1, progress=False)[0]["loss"] == 48.0
+
+
+def test_rules_hold_for_what_is_on_the_mesh_already():
+    rules = ShardingRules(mesh=mesh(), rules={"w": P("fsdp")})
+    whole = jax.device_put(jnp.ones((8, 2)), rules.replicated())
+    assert rules.place({"w": whole})["w"].sharding.spec == P("fsdp")
+    assert ShardingRules(mesh=mesh(), min_bytes=0).place({"w": whole})["w"] is whole
+
+
+def test_arrays_at_two_paths_of_different_rules_are_refused():
+    w = jnp.ones((64, 32))
+    with pytest.raises(SelectionError, match="are the same array"):
+        lt.Trainer(
+            {"embed": {"weight": w}, "head": w},
+            lambda m, x: jnp.sum(x @ m["head"] @ m["embed"]["weight"].T),
+            optax.sgd(0.1),
+            sharding=ShardingRules(mesh=mesh(), min_bytes=0),
+        )
+
+
+@pytest.mark.parametrize("rule", [{"*": P()}, {"w": ("fsdp",)}, {"w": P(P.UNCONSTRAINED)}])
+def test_what_is_no_rule_is_refused(rule):
+    with pytest.raises(ConfigError, match=r"(?s)the sharding rule .* (is no regular|says no way).*hint:"):
+        ShardingRules(mesh=mesh(), rules=rule)
+
+
+def test_the_copy_on_the_host_holds_each_part_once():
+    from lowtide.train._rollback import Snapshot
+
+    rules = ShardingRules(mesh=make_mesh(data=8, fsdp=1))
+    snapshot = Snapshot({"w": jax.device_put(jnp.ones((64, 64)), rules.replicated())})
+    buffers = {id(value): value.nbytes for leaf in snapshot._leaves for _, value in leaf.shards}
+    assert sum(buffers.values()) == 64 * 64 * 4
+    np.testing.assert_array_equal(snapshot.restore()["w"], np.ones((64, 64)))
+
+
+def test_keys_in_the_state_survive_a_checkpoint(tmp_path):
+    def loss_fn(model, x):
+        key, now = jax.random.split(model["key"])
+        return jnp.mean(x * model["w"]) + 0 * jax.random.uniform(now), {}, {**model, "key": key}
+
+    def trainer():
+        model = {"w": jnp.ones(()), "key": jax.random.key(0)}
+        return lt.Trainer(model, loss_fn, optax.sgd(0.1), wrt="w", mutable="key", checkpoint_dir=tmp_path)
+
+    data = [np.ones(4, np.float32)] * 4
+    first = trainer()
+    first.fit(data, num_steps=2, progress=False)
+    second = trainer()
+    assert second.restore() == 2
+    assert jax.random.key_data(second.model["key"]).tolist() == jax.random.key_data(first.model["key"]).tolist()
+    second.fit(data, num_steps=4, progress=False)

@@ -16,7 +16,7 @@ _HEARTBEAT_SECONDS = 30
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     group = parser.add_argument_group(
-        "many devices", "Processes find each other under Slurm, Open MPI, Kubernetes and on Cloud TPU, or by the flags."
+        "many devices", "Processes find each other under Slurm, Open MPI and on Cloud TPU, or by the flags."
     )
     group.add_argument(
         "--distributed",
@@ -97,10 +97,11 @@ def _sizes(text: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
-        if name not in ("data", "fsdp", "tensor") or not size.lstrip("-").isdigit():
+        known = name in ("data", "fsdp", "tensor") and name not in sizes
+        if not known or not (size == "-1" or (size.isascii() and size.isdigit())):
             raise ConfigError(
                 f"--distributed: {part!r} is no axis of a mesh",
-                expected="data=N, fsdp=N or tensor=N, separated by commas",
+                expected="data=N, fsdp=N or tensor=N, each once, separated by commas; N may be -1 for the rest",
                 hint="--distributed fsdp=4,tensor=2",
             )
         sizes[name] = int(size)

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from lowtide.core import OutOfMemoryError, format_bytes
+from lowtide.core import OutOfMemoryError, format_bytes, on_host
 from lowtide.core._compat import Compilation, watch_compilations
 
 from ._analyze import examine, examine_dump
@@ -205,16 +205,19 @@ def _text(report: MemoryReport, top: int) -> str:
 
 def _live_arrays(report: MemoryReport) -> str:
     """What else was on the device: arrays that live outside of the program."""
-    sizes: dict[str, int] = {}
+    of_device: dict[Any, dict[str, int]] = {}
     for array in jax.live_arrays():
-        if not array.is_deleted():
-            shape = f"{array.dtype}{list(array.shape)}"
-            on_device = max((s.data.nbytes for s in array.addressable_shards), default=0)
-            sizes[shape] = sizes.get(shape, 0) + on_device
+        if array.is_deleted() or on_host(array.sharding):
+            continue
+        shape = f"{array.dtype}{list(array.shape)}"
+        for shard in array.addressable_shards:
+            sizes = of_device.setdefault(shard.device, {})
+            sizes[shape] = sizes.get(shape, 0) + shard.data.nbytes
+    sizes = max(of_device.values(), key=lambda found: sum(found.values()), default={})
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
     listed = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in largest)
     arguments = report.device.argument_bytes
     return (
-        f"arrays alive in the process when it failed: {format_bytes(sum(sizes.values()))} on a device "
+        f"arrays alive in the process when it failed: {format_bytes(sum(sizes.values()))} on the fullest device "
         f"(the program's arguments are {format_bytes(arguments)} of what it needs)" + (f": {listed}" if listed else "")
     )

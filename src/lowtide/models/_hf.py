@@ -69,8 +69,8 @@ def load(
         SelectionError: when `host` selects nothing.
 
     Memory:
-        The parameters where they belong, and beside them on the host one stacked leaf at a time, with `sharding` one
-        device's part of it.
+        The parameters where they belong, and beside them on the host one stacked leaf at a time, with `sharding` the
+        parts of it that this process's devices hold.
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
@@ -99,7 +99,7 @@ def load(
                 continue
             place = sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
             place = place.with_memory_kind("pinned_host") if on_the_host else place
-            leaves.append(jax.make_array_from_callback(shape, place, read))
+            leaves.append(jax.make_array_from_callback(shape, place, _once(read)))
     params = treedef.unflatten(leaves)
     return Llama(params["outer"], params["layers"], config, jnp.dtype(compute_dtype).name)
 
@@ -239,6 +239,18 @@ def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, in
     for at, layer in enumerate(layers):
         name, file = tensors[layer]
         part[at] = file.get_slice(name)[rest]
+    return part
+
+
+def _once(read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """A part that several devices hold is read once."""
+    parts: dict[str, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        if str(index) not in parts:
+            parts[str(index)] = read(index)
+        return parts[str(index)]
+
     return part
 
 

@@ -208,7 +208,7 @@ class Profile(Callback):
     """Write a profile of chosen steps, for TensorBoard's or Perfetto's viewer.
 
     Args:
-        directory: where to.
+        directory: where to; a folder below it for each process, where there are several.
         first: the first profiled step, from 0; the very first one compiles.
         num_steps: how many.
 
@@ -225,7 +225,8 @@ class Profile(Callback):
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         """Start before the first."""
         if step == self.first:
-            jax.profiler.start_trace(str(self.directory))
+            own = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
+            jax.profiler.start_trace(str(self.directory / own))
             self._running = True
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import ConfigError, Tree, combine
+from ._processes import Processes
 from ._step import Step, weighted
 
 
@@ -43,7 +44,7 @@ class Evaluation:
         weight: weight of a batch.
         seed: of the keys that the loss function gets.
         place: puts a batch on the device.
-        in_turn: waits for results where programs must not overlap.
+        processes: the other processes of the run.
         out_shardings: where results are, on several devices.
     """
 
@@ -54,11 +55,11 @@ class Evaluation:
         seed: int,
         *,
         place: Callable[[Tree], Tree],
-        in_turn: Callable[[Tree], Tree],
+        processes: Processes,
         out_shardings: Any = None,
     ) -> None:
         self._step, self._weight, self._seed, self._out = step, weight, seed, out_shardings
-        self._place, self._in_turn = place, in_turn
+        self._place, self._processes = place, processes
         self._means = jax.jit(self._batch_means, out_shardings=out_shardings)
         self._last: tuple[Any, Any] | None = None
 
@@ -74,8 +75,8 @@ class Evaluation:
             ConfigError: when there is no batch.
         """
         sums = None
-        for batch in data:
-            found = self._in_turn(self._means(parts, count, self._place(batch)))
+        for batch in self._processes.batches(data):
+            found = self._processes.in_turn(self._means(parts, count, self._place(batch)))
             jax.block_until_ready(sums)  # two batches at a time on the device, however fast they are read
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         if sums is None:
@@ -89,8 +90,8 @@ class Evaluation:
             bound = self._step.bind(fn)
             self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
         run, before = self._last[1], None
-        for batch in data:
-            now = self._in_turn(run(parts, self._place(batch)))
+        for batch in self._processes.batches(data):
+            now = self._processes.in_turn(run(parts, self._place(batch)))
             if before is not None:
                 yield jax.device_get(before[0])
             before = (now,)

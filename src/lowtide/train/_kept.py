@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ..core import ConfigError, StateError, Tree
 from ._checkpoint import Checkpoints
@@ -64,6 +65,7 @@ class Kept(Owned):
     def keep_copy(self, position: Mapping[str, Any] | None = None) -> None:
         """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint to go back to."""
         self._snapshot = None
+        self._borrow(lend=False)  # what was changed in a mutable object
         if self._rollback and (self.checkpoints is None or self.checkpoints.latest_step() is None):
             self._snapshot = Snapshot(self.state), position
 
@@ -117,9 +119,10 @@ class Kept(Owned):
             ConfigError: without a `checkpoint_dir`.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "save")
+        self._borrow(lend=False)  # what was changed in a mutable object
         positions = self.processes.positions(self.position)
         notes = {"positions": positions, "base": self._base, "callbacks": self.callback_states}
-        return checkpoints.save(self.step, self.state, notes)
+        return checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes)
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
         """Load a checkpoint into the trainer.
@@ -146,7 +149,10 @@ class Kept(Owned):
         checkpoints = needs_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
             raise ConfigError("restore takes step or best", got=f"step={step}, best=True", hint="leave one out")
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self.state)
+        numbers = jax.tree.map(_numbers, self.state)
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), numbers)
+        impls = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(self.state)]
+        del numbers
         how = like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state)
         chosen = checkpoints.existing(step) if best or step is not None else None
         lent, self._is_lent = self._is_lent, True
@@ -154,8 +160,13 @@ class Kept(Owned):
             found = checkpoints.newest(*how) if chosen is None else checkpoints.read(chosen, *how)
             if found is None:
                 return None
-            loaded, self.state, notes = found
-            self.position = self.processes.position(notes.get("positions") or [None])
+            loaded, numbers, notes = found
+            leaves, structure = jax.tree.flatten(numbers)
+            self.state = structure.unflatten(
+                leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
+                for leaf, impl in zip(leaves, impls, strict=True)
+            )
+            self.position = self.processes.position(notes["positions"])
             self.callback_states = notes.get("callbacks")
             if not lent:
                 self._give_back()
@@ -168,3 +179,12 @@ class Kept(Owned):
         if self._hashed is None or self._hashed[0] is not self.frozen:  # `update` may have replaced it
             self._hashed = self.frozen, fingerprint(self.frozen)
         return self._hashed[1]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(leaf: Any) -> Any:
+    """A leaf as checkpoints hold it: of random keys their numbers."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf

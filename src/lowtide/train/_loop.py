@@ -18,6 +18,7 @@ from ..core import LowtideError, NonFiniteError, Tree, leaves_with_paths
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData
+from ._processes import in_any
 from ._progress import Progress
 from ._rollback import Terminated, valves
 
@@ -115,7 +116,8 @@ class Loop:
             self._step(step, batch, terminated)
             step += 1
         self._flush()
-        if step > begun and not terminated.has_come:
+        is_terminated = terminated.has_come = in_any(terminated.has_come)  # a machine goes with the others
+        if step > begun and not is_terminated:
             self._evaluate()
         self._save(step)
         self._leave()
@@ -133,7 +135,6 @@ class Loop:
     def _is_over(self, terminated: Terminated) -> bool:
         if self.trainer.processes.count == 1:
             return self.trainer.is_stopped or terminated.has_come
-        terminated.has_come = terminated.has_come or self._wish == _TERMINATE  # this machine goes with the others
         return bool(self._wish)
 
     def _step(self, step: int, batch: Tree, terminated: Terminated) -> None:
@@ -229,6 +230,7 @@ class Loop:
 
     def _fail(self, error: BaseException) -> None:
         self._pending, trainer = [], self.trainer
+        trainer.processes.is_failing = True
         if not self._is_back:
             trainer.position = self._position()
         here = trainer.position
@@ -236,14 +238,12 @@ class Loop:
         if self._batch is not None and is_out_of_memory(error) and not isinstance(error, LowtideError):
             self._explain(error)
         went_back = self._is_back or trainer.position is not here
-        if trainer.processes.count > 1:  # to save they would all have to be here
-            self._tell("on_exception", error)
-            return
-        if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back:
+        is_alone = trainer.processes.count == 1  # to save they would all have to be here
+        if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back and is_alone:
             self._save(trainer.step)
         if not went_back:
             self._leave()
-        if trainer.checkpoints is not None:
+        if trainer.checkpoints is not None and is_alone:
             trainer.checkpoints.wait()
         self._tell("on_exception", error)
 

@@ -9,12 +9,14 @@ so and end. A process that dies without a word is the runtime's matter (`jax.dis
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,11 +25,15 @@ import numpy as np
 
 from ..core import ConfigError, StateError, Tree, leaves_with_paths
 from ..core._compat import exchange, post, posted
+from ._fingerprint import fingerprint
+from ._models import split_static
 from ._sharding import ShardingRules
 
 _TOPICS = itertools.count()
 _GRACE_SECONDS = 5
 """How long a process has to fail by itself, after it heard that another one has."""
+_FAILING_SECONDS = 120
+"""How long it has to end what it does after a failure of its own."""
 _POLL_SECONDS = 1
 
 
@@ -91,7 +97,11 @@ class Processes:
                 got="sharding=None, with which each process would train a model of its own",
                 hint="pass sharding, or start one process",
             )
+        self.is_failing = False
+        """Whether this process is about to raise by itself."""
         self._shapes: set[tuple[str, ...]] = set()
+        here = jax.process_index()
+        self._num_devices = 0 if rules is None else sum(d.process_index == here for d in rules.mesh.devices.flat)
         self._any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
@@ -106,14 +116,24 @@ class Processes:
         """
         if self.count == 1 or self._rules is None:
             return
+        hint = "start all processes with the same code, arguments and data, over the same folder"
+        here = jax.process_index()
         for index, said in enumerate(self._exchange(facts)):
-            for name, mine in facts.items():
-                if said[name] != json.loads(json.dumps(mine)):
+            if set(said) != set(facts):
+                raise ConfigError(
+                    f"process {index} is elsewhere in the run than process {here}",
+                    expected=", ".join(facts),
+                    got=", ".join(said),
+                    hint="data that ends earlier in one process does that; " + hint,
+                )
+            for name, mine in json.loads(json.dumps(facts, default=_plain)).items():
+                if said[name] != mine:
+                    what, expected, got = _first_difference(mine, said[name])
                     raise ConfigError(
-                        f"process {index} differs from process {jax.process_index()} in {name}",
-                        expected=mine,
-                        got=said[name],
-                        hint="start all processes with the same code, arguments and data, over the same folder",
+                        f"process {index} differs from process {here} in {name}{what}",
+                        expected=expected,
+                        got=got,
+                        hint=hint,
                     )
 
     def agree_on_batch(self, batch: Tree) -> None:
@@ -124,15 +144,43 @@ class Processes:
             StateError: when the others go on with the shapes that they know.
         """
         if self.count > 1:
-            shapes = tuple(f"{path}: {leaf.dtype}{list(np.shape(leaf))}" for path, leaf in leaves_with_paths(batch))
+            shapes = tuple(
+                f"{path}: {jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in leaves_with_paths(batch)
+            )
             if shapes not in self._shapes:
-                self.agree(batch=list(shapes))
+                is_whole = self._rules is not None and not self._rules.local_batches
+                self.agree(batch=list(shapes), content=_digest(batch) if is_whole else "")
                 self._shapes.add(shapes)
+
+    def agree_on_values(self, model: Tree) -> None:
+        """Raise unless all processes begin with the same model."""
+        if self.count > 1:
+            self.agree(weights=fingerprint(split_static(model)[0]))
+
+    def agree_on_program(self, lowered: Any) -> None:
+        """Raise unless all processes are about to compile the same step."""
+        if self.count > 1:
+            text = re.sub(r"\d{9,}", "", lowered.as_text())  # without the addresses of callbacks
+            self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
+        """Batches, of which each process has as many.
+
+        Raises:
+            ConfigError: in all processes, when one has more.
+        """
+        if self.count == 1:
+            yield from data
+            return
+        for number, batch in enumerate(data):
+            self.agree(batches=f"{number} or more")
+            yield batch
+        self.agree(batches="no more")
 
     def _exchange(self, facts: Mapping[str, Any]) -> list[Any]:
         assert self._rules is not None
         seconds = self._rules.timeout_seconds
-        said = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts), seconds)
+        said = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts, default=_plain), seconds)
         missing = [index for index, text in enumerate(said) if text is None]
         if missing:
             raise StateError(
@@ -146,14 +194,18 @@ class Processes:
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
         """Where the data of each process is."""
         if self.count == 1 or self._rules is None or not self._rules.local_batches:
-            return [mine]
-        return [said["position"] for said in self._exchange({"position": mine})]
+            return [{"shard": None, "position": mine}]
+        return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
         """Of the positions that were saved this process's; what other numbers of processes saved names no example."""
-        if len(saved) == 1 and not (self._rules is not None and self._rules.local_batches and self.count > 1):
-            return saved[0]
-        return saved[jax.process_index()] if len(saved) == self.count else {**saved[0], "num_processes": len(saved)}
+        is_local = self._rules is not None and self._rules.local_batches and self.count > 1
+        shard = list(self._rules.data_shard) if self._rules is not None and is_local else None
+        for one in saved:
+            if one["shard"] == shard:
+                return one["position"]
+        first = saved[0]["position"]
+        return None if first is None else {**first, "num_processes": len(saved)}
 
     def in_turn(self, results: Tree) -> Tree:
         """Results, on CPUs of several processes when they are there.
@@ -171,8 +223,8 @@ class Processes:
             return wish
         mesh = self._rules.mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
-        count = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
-        wishes = jax.make_array_from_process_local_data(everywhere, np.full(count, wish, np.int32), (mesh.size,))
+        mine = np.full(self._num_devices, wish, np.int32)
+        wishes = jax.make_array_from_process_local_data(everywhere, mine, (mesh.size,))
         assert self._any is not None
         return self.in_turn(self._any(wishes))
 
@@ -182,6 +234,7 @@ class Processes:
         if self.count == 1:
             yield
             return
+        self.is_failing = False
         over, topic = threading.Event(), f"lowtide/failed/{next(_TOPICS)}"
         threading.Thread(target=self._watch, args=(topic, over), daemon=True, name="lowtide-watch").start()
         try:
@@ -203,7 +256,8 @@ class Processes:
                 continue
             sys.stderr.write(f"lowtide: {said}; process {jax.process_index()} cannot go on without it\n")
             sys.stderr.flush()
-            if not over.wait(_GRACE_SECONDS):
+            is_over = over.wait(_GRACE_SECONDS) or (self.is_failing and over.wait(_FAILING_SECONDS))
+            if not is_over:
                 # The main thread waits in a collective for the process that failed; nothing can wake it.
                 sys.stderr.write(
                     "hint: start all processes again; trainer.restore() goes on from the last checkpoint\n"
@@ -211,3 +265,29 @@ class Processes:
                 sys.stderr.flush()
                 os._exit(1)
             return
+
+
+def _plain(value: Any) -> Any:
+    """A number of NumPy as JSON has it."""
+    return value.item() if isinstance(value, np.generic) else str(value)
+
+
+def _digest(batch: Tree) -> str:
+    """What a batch holds, of the arrays that are in this process's memory."""
+    found = hashlib.sha256()
+    for path, leaf in leaves_with_paths(batch):
+        if not (
+            isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+        ):
+            found.update(f"{path}:".encode() + np.ascontiguousarray(leaf).tobytes())
+    return found.hexdigest()[:16]
+
+
+def _first_difference(mine: Any, theirs: Any) -> tuple[str, Any, Any]:
+    """Of two lists the first entries that differ, and which; else the two."""
+    if not (isinstance(mine, list) and isinstance(theirs, list)):
+        return "", mine, theirs
+    for at, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+        if a != b:
+            return f"[{at}]", a, b
+    return " (how many)", len(mine), len(theirs)

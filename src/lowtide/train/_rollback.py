@@ -58,7 +58,11 @@ def _copied(leaf: Any) -> _Leaf:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)
     # On a CPU NumPy would share the buffer, which the next step consumes.
-    shards = [(shard.device, np.array(shard.data, copy=True)) for shard in leaf.addressable_shards]
+    parts: dict[str, np.ndarray] = {}  # of what several devices hold, one copy
+    for shard in leaf.addressable_shards:
+        if str(shard.index) not in parts:
+            parts[str(shard.index)] = np.array(shard.data, copy=True)
+    shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
     return _Leaf(leaf.shape, leaf.sharding, shards, impl)
 
 

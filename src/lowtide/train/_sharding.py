@@ -9,6 +9,7 @@ as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -91,7 +92,7 @@ class ShardingRules:
     """The devices, with named axes; `make_mesh` makes one."""
     rules: Mapping[str, jax.P] = dataclasses.field(default_factory=dict[str, jax.P])
     """Regular expressions for whole paths, and how what they match is divided."""
-    batch_axes: Sequence[str] = ()
+    batch_axes: str | Sequence[str] = ()
     """The axes that the leading axis of batches is divided along; by default ``data`` and ``fsdp``."""
     min_bytes: int = 2**16
     """Leaves with fewer bytes are replicated where no rule matches."""
@@ -110,10 +111,12 @@ class ShardingRules:
                 got=self.mesh.axis_types,
                 hint="lowtide.train.make_mesh makes such a mesh",
             )
-        chosen = tuple(self.batch_axes) or tuple(name for name in _AXES[:2] if name in axes)
+        given = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
+        chosen = given or tuple(name for name in _AXES[:2] if name in axes)
         object.__setattr__(self, "batch_axes", chosen)
         used = {name: "batch_axes" for name in chosen}
         for pattern, spec in self.rules.items():
+            _check_rule(pattern, spec)
             used |= dict.fromkeys(_names(spec), f"the rule {pattern!r}")
         for name, where in used.items():
             if name not in axes:
@@ -141,10 +144,9 @@ class ShardingRules:
         Raises:
             StructureError: when a rule divides what cannot be divided.
         """
-        for pattern, spec in self.rules.items():
-            if re.fullmatch(pattern, path):
-                self._check(path, tuple(shape), pattern, spec)
-                return spec
+        ruled = self._ruled(path, shape)
+        if ruled is not None:
+            return ruled
         dims: list[str | None] = [None] * len(shape)
         if math.prod(shape) * itemsize < self.min_bytes:
             return jax.P()
@@ -163,11 +165,20 @@ class ShardingRules:
             dims.pop()
         return jax.P(*dims)
 
+    def _ruled(self, path: str, shape: Sequence[int]) -> jax.P | None:
+        """What the first rule that matches says."""
+        for pattern, spec in self.rules.items():
+            if re.fullmatch(pattern, path):
+                self._check(path, tuple(shape), pattern, spec)
+                return spec
+        return None
+
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
-        """The sharding of a leaf (an array, or its shape); one that is on the mesh already keeps its own."""
+        """The sharding of a leaf (an array, or its shape); one on the mesh that no rule matches keeps its own."""
         there = getattr(leaf, "sharding", None)
         if isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh:
-            return there
+            if self._ruled(path, leaf.shape) is None:
+                return there
         itemsize = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         sharding = jax.sharding.NamedSharding(self.mesh, self.spec(path, leaf.shape, itemsize))
         kind = getattr(there, "memory_kind", None)
@@ -195,16 +206,15 @@ class ShardingRules:
                     got=f"paths such as {', '.join(paths[:3])}",
                     hint="begin it with .* to match any prefix",
                 )
-        moved: dict[tuple[int, Any], Any] = {}  # an array that stands at two paths stays one
+        moved: dict[int, Any] = {}  # an array that stands at two paths stays one, where the first path says
 
         def one(path: str, leaf: Any) -> Any:
-            if not is_array_like(leaf):
-                return leaf
-            key = id(leaf), self.of(path, leaf)
-            if key not in moved:
+            if not is_array_like(leaf) or not hasattr(leaf, "dtype"):
+                return leaf  # Python's numbers come with the counters, in `settle`
+            if id(leaf) not in moved:
                 # On a CPU JAX may share NumPy's buffer, and what trains is consumed by the next step.
-                moved[key] = put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, key[1])
-            return moved[key]
+                moved[id(leaf)] = put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, self.of(path, leaf))
+            return moved[id(leaf)]
 
         placed = [one(path, leaf) for path, leaf in leaves_with_paths(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), placed)
@@ -229,7 +239,11 @@ class ShardingRules:
         Memory:
             The whole tree on every device.
         """
-        return jax.jit(lambda leaves: leaves, out_shardings=self.replicated())(tree)
+        return self._gather(tree)
+
+    @functools.cached_property
+    def _gather(self) -> Any:
+        return jax.jit(lambda leaves: leaves, out_shardings=self.replicated())
 
     # --- batches ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +252,7 @@ class ShardingRules:
         """Into how many parts a batch is divided."""
         return math.prod(self.mesh.shape[name] for name in self.batch_axes)
 
-    @property
+    @functools.cached_property
     def data_shard(self) -> tuple[int, int]:
         """Which part of the examples this process trains on, and of how many: what a data loader is sharded by.
 
@@ -261,48 +275,76 @@ class ShardingRules:
             )
         return parts.index(tuple(sorted(mine[jax.process_index()]))), len(parts)
 
-    def batch(self, batch: Tree, num_microbatches: int = 1) -> Tree:
+    def batch(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
         """Put a batch on the mesh, its leading axis divided.
 
         Args:
-            batch: arrays in this process's memory: whole ones, or with `local_batches` the rows of this process; or
-                `jax.ShapeDtypeStruct`s of whole ones.
-            num_microbatches: parts that it is split into.
+            batch: arrays in this process's memory: whole ones, or with `local_batches` the rows of this process.
+            num_microbatches: parts that it is split into; None for a batch that nothing is trained on: its rows are
+                on every device where they cannot be divided.
 
         Raises:
             DataError: when the number of rows cannot be divided.
         """
-        each = self.num_batch_shards * num_microbatches
 
         def one(path: str, leaf: Any) -> Any:
-            shape = np.shape(leaf)
-            is_struct, sharding = isinstance(leaf, jax.ShapeDtypeStruct), self._rows() if shape else self.replicated()
-            is_local = self.local_batches and not is_struct and not isinstance(leaf, jax.Array)
-            rows = (shape[0] * self.data_shard[1] if is_local else shape[0]) if shape else each
-            if rows % each:
-                raise DataError(
-                    f"batch leaf {path}: its rows cannot be divided among the devices",
-                    expected=f"a multiple of {each}"
-                    + (
-                        f" ({self.num_batch_shards} parts × {num_microbatches} microbatches)"
-                        if num_microbatches > 1
-                        else ""
-                    ),
-                    got=f"{rows} rows",
-                    hint="choose another batch size, or drop the remainder",
-                )
-            if is_struct:
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            if isinstance(leaf, np.ndarray) and jax.default_backend() == "cpu":
+            shape, sharding = self._whole(path, leaf, num_microbatches)
+            is_numpy = not isinstance(leaf, jax.Array)
+            if is_numpy and jax.default_backend() == "cpu":
                 leaf = np.array(leaf)  # a CPU shares the buffer, which a loader may fill again while the step runs
-            if is_local and jax.process_count() > 1:
-                return jax.make_array_from_process_local_data(
-                    sharding, np.asarray(leaf), (rows, *shape[1:]) if shape else ()
-                )
+            if self._is_local(leaf) and jax.process_count() > 1 and shape:
+                return jax.make_array_from_process_local_data(sharding, canonical(leaf), shape)
             return put(leaf, sharding)
 
         placed = [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
         return jax.tree.unflatten(jax.tree.structure(batch), placed)
+
+    def batch_shapes(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
+        """What `batch` would give, as `jax.ShapeDtypeStruct`s; nothing is moved.
+
+        Args:
+            batch: as in `batch`, or structs of whole arrays.
+            num_microbatches: as in `batch`.
+
+        Raises:
+            DataError: when the number of rows cannot be divided.
+        """
+
+        def one(path: str, leaf: Any) -> Any:
+            shape, sharding = self._whole(path, leaf, num_microbatches)
+            dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype), sharding=sharding)
+
+        placed = [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
+        return jax.tree.unflatten(jax.tree.structure(batch), placed)
+
+    def _is_local(self, leaf: Any) -> bool:
+        """Whether a leaf of a batch holds the rows of this process alone."""
+        is_whole = isinstance(leaf, jax.ShapeDtypeStruct) or (
+            isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        )
+        return self.local_batches and not is_whole
+
+    def _whole(
+        self, path: str, leaf: Any, num_microbatches: int | None
+    ) -> tuple[tuple[int, ...], jax.sharding.NamedSharding]:
+        """Shape and sharding of a leaf of the whole batch."""
+        shape = tuple(np.shape(leaf))
+        if not shape:
+            return shape, self.replicated()
+        rows = shape[0] * (self.data_shard[1] if self._is_local(leaf) else 1)
+        each = self.num_batch_shards * (num_microbatches or 1)
+        if rows % each == 0:
+            return (rows, *shape[1:]), self._rows()
+        if num_microbatches is None and not (self._is_local(leaf) and jax.process_count() > 1):
+            return shape, self.replicated()
+        parts = f" ({self.num_batch_shards} parts × {num_microbatches} microbatches)"
+        raise DataError(
+            f"batch leaf {path}: its rows cannot be divided among the devices",
+            expected=f"a multiple of {each}" + (parts if (num_microbatches or 1) > 1 else ""),
+            got=f"{rows} rows",
+            hint="choose another batch size, or drop the remainder",
+        )
 
     def constrain(self, batch: Tree) -> Tree:
         """Inside of jit: divide a microbatch as a batch is, whose rows lie one after the other on the devices."""
@@ -327,6 +369,32 @@ class ShardingRules:
                 )
 
 
+def canonical(leaf: Any) -> np.ndarray:
+    """A NumPy array of a dtype that JAX has."""
+    array = np.asarray(leaf)
+    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
+
+
+def _check_rule(pattern: str, spec: Any) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"the sharding rule {pattern!r} is no regular expression",
+            got=error,
+            hint='begin it with ".*", not with "*"',
+        ) from error
+    entries = tuple(spec) if isinstance(spec, jax.P) else (0,)
+    is_known = all(entry is None or isinstance(entry, str | tuple) for entry in entries)
+    if not is_known or len(set(_names(entries))) != len(_names(entries)):
+        raise ConfigError(
+            f"the sharding rule {pattern!r} says no way to divide a leaf",
+            expected='jax.P of axis names, tuples of them and None, each name once, such as jax.P(None, "fsdp")',
+            got=repr(spec),
+            hint="jax.P() puts the whole leaf on every device",
+        )
+
+
 def _names(spec: Any) -> list[str]:
     return [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
 
@@ -342,6 +410,6 @@ def put(leaf: Any, sharding: Any) -> Any:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jax.random.key_data(leaf)
         return jax.random.wrap_key_data(put(data, sharding), impl=jax.random.key_impl(leaf))
-    whole = np.asarray(leaf)
+    whole = canonical(leaf)
     # Copies: on a CPU JAX may share NumPy's buffers, and what trains is consumed by the next step.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))

@@ -13,6 +13,7 @@ had consumed its state, the one of the newest checkpoint or of a copy on the hos
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ from ._loop import Loop
 from ._models import ModelObject
 from ._owned import settled
 from ._precision import refuse_precision
+from ._processes import Processes
 from ._rollback import undisturbed
 from ._sharding import ShardingRules
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
@@ -197,8 +199,8 @@ class Trainer(Kept):
             step,
             weight,
             seed,
-            place=self._on_device,
-            in_turn=self.processes.in_turn,
+            place=functools.partial(self._on_device, is_training=False),
+            processes=self.processes,
             out_shardings=None if sharding is None else sharding.replicated(),
         )
 
@@ -230,7 +232,7 @@ class Trainer(Kept):
         Returns:
             The report for one device.
         """
-        batch = _shapes(batch) if self.sharding is None else self.sharding.batch(batch, self._num_microbatches)
+        batch = self._shapes(batch)
         if target is None:
             return analyze_compiled(self._compile(batch), roles=_ROLES)
         return analyze(self.step_fn, *self._arguments(batch), target=target, roles=_ROLES)
@@ -258,7 +260,7 @@ class Trainer(Kept):
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
-        batch = _shapes(batch) if self.sharding is None else self.sharding.batch(batch, self._num_microbatches)
+        batch = self._shapes(batch)
         program = compile(self.step_fn, *self._arguments(batch))
         hint = "fewer rows a batch, Trainer(num_microbatches=...), lt.offload.optimizer(tx), or a larger budget"
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=hint)
@@ -310,7 +312,7 @@ class Trainer(Kept):
             StateError: when a step failed after it had consumed its state, and there is no copy to go back to.
 
         Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
-        through between steps, SIGTERM after a step; both after a checkpoint.
+        through between steps, SIGTERM after a step; both after a checkpoint, but Ctrl-C in one of several processes.
         """
         if checkpoint_every is not None:
             needs_checkpoints(self.checkpoints, "checkpoint_every")
@@ -347,7 +349,7 @@ class Trainer(Kept):
             DonationError: when the compiled step would keep a second copy of a donated leaf.
         """
         self._borrow()
-        batch = self._on_device(batch, self._num_microbatches)
+        batch = self._on_device(batch)
         compiled = self._compile(batch)
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
@@ -372,7 +374,8 @@ class Trainer(Kept):
         self._borrow(lend=False)
         for callback in callbacks:
             callback.on_evaluate_begin(self)
-        means = self._evaluation.means(self._parts, self.state.step, data)
+        with self.processes.watched():
+            means = self._evaluation.means(self._parts, self.state.step, data)
         for callback in callbacks:
             callback.on_evaluate_end(self, {**means})
         return means
@@ -415,7 +418,8 @@ class Trainer(Kept):
         """
         for callback in callbacks:
             callback.on_predict_begin(self)
-        parts = list(self.predict_batches(data, fn))
+        with self.processes.watched():
+            parts = list(self.predict_batches(data, fn))
         if not parts:
             raise ConfigError("predict got no batch", hint="pass at least one batch")
         joined = jax.tree.map(lambda *leaves: np.concatenate([np.atleast_1d(leaf) for leaf in leaves]), *parts)
@@ -423,11 +427,19 @@ class Trainer(Kept):
             callback.on_predict_end(self)
         return joined
 
-    def _on_device(self, batch: Tree, num_microbatches: int = 1) -> Tree:
+    def _on_device(self, batch: Tree, *, is_training: bool = True) -> Tree:
         if self.sharding is None:
             return as_arguments(batch)
         self.processes.agree_on_batch(batch)
-        return self.sharding.batch(batch, num_microbatches)
+        return self.sharding.batch(batch, self._num_microbatches if is_training else None)
+
+    def _shapes(self, batch: Tree) -> Tree:
+        """Of what is not on the device yet the shapes that it will have there."""
+        if self.sharding is not None:
+            self.processes.agree_on_batch(batch)
+            return self.sharding.batch_shapes(batch, self._num_microbatches)
+        known = (jax.Array, jax.ShapeDtypeStruct)
+        return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), batch)
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
@@ -440,22 +452,21 @@ class Trainer(Kept):
             with warnings.catch_warnings():
                 # JAX only warns, and without a path; check_donation raises, with one.
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                compiled = self.step_fn.lower(*self._arguments(batch)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+                lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
+                self.processes.agree_on_program(lowered)
+                compiled = lowered.compile()
             check_donation(compiled, arg_names=STEP_ARGUMENTS)
             self._compiled[shapes] = compiled
         return self._compiled[shapes]
 
 
-def _shapes(batch: Tree) -> Tree:
-    """Of what is not on the device yet the shapes that it will have there."""
-    known = (jax.Array, jax.ShapeDtypeStruct)
-    return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), batch)
-
-
 def _placed(model: Any, sharding: ShardingRules) -> Any:
     """A model with its arrays where they belong; a mutable object itself."""
+    processes = Processes(sharding)
     if not isinstance(model, ModelObject):
+        processes.agree_on_values(model)
         return sharding.place(model)
+    processes.agree_on_values(model.arrays())
     model.give_back(sharding.place(model.arrays()))
     return model
 
