@@ -49,3 +49,23 @@ print(resumed.restore(), bool(jnp.isfinite(resumed.model["w"]).all()))
 """
     assert alone(program, tmp_path).split() == ["2", "True"]
     assert (tmp_path / "damaged-4").is_dir()
+
+
+def test_a_checkpoint_whose_arrays_are_damaged_leaves_the_state_that_there_was(tmp_path: Any) -> None:
+    """In a process of its own, as above."""
+    program = """
+import pathlib, warnings
+warnings.simplefilter("ignore")
+ours = trainer(checkpoint_dir=sys.argv[1])
+ours.fit(data, num_steps=1)
+for file in pathlib.Path(sys.argv[1], "1").rglob("*"):
+    if file.is_file() and "/d/" in file.as_posix():
+        file.write_bytes(file.read_bytes()[:10])
+before = np.array(ours.model["w"])
+try:
+    ours.restore()
+except lt.core.StateError as error:
+    print(error.__notes__[-1], bool((ours.model["w"] == before).all()))
+print(len(ours.fit(data, num_steps=2)))
+"""
+    assert alone(program, tmp_path).splitlines() == ["the trainer holds the state of step 1, as before True", "1"]

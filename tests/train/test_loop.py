@@ -205,6 +205,7 @@ def test_callbacks_are_told_everything_in_order(tmp_path: Any) -> None:
         ("on_evaluate_end",),
         ("on_epoch_begin", 0),
         ("on_step_begin", 0),
+        ("on_preflight",),
         ("on_step_end", 1),
         ("on_step_begin", 1),
         ("on_step_end", 2),

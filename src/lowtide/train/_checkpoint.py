@@ -9,16 +9,20 @@ and its contents can be listed by name. Frozen leaves are never in it.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import shutil
+import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from ..core import ConfigError, StateError, StructureError, Tree, leaves_with_paths, on_host
+from ..core import ConfigError, OutputError, StateError, StructureError, Tree, leaves_with_paths, on_host
+from ..memory import is_out_of_memory
 from ._processes import in_any, of_first
 from ._retention import FILE, Retention
 
@@ -39,6 +43,7 @@ class Checkpoints:
 
     Raises:
         ConfigError: for another `best_mode`, or no checkpoint to keep.
+        OutputError: for a folder that cannot be written to.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Checkpoints:
 
         self._ocp = ocp
         self.directory = Path(directory).resolve()
+        _check_folder(self.directory)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
         options = ocp.CheckpointManagerOptions(preservation_policy=self._retention, create=True)
@@ -93,6 +99,10 @@ class Checkpoints:
         Returns:
             Whether there was none of this step yet.
 
+        Raises:
+            ConfigError: when the notes are no JSON.
+            OutputError: when it cannot be written, or an earlier one could not, or there is one of a later step.
+
         Memory:
             One copy of the state on the host until the write ends; none on the device.
         """
@@ -101,9 +111,40 @@ class Checkpoints:
         if not self._has_saved:
             self._clear()
             self._has_saved = True
+        try:
+            json.dumps(notes)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "what a callback's state() or a data iterator's get_state() returns cannot be saved",
+                expected="JSON: dictionaries, lists, text, numbers, None",
+                got=error,
+                hint="return plain numbers, such as float(value)",
+            ) from error
         args = {_STATE: self._ocp.args.StandardSave(_flat(state)), _NOTES: self._ocp.args.JsonSave(dict(notes))}
-        self._manager.save(step, args=self._ocp.args.Composite(**args))
+        with self._writing():
+            is_begun = self._manager.save(step, args=self._ocp.args.Composite(**args))
+        if not is_begun:
+            raise OutputError(
+                f"{self.directory}: nothing was saved at step {step}",
+                expected=f"a step after {self._manager.latest_step()}, which is there",
+                got=step,
+                hint="to go on from an earlier checkpoint, choose another checkpoint_dir",
+            )
         return True
+
+    @contextlib.contextmanager
+    def _writing(self) -> Generator[None]:
+        """Say where it was, when a checkpoint could not be written."""
+        try:
+            yield
+        except Exception as error:  # whatever Orbax, TensorStore and the file system say
+            self._has_saved = False  # what is left of it is deleted before the next
+            said = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            raise OutputError(
+                f"{self.directory}: a checkpoint could not be written",
+                got=said,
+                hint="free some space, or choose another checkpoint_dir; the trainer keeps its state",
+            ) from error
 
     def _clear(self) -> None:
         """Delete what a killed run did not complete."""
@@ -169,9 +210,11 @@ class Checkpoints:
             self._check_base(step, notes.get("base"), base)
             give_up()
             return step, self.restore(step, like), notes
-        except StructureError:
+        except (StructureError, MemoryError):
             raise
         except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file
+            if is_out_of_memory(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
+                raise  # the checkpoint is not to blame
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise StateError(
                 f"the checkpoint of step {step} in {self.directory} is damaged: {said}",
@@ -289,8 +332,27 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(like), [_typed(values.pop(name)) for name in expected])
 
     def wait(self) -> None:
-        """Wait until all begun checkpoints are complete on disk."""
-        self._manager.wait_until_finished()
+        """Wait until all begun checkpoints are complete on disk.
+
+        Raises:
+            OutputError: when one could not be written.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
+
+
+def _check_folder(directory: Path) -> None:
+    """Raise now rather than at the first checkpoint."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{directory}: no checkpoint can be written there",
+            got=error.strerror or error,
+            hint="choose a checkpoint_dir that you may write to",
+        ) from error
 
 
 def _typed(leaf: Any) -> Any:

@@ -6,8 +6,23 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from ..core import ConfigError, OutputError, StructureError, Tree, Where, leaves_with_paths, on_host
+from ..core import (
+    ConfigError,
+    OutputError,
+    SelectionError,
+    StateError,
+    StructureError,
+    Tree,
+    Where,
+    leaves_with_paths,
+    on_host,
+    shared_leaves,
+)
+from ..offload import LayerwiseStep
+from ._callbacks import Callback
 from ._checkpoint import Checkpoints
+from ._models import ModelObject
+from ._sharding import ShardingRules
 from ._step import TrainState
 
 OnNan = Literal["abort", "skip", "roll_back", "ignore"]
@@ -38,6 +53,79 @@ def guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
             hint='"roll_back" returns to the last copy of the state',
         )
     return on_nan in ("abort", "skip") and not is_layerwise and not hosted
+
+
+def refuse_shared(parts: Tree) -> None:
+    """Raise when one array stands at two paths of what a step consumes."""
+    for paths in shared_leaves(parts):
+        names = [path.partition("/")[2] for path in paths]
+        raise SelectionError(
+            f"{names[0]} and {names[1]} are the same array and both train",
+            expected="one array at each trainable path, because each is donated to the step",
+            hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
+        )
+
+
+def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any) -> None:
+    """Raise for what cannot be a model, an optimizer, a loss function or rules."""
+    is_object = isinstance(model, ModelObject)
+    kind = type(model).__module__.partition(".")[0]
+    bridges = {"keras": "keras", "flax": "nnx"}
+    nnx_module = kind == "flax" or any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__)
+    is_keras = any(base.__module__.startswith("keras.") for base in type(model).__mro__)
+    if not is_object and (is_keras or nnx_module):
+        name = bridges["keras" if is_keras else "flax"]
+        raise ConfigError(
+            f"a {type(model).__name__} is a mutable object, which the trainer takes by way of its bridge",
+            expected=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)",
+            got=type(model).__name__,
+            hint=f"from lowtide.ext.{name} import Bridge",
+        )
+    if not (isinstance(tx, LayerwiseStep) or (hasattr(tx, "init") and hasattr(tx, "update"))):
+        raise ConfigError(
+            "tx is no optimizer of Optax",
+            expected="an optax.GradientTransformation, such as optax.adamw(1e-3), or a layerwise step",
+            got=repr(tx)[:80],
+            hint="an optimizer of Keras or NNX cannot be used: choose Optax' of the same name",
+        )
+    if not callable(loss_fn):
+        raise ConfigError(
+            "loss_fn is no function",
+            expected="loss_fn(model, batch) that returns a scalar",
+            got=repr(loss_fn)[:80],
+            hint='of a Keras model it is made by its bridge: bridge.loss("mse")',
+        )
+    if not (sharding is None or isinstance(sharding, ShardingRules)):
+        raise ConfigError(
+            "sharding is no ShardingRules",
+            expected="ShardingRules(mesh=make_mesh(), rules={...})",
+            got=type(sharding).__name__,
+            hint="from lowtide.train import ShardingRules, make_mesh",
+        )
+
+
+def refuse_callbacks(callbacks: Any) -> None:
+    """Raise for what is no callback, before anything runs."""
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                "a callback is none",
+                expected="objects of subclasses of lowtide.train.Callback",
+                got=repr(callback)[:80],
+                hint="a class has to be called, EarlyStopping(); a function goes into on_record=",
+            )
+
+
+def refuse_consumed(state: TrainState) -> None:
+    """Raise when somebody else has consumed the state: another trainer of the same arrays."""
+    gone = [path for path, leaf in leaves_with_paths(state) if leaf.is_deleted()]
+    if gone:
+        raise StateError(
+            f"{gone[0]} was consumed since the trainer was made",
+            expected="arrays that belong to this trainer alone",
+            got=f"{len(gone)} deleted arrays",
+            hint="give each trainer its own: jax.tree.map(jnp.array, model)",
+        )
 
 
 def refuse_other_types(name: str, new: Tree, old: Tree) -> None:

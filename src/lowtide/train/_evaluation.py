@@ -12,6 +12,9 @@ from ..core import ConfigError, Tree, combine
 from ._processes import Processes
 from ._step import Step, weighted
 
+_EVALUATION = 2**31 - 1
+"""No step has this number."""
+
 
 def call_model(model: Any, *batch: Tree) -> Any:
     """The model's own output for a batch.
@@ -75,8 +78,8 @@ class Evaluation:
             ConfigError: when there is no batch.
         """
         sums = None
-        for batch in self._processes.batches(data):
-            found = self._processes.in_turn(self._means(parts, count, self._place(batch)))
+        for number, batch in enumerate(self._processes.batches(data)):
+            found = self._processes.in_turn(self._means(parts, count, number, self._place(batch)))
             jax.block_until_ready(sums)  # two batches at a time on the device, however fast they are read
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         if sums is None:
@@ -98,8 +101,10 @@ class Evaluation:
         if before is not None:
             yield jax.device_get(before[0])
 
-    def _batch_means(self, parts: tuple[Tree, ...], count: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
-        key = jax.random.fold_in(jax.random.key(self._seed), count)
+    def _batch_means(self, parts: tuple[Tree, ...], count: Any, number: Any, batch: Tree) -> tuple[dict[str, Any], Any]:
+        # A key of its own for every batch, and none of training's.
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), _EVALUATION), count)
+        key = jax.random.fold_in(key, number)
         loss, metrics, _ = self._step.loss(combine(*parts), batch, key=key, training=False)
         weights = jnp.asarray(self._weight(batch), jnp.float32)
         return {name: weighted(value, weights) for name, value in {**metrics, "loss": loss}.items()}, weights

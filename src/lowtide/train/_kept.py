@@ -6,6 +6,7 @@ newest checkpoint, and before the first one a copy on the host.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,27 +60,30 @@ class Kept(Owned):
         self.callback_states: Mapping[str, Any] | None = None
         """Of a checkpoint that is being written or was restored, the states of its run's callbacks."""
         self._rollback = rollback
-        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None] | None = None
+        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None, int] | None = None
+        self._saved: weakref.ref[TrainState] | None = None
+        """The state that was last saved or restored."""
         self._hashed: tuple[Tree, str] | None = None
 
     def keep_copy(self, position: Mapping[str, Any] | None = None) -> None:
-        """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint to go back to."""
+        """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint of this step."""
         self._snapshot = None
         self._borrow(lend=False)  # what was changed in a mutable object
-        if self._rollback and (self.checkpoints is None or self.checkpoints.latest_step() is None):
-            self._snapshot = Snapshot(self.state), position
+        is_saved = self._saved is not None and self._saved() is self.state
+        if self._rollback and not (is_saved and self.checkpoints and self.checkpoints.latest_step() == self.step):
+            self._snapshot = Snapshot(self.state), position, self.step
 
     def roll_back(self) -> int | None:
-        """Return to the newest checkpoint, or before the first one to the copy on the host.
+        """Return to the newest checkpoint, or to the copy on the host where that is newer.
 
         Returns:
             Its step, or None when there is neither.
         """
-        step = None if self.checkpoints is None else self.restore()
-        if step is None and self._snapshot is not None:
+        latest = None if self.checkpoints is None else self.checkpoints.latest_step()
+        if self._snapshot is not None and (latest is None or self._snapshot[2] >= latest):
             self.state, self.position = self._snapshot[0].restore(), self._snapshot[1]
-            step = self.step
-        return step
+            return self.step
+        return None if self.checkpoints is None else self.restore()
 
     def recover(self) -> str:
         """Make sure that the trainer holds a good state after an exception.
@@ -122,7 +126,9 @@ class Kept(Owned):
         self._borrow(lend=False)  # what was changed in a mutable object
         positions = self.processes.positions(self.position)
         notes = {"positions": positions, "base": self._base, "callbacks": self.callback_states}
-        return checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes)
+        is_new = checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes)
+        self._saved = weakref.ref(self.state) if is_new else self._saved
+        return is_new
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
         """Load a checkpoint into the trainer.
@@ -144,7 +150,8 @@ class Kept(Owned):
             UserWarning: for each checkpoint that is damaged, whose predecessor is tried then.
 
         Memory:
-            The state's arrays are given up before those of the checkpoint are read: never two copies.
+            The state's arrays are given up before those of the checkpoint are read: never two copies on the device.
+            With `rollback` they are on the host meanwhile, for a checkpoint that cannot be read.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
@@ -156,6 +163,8 @@ class Kept(Owned):
         how = like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state)
         chosen = checkpoints.existing(step) if best or step is not None else None
         lent, self._is_lent = self._is_lent, True
+        has_any = checkpoints.latest_step() is not None
+        before = Snapshot(self.state) if self._rollback and has_any and is_alive(self.state) else None
         try:
             found = checkpoints.newest(*how) if chosen is None else checkpoints.read(chosen, *how)
             if found is None:
@@ -166,11 +175,19 @@ class Kept(Owned):
                 leaf if impl is None else jax.random.wrap_key_data(leaf, impl=impl)
                 for leaf, impl in zip(leaves, impls, strict=True)
             )
+            self._saved = weakref.ref(self.state)
             self.position = self.processes.position(notes["positions"])
             self.callback_states = notes.get("callbacks")
             if not lent:
                 self._give_back()
             return loaded
+        except BaseException as error:
+            if before is not None:
+                self.state = before.restore()
+                error.add_note(f"the trainer holds the state of step {self.step}, as before")
+            elif not is_alive(self.state):
+                error.add_note("the trainer's own state was given up for it: rollback=False keeps no copy")
+            raise
         finally:
             self._is_lent = lent
 

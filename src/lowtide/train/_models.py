@@ -16,6 +16,8 @@ import jax
 from ..core import StructureError, Tree, Where, combine, is_array_like
 
 _KEYWORDS = ("key", "training")
+_RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
+"""What the trainer itself puts into records."""
 
 
 @runtime_checkable
@@ -100,21 +102,29 @@ def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
     return {name: values[name] for name in _KEYWORDS if name in parameters and name in values}
 
 
-def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool) -> tuple[Any, Tree, Tree]:
+def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
     """The three values of a loss function: a scalar, metrics, and the model's arrays after it.
 
     Args:
         result: ``loss``, ``(loss, metrics)`` or, of a pytree with mutable leaves, ``(loss, metrics, model)``.
         arrays: the model's arrays after the call, as the model says.
         has_mutable: whether leaves of a pytree are declared mutable.
+        is_training: whether the model has to be returned then.
 
     Raises:
         StructureError: for anything else.
     """
     parts = result if isinstance(result, tuple) else (result, {})
+    if len(parts) == 3 and not has_mutable:
+        raise StructureError(
+            "the loss function returns a model, and none of its leaves may change",
+            expected="(loss, metrics)",
+            got="3 values",
+            hint='Trainer(..., mutable="**/stats") names the leaves that the model changes itself',
+        )
     if len(parts) == 3:
         parts, arrays = parts[:2], split_static(parts[2])[0]
-    elif has_mutable:
+    elif has_mutable and is_training:
         raise StructureError(
             "the loss function does not return the model, although some of its leaves are mutable",
             expected="(loss, metrics, model), the model as it is after the call",
@@ -128,4 +138,14 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool) -> tuple[Any, Tr
             got=jax.tree.map(lambda x: getattr(x, "shape", type(x).__name__), result),
             hint="jnp.mean the losses of the examples; return {} for no metrics",
         )
+    metrics: dict[str, Any] = parts[1]
+    for name, value in metrics.items():
+        shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
+        if name in _RESERVED or shape != ():
+            raise StructureError(
+                f"metric {name!r} cannot be recorded",
+                expected=f"a scalar, under another name than {', '.join(sorted(_RESERVED))}",
+                got=type(value).__name__ if shape is None else f"shape {list(shape)}",
+                hint="jnp.mean what is one value for each example",
+            )
     return parts[0], parts[1], arrays

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import ConfigError, StructureError, Tree, combine
-from ._checks import refuse_other_types
+from ._checks import refuse_other_types, refuse_shared
 from ._ema import find_average
 from ._models import ModelObject
 from ._sharding import ShardingRules, put
@@ -23,7 +23,7 @@ def settled(parts: Tree, like: Tree, sharding: ShardingRules | None) -> Tree:
     """Arrays of JAX, on the device or where those that they are like are."""
     if sharding is None:
         # NumPy arrays would be copied to the device in every step, and hold no shards to copy.
-        return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray) else x, parts)
+        return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, parts)
     return jax.tree.map(lambda x, old: put(x, old.sharding), parts, like)
 
 
@@ -96,6 +96,7 @@ class Owned:
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self._parts, strict=True
         ):
             refuse_other_types(name, *pair)
+        refuse_shared((trainable, mutable))
         parts = settled((trainable, mutable, frozen), self._parts, self.sharding)
         self.state = dataclasses.replace(self.state, trainable=parts[0], mutable=parts[1])
         self.frozen = parts[2]
@@ -109,8 +110,8 @@ class Owned:
         if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
             self._put(*self._step.split(self._object))  # pyright: ignore[reportAttributeAccessIssue]
         if lend:
+            self._is_lent = True  # first: what an interrupt leaves half lent is given back
             self._object.lend(combine(self.state.trainable, self.state.mutable))
-            self._is_lent = True
 
     def _give_back(self) -> None:
         if self._object is not None and self._is_lent:

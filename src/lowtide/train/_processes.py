@@ -65,6 +65,29 @@ def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
     return answer["made"]
 
 
+def same_in_all(what: str, text: str, timeout_seconds: int = 300) -> None:
+    """Raise unless all processes say the same.
+
+    Args:
+        what: what it is, for the message.
+        text: what this one says.
+        timeout_seconds: how long to wait for the others.
+
+    Raises:
+        ConfigError: with a process that says otherwise.
+    """
+    if jax.process_count() == 1:
+        return
+    for index, said in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, timeout_seconds)):
+        if said != text:
+            raise ConfigError(
+                f"process {index} differs from process {jax.process_index()} in {what}",
+                expected=text,
+                got="nothing in time" if said is None else said,
+                hint="start all processes with the same code, arguments and data, over the same folder",
+            )
+
+
 def in_any(happened: bool, timeout_seconds: int = 300) -> bool:
     """Whether something happened in any of the processes; all of them have to ask.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,7 @@ class Retention:
         self._directory, self._max_to_keep = directory, max_to_keep
         self._found: dict[int, dict[str, float]] = {}
         if best is not None and (directory / FILE).is_file():
-            found = json.loads((directory / FILE).read_text(encoding="utf-8"))
-            self._found = {int(step): values for step, values in found.items()}
+            self._found = _read(directory / FILE)
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Of each checkpoint, oldest first, whether it stays; Orbax's ``PreservationPolicy``."""
@@ -90,3 +90,16 @@ class Retention:
     def _value(self, step: int) -> float:
         """How good a step is: less is better, infinite unknown."""
         return self._sign * self._found.get(step, {}).get(self.best or "", math.inf)
+
+
+def _read(path: Path) -> dict[int, dict[str, float]]:
+    try:
+        return {int(step): dict(values) for step, values in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        warnings.warn(
+            f"{path} is damaged, so which of the checkpoints was the best is not known: {error}\n"
+            "hint: the next evaluation writes it anew",
+            UserWarning,
+            stacklevel=4,
+        )
+        return {}

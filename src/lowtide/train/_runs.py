@@ -22,7 +22,7 @@ import jax
 
 from ..core import ConfigError, OutputError, write_files
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
-from ._processes import of_first
+from ._processes import of_first, same_in_all
 
 CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
     "config.toml",
@@ -51,6 +51,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         OutputError: when `out` holds something and `resume` is not set, cannot be written, or has nothing to resume.
         ConfigError: for unusable values, or values that differ from those of the run to resume.
     """
+    same_in_all("arguments", json.dumps(values, default=str, sort_keys=True))
     saved = of_first(lambda: config_to_toml(_open_run(Path(out), values, where, resume=resume)))
     return config_from_dict(tomllib.loads(saved), where)
 

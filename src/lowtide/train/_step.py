@@ -175,8 +175,11 @@ class WholeStep:
             state.trainable, batch, (state.mutable, jnp.int32(0))
         )
         total = jnp.sum(weights)
+        total = jnp.where(total == 0, 1, total)  # as the loss is: nothing counts
         metrics = {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()}
-        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        # In half precision the squares overflow where the gradients do not.
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
         update = optax.with_extra_args_support(self._tx).update
 
         def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
@@ -197,8 +200,8 @@ class WholeStep:
         given = keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
         result, after = self._precision.bind(fn, training=training)(arrays, batch)
-        is_declared = self._mutable is not None and isinstance(self.source, Pytree) and training
-        loss, metrics, after = parse_loss(result, after, has_mutable=is_declared)
+        is_declared = self._mutable is not None and isinstance(self.source, Pytree)
+        loss, metrics, after = parse_loss(result, after, has_mutable=is_declared, is_training=training)
         return *self._precision.widen((loss, metrics)), after
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:

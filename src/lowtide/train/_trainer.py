@@ -27,11 +27,9 @@ import optax
 from ..core import (
     ConfigError,
     OutOfMemoryError,
-    SelectionError,
     Tree,
     Where,
     parse_bytes,
-    shared_leaves,
 )
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..offload import LayerwiseStep
@@ -42,8 +40,12 @@ from ._checks import (
     guards,
     needs_checkpoints,
     open_checkpoints,
+    refuse_arguments,
     refuse_beside_layerwise,
+    refuse_callbacks,
+    refuse_consumed,
     refuse_later_checkpoint,
+    refuse_shared,
     refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model
@@ -96,7 +98,6 @@ class Trainer(Kept):
         best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
             one than all before, a checkpoint is written there, and it is kept beside the newest.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
-        max_to_keep: how many checkpoints to keep.
         budget: bytes that a step may use on a device, as a number or such as ``"14 GiB"``; by default what the device
             has. A step that needs more is refused before it runs.
         sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
@@ -145,6 +146,7 @@ class Trainer(Kept):
         budget: int | str | None = None,
         sharding: ShardingRules | None = None,
     ) -> None:
+        refuse_arguments(model, tx, loss_fn, sharding)
         if sharding is not None:
             model = _placed(model, sharding)
         step: WholeStep | LayerStep
@@ -170,13 +172,16 @@ class Trainer(Kept):
         """Whether steps leave an update out whose loss or gradients are not finite."""
         if isinstance(step, WholeStep):
             step.guard = self.is_guarded
-        for paths in shared_leaves((state.trainable, state.mutable)):
-            names = [path.partition("/")[2] for path in paths]
-            raise SelectionError(
-                f"{names[0]} and {names[1]} are the same array and both train",
-                expected="one array at each trainable path, because each is donated to the step",
-                hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
+        refuse_shared((state.trainable, state.mutable))
+        if on_nan == "roll_back" and not rollback and checkpoint_dir is None:
+            raise ConfigError(
+                'on_nan="roll_back" has nothing to go back to',
+                expected="rollback=True, or a checkpoint_dir",
+                got="neither",
+                hint="leave rollback=False out",
             )
+        # Python's numbers are no arrays that a step could consume.
+        state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
         if sharding is None:
             state, frozen = settled((state, frozen), None, None)
         else:
@@ -316,6 +321,8 @@ class Trainer(Kept):
         """
         if checkpoint_every is not None:
             needs_checkpoints(self.checkpoints, "checkpoint_every")
+        refuse_callbacks(callbacks)
+        refuse_consumed(self.state)
         refuse_later_checkpoint(self.checkpoints, self.step)
         refuse_unevaluated(self.checkpoints, eval_data)
         self.is_stopped = False
@@ -385,8 +392,8 @@ class Trainer(Kept):
 
         Args:
             data: batches.
-            fn: ``fn(model, batch)``, traced once for each shape of a batch; `training` is False where it takes it. By
-                default ``model(batch)``.
+            fn: ``fn(model, batch)``, traced once for each shape of a batch, and anew for another function;
+                `training` is False where it takes it. By default ``model(batch)``.
 
         Returns:
             An iterator of NumPy arrays in the structure that `fn` returns.
@@ -395,7 +402,7 @@ class Trainer(Kept):
             The outputs of two batches on the device.
         """
         self._borrow(lend=False)
-        return self._evaluation.outputs(self._parts, data, fn or call_model)
+        return self._evaluation.outputs(self._parts, data, fn or getattr(self._object, "call", call_model))
 
     def predict(
         self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
@@ -447,7 +454,7 @@ class Trainer(Kept):
     def _compile(self, batch: Tree) -> Any:
         """The compiled step for batches of this shape, checked to reuse every donated buffer."""
         leaves, structure = jax.tree.flatten(batch)
-        shapes = structure, tuple((tuple(x.shape), jnp.dtype(x.dtype), spread(x)) for x in leaves)
+        shapes = structure, tuple((tuple(x.shape), x.dtype, spread(x)) for x in leaves)
         if shapes not in self._compiled:
             with warnings.catch_warnings():
                 # JAX only warns, and without a path; check_donation raises, with one.

@@ -1,0 +1,224 @@
+"""What checkpoints and copies on the host hold, and what happens when they cannot be written or read."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError, OutputError, SelectionError, StateError, StructureError
+from lowtide.train import Callback
+
+DATA = [np.full(4, step, np.float32) for step in range(10)]
+
+
+def loss_fn(model, x):
+    return jnp.mean((model["w"] - x) ** 2)
+
+
+def trainer(**options):
+    return lt.Trainer({"w": jnp.zeros(4)}, loss_fn, optax.sgd(0.1), **options)
+
+
+def fit(ours, num_steps, **options):
+    return ours.fit(DATA, num_steps=num_steps, progress=False, **options)
+
+
+def nnx_trainer(**options):
+    from flax import nnx
+
+    from lowtide.ext.nnx import Bridge
+
+    module = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    return module, lt.Trainer(Bridge(module), lambda m, x: jnp.mean(m(x[None]) ** 2), optax.sgd(0.01), **options)
+
+
+def edit(module, value):
+    module.kernel[...] = jnp.full((4, 1), value)
+
+
+def test_what_a_callback_changes_in_an_object_is_in_the_checkpoint_of_that_step(tmp_path):
+    module, ours = nnx_trainer(checkpoint_dir=tmp_path, max_to_keep=9)
+
+    class Edits(Callback):
+        def on_step_end(self, trainer, step):
+            if step in (2, 4):
+                edit(trainer.model, 7.0 + step)
+
+    fit(ours, 4, checkpoint_every=2, callbacks=[Edits()])
+    assert module.kernel[...][0, 0] == 11.0
+    for step, value in [(2, 9.0), (4, 11.0)]:
+        assert ours.restore(step=step) == step
+        assert module.kernel[...].tolist() == [[value]] * 4
+
+
+def test_what_is_changed_between_two_fits_is_saved_and_rolled_back_to(tmp_path):
+    module, ours = nnx_trainer(checkpoint_dir=tmp_path)
+    edit(module, 3.0)
+    ours.save()
+    edit(module, 4.0)
+    assert ours.restore() == 0 and module.kernel[...][0, 0] == 3.0
+
+    module, ours = nnx_trainer(on_nan="roll_back")
+    edit(module, 5.0)
+    bad = [np.full(4, np.nan, np.float32)]
+    ours.fit(bad * 2, num_steps=1, progress=False)
+    assert module.kernel[...].tolist() == [[5.0]] * 4
+
+
+def test_the_copy_is_taken_where_there_is_no_checkpoint_of_the_step(tmp_path):
+    ours = trainer(checkpoint_dir=tmp_path, on_nan="roll_back")
+    fit(ours, 1)
+    ours.update({"w": jnp.full(4, 50.0)})
+    bad = [*DATA[:1], np.full(4, np.nan, np.float32)]
+    ours.fit(bad, num_steps=2, progress=False)
+    assert ours.model["w"].tolist() == [50.0] * 4
+
+
+def test_what_is_no_fault_of_the_checkpoint_does_not_set_it_aside(tmp_path, monkeypatch):
+    ours = trainer(checkpoint_dir=tmp_path)
+    fit(ours, 1)
+
+    def fail(*args, **kwargs):
+        raise PermissionError("planted")
+
+    monkeypatch.setattr(type(ours.checkpoints), "restore", fail)
+    with pytest.raises(PermissionError, match="planted"):
+        ours.restore()
+    monkeypatch.undo()
+    assert ours.restore() == 1 and ours.step == 1
+
+
+def test_saving_an_earlier_step_than_the_newest_is_an_error(tmp_path):
+    ours = trainer(checkpoint_dir=tmp_path, max_to_keep=9)
+    fit(ours, 4, checkpoint_every=2)
+    ours.restore(step=2)
+    with pytest.raises(OutputError, match=r"(?s)holds a checkpoint of a later step|nothing was saved at step 3"):
+        fit(ours, 3)
+    ours.state = jax.tree.map(lambda x: x + 1 if x.dtype == jnp.int32 else x, ours.state)
+    with pytest.raises(OutputError, match=r"(?s)nothing was saved at step 3.*after 4.*hint: .*another checkpoint_dir"):
+        ours.save()
+
+
+def test_a_folder_that_cannot_be_written_to_is_an_error_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"(?s)no checkpoint can be written there.*hint: choose a checkpoint_dir"):
+        trainer(checkpoint_dir=tmp_path / "file")
+
+
+def test_a_callback_whose_state_is_no_json_is_told(tmp_path):
+    class Odd(Callback):
+        def state(self):
+            return {"now": object()}
+
+    ours = trainer(checkpoint_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"(?s)cannot be saved.*expected: JSON.*hint:"):
+        fit(ours, 2, callbacks=[Odd()])
+    assert ours.step == 2
+
+
+def test_damaged_evaluations_are_a_warning(tmp_path):
+    (tmp_path / "evaluations.json").write_text("{")
+    with pytest.warns(UserWarning, match=r"(?s)evaluations.json is damaged.*hint:"):
+        trainer(checkpoint_dir=tmp_path, best="eval_loss")
+
+
+def test_arrays_that_another_trainer_consumed_are_told():
+    model = {"w": jnp.zeros(4)}
+    first, second = (lt.Trainer(model, loss_fn, optax.sgd(0.1)) for _ in range(2))
+    fit(first, 1)
+    with pytest.raises(StateError, match=r"(?s)w was consumed since.*hint: give each trainer its own"):
+        fit(second, 1)
+
+
+def test_two_paths_of_one_array_are_refused_after_update_too():
+    ours = lt.Trainer({"a": jnp.zeros(4), "b": jnp.ones(4)}, lambda m, x: jnp.sum(m["a"] + m["b"]), optax.sgd(0.1))
+    w = jnp.ones(4)
+    with pytest.raises(SelectionError, match="are the same array and both train"):
+        ours.update({"a": w, "b": w})
+
+
+def test_a_rollback_to_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r'(?s)on_nan="roll_back" has nothing to go back to.*hint:'):
+        trainer(on_nan="roll_back", rollback=False)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"acc": jnp.ones(3)}, r"metric 'acc' cannot be recorded.*got: shape \[3\]"),
+        ({"step": jnp.float32(1)}, "metric 'step' cannot be recorded.*under another name"),
+        ({"a": {"b": 1.0}}, "metric 'a' cannot be recorded.*got: dict"),
+    ],
+)
+def test_metrics_that_cannot_be_recorded_are_errors(metrics, said):
+    ours = lt.Trainer({"w": jnp.zeros(4)}, lambda m, x: (loss_fn(m, x), metrics), optax.sgd(0.1))
+    with pytest.raises(StructureError, match=f"(?s){said}"):
+        fit(ours, 1)
+
+
+def test_the_norm_of_half_precision_gradients_does_not_overflow():
+    model = {str(i): jnp.zeros(4, jnp.float16) for i in range(100)}
+    ours = lt.Trainer(
+        model, lambda m, x: 100.0 * sum(jnp.sum(w * x[0].astype(w.dtype)) for w in m.values()), optax.sgd(0.1)
+    )
+    record = ours.fit([np.ones(4, np.float32)], num_steps=1, progress=False)[0]
+    np.testing.assert_allclose(record["grad_norm"], 2000.0, rtol=1e-3)
+
+
+def test_numbers_of_python_train():
+    ours = lt.Trainer(
+        {"w": 1.0, "v": np.float32(2.0)}, lambda m, x: jnp.mean((m["w"] + m["v"] - x) ** 2), optax.sgd(0.1)
+    )
+    assert fit(ours, 2)[1]["step"] == 2
+
+
+def test_each_batch_of_an_evaluation_has_a_key_of_its_own():
+    seen = []
+
+    def loss(model, x, key):
+        jax.debug.callback(lambda data: seen.append(tuple(np.asarray(data).tolist())), jax.random.key_data(key))
+        return loss_fn(model, x)
+
+    ours = lt.Trainer({"w": jnp.zeros(4)}, loss, optax.sgd(0.1))
+    ours.evaluate(DATA[:3])
+    fit(ours, 3)
+    jax.effects_barrier()
+    assert len(seen) == len(set(seen)) == 6
+
+
+def test_json_has_what_was_saved(tmp_path):
+    ours = trainer(checkpoint_dir=tmp_path)
+    fit(ours, 2)
+    assert json.dumps(ours.checkpoints.notes(2)["positions"])
+
+
+def test_what_cannot_be_trained_with_is_refused_with_the_remedy():
+    from flax import nnx
+
+    module, _ = nnx_trainer()
+    with pytest.raises(ConfigError, match=r"(?s)mutable object.*lowtide.ext.nnx.Bridge\(model\)"):
+        lt.Trainer(module, loss_fn, optax.sgd(0.1))
+    del nnx
+    for tx in (1e-3, "adam"):
+        with pytest.raises(ConfigError, match=r"(?s)tx is no optimizer of Optax.*hint:"):
+            lt.Trainer({"w": jnp.zeros(4)}, loss_fn, tx)
+    with pytest.raises(ConfigError, match=r"(?s)loss_fn is no function.*bridge.loss"):
+        lt.Trainer({"w": jnp.zeros(4)}, "mse", optax.sgd(0.1))
+    with pytest.raises(ConfigError, match=r"(?s)sharding is no ShardingRules.*hint:"):
+        trainer(sharding=lt.train.make_mesh())
+    for callback in (Callback, print):
+        with pytest.raises(ConfigError, match=r"(?s)a callback is none.*hint:"):
+            fit(trainer(), 1, callbacks=[callback])
+
+
+def test_a_model_that_is_returned_without_mutable_leaves_is_an_error():
+    model = {"w": jnp.zeros(4), "stats": jnp.zeros(())}
+    ours = lt.Trainer(model, lambda m, x: (loss_fn(m, x), {}, m), optax.sgd(0.1), wrt="w")
+    with pytest.raises(
+        StructureError, match=r"(?s)returns a model, and none of its leaves may change.*hint: .*mutable="
+    ):
+        fit(ours, 1)
