@@ -91,8 +91,8 @@ class Trainer(Kept):
             ``"skip"`` leaves it out and goes on, ``"roll_back"`` returns to the last copy and goes on with the next
             batches, ``"ignore"`` does nothing. With optimizer state on the host or a layerwise step, whose updates
             cannot be left out, ``"abort"`` returns to the last copy and raises.
-        rollback: whether to keep a copy of the state on the host until there is a checkpoint, for a step that fails
-            after it has consumed its state.
+        rollback: whether to keep a copy on the host of the state with which `fit` or an epoch began, where there is no
+            checkpoint of it, for a step that fails after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
         max_to_keep: how many of the newest checkpoints to keep.
         best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
@@ -112,9 +112,9 @@ class Trainer(Kept):
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
         an accumulator of the same size with microbatches), activations of one microbatch; with `compute_dtype` copies
-        in it of the float32 leaves in use, also of frozen ones. Host: with `rollback` one copy of the state until the
-        first checkpoint. That an update can be left out costs less than a leaf on a TPU and at most two leaves on a CPU
-        (compiled); ``on_nan="ignore"`` does without.
+        in it of the float32 leaves in use, also of frozen ones. Host: with `rollback` one copy of the state; the
+        records, some 340 bytes a step; a program for every shape of a batch. That an update can be left out costs less
+        than a leaf on a TPU and at most two leaves on a CPU (compiled); ``on_nan="ignore"`` does without.
 
     Examples:
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
