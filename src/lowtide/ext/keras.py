@@ -14,12 +14,10 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import keras
-import numpy as np
 
 from ..core import ConfigError, SelectionError, Tree
-from ..train import example_weights
+from ._keras_loss import compiled_loss
 from ._lent import Lent
 
 
@@ -89,7 +87,7 @@ class Bridge:
     def loss(
         self,
         loss: Any,
-        metrics: dict[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> Callable[..., Any]:
@@ -97,9 +95,11 @@ class Bridge:
 
         Args:
             loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
-                outputs.
-            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`; their
-                means are reported, without weights.
+                outputs, of which there is one array each. Ranks and masks are Keras': labels (B,) beside outputs (B, 1)
+                are (B, 1).
+            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`, or Keras metrics
+                that are means over examples, or their names. Reported is the mean over a batch, without sample weights
+                and without what the model masks; over several batches, the mean of theirs.
             class_weight: weights by class, as `lowtide.train.example_weights` takes them, in training alone, as in
                 Keras' ``fit``. Labels are one-hot where they have the outputs' shape. A `sample_weight` is multiplied.
 
@@ -110,24 +110,11 @@ class Bridge:
             the mean of an evaluation.
 
         Raises:
-            ConfigError: for a `class_weight` that is none; in the step, for a model of several outputs.
+            ConfigError: for a loss or a metric that is none of Keras', a metric that is no mean, such as AUC, or a
+                `class_weight` that is none; in the step, for a model of several outputs.
+            DataError: in the step, for a batch that is no such tuple.
         """
-        found: Any = keras.losses.get(loss)
-        fn = found if isinstance(found, keras.losses.Loss) else _Loss(found)
-        if class_weight is not None:
-            example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
-
-        def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
-            x, y, *weight = batch
-            outputs = model(x, training=training)
-            sample_weight = weight[0] if weight else None
-            if class_weight is not None and training:
-                sample_weight = example_weights(_classes(y, outputs), class_weight, sample_weight)
-            value: Any = fn(y, outputs, sample_weight=sample_weight)
-            value += sum(model.losses)
-            return value, {name: jnp.mean(metric(y, outputs)) for name, metric in (metrics or {}).items()}
-
-        return loss_fn
+        return compiled_loss(loss, metrics, class_weight)
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`."""
@@ -183,33 +170,6 @@ class Bridge:
             return result, {name: scope.get_current_value(variable) for name, variable in self._variables.items()}
 
         return run
-
-
-class _Loss(keras.losses.Loss):
-    """A function of labels and outputs as a loss, in float32 and reduced as ``compile`` would have it."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__(name="loss")
-        self._fn = fn
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """The loss of each example."""
-        return self._fn(y_true, y_pred)
-
-
-def _classes(y: Any, outputs: Any) -> Any:
-    """The class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
-    if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
-        raise ConfigError(
-            "class_weight needs labels and outputs that are one array each",
-            got=f"{type(y).__name__} and {type(outputs).__name__}",
-            hint="pass sample_weight in the batch; lowtide.train.example_weights makes it",
-        )
-    if y.ndim > 1 and y.shape[-1] == 1:
-        y = y[..., 0]
-    elif y.ndim > 1 and y.shape == outputs.shape:
-        return jnp.argmax(y, axis=-1)
-    return jnp.round(y).astype(jnp.int32)
 
 
 def _layers(model: Any) -> list[Any]:
