@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import keras
 
 from ..core import ConfigError, SelectionError, Tree
@@ -35,6 +36,7 @@ class Bridge:
         No copy: the trainer's arrays are those of the model's variables.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> import lowtide as lt
         >>> import optax
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
@@ -115,6 +117,16 @@ class Bridge:
             DataError: in the step, for a batch that is no such tuple.
         """
         return compiled_loss(loss, metrics, class_weight)
+
+    def constrained(self, trainable: Tree) -> Tree:
+        """What trains as the variables' constraints want it after an update, as in Keras' own optimizers."""
+        constraints = {name: variable.constraint for name, variable in self._variables.items()}
+        return {
+            name: leaf
+            if leaf is None or constraints[name] is None
+            else jnp.asarray(constraints[name](leaf), leaf.dtype)
+            for name, leaf in trainable.items()
+        }
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`."""
