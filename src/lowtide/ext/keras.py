@@ -19,7 +19,7 @@ import keras
 
 from ..core import ConfigError, SelectionError, Tree
 from ._keras_loss import compiled_loss
-from ._lent import Lent
+from ._lent import Lent, refuse_edits
 
 
 class Bridge:
@@ -70,6 +70,7 @@ class Bridge:
         of_metrics = {id(variable) for variable in model.metrics_variables}
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         self._variables = _named([v for v in variables if id(v) not in of_metrics], _layers(model))
+        self._lent = set[str]()
         trains = {id(variable) for variable in model.trainable_variables}
         self._trains = {name for name, variable in self._variables.items() if id(variable) in trains}
         # Weights of a layer that is frozen: no call changes them.
@@ -133,16 +134,22 @@ class Bridge:
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
-        """See `lowtide.train.ModelObject`."""
-        for name, variable in self._variables.items():
-            if arrays[name] is not None:
-                variable._value = Lent(name, arrays[name])
+        """See `lowtide.train.ModelObject`. To assign to such a variable raises, too."""
+        lent = {name: Lent(name, leaf) for name, leaf in arrays.items() if leaf is not None}
+        for name, placeholder in lent.items():
+            self._variables[name]._value = placeholder
+            self._variables[name]._direct_assign = placeholder.refuse
+        self._lent = set(lent)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
+        found: dict[str, Any] = {}
         for name, variable in self._variables.items():
             if arrays[name] is not None:
-                variable._value = arrays[name]
+                vars(variable).pop("_direct_assign", None)
+                found[name], variable._value = variable._value, arrays[name]
+        lent, self._lent = self._lent, set[str]()
+        refuse_edits(found, lent)
 
     @contextlib.contextmanager
     def autocast(self, dtype: str) -> Generator[None]:

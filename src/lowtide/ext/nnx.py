@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..core import SelectionError, Tree
-from ._lent import Lent
+from ._lent import Lent, refuse_edits
 
 
 class Bridge:
@@ -62,6 +62,7 @@ class Bridge:
         self._trains = selected & set(self._paths)
         params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
         self._changes = set(self._paths) - params - self._trains
+        self._lent = set[str]()
         if not self._trains:
             raise SelectionError(
                 "the filter selects no variable of the module",
@@ -85,15 +86,20 @@ class Bridge:
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        for name, variable in self._variables().items():
-            if arrays[name] is not None:
-                variable.set_raw_value(Lent(name, arrays[name]), _unsafe_bypass_check=True)
+        lent, variables = {n: Lent(n, leaf) for n, leaf in arrays.items() if leaf is not None}, self._variables()
+        for name, placeholder in lent.items():
+            variables[name].set_raw_value(placeholder, _unsafe_bypass_check=True)
+        self._lent = set(lent)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
+        found: dict[str, Any] = {}
         for name, variable in self._variables().items():
             if arrays[name] is not None:
+                found[name] = variable.get_raw_value()
                 variable.set_raw_value(self._typed(name, arrays[name]), _unsafe_bypass_check=True)
+        lent, self._lent = self._lent, set[str]()
+        refuse_edits(found, lent)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
         """See `lowtide.train.ModelObject`; outside of training the module is in its ``eval`` mode."""

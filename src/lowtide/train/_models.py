@@ -44,7 +44,11 @@ class ModelObject(Protocol):
         ...
 
     def give_back(self, arrays: Tree) -> None:
-        """Put the leaves of this tree that are not None into the object."""
+        """Put the leaves of this tree that are not None into the object.
+
+        Raises:
+            StateError: afterwards, when something was written over a placeholder, which is lost.
+        """
         ...
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
