@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from ..core import ConfigError, SelectionError, Tree
+from ..core import ConfigError, SelectionError, StructureError, Tree
 from ._keras_loss import compiled_loss
 from ._lent import Lent, refuse_edits
 
@@ -67,9 +67,7 @@ class Bridge:
                 got="a model that is not built" if not model.built else "only frozen variables",
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
             )
-        of_metrics = {id(variable) for variable in model.metrics_variables}
-        variables = [*model.trainable_variables, *model.non_trainable_variables]
-        self._variables = _named([v for v in variables if id(v) not in of_metrics], _layers(model))
+        self._variables = _named(_variables(model), _layers(model))
         self._lent = set[str]()
         trains = {id(variable) for variable in model.trainable_variables}
         self._trains = {name for name, variable in self._variables.items() if id(variable) in trains}
@@ -130,7 +128,12 @@ class Bridge:
         }
 
     def arrays(self) -> Tree:
-        """See `lowtide.train.ModelObject`."""
+        """See `lowtide.train.ModelObject`.
+
+        Raises:
+            StructureError: when other variables train than those of the bridge, or there are others.
+        """
+        self._refuse_changes()
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
@@ -150,6 +153,25 @@ class Bridge:
                 found[name], variable._value = variable._value, arrays[name]
         lent, self._lent = self._lent, set[str]()
         refuse_edits(found, lent)
+
+    def _refuse_changes(self) -> None:
+        """Raise where layers were frozen, unfrozen, added or removed since the bridge was made."""
+        now = {id(variable): variable for variable in _variables(self.model)}
+        trains = {id(variable) for variable in self.model.trainable_variables}
+        known = {id(variable): name for name, variable in self._variables.items()}
+        changes = {
+            "frozen": [name for at, name in known.items() if at in now and name in self._trains and at not in trains],
+            "to be trained": [name for at, name in known.items() if at in trains and name not in self._trains],
+            "added": [variable.path for at, variable in now.items() if at not in known],
+            "removed": [name for at, name in known.items() if at not in now],
+        }
+        if any(changes.values()):
+            raise StructureError(
+                "the model has changed since its bridge was made",
+                expected="the variables of then, of which the same train",
+                got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+                hint="make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora",
+            )
 
     @contextlib.contextmanager
     def autocast(self, dtype: str) -> Generator[None]:
@@ -189,6 +211,12 @@ class Bridge:
             return result, {name: scope.get_current_value(variable) for name, variable in self._variables.items()}
 
         return run
+
+
+def _variables(model: Any) -> list[Any]:
+    """Those of the model, without those of its metrics."""
+    of_metrics = {id(variable) for variable in model.metrics_variables}
+    return [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in of_metrics]
 
 
 def _layers(model: Any) -> list[Any]:
