@@ -250,3 +250,17 @@ def test_only_lora_trains_and_shared_variables_are_one() -> None:
     assert records[-1]["loss"] < records[0]["loss"]
     assert model.base.kernel.get_raw_value() is kernel
     assert {leaf.shape for leaf in jax.tree.leaves(trainer.state.trainable)} == {(4, 2), (2, 4)}
+
+
+def test_a_keras_model_predicts_outside_of_training_where_its_layers_train_by_default():
+    import keras
+
+    from lowtide.ext.keras import Bridge
+
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.RandomFlip(seed=3), keras.layers.Flatten(), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((8, 8, 1)), *layers])
+    bridge = Bridge(model)
+    trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1))
+    x = np.random.default_rng(0).normal(size=(4, 8, 8, 1)).astype(np.float32)
+    np.testing.assert_allclose(trainer.predict([x]), model(x, training=False), rtol=1e-6)

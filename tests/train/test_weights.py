@@ -175,6 +175,6 @@ def test_class_weights_of_several_outputs_are_refused() -> None:
     batch = (np.zeros((8, 4), np.float32), [np.zeros((8, 2), np.float32)] * 2)
     with (
         jax.numpy_rank_promotion("allow"),
-        pytest.raises(ConfigError, match=r"(?s)one array each.*list and list.*hint: .*sample_weight"),
+        pytest.raises(ConfigError, match=r"(?s)one array each.*list and list.*hint: .*loss_fn"),
     ):
         trainer.fit([batch], num_steps=1)

@@ -177,7 +177,8 @@ def check_differentiable(trainable: Tree) -> None:
                 f"{path}: a leaf of type {dtype} cannot be differentiated",
                 expected="floating-point leaves",
                 got=dtype,
-                hint=f'leave it out of the selection, for instance with the pattern "!{path}"',
+                hint=f'leave it out of the selection, for instance with the pattern "!{path}"; '
+                "or, of a module of another library, use its bridge in lowtide.ext",
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from ..core import StateError
@@ -19,7 +20,8 @@ class Lent:
         self.path, self.shape, self.dtype = path, like.shape, like.dtype
         self.ndim, self.size = len(like.shape), like.size
 
-    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise, whatever is asked."""
         raise StateError(
             f"{self.path}: a trainer has this array while it trains",
             expected="Trainer.model, which gives the arrays back",
@@ -27,13 +29,33 @@ class Lent:
             hint="in a callback read trainer.model, or use on_epoch_end and call trainer.model there",
         )
 
-    __array__ = __getitem__ = __iter__ = __float__ = __int__ = __bool__ = __len__ = _raise
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = _raise
+    __array__ = __getitem__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __len__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = refuse
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        self._raise()
+        self.refuse()
 
     def __repr__(self) -> str:
         return f"Lent({self.path}: {self.dtype}{list(self.shape)})"
+
+
+def refuse_edits(found: Mapping[str, Any], lent: Collection[str]) -> None:
+    """Raise where something else stood in the place of a placeholder, which is lost.
+
+    Args:
+        found: what stood in the model when the trainer gave its arrays back, by path.
+        lent: the paths of the placeholders.
+
+    Raises:
+        StateError: with the paths.
+    """
+    edited = sorted(path for path in lent if not isinstance(found.get(path), Lent))
+    if edited:
+        raise StateError(
+            f"{', '.join(edited[:4])}: changed in the model while a trainer had the arrays",
+            expected="changes of trainer.model, which gives the arrays back",
+            got=f"{len(edited)} of {len(lent)} placeholders written over; the trainer's arrays have replaced that",
+            hint="in a callback read trainer.model first, and then change it",
+        )

@@ -16,11 +16,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import keras
-import numpy as np
 
-from ..core import ConfigError, SelectionError, Tree
-from ..train import example_weights
-from ._lent import Lent
+from ..core import ConfigError, SelectionError, StructureError, Tree
+from ._keras_loss import compiled_loss
+from ._lent import Lent, refuse_edits
 
 
 class Bridge:
@@ -37,6 +36,7 @@ class Bridge:
         No copy: the trainer's arrays are those of the model's variables.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> import lowtide as lt
         >>> import optax
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
@@ -67,9 +67,8 @@ class Bridge:
                 got="a model that is not built" if not model.built else "only frozen variables",
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
             )
-        of_metrics = {id(variable) for variable in model.metrics_variables}
-        variables = [*model.trainable_variables, *model.non_trainable_variables]
-        self._variables = _named([v for v in variables if id(v) not in of_metrics], _layers(model))
+        self._variables = _named(_variables(model), _layers(model))
+        self._lent = set[str]()
         trains = {id(variable) for variable in model.trainable_variables}
         self._trains = {name for name, variable in self._variables.items() if id(variable) in trains}
         # Weights of a layer that is frozen: no call changes them.
@@ -89,7 +88,7 @@ class Bridge:
     def loss(
         self,
         loss: Any,
-        metrics: dict[str, Callable[..., Any]] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> Callable[..., Any]:
@@ -97,9 +96,11 @@ class Bridge:
 
         Args:
             loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
-                outputs.
-            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`; their
-                means are reported, without weights.
+                outputs, of which there is one array each. Ranks and masks are Keras': labels (B,) beside outputs (B, 1)
+                are (B, 1).
+            metrics: functions of labels and outputs by name, such as `keras.metrics.binary_accuracy`, or Keras metrics
+                that are means over examples, or their names. Reported is the mean over a batch, without sample weights
+                and without what the model masks; over several batches, the mean of theirs.
             class_weight: weights by class, as `lowtide.train.example_weights` takes them, in training alone, as in
                 Keras' ``fit``. Labels are one-hot where they have the outputs' shape. A `sample_weight` is multiplied.
 
@@ -110,40 +111,76 @@ class Bridge:
             the mean of an evaluation.
 
         Raises:
-            ConfigError: for a `class_weight` that is none; in the step, for a model of several outputs.
+            ConfigError: for a loss or a metric that is none of Keras', a metric that is no mean, such as AUC, or a
+                `class_weight` that is none; in the step, for a model of several outputs.
+            DataError: in the step, for a batch that is no such tuple.
         """
-        found: Any = keras.losses.get(loss)
-        fn = found if isinstance(found, keras.losses.Loss) else _Loss(found)
-        if class_weight is not None:
-            example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
+        return compiled_loss(loss, metrics, class_weight)
 
-        def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
-            x, y, *weight = batch
-            outputs = model(x, training=training)
-            sample_weight = weight[0] if weight else None
-            if class_weight is not None and training:
-                sample_weight = example_weights(_classes(y, outputs), class_weight, sample_weight)
-            value: Any = fn(y, outputs, sample_weight=sample_weight)
-            value += sum(model.losses)
-            return value, {name: jnp.mean(metric(y, outputs)) for name, metric in (metrics or {}).items()}
+    def constrained(self, trainable: Tree) -> Tree:
+        """What trains as the variables' constraints want it after an update, as in Keras' own optimizers."""
+        constraints = {name: variable.constraint for name, variable in self._variables.items()}
+        return {
+            name: leaf
+            if leaf is None or constraints[name] is None
+            else jnp.asarray(constraints[name](leaf), leaf.dtype)
+            for name, leaf in trainable.items()
+        }
 
-        return loss_fn
+    def call(self, model: Any, batch: Any) -> Any:
+        """What ``predict`` computes unless it is told otherwise: the outputs outside of training.
+
+        Args:
+            model: the model that functions of the trainer get.
+            batch: its inputs.
+        """
+        return model(batch, training=False)
 
     def arrays(self) -> Tree:
-        """See `lowtide.train.ModelObject`."""
+        """See `lowtide.train.ModelObject`.
+
+        Raises:
+            StructureError: when other variables train than those of the bridge, or there are others.
+        """
+        self._refuse_changes()
         return {name: variable._value for name, variable in self._variables.items()}
 
     def lend(self, arrays: Tree) -> None:
-        """See `lowtide.train.ModelObject`."""
-        for name, variable in self._variables.items():
-            if arrays[name] is not None:
-                variable._value = Lent(name, arrays[name])
+        """See `lowtide.train.ModelObject`. To assign to such a variable raises, too."""
+        lent = {name: Lent(name, leaf) for name, leaf in arrays.items() if leaf is not None}
+        for name, placeholder in lent.items():
+            self._variables[name]._value = placeholder
+            self._variables[name]._direct_assign = placeholder.refuse
+        self._lent = set(lent)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
+        found: dict[str, Any] = {}
         for name, variable in self._variables.items():
             if arrays[name] is not None:
-                variable._value = arrays[name]
+                vars(variable).pop("_direct_assign", None)
+                found[name], variable._value = variable._value, arrays[name]
+        lent, self._lent = self._lent, set[str]()
+        refuse_edits(found, lent)
+
+    def _refuse_changes(self) -> None:
+        """Raise where layers were frozen, unfrozen, added or removed since the bridge was made."""
+        now = {id(variable): variable for variable in _variables(self.model)}
+        trains = {id(variable) for variable in self.model.trainable_variables}
+        known = {id(variable): name for name, variable in self._variables.items()}
+        changes = {
+            "frozen": [name for at, name in known.items() if at in now and name in self._trains and at not in trains],
+            "to be trained": [name for at, name in known.items() if at in trains and name not in self._trains],
+            "added": [variable.path for at, variable in now.items() if at not in known],
+            "removed": [name for at, name in known.items() if at not in now],
+        }
+        if any(changes.values()):
+            raise StructureError(
+                "the model has changed since its bridge was made",
+                expected="the variables of then, of which the same train",
+                got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+                hint="make a new Bridge and a new Trainer after layer.trainable = ... or enable_lora",
+            )
 
     @contextlib.contextmanager
     def autocast(self, dtype: str) -> Generator[None]:
@@ -185,31 +222,10 @@ class Bridge:
         return run
 
 
-class _Loss(keras.losses.Loss):
-    """A function of labels and outputs as a loss, in float32 and reduced as ``compile`` would have it."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__(name="loss")
-        self._fn = fn
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        """The loss of each example."""
-        return self._fn(y_true, y_pred)
-
-
-def _classes(y: Any, outputs: Any) -> Any:
-    """The class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
-    if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
-        raise ConfigError(
-            "class_weight needs labels and outputs that are one array each",
-            got=f"{type(y).__name__} and {type(outputs).__name__}",
-            hint="pass sample_weight in the batch; lowtide.train.example_weights makes it",
-        )
-    if y.ndim > 1 and y.shape[-1] == 1:
-        y = y[..., 0]
-    elif y.ndim > 1 and y.shape == outputs.shape:
-        return jnp.argmax(y, axis=-1)
-    return jnp.round(y).astype(jnp.int32)
+def _variables(model: Any) -> list[Any]:
+    """Those of the model, without those of its metrics."""
+    of_metrics = {id(variable) for variable in model.metrics_variables}
+    return [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in of_metrics]
 
 
 def _layers(model: Any) -> list[Any]:

@@ -10,6 +10,7 @@ Checked with Flax 0.12.8.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..core import SelectionError, Tree
-from ._lent import Lent
+from ..core import SelectionError, StructureError, Tree
+from ._lent import Lent, refuse_edits
 
 
 class Bridge:
@@ -30,6 +31,10 @@ class Bridge:
 
     Raises:
         SelectionError: when the filter selects no variable.
+
+    Warns:
+        UserWarning: when the module is in ``eval()`` mode, in which it would train: a step has the mode, and all else
+            that is no variable, as they were when the bridge was made.
 
     Memory:
         No copy: the trainer's arrays are those of the module.
@@ -50,6 +55,8 @@ class Bridge:
     def __init__(self, model: nnx.Module, *, wrt: Any = nnx.Param) -> None:
         self.model = model
         """The module."""
+        _warn_of_eval(model)
+        self._known = _all_variables(model).keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
         values = {path: leaf.get_raw_value() for path, leaf in variables.items()}
@@ -62,6 +69,7 @@ class Bridge:
         self._trains = selected & set(self._paths)
         params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
         self._changes = set(self._paths) - params - self._trains
+        self._lent = set[str]()
         if not self._trains:
             raise SelectionError(
                 "the filter selects no variable of the module",
@@ -80,20 +88,38 @@ class Bridge:
         return (lambda path, leaf: path in self._changes) if self._changes else None
 
     def arrays(self) -> Tree:
-        """See `lowtide.train.ModelObject`."""
+        """See `lowtide.train.ModelObject`.
+
+        Raises:
+            StructureError: when the module has other variables than when the bridge was made.
+        """
+        now = _all_variables(self.model).keys()
+        if now != self._known:
+            changes = {"added": sorted(now - self._known), "removed": sorted(self._known - now)}
+            raise StructureError(
+                "the module has changed since its bridge was made",
+                expected="the variables of then",
+                got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+                hint="make a new Bridge and a new Trainer after layers are added or replaced",
+            )
         return {name: _numbers(variable.get_raw_value()) for name, variable in self._variables().items()}
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        for name, variable in self._variables().items():
-            if arrays[name] is not None:
-                variable.set_raw_value(Lent(name, arrays[name]), _unsafe_bypass_check=True)
+        lent, variables = {n: Lent(n, leaf) for n, leaf in arrays.items() if leaf is not None}, self._variables()
+        for name, placeholder in lent.items():
+            variables[name].set_raw_value(placeholder, _unsafe_bypass_check=True)
+        self._lent = set(lent)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
+        found: dict[str, Any] = {}
         for name, variable in self._variables().items():
             if arrays[name] is not None:
+                found[name] = variable.get_raw_value()
                 variable.set_raw_value(self._typed(name, arrays[name]), _unsafe_bypass_check=True)
+        lent, self._lent = self._lent, set[str]()
+        refuse_edits(found, lent)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
         """See `lowtide.train.ModelObject`; outside of training the module is in its ``eval`` mode."""
@@ -126,11 +152,33 @@ class Bridge:
 
     def _variables(self) -> dict[str, Any]:
         """The variables of the module that hold arrays, each once."""
-        found = ((_name(path), node) for path, node in nnx.iter_graph(self.model) if isinstance(node, nnx.Variable))
-        return {name: node for name, node in sorted(found, key=lambda pair: pair[0]) if name in self._paths}
+        found = sorted(_all_variables(self.model).items())
+        return {name: variable for name, variable in found if name in self._paths}
 
     def _typed(self, name: str, leaf: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=self._impls[name]) if name in self._impls else leaf
+
+
+def _all_variables(module: nnx.Module) -> dict[str, Any]:
+    """The variables of a module by their paths, each once."""
+    return {_name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
+
+
+def _warn_of_eval(module: nnx.Module) -> None:
+    """Warn when all layers that have a mode are in that of evaluation: one alone may be meant so."""
+    modes = {
+        f"{_name(path)}.{flag}".lstrip("."): getattr(node, flag)
+        for path, node in nnx.iter_graph(module)
+        if isinstance(node, nnx.Module)
+        for flag in ("deterministic", "use_running_average")
+        if isinstance(getattr(node, flag, None), bool)
+    }
+    if modes and all(modes.values()):
+        warnings.warn(
+            f"the module is in eval() mode, and would train in it: {', '.join(list(modes)[:4])}; "
+            "call module.train() before its bridge is made",
+            stacklevel=3,
+        )
 
 
 def _name(path: tuple[Any, ...]) -> str:

@@ -15,6 +15,7 @@ from ..core import ConfigError, StructureError, Tree, combine
 from ._checks import refuse_other_types, refuse_shared
 from ._ema import find_average
 from ._models import ModelObject
+from ._rollback import undisturbed
 from ._sharding import ShardingRules, put
 from ._step import Step, TrainState, WholeStep
 
@@ -110,13 +111,15 @@ class Owned:
         if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
             self._put(*self._step.split(self._object))  # pyright: ignore[reportAttributeAccessIssue]
         if lend:
-            self._is_lent = True  # first: what an interrupt leaves half lent is given back
-            self._object.lend(combine(self.state.trainable, self.state.mutable))
+            with undisturbed():
+                self._is_lent = True  # first: what is left half lent is given back
+                self._object.lend(combine(self.state.trainable, self.state.mutable))
 
     def _give_back(self) -> None:
         if self._object is not None and self._is_lent:
-            self._object.give_back(combine(self.state.trainable, self.state.mutable))
-            self._is_lent = False
+            with undisturbed():
+                self._is_lent = False  # also where something was written over a placeholder, which is said afterwards
+                self._object.give_back(combine(self.state.trainable, self.state.mutable))
 
     def wait(self) -> None:
         """Wait until the device has ended all steps."""

@@ -129,6 +129,7 @@ class WholeStep:
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
         self._num_microbatches, self._weight, self._seed = num_microbatches, weight, seed
         self._precision = Precision(compute_dtype, self.source, mutable)
+        self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
         self.guard = False
         """Whether a step is left out whose loss or gradients are not finite."""
         self.constrain: Callable[[Tree], Tree] = lambda microbatch: microbatch
@@ -185,7 +186,8 @@ class WholeStep:
         def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
             # Some schedules read the loss.
             updates, opt_state = update(grads, state.opt_state, state.trainable, value=loss)
-            return TrainState(state.step, optax.apply_updates(state.trainable, updates), opt_state, mutable)
+            trainable = self._constrained(optax.apply_updates(state.trainable, updates))
+            return TrainState(state.step, trainable, opt_state, mutable)
 
         if self.guard:
             is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])

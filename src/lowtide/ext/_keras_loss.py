@@ -1,0 +1,150 @@
+"""The loss and the metrics that Keras' ``compile`` would have, as a loss function for a trainer.
+
+Ranks, masks and reductions are Keras' own: of `keras.losses.Loss` and `keras.metrics.MeanMetricWrapper`. What Keras
+does for a bare function as a loss is in a class that it does not publish, so `_Loss` does the same.
+
+Checked with Keras 3.15.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from ..core import ConfigError, DataError
+from ..train import example_weights
+
+
+def compiled_loss(loss: Any, metrics: Any, class_weight: Mapping[int, float] | None) -> Callable[..., Any]:
+    """See `lowtide.ext.keras.Bridge.loss`."""
+    fn = _found_loss(loss)
+    if not isinstance(metrics or {}, Mapping):
+        raise ConfigError(
+            "metrics have no names",
+            expected="a dictionary of names and metrics",
+            got=type(metrics).__name__,
+            hint='bridge.loss(loss, {"accuracy": "accuracy"}), for instance',
+        )
+    means = {name: _found_metric(name, metric) for name, metric in (metrics or {}).items()}
+    if class_weight is not None:
+        example_weights(np.zeros(0, np.int32), class_weight)  # raises now rather than in the first step
+
+    def loss_fn(model: Any, batch: Any, training: bool) -> tuple[Any, dict[str, Any]]:
+        x, y, sample_weight = _parts(batch)
+        outputs = model(x, training=training)
+        _refuse_several(y, outputs)
+        if class_weight is not None and training:
+            sample_weight = example_weights(_classes(y, outputs), class_weight, sample_weight)
+        value: Any = fn(y, outputs, sample_weight=sample_weight)
+        value += sum(model.losses)
+        return value, {name: _mean(metric, y, outputs) for name, metric in means.items()}
+
+    return loss_fn
+
+
+class _Loss(keras.losses.Loss):
+    """A function of labels and outputs as a loss, in float32 and reduced as ``compile`` would have it."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(name="loss")
+        self._fn = fn
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """The loss of each example, of labels and outputs whose ranks differ by an axis of size 1 at most."""
+        y_true, y_pred = _same_rank(y_true, y_pred), _same_rank(y_pred, y_true)
+        return self._fn(y_true, y_pred)
+
+
+def _same_rank(x: Any, other: Any) -> Any:
+    """An array with a last axis more or less, as Keras has it beside another: (B,) is (B, 1), else a 1 is dropped."""
+    if x.ndim == other.ndim - 1 == 1 and other.shape[-1] == 1:
+        return x[:, None]
+    if x.ndim == other.ndim + 1 > 2 and x.shape[-1] == 1:
+        return x[..., 0]
+    return x
+
+
+def _found_loss(loss: Any) -> keras.losses.Loss:
+    try:
+        found: Any = _by_shape("losses", "crossentropy") if loss in ("crossentropy", "ce") else keras.losses.get(loss)
+    except (ValueError, TypeError):
+        found = None
+    if not callable(found):
+        raise ConfigError(
+            "the loss is none of Keras'",
+            expected="a Keras loss, its name, or a function of labels and outputs, for a model of one output",
+            got=repr(loss),
+            hint='bridge.loss("mse"), for instance; for several outputs write loss_fn(model, batch, training)',
+        )
+    return found if isinstance(found, keras.losses.Loss) else _Loss(found)
+
+
+def _found_metric(name: str, metric: Any) -> Any:
+    try:
+        found: Any = _by_shape("metrics", "accuracy") if metric in ("accuracy", "acc") else keras.metrics.get(metric)
+    except (ValueError, TypeError):
+        found = None
+    of_state = isinstance(found, keras.metrics.Metric) and not isinstance(found, keras.metrics.MeanMetricWrapper)
+    if of_state or not callable(found):
+        raise ConfigError(
+            f"metric {name!r} is no mean over examples" if of_state else f"metric {name!r} is none of Keras'",
+            expected="a function of labels and outputs, the name of a Keras metric, or one that is a mean",
+            got=repr(metric),
+            hint="compute it from trainer.predict, in a callback for instance",
+        )
+    return found if isinstance(found, keras.metrics.Metric) else keras.metrics.MeanMetricWrapper(found, name=name)
+
+
+def _mean(metric: Any, y: Any, outputs: Any) -> Any:
+    """The mean of a metric over the examples of a batch that are not masked."""
+    return metric.stateless_result(metric.stateless_update_state(metric.stateless_reset_state(), y, outputs))
+
+
+def _by_shape(module: str, kind: str) -> Callable[..., Any]:
+    """What ``compile`` takes ``"crossentropy"`` or ``"accuracy"`` for: it depends on labels and outputs."""
+
+    def fn(y_true: Any, y_pred: Any) -> Any:
+        if y_pred.shape[-1] == 1:
+            labels = "binary"
+        else:
+            labels = "sparse_categorical" if y_true.ndim < y_pred.ndim or y_true.shape[-1] == 1 else "categorical"
+        return getattr(getattr(keras, module), f"{labels}_{kind}")(y_true, y_pred)
+
+    return fn
+
+
+def _parts(batch: Any) -> tuple[Any, Any, Any]:
+    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):  # pyright: ignore[reportUnknownArgumentType]
+        keys = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        size = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""  # pyright: ignore[reportUnknownArgumentType]
+        raise DataError(
+            "a batch is not inputs and labels",
+            expected="(x, y) or (x, y, sample_weight)",
+            got=f"a {type(batch).__name__}{keys}{size}",
+            hint="map the batches to tuples; x may be a dictionary. Or write loss_fn(model, batch, training)",
+        )
+    x, y, sample_weight = (*batch, None)[:3]
+    return x, y, sample_weight
+
+
+def _refuse_several(y: Any, outputs: Any) -> None:
+    if not hasattr(y, "shape") or not hasattr(outputs, "shape"):
+        raise ConfigError(
+            "the bridge's loss needs labels and outputs that are one array each",
+            expected="a model of one output",
+            got=f"{type(y).__name__} and {type(outputs).__name__}",
+            hint="write loss_fn(model, batch, training), which adds up the losses of the outputs and sum(model.losses)",
+        )
+
+
+def _classes(y: Any, outputs: Any) -> Any:
+    """The class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
+    if y.ndim > 1 and y.shape[-1] == 1:
+        y = y[..., 0]
+    elif y.ndim > 1 and y.shape == outputs.shape:
+        return jnp.argmax(y, axis=-1)
+    return jnp.round(y).astype(jnp.int32)

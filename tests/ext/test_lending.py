@@ -1,0 +1,143 @@
+"""What is written into a model while a trainer has its arrays is refused or reported, and the model ends up whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import StateError
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+HUNDRED = np.full((4, 1), 100, np.float32)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion() -> Any:
+    """Keras adds its biases by rank promotion."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def made(kind: str) -> tuple[Any, lt.Trainer, Any]:
+    """A linear model, its trainer, and a function that reads its kernel."""
+    if kind == "keras":
+        import keras
+
+        from lowtide.ext.keras import Bridge
+
+        keras.utils.set_random_seed(0)
+        model: Any = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        bridge = Bridge(model)
+        trainer = lt.Trainer(bridge, bridge.loss(lambda y, out: (out - 1.0) ** 2), optax.sgd(0.1))
+        return model, trainer, lambda: np.array(model.layers[0].kernel.value)
+    from flax import nnx
+
+    from lowtide.ext.nnx import Bridge as Module
+
+    net = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    trainer = lt.Trainer(Module(net), lambda m, b: jnp.mean((m(b[0]) - 1.0) ** 2), optax.sgd(0.1))
+    return net, trainer, lambda: np.array(net.kernel.get_raw_value())
+
+
+def load_weights(model: Any, folder: Any) -> None:
+    model.load_weights(folder / "it.weights.h5")
+
+
+def update(model: Any, folder: Any) -> None:
+    from flax import nnx
+
+    nnx.update(model, {"kernel": jnp.asarray(HUNDRED)})
+
+
+def replace(model: Any, folder: Any) -> None:
+    from flax import nnx
+
+    model.kernel = nnx.Param(jnp.asarray(HUNDRED))
+
+
+EDITS: dict[str, tuple[str, Any]] = {
+    "assign": ("keras", lambda model, folder: model.layers[0].kernel.assign(HUNDRED)),
+    "set_weights": ("keras", lambda model, folder: model.set_weights([HUNDRED, np.zeros(1)])),
+    "load_weights": ("keras", load_weights),
+    "_value": ("keras", lambda model, folder: setattr(model.layers[0].kernel, "_value", jnp.asarray(HUNDRED))),
+    "item": ("nnx", lambda model, folder: model.kernel.__setitem__(..., jnp.asarray(HUNDRED))),
+    "update": ("nnx", update),
+    "replace": ("nnx", replace),
+}
+AT_ONCE = ("assign", "set_weights", "load_weights", "item")
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_written_over_a_placeholder_raises_and_the_model_ends_with_the_trainer_s_arrays(
+    edit: str, tmp_path: Any
+) -> None:
+    kind, write = EDITS[edit]
+    want, trainer, kernel_of = made(kind)
+    steps = 2 if edit in AT_ONCE else 4
+    trainer.fit([(X, X)] * steps, num_steps=steps, progress=False)
+    want = kernel_of()
+    model, trainer, kernel_of = made(kind)
+    if edit == "load_weights":
+        model.save_weights(tmp_path / "it.weights.h5")
+
+    class Edit(lt.train.Callback):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 2:
+                write(model, tmp_path)
+
+    text = (
+        "a trainer has this array" if edit in AT_ONCE else "kernel: changed in the model while a trainer had the arrays"
+    )
+    error = ValueError if edit == "load_weights" else StateError  # Keras wraps it
+    with pytest.raises(error, match=rf"(?s){text}.*hint: in a callback read trainer\.model"):
+        trainer.fit([(X, X)] * 4, num_steps=4, progress=False, callbacks=[Edit()])
+    assert trainer.step == steps
+    np.testing.assert_array_equal(kernel_of(), want)
+    assert len(trainer.fit([(X, X)] * 6, num_steps=6, progress=False)) == 6 - steps, "and fit goes on"
+    write(model, tmp_path)  # at rest the model is the user's
+    trainer.fit([(X, X)] * 7, num_steps=7, progress=False)
+
+
+@pytest.mark.parametrize("kind", ["keras", "nnx"])
+def test_what_is_written_into_trainer_model_trains(kind: str) -> None:
+    model, trainer, kernel_of = made(kind)
+
+    class Edit(lt.train.Callback):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 2:
+                EDITS["assign" if kind == "keras" else "item"][1](trainer.model, None)
+
+    trainer.fit([(X, X)] * 3, num_steps=3, progress=False, callbacks=[Edit()])
+    assert np.abs(kernel_of() - 100).max() < 80 < np.abs(kernel_of()).max()
+    assert model is trainer.model
+
+
+@pytest.mark.parametrize("kind", ["keras", "nnx"])
+def test_an_interrupt_while_arrays_are_lent_leaves_the_model_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    bridge = importlib.import_module(f"lowtide.ext.{kind}")
+    _, trainer, kernel_of = made(kind)
+    before, num_made = kernel_of(), [0]
+
+    class Interrupted(bridge.Lent):
+        def __init__(self, *given: Any) -> None:
+            num_made[0] += 1
+            if num_made[0] == 2:
+                raise KeyboardInterrupt
+            super().__init__(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bridge, "Lent", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit([(X, X)] * 2, num_steps=2, progress=False)
+    np.testing.assert_array_equal(kernel_of(), before)
+    assert len(trainer.fit([(X, X)] * 2, num_steps=2, progress=False)) == 2
