@@ -24,10 +24,11 @@ _RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
 class ModelObject(Protocol):
     """A mutable model that lends its arrays.
 
-    It may also have ``call(model, batch)``, what `Trainer.predict` computes by default; ``replace(model)``, by which `Trainer.update` goes on with another model where the object that the
-    user knows cannot be changed; ``constrained(trainable)``, which every update ends with, for constraints of weights;
-    and for `compute_dtype` either ``lowered(model, dtype)``, which prepares the model that a function gets, or
-    ``autocast(dtype)``, a context to trace it in without any other cast.
+    It may also have ``call(model, batch)``, what `Trainer.predict` computes by default; ``replace(model)``, by
+    which `Trainer.update` goes on with another model where the object that the user knows cannot be changed;
+    ``constrained(trainable)``, which every update ends with, for constraints of weights; and for `compute_dtype`
+    either ``lowered(model, dtype)``, which prepares the model that a function gets, or ``autocast(dtype)``, a
+    context to trace it in without any other cast.
     """
 
     model: Any
