@@ -68,7 +68,7 @@ def test_a_batch_that_was_read_in_vain_is_the_next(event: str, error: Any) -> No
     with pytest.raises(error):
         ours.fit(data, num_steps=6, callbacks=[again])
     last = ours.fit(data, num_steps=6)
-    # The record of an interrupted step is not given; its batch is not given again.
+    # The record of an interrupted step is given; its batch is not given again.
     assert ours.step == 6 and seen(last) == [4, 5] and next(data) == 6
     steps = [record["step"] for record in [*fails.records, *again.records, *last]]
     assert seen([*fails.records, *again.records, *last]) == [step - 1 for step in steps]
@@ -105,14 +105,12 @@ def test_the_position_of_a_batch_read_in_vain_is_the_one_before_it(tmp_path: Any
     assert trainer(checkpoint_dir=tmp_path).restore() == 4
 
 
-def test_another_iterator_or_a_trainer_that_went_back_is_refused(tmp_path: Any) -> None:
+def test_a_trainer_that_went_back_is_refused(tmp_path: Any) -> None:
     ours, data = trainer(checkpoint_dir=tmp_path), examples()
     ours.fit(data, num_steps=4, checkpoint_every=2)
-    with pytest.raises(DataError, match=r"(?s)cannot go back to step 4.*generator.*hint: pass a list"):
-        ours.fit(examples(), num_steps=6)
     assert seen(ours.fit(data, num_steps=5)) == [4]
     ours.restore()
-    with pytest.raises(DataError, match=r"(?s)cannot go back to step 5.*hint: pass a list"):
+    with pytest.raises(DataError, match=r"(?s)cannot go back to step 5.*generator.*hint: pass a list"):
         ours.fit(data, num_steps=6)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError
-from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
+from lowtide.train import Callback, EarlyStopping, JsonlLogger, Profile, ReduceOnPlateau
 
 BATCHES = [np.float32(1)] * 40
 
@@ -95,8 +95,7 @@ def test_records_have_the_rate_of_their_step() -> None:
     assert [record["learning_rate"] for record in records] == [1.0, 0.75, 0.5, 0.25]
     ours, policy = trainer(), ReduceOnPlateau("grad_norm", patience=0, factor=0.5)
     records = ours.fit(BATCHES, num_steps=4, callbacks=[policy])
-    # A record comes a step later, and so does what follows from it.
-    assert [record["learning_rate"] for record in records] == [1.0, 1.0, 1.0, 0.5]
+    assert [record["learning_rate"] for record in records] == [1.0, 1.0, 0.5, 0.25]
     assert "learning_rate" not in trainer(optax.sgd(1.0)).fit(BATCHES, num_steps=1)[0]
 
 
@@ -212,3 +211,48 @@ def test_what_cannot_be_lowered_is_named() -> None:
         ReduceOnPlateau(patience=-1)
     with pytest.raises(ConfigError, match=r"(?s)unknown mode.*hint:"):
         ReduceOnPlateau(mode="least")
+
+
+def test_a_value_that_is_never_a_number_stops_the_run() -> None:
+    ours = trainer()
+    fit(ours, [np.nan] * 9, EarlyStopping(patience=2), num_steps=8)
+    assert ours.step == 2  # the third record, after that of step 0
+    short = trainer()
+    fit(short, [np.nan] * 9, EarlyStopping(patience=9), num_steps=3)
+    assert short.step == 3
+
+
+def test_a_run_that_was_stopped_is_not_trained_on_after_a_resume(tmp_path: Any) -> None:
+    first = trainer(checkpoint_dir=tmp_path)
+    fit(first, [1] * 9, EarlyStopping(patience=1), num_steps=8)
+    assert first.step == 2
+    again = trainer(checkpoint_dir=tmp_path)
+    again.restore()
+    assert fit(again, [1] * 9, EarlyStopping(patience=1), num_steps=8) == [] and again.step == 2
+    longer = trainer(checkpoint_dir=tmp_path)
+    longer.restore()
+    fit(longer, [1] * 9, EarlyStopping(patience=3), num_steps=8)
+    assert longer.step == 4
+
+
+def test_a_log_is_json_also_of_what_is_no_number(tmp_path: Any) -> None:
+    import json
+
+    ours = trainer(on_nan="ignore")
+    ours.fit([np.float32(np.nan)], num_steps=1, callbacks=[JsonlLogger(tmp_path / "log")])
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    record = json.loads((tmp_path / "log").read_text(), parse_constant=refuse)
+    assert record["step"] == 1 and record["loss"] is None
+
+
+def test_a_run_that_begins_later_is_profiled_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[Any] = []
+    ours = trainer()
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda directory: steps.append(("start", ours.step)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: steps.append(("stop", ours.step)))
+    ours.fit(BATCHES, num_steps=6)
+    ours.fit(BATCHES, num_steps=20, callbacks=[Profile(tmp_path, first=4, num_steps=2)])
+    assert steps == [("start", 6), ("stop", 8)]

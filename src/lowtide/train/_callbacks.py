@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,15 @@ class Callback:
         ...         if record["loss"] < 0.1:
         ...             trainer.stop()
     """
+
+    @property
+    def is_immediate(self) -> bool:
+        """Whether steps wait for their records.
+
+        For a callback that changes the training by a step's record: when a record comes would else depend on
+        evaluations and checkpoints. The device then waits for the host after every step.
+        """
+        return False
 
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint keeps of it, as JSON; None for nothing."""
@@ -64,7 +74,10 @@ class Callback:
         """The state of `step` steps is there; its loss may still be computed on the device."""
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
-        """The values of a step or of an evaluation are known: a step later, so that nothing waits for them."""
+        """The values of a step or of an evaluation are known: a step later, so that nothing waits for them.
+
+        Or at once, where a callback `is_immediate`; before an evaluation, a checkpoint, and the end.
+        """
 
     def on_evaluate_begin(self, trainer: Trainer) -> None:
         """`evaluate` begins."""
@@ -86,7 +99,7 @@ class Callback:
 
 
 class JsonlLogger(Callback):
-    """Write every record as a line of JSON.
+    """Write every record as a line of JSON; what is no finite number as null, for JSON has none.
 
     Args:
         path: the file; lines are added at its end, by the first process where there are several.
@@ -104,7 +117,8 @@ class JsonlLogger(Callback):
             return
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+                values = {name: value if math.isfinite(value) else None for name, value in record.items()}
+                file.write(json.dumps(values) + "\n")
         except OSError as error:
             raise OutputError(
                 f"{self.path}: cannot be written", got=error.strerror or error, hint="choose another path"
@@ -209,7 +223,8 @@ class Profile(Callback):
 
     Args:
         directory: where to; a folder below it for each process, where there are several.
-        first: the first profiled step, from 0; the very first one compiles.
+        first: the first profiled step, from 0, or where a resumed run begins later, that one; the very first one
+            compiles.
         num_steps: how many.
 
     Raises:
@@ -220,18 +235,18 @@ class Profile(Callback):
         if first < 0 or num_steps < 1:
             raise ConfigError("no step would be profiled", got=f"{first}, {num_steps}", hint="first=10, num_steps=3")
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
-        self._running = False
+        self._running, self._end = False, -1
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        """Start before the first."""
-        if step == self.first:
+        """Start before the first, once."""
+        if self._end < 0 and step >= self.first:
             own = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
             jax.profiler.start_trace(str(self.directory / own))
-            self._running = True
+            self._running, self._end = True, step + self.num_steps
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         """Stop after the last, which has to have ended."""
-        if self._running and step >= self.first + self.num_steps:
+        if self._running and step >= self._end:
             trainer.wait()
             self._stop()
 

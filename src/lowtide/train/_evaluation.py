@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import ConfigError, Tree, combine
+from ._feed import refuse_arrays
 from ._processes import Processes
 from ._step import Step, weighted
 
@@ -76,7 +77,9 @@ class Evaluation:
 
         Raises:
             ConfigError: when there is no batch.
+            DataError: for arrays in place of batches.
         """
+        refuse_arrays(data)
         sums = None
         for number, batch in enumerate(self._processes.batches(data)):
             found = self._processes.in_turn(self._means(parts, count, number, self._place(batch)))
@@ -89,6 +92,7 @@ class Evaluation:
 
     def outputs(self, parts: tuple[Tree, ...], data: Iterable[Tree], fn: Callable[..., Any]) -> Iterator[Any]:
         """What a function of the model gives for each batch, on the host; the next batch is sent before one is read."""
+        refuse_arrays(data)
         if self._last is None or self._last[0] is not fn:
             bound = self._step.bind(fn)
             self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)

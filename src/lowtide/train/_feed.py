@@ -45,21 +45,18 @@ class Feed:
         num_epochs: the epochs to stop after, or None.
 
     Raises:
-        ConfigError: when the run would not end, or the number of its epochs cannot be told.
+        ConfigError: when the run would not end or before it began, or the number of its epochs cannot be told.
         DataError: for what holds no batches.
     """
 
     def __init__(self, data: StepData | Iterable[Tree], num_steps: int | None, num_epochs: int | None) -> None:
         if num_steps is None and num_epochs is None:
             raise ConfigError("fit needs an end", expected="num_steps or num_epochs", hint="fit(data, num_steps=1000)")
-        is_indexed = isinstance(data, StepData) and not isinstance(data, Mapping | np.ndarray | jax.Array)
-        if isinstance(data, Mapping | np.ndarray | jax.Array) or not (is_indexed or isinstance(data, Iterable)):
-            raise DataError(
-                "the data holds no batches",
-                expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
-                got=type(data).__name__,
-                hint="lowtide.train.array_data cuts arrays into batches",
-            )
+        for name, number in (("num_steps", num_steps), ("num_epochs", num_epochs)):
+            if number is not None and number < 0:
+                raise ConfigError(f"{name} cannot be negative", expected="0 or more", got=number, hint=f"{name}=1000")
+        refuse_arrays(data)
+        is_indexed = isinstance(data, StepData)
         self._data: Any = data
         self._is_indexed, self._num_steps, self._num_epochs = is_indexed, num_steps, num_epochs
         self._length: int | None = None
@@ -69,38 +66,52 @@ class Feed:
                     "num_epochs needs data with a length", got=type(data).__name__, hint="say num_steps instead"
                 )
             self._length = len(self._data)
+            if not self._length:
+                raise DataError("the data has no batch", got="a length of 0", hint="pass at least one batch")
         # Grain gives batches beyond the length, too: those of later epochs, shuffled anew.
         grain = sys.modules.get("grain")
         self._goes_on = grain is not None and isinstance(data, grain.MapDataset)
         self._iterator: Any = None
         self._in_epoch = 0
         self.epoch = 0
-        self.before: dict[str, Any] = self.position()
-        """`position` when the last batch had not been asked for."""
+        self._mark: tuple[int | None, dict[str, Any]] = None, {}
+        """A step, and where its batch is: set before that is asked for."""
         self._read: list[Any] = []
         """The last batch, of an iterator that cannot give it again."""
         self._again: list[Any] = []
         """A batch that is next because it was read in vain."""
         self._left: Mapping[str, Any] | None = None
 
-    def leave(self, position: Mapping[str, Any], *, is_untrained: bool) -> None:
-        """The run ends here, at a `position` that is the trainer's, perhaps after a batch that was read in vain."""
+    def leave(self, step: int, position: Mapping[str, Any]) -> None:
+        """The run ends after `step` steps at a `position` that is the trainer's, perhaps with a batch read in vain."""
         self._left = position
-        if is_untrained and self._read:
+        if step == self._mark[0] and self._read:
             self._again, self._read = self._read, []
-            self._in_epoch -= 1
+            self._in_epoch = self._mark[1]["in_epoch"]
+        if not self._is_live:
+            self.close()
+
+    def close(self) -> None:
+        """Give up the iterator, unless it is the user's."""
+        iterator, self._iterator = self._iterator, None
+        self._close(iterator)
 
     def go_on(self, before: Feed | None, position: Mapping[str, Any] | None) -> bool:
-        """Go on with the very iterator of another run, where that run left it.
+        """Go on with the very iterator of another run, where that run left it, or begin with other data.
 
         Args:
             before: the feed of the run before.
             position: the trainer's; another than where that run ended when the trainer has gone back since.
 
         Returns:
-            Whether it is that iterator, and it is there.
+            Whether it is that iterator, and it is there; or other data, which a position of that run says nothing of.
         """
-        if before is None or before._data is not self._data or not self._is_live or before._left is not position:
+        if before is None or before._left is not position:
+            return False
+        if before._data is not self._data and not self._is_indexed:
+            self.epoch = before.epoch
+            return True
+        if before._data is not self._data or not self._is_live:
             return False
         self.epoch, self._in_epoch = before.epoch, before._in_epoch
         self._iterator, self._again = before._iterator, before._again
@@ -131,7 +142,8 @@ class Feed:
         if self._is_indexed:
             if self._length:
                 self.epoch, self._in_epoch = divmod(step, self._length)
-                if position == {"epoch": self.epoch - 1, "in_epoch": self._length, "iterator": None}:
+                there = (position or {}).get("epoch"), (position or {}).get("in_epoch")
+                if there == (self.epoch - 1, self._length):
                     # Saved after an epoch's last step, before its end: the evaluation there is still to come.
                     self.epoch, self._in_epoch = self.epoch - 1, self._length
             return
@@ -168,8 +180,15 @@ class Feed:
         for _ in range(position["in_epoch"]):
             self.next(-1)
 
-    def position(self) -> dict[str, Any]:
-        """Where the data is, as JSON: what a checkpoint keeps of it."""
+    def position(self, step: int | None = None) -> dict[str, Any]:
+        """Where the data is, as JSON: what a checkpoint keeps of it.
+
+        Args:
+            step: steps taken so far: when the batch of that step was read, no step has been taken on it, and the
+                position is the one before it.
+        """
+        if step is not None and step == self._mark[0]:
+            return {**self._mark[1]}
         state = self._iterator.get_state() if hasattr(self._iterator, "get_state") else None
         return {"epoch": self.epoch, "in_epoch": self._in_epoch, "iterator": _encoded(state)}
 
@@ -183,33 +202,72 @@ class Feed:
             DataError: when the data ends before the run.
         """
         if self._length is not None and self._in_epoch == self._length:
-            return self._end_epoch()
-        self.before, self._read = self.position(), []
-        if step == self._num_steps or (self._num_epochs is not None and self.epoch >= self._num_epochs):
+            return self._end_epoch(step)
+        before = self.position()
+        self._mark, self._read = (step, before), []
+        if (self._num_steps is not None and step >= self._num_steps) or (
+            self._num_epochs is not None and self.epoch >= self._num_epochs
+        ):
             return Event.END_OF_RUN
+        index = step % self._length if self._length and not self._goes_on else step
         try:
             if self._is_indexed:
-                batch = self._data[step % self._length if self._length and not self._goes_on else step]
+                batch = self._data[index]
             elif self._again:
-                batch = self._again.pop()
+                batch = self._again[0]
             else:
                 self._iterator = iter(self._data) if self._iterator is None else self._iterator
                 batch = next(self._iterator)
         except (IndexError, StopIteration) as error:
+            if isinstance(error, IndexError) and not self._is_past(index):
+                raise  # the user's own
             if not self._is_indexed and self._in_epoch and (self._num_epochs or self._iterator is not self._data):
-                return self._end_epoch()
+                return self._end_epoch(step)
             raise DataError(
                 f"the data has no batch for step {step}",
                 expected="a batch for each " + (f"of {self._num_steps} steps" if self._num_steps else "epoch"),
                 hint="pass data that repeats, such as a grain.MapDataset with .repeat(), or lower num_steps",
             ) from error
+        self._read, self._again = [batch] if self._is_live else [], []
         self._in_epoch += 1
-        self._read = [batch] if self._is_live else []
         return batch
 
-    def _end_epoch(self) -> Event:
+    def _is_past(self, index: int) -> bool:
+        """Whether there is no such batch, so that an `IndexError` is what it should be."""
+        return self._is_indexed and (not hasattr(self._data, "__len__") or index >= len(self._data))
+
+    def _end_epoch(self, step: int) -> Event:
+        ended = self._iterator
         self.epoch, self._in_epoch, self._iterator = self.epoch + 1, 0, None
+        self._mark = step, self.position()
+        self._close(ended)
         return Event.END_OF_EPOCH
+
+    def _close(self, iterator: Any) -> None:
+        """Close an iterator of ours.
+
+        Those of Grain have threads, and who drops them leaves it to the garbage collector to wait for these, in
+        whichever thread that runs.
+        """
+        if iterator is not self._data and hasattr(iterator, "close"):
+            iterator.close()
+
+
+def refuse_arrays(data: Any) -> None:
+    """Raise for arrays, and for what else cannot be a number of batches.
+
+    Raises:
+        DataError: with the way to make batches.
+    """
+    arrays = np.ndarray | jax.Array
+    is_pair = isinstance(data, tuple) and any(isinstance(part, arrays) for part in data)  # (x, y), whole
+    if is_pair or isinstance(data, Mapping | arrays) or not isinstance(data, StepData | Iterable):
+        raise DataError(
+            "the data holds no batches",
+            expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
+            got="a tuple of arrays" if is_pair else type(data).__name__,
+            hint="lowtide.train.array_data cuts arrays into batches; one batch alone is [batch]",
+        )
 
 
 def _encoded(state: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from ._processes import Processes
 from ._rollback import Snapshot, is_alive
 from ._sharding import ShardingRules
 from ._step import Step, TrainState
+
+if TYPE_CHECKING:
+    from ._loop import Loop
 
 
 class Kept(Owned):
@@ -59,6 +62,10 @@ class Kept(Owned):
         """The data of the last `fit`, for another one with the same iterator."""
         self.callback_states: Mapping[str, Any] | None = None
         """Of a checkpoint that is being written or was restored, the states of its run's callbacks."""
+        self.loop: Loop | None = None
+        """The `fit` that is running."""
+        self.metrics: Tree = None
+        """Of the last step, until its `fit` has taken them."""
         self._rollback = rollback
         self._snapshot: tuple[Snapshot, Mapping[str, Any] | None, int] | None = None
         self._saved: weakref.ref[TrainState] | None = None
@@ -114,7 +121,7 @@ class Kept(Owned):
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
 
     def save(self) -> bool:
-        """Begin to write a checkpoint of the state.
+        """Begin to write a checkpoint of the state; in a callback also of where `fit` is.
 
         Returns:
             Whether there was none of this step yet.
@@ -124,8 +131,9 @@ class Kept(Owned):
         """
         checkpoints = needs_checkpoints(self.checkpoints, "save")
         self._borrow(lend=False)  # what was changed in a mutable object
-        positions = self.processes.positions(self.position)
-        notes = {"positions": positions, "base": self._base, "callbacks": self.callback_states}
+        position, callbacks = (self.position, self.callback_states) if self.loop is None else self.loop.notes()
+        positions = self.processes.positions(position)
+        notes = {"positions": positions, "base": self._base, "callbacks": callbacks}
         is_new = checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes)
         self._saved = weakref.ref(self.state) if is_new else self._saved
         return is_new

@@ -1,7 +1,9 @@
 """The loop of `Trainer.fit`: what happens in which order, and what after an exception.
 
 Values of a step are read a step later, so that the device never waits for the host to read a loss before the next step
-is sent to it.
+is sent to it; unless a callback changes the training by them (`Callback.is_immediate`).
+
+What has been done is told by the state, and not by how far the loop came: an interrupt may come between any two lines.
 """
 
 from __future__ import annotations
@@ -9,18 +11,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ..core import LowtideError, NonFiniteError, Tree, leaves_with_paths
+from ..core import ConfigError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
-from ._feed import Event, Feed, StepData
+from ._feed import Event, Feed, StepData, refuse_arrays
 from ._processes import in_any
 from ._progress import Progress
-from ._rollback import Terminated, valves
+from ._rollback import Terminated, is_alive, valves
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -47,40 +49,70 @@ class Loop:
     progress: bool
 
     def __post_init__(self) -> None:
+        self._refuse()
         self.records: list[Record] = []
         self.feed = Feed(self.data, self.num_steps, self.num_epochs)
+        position = self.trainer.position or {}
+        self._due: int | None = self.trainer.step if position.get("evaluate") else None
+        """The step at which an evaluation is still to come, where no rule says so."""
         if not self.feed.go_on(self.trainer.feed, self.trainer.position):
             self.feed.start(self.trainer.step, self.trainer.position)
         if self.progress and self.trainer.processes.is_first:
             self.callbacks = (Progress(self.feed.num_steps), *self.callbacks)
         self._batch: Tree = None
         """The last batch, to explain a shortage of memory with."""
+        self._has_batch = False
         self._pending: list[tuple[int, Tree, float, Any]] = []
+        self._started = 0.0
         self._wish = 0
         """The largest wish of all processes, as far as it is known: the same in all of them."""
         self._finished = 0.0
+        self._begun = self.trainer.step
         self._evaluated_at: int | None = None
         self._num_rollbacks = 0
         self._is_back = False
         """Whether the run ends at an earlier state than its last, whose data position the trainer has."""
-        self._is_untrained = False
-        """Whether a batch was read that no step has been taken on."""
+        self._is_waiting = False
+        """Whether it only waits for its checkpoints."""
+        self._terminated = Terminated()
+
+    def _refuse(self) -> None:
+        if self.trainer.loop is not None:
+            raise StateError(
+                "fit was called while fit is running",
+                expected="one at a time",
+                hint="call it after the other has returned, or trainer.advance(batch) in a callback",
+            )
+        for name in ("eval_every", "checkpoint_every"):
+            if (every := getattr(self, name)) is not None and every < 1:
+                raise ConfigError(
+                    f"{name} is no number of steps",
+                    expected="1 or more, or None for never",
+                    got=every,
+                    hint=f"{name}=100",
+                )
+        if self.eval_data is not None:
+            refuse_arrays(self.eval_data)
 
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
         trainer = self.trainer
-        with Terminated() as terminated, valves(), trainer.processes.watched():
-            try:
-                self._agree()
-                self._begin()
-                if trainer.step == 0:
-                    self._evaluate()
-                trainer.keep_copy(self.feed.position())
-                self._train(terminated)
-                self._tell("on_train_end")
-            except BaseException as error:
-                self._fail(error)
-                raise
+        trainer.loop, trainer.metrics = self, None
+        try:
+            with self._terminated as terminated, valves(), trainer.processes.watched():
+                try:
+                    self._agree()
+                    self._begin()
+                    if trainer.step == 0 or self._due == trainer.step:
+                        self._evaluate()
+                    trainer.keep_copy(self._position())
+                    self._train(terminated)
+                    self._tell("on_train_end")
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+        finally:
+            trainer.loop = None
         return self.records
 
     def _begin(self) -> None:
@@ -89,6 +121,8 @@ class Loop:
         for name, callback in self._named():
             if (state := states.get(name)) is not None:
                 callback.resume(state)
+        if self.trainer.processes.count > 1 and in_any(self.trainer.is_stopped):
+            self._wish = _STOP
 
     def _named(self) -> list[tuple[str, Callback]]:
         """The callbacks by their classes, and of one class by their order."""
@@ -97,11 +131,9 @@ class Loop:
 
     def _train(self, terminated: Terminated) -> None:
         trainer, is_open = self.trainer, False
-        begun = step = trainer.step
+        step = trainer.step
         while not self._is_over(terminated):
-            self._is_untrained = True
             batch = self.feed.next(step)
-            self._is_untrained = not isinstance(batch, Event)
             if batch is Event.END_OF_RUN:
                 break
             if batch is Event.END_OF_EPOCH:
@@ -117,12 +149,17 @@ class Loop:
             step += 1
         self._flush()
         is_terminated = terminated.has_come = in_any(terminated.has_come)  # a machine goes with the others
-        if step > begun and not is_terminated:
+        if step > self._begun and not is_terminated:
+            self._due = step
             self._evaluate()
         self._save(step)
         self._leave()
-        if trainer.checkpoints is not None:
-            trainer.checkpoints.wait()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.trainer.checkpoints is not None:
+            self._is_waiting = self._terminated.is_last = True
+            self.trainer.checkpoints.wait()
 
     def _agree(self) -> None:
         """Raise where processes would not run the same program."""
@@ -139,16 +176,15 @@ class Loop:
 
     def _step(self, step: int, batch: Tree, terminated: Terminated) -> None:
         self._tell("on_step_begin", step)
-        is_first, self._batch = self._batch is None, batch
+        is_first, self._batch, self._has_batch = not self._has_batch, batch, True
         if is_first:
             self._tell("on_preflight", self.trainer.preflight(batch))
-        started = time.perf_counter()
+        self._started = time.perf_counter()
         metrics = self.trainer.advance(batch)
-        self._is_untrained = False
         wish = _TERMINATE if terminated.has_come else _STOP * self.trainer.is_stopped
-        vote = self.trainer.processes.vote(wish)
-        if not self._flush():  # else the run went back, and this step's state is gone
-            self._pending.append((step + 1, metrics, started, vote))
+        self._pending.append((step + 1, metrics, self._started, self.trainer.processes.vote(wish)))
+        self.trainer.metrics = None
+        self._flush(keep=not any(callback.is_immediate for callback in self.callbacks))
         self._tell("on_step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
             self._flush()
@@ -161,27 +197,30 @@ class Loop:
         self._flush()
         self.trainer.processes.agree(epoch=self.feed.epoch, steps=step)
         if not self.eval_every:
+            self._due = step
             self._evaluate()
-        self.trainer.keep_copy(self.feed.position())
+        self.trainer.keep_copy(self._position())
         self._tell("on_epoch_end", self.feed.epoch - 1)
 
-    def _flush(self) -> bool:
-        """Read the values of the step before; whether that made the run go back."""
+    def _flush(self, keep: int = 0) -> None:
+        """Read the values of the steps before, but of the last `keep`."""
         # A step begins on the device when it was sent there and the one before it has ended.
-        pending, self._pending = self._pending, []
-        for step, metrics, started, vote in pending:
-            self._wish = max(self._wish, int(vote))
+        while len(self._pending) > keep:
+            step, metrics, started, vote = self._pending[0]
             values = {name: float(value) for name, value in metrics.items()}
+            self._wish = max(self._wish, int(vote))
+            del self._pending[0]
             begun, self._finished = max(started, self._finished), time.perf_counter()
-            self._emit({"step": step, **values, "seconds": self._finished - begun})
-            if self._goes_back(step, values):
-                return True
-        return False
+            try:
+                if self._goes_back(step, values):
+                    self._pending = []  # of states that are gone
+            finally:  # the trainer has a good state when callbacks hear of it
+                self._emit({"step": step, **values, "seconds": self._finished - begun})
 
     def _goes_back(self, step: int, values: dict[str, float]) -> bool:
         """What to do when a step's loss or gradients are no numbers: raise, return to the last copy, or nothing."""
         policy = self.trainer.on_nan
-        wrong = [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
+        wrong = _not_finite(values)
         if not wrong:
             self._num_rollbacks = 0
             return False
@@ -206,52 +245,111 @@ class Loop:
         step = self.trainer.step
         if self.eval_data is None or self._evaluated_at == step:
             return
-        self._evaluated_at = step
-        values = self.trainer.evaluate(self.eval_data, callbacks=self.callbacks)
+        if self._is_terminated():
+            return
+        self._tell("on_evaluate_begin")
+        is_left: list[bool] = []
+        values = self.trainer.evaluate(self._until_terminated(self.eval_data, is_left))
+        if is_left:
+            return
+        self._tell("on_evaluate_end", {**values})
         record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
         self._emit(record)
+        self._evaluated_at = step
         if self.trainer.checkpoints is not None and self.trainer.checkpoints.evaluated(step, record):
             self._save(step)
 
+    def _is_terminated(self) -> bool:
+        """Whether a signal has come to any process; all of them ask."""
+        sharding = self.trainer.sharding
+        has_come = self._terminated.has_come
+        has_come = has_come if sharding is None else in_any(has_come, sharding.timeout_seconds)
+        self._wish = max(self._wish, _TERMINATE * has_come)
+        return has_come
+
+    def _until_terminated(self, data: Iterable[Tree], is_left: list[bool]) -> Iterator[Tree]:
+        """Batches of an evaluation, which a signal ends; it is made up for by the run that goes on."""
+        for number, batch in enumerate(data):
+            if number and self._is_terminated():
+                is_left.append(True)
+                return
+            yield batch
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the evaluation of a step is still to come."""
+        if self.eval_data is None or self._evaluated_at == step or step < self._begun:
+            return False
+        every, last = self.eval_every, self.feed.num_steps
+        by_rule = step > self._begun and (step == last or (every is not None and step % every == 0))
+        return by_rule or step == self._due
+
     def _save(self, step: int) -> None:
         trainer = self.trainer
-        if trainer.checkpoints is None or not step:
-            return
-        trainer.position = self._position()
-        states = {name: callback.state() for name, callback in self._named()}
-        trainer.callback_states = {name: state for name, state in states.items() if state is not None}
-        is_new, trainer.callback_states = trainer.save(), None
-        if is_new:
+        if trainer.checkpoints is not None and step and trainer.save():
             self._tell("on_checkpoint", step)
 
+    def notes(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """What a checkpoint of the trainer's state has to say of the run: where the data is, and its callbacks."""
+        self._flush()
+        states = {name: callback.state() for name, callback in self._named()}
+        return self._position(), {name: state for name, state in states.items() if state is not None}
+
     def _position(self) -> dict[str, Any]:
-        """Where the data is at the trainer's step: a batch that was read in vain has to come again."""
-        return self.feed.before if self._is_untrained else self.feed.position()
+        """Where the data is at the trainer's step, and whether an evaluation is due there."""
+        step = self.trainer.step
+        return {**self.feed.position(step), **({"evaluate": True} if self._is_due(step) else {})}
 
     def _fail(self, error: BaseException) -> None:
-        self._pending, trainer = [], self.trainer
+        """Bring the trainer to a good state, save it after an interrupt, and tell everyone."""
+        trainer = self.trainer
         trainer.processes.is_failing = True
-        if not self._is_back:
-            trainer.position = self._position()
-        here = trainer.position
-        error.add_note(trainer.recover())
-        if self._batch is not None and is_out_of_memory(error) and not isinstance(error, LowtideError):
-            self._explain(error)
-        went_back = self._is_back or trainer.position is not here
-        is_alone = trainer.processes.count == 1  # to save they would all have to be here
-        if isinstance(error, KeyboardInterrupt | SystemExit) and not went_back and is_alone:
-            self._save(trainer.step)
-        if not went_back:
-            self._leave()
-        if trainer.checkpoints is not None and is_alone:
-            trainer.checkpoints.wait()
-        self._tell("on_exception", error)
+        is_alone = trainer.processes.count == 1  # to save or go back they would all have to be here
+        try:
+            self._read_last(error, is_alone)
+            was_alive = is_alive(trainer.state)
+            holds = trainer.recover()
+            self._is_back = self._is_back or not was_alive
+            if self._has_batch and is_out_of_memory(error) and not isinstance(error, LowtideError):
+                self._explain(error)
+            error.add_note(holds)
+            if isinstance(error, KeyboardInterrupt | SystemExit) and not self._is_back and is_alone:
+                _tried(error, "the checkpoint", self._save, trainer.step)
+            _tried(error, "leaving the data", self.feed.close if self._is_back else self._leave)
+            if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # they wait no longer
+                _tried(error, "the checkpoint", self._wait)
+        finally:
+            self._tell_all(error, "on_exception", error)
+
+    def _read_last(self, error: BaseException, is_alone: bool) -> None:
+        """Give the records that nobody has read, and go back from a state that the last step has spoilt."""
+        trainer = self.trainer
+        pending, self._pending = self._pending, []
+        if trainer.metrics is not None:
+            pending.append((-1, trainer.metrics, self._started, 0))
+        for step, metrics, started, _ in pending:
+            try:
+                values = {name: float(value) for name, value in metrics.items()}
+                step = trainer.step if step < 0 else step
+            except Exception:  # the step failed on the device: there are none
+                return
+            begun, self._finished = max(started, self._finished), time.perf_counter()
+            if _not_finite(values) and trainer.on_nan in ("abort", "roll_back") and not trainer.is_guarded:
+                if is_alone and not self._is_back:
+                    _tried(error, "going back", trainer.roll_back)
+                    error.add_note(f"{_not_finite(values)[0]} of step {step} is not finite")
+                self._is_back = True
+            record = {"step": step, **values, "seconds": self._finished - begun}
+            self.records.append(record)
+            if self.on_record is not None:
+                _tried(error, "on_record", self.on_record, record)
+            self._tell_all(error, "on_record", record)
 
     def _leave(self) -> None:
         """Remember where the data is, for another `fit` that goes on with it."""
-        self.trainer.position, self.trainer.feed = self._position(), self.feed
-        self.trainer.callback_states = None
-        self.feed.leave(self.trainer.position, is_untrained=self._is_untrained)
+        trainer = self.trainer
+        trainer.position, trainer.callback_states = self._position(), None
+        self.feed.leave(trainer.step, trainer.position)
+        trainer.feed = self.feed
 
     def _explain(self, error: BaseException) -> None:
         """Say of an out-of-memory error of JAX who owns the bytes of the step."""
@@ -269,3 +367,20 @@ class Loop:
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, event)(self.trainer, *arguments)
+
+    def _tell_all(self, error: BaseException, event: str, *arguments: Any) -> None:
+        """Tell of an event after an exception, which no callback may replace or keep from the others."""
+        for callback in self.callbacks:
+            _tried(error, f"{type(callback).__name__}.{event}", getattr(callback, event), self.trainer, *arguments)
+
+
+def _not_finite(values: Mapping[str, float]) -> list[str]:
+    return [name for name in ("loss", "grad_norm") if not math.isfinite(values.get(name, 0.0))]
+
+
+def _tried(error: BaseException, what: str, do: Callable[..., Any], *arguments: Any) -> None:
+    """Do something after an exception, to which a failure adds a note."""
+    try:
+        do(*arguments)
+    except Exception as failure:
+        error.add_note(f"lowtide: {what} failed: {type(failure).__name__}: {failure}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -38,28 +39,37 @@ class _Monitor(Callback):
             )
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best = math.inf if mode == "min" else -math.inf
-        self.waited, self._others = 0, 0
+        self.waited, self._others, self._num_seen = 0, 0, 0
+
+    @property
+    def is_immediate(self) -> bool:
+        """Steps wait where it is a value of theirs that is watched."""
+        return not self.monitor.startswith("eval_")
 
     def on_plateau(self, trainer: Trainer) -> None:
         """What to do then."""
 
     def state(self) -> dict[str, Any]:
         """The best value, and how long it has been so."""
-        return {"best": self.best if math.isfinite(self.best) else None, "waited": self.waited}
+        best = self.best if math.isfinite(self.best) else None
+        return {"best": best, "waited": self.waited, "num_seen": self._num_seen}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on waiting."""
         self.best, self.waited = self.best if state["best"] is None else state["best"], state["waited"]
+        self._num_seen = state.get("num_seen", int(state["best"] is not None))
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Begin to count anew."""
-        self.best, self.waited, self._others = math.inf if self.mode == "min" else -math.inf, 0, 0
+        self.best = math.inf if self.mode == "min" else -math.inf
+        self.waited, self._others, self._num_seen = 0, 0, 0
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
         """Compare."""
         if self.monitor not in record:
             self._others += 1
             return
+        self._num_seen += 1
         value = record[self.monitor]
         gain = self.best - value if self.mode == "min" else value - self.best
         if gain > self.min_delta:
@@ -71,7 +81,7 @@ class _Monitor(Callback):
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Raise when there was nothing to compare: a misspelt name would never do anything."""
-        if self._others and math.isinf(self.best):
+        if self._others and not self._num_seen:
             name = type(self).__name__
             raise ConfigError(
                 f"no record had {self.monitor!r}, so {name} could not act",
@@ -101,6 +111,18 @@ class EarlyStopping(_Monitor):
         self, monitor: str = "eval_loss", *, patience: int = 0, min_delta: float = 0.0, mode: str = "min"
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
+        self._stop: Callable[[], None] | None = None
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Begin to count anew."""
+        super().on_train_begin(trainer)
+        self._stop = trainer.stop
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on waiting; or stop at once, where the run had been stopped."""
+        super().resume(state)
+        if self.waited > self.patience and self._stop is not None:
+            self._stop()
 
     def on_plateau(self, trainer: Trainer) -> None:
         """Stop."""

@@ -160,6 +160,8 @@ class Terminated:
 
     def __init__(self) -> None:
         self.has_come = False
+        self.is_last = False
+        """Whether only files are waited for: a second signal ends that."""
         self._before: Any = None
 
     def __enter__(self) -> Terminated:
@@ -177,4 +179,6 @@ class Terminated:
                 signal.raise_signal(signal.SIGTERM)
 
     def _note(self, *_: object) -> None:
+        if self.is_last and self.has_come:
+            self.__exit__()
         self.has_come = True

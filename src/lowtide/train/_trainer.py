@@ -287,7 +287,8 @@ class Trainer(Kept):
 
         Args:
             data: batches by step number; step k (from 0) trains on ``data[k]``, so a resumed run sees what an
-                uninterrupted one would. Or an iterable of batches, one epoch each time that it is iterated.
+                uninterrupted one would. Or an iterable of batches, one epoch each time that it is iterated; another
+                object than that of the `fit` before begins at its start, unless the trainer was restored since.
             num_steps: the step to stop at; a restored trainer continues from its own step.
             num_epochs: the epoch to stop after; step k then trains on ``data[k % len(data)]``, or on ``data[k]`` of a
                 `grain.MapDataset`, which goes on with later epochs there.
@@ -361,6 +362,7 @@ class Trainer(Kept):
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
             self.state = TrainState(step, trainable, opt_state, mutable)
+            self.metrics = metrics
         return self.processes.in_turn(metrics)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
