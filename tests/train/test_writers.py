@@ -79,7 +79,7 @@ def test_what_a_resumed_run_does_again_is_shown_once(tensorboard: Any, tmp_path:
 
     with pytest.raises(ZeroDivisionError):
         fit(Dies())
-    assert [step for step, name, _ in written(tmp_path) if name == "loss"] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, name, _ in written(tmp_path) if name == "loss"] == [1, 2, 3, 4, 5, 6, 7]
     records = fit()
     assert [record["step"] for record in records] == [5, 6, 7, 8, 9]
     losses = [(step, value) for step, name, value in written(tmp_path) if name == "loss"]
