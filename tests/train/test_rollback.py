@@ -110,7 +110,9 @@ def test_a_signal_while_a_step_is_sent_finds_its_state_stored(replaced: bool, mo
             if replaced:
                 signal.signal(signal.SIGINT, lambda *_: signal.default_int_handler(*_))
 
-    monkeypatch.setattr(trainer, "_compile", lambda batch: interrupted)
+        def on_preflight(self, trainer: Any, report: Any) -> None:
+            monkeypatch.setattr(trainer, "_compile", lambda batch: interrupted)
+
     with pytest.raises(KeyboardInterrupt):
         trainer.fit([x] * 9, num_steps=9, callbacks=[Replaces()])
     assert seen == ["sent"] and trainer.step == 3
