@@ -101,15 +101,10 @@ class Kept(Owned):
         Raises:
             StateError: when the state is gone and there is no copy.
         """
+        if self.processes.count > 1:
+            return self._with_others()
         if is_alive(self.state):
             return f"the trainer holds the state of step {self.step}; fit goes on from there"
-        if self.processes.count > 1:
-            latest = None if self.checkpoints is None else self.checkpoints.latest_step()
-            return "the step that failed had consumed its state; start all processes again" + (
-                ", there is no checkpoint"
-                if latest is None
-                else f" and restore: the newest checkpoint is of step {latest}"
-            )
         step = self.roll_back()
         if step is None:
             raise StateError(
@@ -119,6 +114,17 @@ class Kept(Owned):
                 hint="make a new Trainer from the model's weights; with checkpoint_dir it could be restored",
             )
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
+
+    def _with_others(self) -> str:
+        """What is held after an exception in one of several processes, where nothing can be restored together."""
+        latest = None if self.checkpoints is None else self.checkpoints.latest_step()
+        newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
+        if is_alive(self.state):
+            return (
+                f"the trainer holds the state of step {self.step}; fit goes on from there if all processes live, "
+                f"else start them all again and restore: {newest}"
+            )
+        return f"the step that failed had consumed its state; start all processes again and restore: {newest}"
 
     def save(self) -> bool:
         """Begin to write a checkpoint of the state; in a callback also of where `fit` is.

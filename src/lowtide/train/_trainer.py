@@ -323,6 +323,7 @@ class Trainer(Kept):
         if checkpoint_every is not None:
             needs_checkpoints(self.checkpoints, "checkpoint_every")
         refuse_callbacks(callbacks)
+        self._borrow(lend=False)  # what was changed in a mutable object
         refuse_consumed(self.state)
         refuse_later_checkpoint(self.checkpoints, self.step)
         refuse_unevaluated(self.checkpoints, eval_data)
