@@ -108,6 +108,7 @@ def main():
         num_steps=num_steps,
         eval_data=[data[0]] * (1 + (ARGS.get("odd") == "evaluation") * ARGS["process"]),
         checkpoint_every=ARGS.get("every", 2),
+        progress=False,
         callbacks=[Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")],
     )
     weight = trainer.model.layers["attn"]["q_proj"]["weight"]

@@ -21,7 +21,6 @@ from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData, refuse_arrays
 from ._processes import in_any
-from ._progress import Progress
 from ._rollback import Terminated, is_alive, valves
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ class Loop:
         if not self.feed.go_on(self.trainer.feed, self.trainer.position):
             self.feed.start(self.trainer.step, self.trainer.position)
         if self.progress and self.trainer.processes.is_first:
+            from ._progress import Progress  # `import lowtide` does not need what draws
+
             self.callbacks = (Progress(self.feed.num_steps), *self.callbacks)
         self._batch: Tree = None
         """The last batch, to explain a shortage of memory with."""
