@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -249,9 +249,14 @@ class Loop:
         if self._is_terminated():
             return
         self._tell("on_evaluate_begin")
-        is_left: list[bool] = []
-        values = self.trainer.evaluate(self._until_terminated(self.eval_data, is_left))
-        if is_left:
+        processes = self.trainer.processes
+        processes.ends, processes.has_left = lambda: self._terminated.has_come, False
+        try:
+            values = self.trainer.evaluate(self.eval_data)
+        finally:
+            processes.ends = lambda: False
+        if processes.has_left:  # it is made up for by the run that goes on
+            self._wish = _TERMINATE
             return
         self._tell("on_evaluate_end", {**values})
         record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
@@ -267,14 +272,6 @@ class Loop:
         has_come = has_come if sharding is None else in_any(has_come, sharding.timeout_seconds)
         self._wish = max(self._wish, _TERMINATE * has_come)
         return has_come
-
-    def _until_terminated(self, data: Iterable[Tree], is_left: list[bool]) -> Iterator[Tree]:
-        """Batches of an evaluation, which a signal ends; it is made up for by the run that goes on."""
-        for number, batch in enumerate(data):
-            if number and self._is_terminated():
-                is_left.append(True)
-                return
-            yield batch
 
     def _is_due(self, step: int) -> bool:
         """Whether the evaluation of a step is still to come."""

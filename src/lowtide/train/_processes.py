@@ -122,6 +122,10 @@ class Processes:
             )
         self.is_failing = False
         """Whether this process is about to raise by itself."""
+        self.ends: Callable[[], bool] = lambda: False
+        """Whether this process wants to leave the batches of an evaluation."""
+        self.has_left = False
+        """Whether the last evaluation was left."""
         self._shapes: set[tuple[str, ...]] = set()
         here = jax.process_index()
         self._num_devices = 0 if rules is None else sum(d.process_index == here for d in rules.mesh.devices.flat)
@@ -137,11 +141,13 @@ class Processes:
             ConfigError: with the first fact that differs, and the process that says otherwise.
             StateError: with the processes that did not come.
         """
-        if self.count == 1 or self._rules is None:
-            return
+        if self.count > 1 and self._rules is not None:
+            self._compare(self._exchange(facts), facts)
+
+    def _compare(self, all_said: list[Any], facts: Mapping[str, Any]) -> None:
         hint = "start all processes with the same code, arguments and data, over the same folder"
         here = jax.process_index()
-        for index, said in enumerate(self._exchange(facts)):
+        for index, said in enumerate(all_said):
             if set(said) != set(facts):
                 raise ConfigError(
                     f"process {index} is elsewhere in the run than process {here}",
@@ -187,18 +193,27 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Batches, of which each process has as many.
+        """Batches, of which each process has as many, until `ends` says in any process that they are left.
 
         Raises:
             ConfigError: in all processes, when one has more.
         """
-        if self.count == 1:
-            yield from data
-            return
         for number, batch in enumerate(data):
-            self.agree(batches=f"{number} or more")
+            self.has_left = self._is_left(f"{number} or more") and number > 0
+            if self.has_left:
+                return
             yield batch
-        self.agree(batches="no more")
+        self._is_left("no more")
+
+    def _is_left(self, batches: str) -> bool:
+        is_left = self.ends()
+        if self.count == 1 or self._rules is None:
+            return is_left
+        facts = {"batches": batches}
+        said = self._exchange({**facts, "is_left": is_left})
+        lefts = [one.pop("is_left", False) for one in said]
+        self._compare(said, facts)
+        return any(lefts)
 
     def _exchange(self, facts: Mapping[str, Any]) -> list[Any]:
         assert self._rules is not None
