@@ -16,6 +16,7 @@ from ..core import (
     Where,
     leaves_with_paths,
     on_host,
+    parse_bytes,
     shared_leaves,
 )
 from ..offload import LayerwiseStep
@@ -53,6 +54,25 @@ def guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
             hint='"roll_back" returns to the last copy of the state',
         )
     return on_nan in ("abort", "skip") and not is_layerwise and not hosted
+
+
+def refuse_rollback_to_nothing(on_nan: str, *, has_copies: bool) -> None:
+    """Raise for a policy that could never do what it says."""
+    if on_nan == "roll_back" and not has_copies:
+        raise ConfigError(
+            'on_nan="roll_back" has nothing to go back to',
+            expected="rollback=True, or a checkpoint_dir",
+            got="neither",
+            hint="leave rollback=False out",
+        )
+
+
+def parse_budget(budget: int | str | None) -> int | None:
+    """Bytes that a step may use, or None for what the device has."""
+    found = parse_bytes(budget) if isinstance(budget, str) else budget
+    if found is not None and found <= 0:
+        raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
+    return found
 
 
 def refuse_shared(parts: Tree) -> None:

@@ -29,7 +29,6 @@ from ..core import (
     OutOfMemoryError,
     Tree,
     Where,
-    parse_bytes,
 )
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..offload import LayerwiseStep
@@ -40,11 +39,13 @@ from ._checks import (
     guards,
     needs_checkpoints,
     open_checkpoints,
+    parse_budget,
     refuse_arguments,
     refuse_beside_layerwise,
     refuse_callbacks,
     refuse_consumed,
     refuse_later_checkpoint,
+    refuse_rollback_to_nothing,
     refuse_shared,
     refuse_unevaluated,
 )
@@ -173,13 +174,7 @@ class Trainer(Kept):
         if isinstance(step, WholeStep):
             step.guard = self.is_guarded
         refuse_shared((state.trainable, state.mutable))
-        if on_nan == "roll_back" and not rollback and checkpoint_dir is None:
-            raise ConfigError(
-                'on_nan="roll_back" has nothing to go back to',
-                expected="rollback=True, or a checkpoint_dir",
-                got="neither",
-                hint="leave rollback=False out",
-            )
+        refuse_rollback_to_nothing(on_nan, has_copies=rollback or checkpoint_dir is not None)
         # Python's numbers are no arrays that a step could consume.
         state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
         if sharding is None:
@@ -191,10 +186,8 @@ class Trainer(Kept):
         self._num_microbatches = num_microbatches
         checkpoints = open_checkpoints(checkpoint_dir, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
         super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
-        self.budget_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+        self.budget_bytes = parse_budget(budget)
         """Bytes that a step may use on a device; None for what the device has."""
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
         self.on_nan = on_nan
         """What to do when loss or gradients are not finite."""
         self.is_stopped = False
