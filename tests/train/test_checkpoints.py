@@ -202,7 +202,9 @@ def test_what_cannot_be_trained_with_is_refused_with_the_remedy():
     module, _ = nnx_trainer()
     with pytest.raises(ConfigError, match=r"(?s)mutable object.*lowtide.ext.nnx.Bridge\(model\)"):
         lt.Trainer(module, loss_fn, optax.sgd(0.1))
-    del nnx
+    state = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    for pytree in (state, nnx.state(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Param)):
+        lt.Trainer(pytree, lambda m, x: jnp.sum(m["bias"][...]) * jnp.mean(x), optax.sgd(0.1))
     for tx in (1e-3, "adam"):
         with pytest.raises(ConfigError, match=r"(?s)tx is no optimizer of Optax.*hint:"):
             lt.Trainer({"w": jnp.zeros(4)}, loss_fn, tx)

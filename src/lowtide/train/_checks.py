@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ from ..core import (
 from ..offload import LayerwiseStep
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
-from ._models import ModelObject
 from ._sharding import ShardingRules
 from ._step import TrainState
 
@@ -88,19 +88,16 @@ def refuse_shared(parts: Tree) -> None:
 
 def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any) -> None:
     """Raise for what cannot be a model, an optimizer, a loss function or rules."""
-    is_object = isinstance(model, ModelObject)
-    kind = type(model).__module__.partition(".")[0]
-    bridges = {"keras": "keras", "flax": "nnx"}
-    nnx_module = kind == "flax" or any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__)
-    is_keras = any(base.__module__.startswith("keras.") for base in type(model).__mro__)
-    if not is_object and (is_keras or nnx_module):
-        name = bridges["keras" if is_keras else "flax"]
-        raise ConfigError(
-            f"a {type(model).__name__} is a mutable object, which the trainer takes by way of its bridge",
-            expected=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)",
-            got=type(model).__name__,
-            hint=f"from lowtide.ext.{name} import Bridge",
-        )
+    # Who has such a model has imported its library.
+    for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
+        cls = getattr(sys.modules.get(library), kind, None)
+        if cls is not None and isinstance(model, cls):
+            raise ConfigError(
+                f"a {type(model).__name__} is a mutable object, which the trainer takes by way of its bridge",
+                expected=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)",
+                got=type(model).__name__,
+                hint=f"from lowtide.ext.{name} import Bridge",
+            )
     if not (isinstance(tx, LayerwiseStep) or (hasattr(tx, "init") and hasattr(tx, "update"))):
         raise ConfigError(
             "tx is no optimizer of Optax",

@@ -311,7 +311,7 @@ class Trainer(Kept):
             StateError: when a step failed after it had consumed its state, and there is no copy to go back to.
 
         Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
-        through between steps, SIGTERM after a step; both after a checkpoint, but Ctrl-C in one of several processes.
+        through between steps, SIGTERM after a step; both after a checkpoint, except Ctrl-C in one of several processes.
         """
         if checkpoint_every is not None:
             needs_checkpoints(self.checkpoints, "checkpoint_every")
