@@ -49,11 +49,12 @@ def test_a_keras_model_that_was_changed_needs_a_new_bridge(change: Any, text: st
 
     from lowtide.ext.keras import Bridge
 
+    keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(4, name="first"), keras.layers.Dense(4, name="second"), keras.layers.Dense(1)]
     model: Any = keras.Sequential([keras.Input((4,)), *layers], name="sequential")
     model.layers[1].trainable = False
     bridge = Bridge(model)
-    trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1))
+    trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(1e-3))
     trainer.fit([(X, X[:, :1])] * 2, num_steps=1, progress=False)
     model.compile("sgd", "mse", metrics=["mae"])  # which adds variables of metrics
     model.test_on_batch(X, X[:, :1])
@@ -64,7 +65,7 @@ def test_a_keras_model_that_was_changed_needs_a_new_bridge(change: Any, text: st
     ):
         trainer.fit([(X, X[:, :1])] * 3, num_steps=3, progress=False)
     bridge = Bridge(model)
-    trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1))
+    trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(1e-3))
     assert len(trainer.fit([(X, X[:, :1])] * 2, num_steps=2, progress=False)) == 2
 
 
@@ -89,7 +90,7 @@ def test_an_nnx_module_with_other_layers_needs_a_new_bridge() -> None:
     from lowtide.ext.nnx import Bridge
 
     net = nnx_net()
-    trainer = lt.Trainer(Bridge(net), lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(0.1))
+    trainer = lt.Trainer(Bridge(net), lambda m, x: jnp.mean(m(x) ** 2), optax.sgd(1e-3))
     trainer.fit([X] * 2, num_steps=1, progress=False)
     net.eval()  # of no consequence for steps
     trainer.fit([X] * 2, num_steps=2, progress=False)
@@ -117,4 +118,4 @@ def test_an_equinox_module_with_modes_is_sent_to_its_bridge() -> None:
 
     net = eqx.nn.Sequential([eqx.nn.Linear(4, 4, key=jax.random.key(0)), eqx.nn.Dropout(0.5)])
     with pytest.raises(SelectionError, match=r"(?s)layers/1/.*hint: .*bridge in lowtide\.ext"):
-        lt.Trainer(net, lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), optax.sgd(0.1))
+        lt.Trainer(net, lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2), optax.sgd(1e-3))
