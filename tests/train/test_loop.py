@@ -224,7 +224,7 @@ def test_early_stopping_waits_for_its_patience() -> None:
     ours.evaluate = lambda data, callbacks=(): {"loss": next(values)}  # pyright: ignore
     ours.fit(batches(9), num_steps=9, eval_data=[0], eval_every=1, callbacks=[stop])
     assert (ours.step, stop.best) == (3, 2.0)
-    with pytest.raises(ConfigError, match=r"(?s)no record had 'accuracy'.*hint: pass eval_data"):
+    with pytest.raises(ConfigError, match=r"(?s)EarlyStopping watches 'accuracy'.*one of grad_norm, loss, mae.*hint:"):
         trainer().fit(batches(2), num_steps=2, callbacks=[EarlyStopping("accuracy")])
     with pytest.raises(ConfigError, match="unknown mode"):
         EarlyStopping(mode="least")
@@ -378,6 +378,21 @@ def test_a_run_that_only_rolls_back_gives_up() -> None:
     data = [{**batch, "x": batch["x"] * np.float32(np.nan)} for batch in batches(20)]
     with pytest.raises(NonFiniteError):
         trainer(on_nan="roll_back").fit(data, num_steps=20)
+
+
+def test_a_run_that_skips_every_step_gives_up() -> None:
+    data, ours = spoiled(1, 0), trainer(on_nan="skip")
+    before = weights(ours)
+    with pytest.raises(NonFiniteError, match="step 100: loss is not finite, nor was it in the 99 steps before"):
+        ours.fit(data, num_epochs=200)
+    assert len(ours.history) == 100
+    assert_same(weights(ours), before)
+
+
+def test_an_update_that_could_neither_be_left_out_nor_taken_back_is_said_to_be_in_the_weights() -> None:
+    hosted = trainer(tx=lt.offload.optimizer(optax.adam(0.1)), rollback=False)
+    with pytest.raises(NonFiniteError, match=r"(?s)step 1: loss.*hint: the weights have got this step's update"):
+        hosted.fit(spoiled(2, 0), num_steps=1)
 
 
 def test_an_unknown_policy_and_one_that_cannot_be_are_refused() -> None:

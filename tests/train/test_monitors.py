@@ -202,7 +202,7 @@ def test_what_cannot_be_lowered_is_named() -> None:
         scheduled.fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
     with pytest.raises(ConfigError, match=r"(?s)rate cannot be changed.*got: one of type int32.*learning_rate=1e-3"):
         trainer(adjustable(1)).fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
-    with pytest.raises(ConfigError, match=r"(?s)no record had 'eval_loss', so ReduceOnPlateau.*hint: pass eval_data"):
+    with pytest.raises(ConfigError, match=r"(?s)ReduceOnPlateau watches 'eval_loss'.*hint: .*eval_data"):
         trainer().fit(BATCHES, num_steps=1, callbacks=[ReduceOnPlateau()])
     for wrong in ({"factor": 1.0}, {"factor": 0.0}, {"cooldown": -1}, {"minimum": -1.0}):
         with pytest.raises(ConfigError, match=r"(?s)could not be lowered so.*0 < factor < 1.*hint:"):
@@ -211,6 +211,18 @@ def test_what_cannot_be_lowered_is_named() -> None:
         ReduceOnPlateau(patience=-1)
     with pytest.raises(ConfigError, match=r"(?s)unknown mode.*hint:"):
         ReduceOnPlateau(mode="least")
+
+
+@pytest.mark.parametrize(
+    ("monitor", "eval_data", "step"), [("los", None, 1), ("eval_los", BATCHES[:1], 0), ("eval_loss", None, 1)]
+)
+def test_a_misspelt_name_is_told_at_the_first_record_that_lacks_it(monitor: str, eval_data: Any, step: int) -> None:
+    ours = trainer()
+    with pytest.raises(ConfigError, match=rf"(?s)watches '{monitor}'.*expected: one of .*loss.*got: '{monitor}'"):
+        ours.fit(BATCHES, num_steps=20, eval_data=eval_data, callbacks=[EarlyStopping(monitor)])
+    assert step <= ours.step <= step + 1
+    if step:
+        assert [record["step"] for record in ours.history][:1] == [step]
 
 
 def test_a_value_that_is_never_a_number_stops_the_run() -> None:

@@ -27,7 +27,7 @@ from ._processes import in_any, of_first
 from ._retention import FILE, Retention
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
-logging.getLogger("absl").setLevel(logging.ERROR)
+logging.getLogger("absl").addFilter(lambda record: record.levelno >= logging.ERROR or "orbax" not in record.pathname)
 
 _STATE, _NOTES = "state", "notes"
 

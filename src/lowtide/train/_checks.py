@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from ..core import (
 from ..offload import LayerwiseStep
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
+from ._models import ModelObject, keywords
 from ._sharding import ShardingRules
 from ._step import TrainState
 
@@ -86,8 +88,8 @@ def refuse_shared(parts: Tree) -> None:
         )
 
 
-def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any) -> None:
-    """Raise for what cannot be a model, an optimizer, a loss function or rules."""
+def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any) -> None:
+    """Raise for what cannot be a model, an optimizer, a loss function, rules or a number of microbatches."""
     # Who has such a model has imported its library.
     for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
         cls = getattr(sys.modules.get(library), kind, None)
@@ -112,6 +114,15 @@ def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any) -> None:
             got=repr(loss_fn)[:80],
             hint='of a Keras model it is made by its bridge: bridge.loss("mse")',
         )
+    if not (isinstance(tx, LayerwiseStep) or isinstance(model, ModelObject)):  # Equinox' state is one argument more
+        _refuse_signature(loss_fn)
+    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ConfigError(
+            "num_microbatches is no number of parts",
+            expected="an integer of at least 1",
+            got=repr(num_microbatches),
+            hint="1 means no accumulation",
+        )
     if not (sharding is None or isinstance(sharding, ShardingRules)):
         raise ConfigError(
             "sharding is no ShardingRules",
@@ -119,6 +130,22 @@ def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any) -> None:
             got=type(sharding).__name__,
             hint="from lowtide.train import ShardingRules, make_mesh",
         )
+
+
+def _refuse_signature(loss_fn: Any) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a builtin
+        return
+    try:
+        signature.bind("model", "batch", **keywords(loss_fn, key=None, training=True))
+    except TypeError as error:
+        raise ConfigError(
+            "loss_fn does not take a model and a batch",
+            expected="loss_fn(model, batch), which may also take key and training by name",
+            got=f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)}{signature}",
+            hint="a batch is one pytree, such as a tuple (x, y); functools.partial fills other arguments in",
+        ) from error
 
 
 def refuse_callbacks(callbacks: Any) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..core import ConfigError, Tree, combine
 from ._feed import refuse_arrays
 from ._processes import Processes
-from ._step import Step, weighted
+from ._step import Step, scalar_weight, weighted
 
 _EVALUATION = 2**31 - 1
 """No step has this number."""
@@ -45,7 +45,7 @@ class Evaluation:
 
     Args:
         step: whose loss and model.
-        weight: weight of a batch.
+        weight: weight of a batch, or None for its number of rows.
         seed: of the keys that the loss function gets.
         place: puts a batch on the device.
         processes: the other processes of the run.
@@ -55,14 +55,14 @@ class Evaluation:
     def __init__(
         self,
         step: Step,
-        weight: Callable[[Tree], Any],
+        weight: Callable[[Tree], Any] | None,
         seed: int,
         *,
         place: Callable[[Tree], Tree],
         processes: Processes,
         out_shardings: Any = None,
     ) -> None:
-        self._step, self._weight, self._seed, self._out = step, weight, seed, out_shardings
+        self._step, self._weight, self._seed, self._out = step, scalar_weight(weight or _num_rows), seed, out_shardings
         self._place, self._processes = place, processes
         self._means = jax.jit(self._batch_means, out_shardings=out_shardings)
         self._last: tuple[Any, Any] | None = None
@@ -110,5 +110,10 @@ class Evaluation:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self._seed), _EVALUATION), count)
         key = jax.random.fold_in(key, number)
         loss, metrics, _ = self._step.loss(combine(*parts), batch, key=key, training=False)
-        weights = jnp.asarray(self._weight(batch), jnp.float32)
+        weights = self._weight(batch)
         return {name: weighted(value, weights) for name, value in {**metrics, "loss": loss}.items()}, weights
+
+
+def _num_rows(batch: Tree) -> int:
+    """Of the first leaf that has any: what a mean over the examples of all batches weighs a batch's mean with."""
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)

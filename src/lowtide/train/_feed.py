@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, DataError, Tree, leaves_with_paths
+from ..core import ConfigError, DataError, Tree, is_array_like, leaves_with_paths
 
 
 @runtime_checkable
@@ -279,6 +279,10 @@ def _decoded(state: Any) -> Any:
     return base64.b64decode(state["base64"]) if isinstance(state, dict) and set(state) == {"base64"} else state
 
 
+_NO_NUMBERS = "OSUMm"
+"""NumPy's kinds of objects, text and times."""
+
+
 def as_arguments(batch: Tree) -> Tree:
     """A batch as the compiled step takes it.
 
@@ -288,11 +292,32 @@ def as_arguments(batch: Tree) -> Tree:
     is_cpu = jax.default_backend() == "cpu"
 
     def one(leaf: Any) -> Any:
-        if is_cpu and type(leaf) is np.ndarray and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
+        is_array = type(leaf) is np.ndarray and leaf.dtype.kind not in _NO_NUMBERS
+        if is_cpu and is_array and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
             return leaf.copy()
         return jnp.asarray(leaf)
 
-    return jax.tree.map(one, batch)
+    try:
+        return jax.tree.map(one, batch)
+    except TypeError:
+        refuse_objects(batch)
+        raise
+
+
+def refuse_objects(batch: Tree) -> None:
+    """Raise for leaves of a batch that hold no numbers.
+
+    Raises:
+        DataError: with the path of the first.
+    """
+    for path, leaf in leaves_with_paths(batch):
+        if not is_array_like(leaf) or getattr(getattr(leaf, "dtype", None), "kind", "f") in _NO_NUMBERS:
+            raise DataError(
+                f"batch leaf {path or '(root)'} holds no numbers",
+                expected="an array, or a number",
+                got=f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__,
+                hint="encode strings as tokens, and leave other objects out of the batches",
+            )
 
 
 def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_remainder: bool = True) -> Any:

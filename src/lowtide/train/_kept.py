@@ -90,7 +90,7 @@ class Kept(Owned):
         if self._snapshot is not None and (latest is None or self._snapshot[2] >= latest):
             self.state, self.position = self._snapshot[0].restore(), self._snapshot[1]
             return self.step
-        return None if self.checkpoints is None else self.restore()
+        return None if self.checkpoints is None else self._restore()
 
     def recover(self) -> str:
         """Make sure that the trainer holds a good state after an exception.
@@ -157,6 +157,7 @@ class Kept(Owned):
         Raises:
             ConfigError: without a `checkpoint_dir`; with both arguments; when there is no checkpoint of `step`, or
                 none was evaluated.
+            StateError: in a callback while `fit` takes steps, whose data would go on elsewhere.
             StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
             StateError: when there are checkpoints, and none can be read.
 
@@ -167,6 +168,15 @@ class Kept(Owned):
             The state's arrays are given up before those of the checkpoint are read: never two copies on the device.
             With `rollback` they are on the host meanwhile, for a checkpoint that cannot be read.
         """
+        if self.loop is not None and not self.loop.is_over:
+            raise StateError(
+                "restore was called while fit takes steps",
+                expected="restore between two calls of fit, or in on_train_end or on_exception",
+                hint="call trainer.stop() and restore after fit has returned",
+            )
+        return self._restore(step, best=best)
+
+    def _restore(self, step: int | None = None, *, best: bool = False) -> int | None:
         checkpoints = needs_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
             raise ConfigError("restore takes step or best", got=f"step={step}, best=True", hint="leave one out")

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ..core import ConfigError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
+from ..core import ConfigError, DataError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData, refuse_arrays
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _STOP, _TERMINATE = 1, 2
 """What a process may wish of the others."""
-_MAX_ROLLBACKS = 3
-"""How often in a row a run returns to its last copy before it gives up."""
+_MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
+"""How many steps in a row may be left out, with and without going back, before a run gives up."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -70,7 +70,10 @@ class Loop:
         self._finished = 0.0
         self._begun = self.trainer.step
         self._evaluated_at: int | None = None
-        self._num_rollbacks = 0
+        self._num_wrong = 0
+        """Steps in a row whose loss or gradients are no numbers."""
+        self.is_over = False
+        """Whether the last step was taken, or an exception has ended the run."""
         self._is_back = False
         """Whether the run ends at an earlier state than its last, whose data position the trainer has."""
         self._is_waiting = False
@@ -92,8 +95,16 @@ class Loop:
                     got=every,
                     hint=f"{name}=100",
                 )
-        if self.eval_data is not None:
-            refuse_arrays(self.eval_data)
+        if self.eval_data is None:
+            return
+        refuse_arrays(self.eval_data)
+        if isinstance(self.eval_data, Iterator):
+            raise DataError(
+                "eval_data gives its batches only once, and is evaluated at least twice",
+                expected="a list, a grain dataset, or an object whose __iter__ begins again",
+                got=type(self.eval_data).__name__,
+                hint="list(eval_data), if its batches fit in memory",
+            )
 
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
@@ -108,6 +119,7 @@ class Loop:
                         self._evaluate()
                     trainer.keep_copy(self._position())
                     self._train(terminated)
+                    self.is_over = True
                     self._tell("on_train_end")
                 except BaseException as error:
                     self._fail(error)
@@ -223,24 +235,27 @@ class Loop:
         policy = self.trainer.on_nan
         wrong = _not_finite(values)
         if not wrong:
-            self._num_rollbacks = 0
+            self._num_wrong = 0
             return False
-        if policy == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
-            self._num_rollbacks += 1
+        self._num_wrong += 1
+        if policy == "roll_back" and self._num_wrong <= _MAX_ROLLBACKS:
             count = jnp.array(self.trainer.state.step)  # a copy; the batches that were seen stay behind
             if self.trainer.roll_back() is not None:
                 self.trainer.state = dataclasses.replace(self.trainer.state, step=count)
                 return True
-        if policy in ("abort", "roll_back"):
-            if not self.trainer.is_guarded:
-                self._is_back = self.trainer.roll_back() is not None
-            name = wrong[0]
-            raise NonFiniteError(
-                f"step {step}: {name} is not finite",
-                got=values[name],
-                hint='lower the learning rate, look for NaN in weights and data, or go on with on_nan="skip"',
-            )
-        return False
+        if policy == "ignore" or (policy == "skip" and self._num_wrong < _MAX_SKIPS):
+            return False
+        hint = "lower the learning rate, or look for NaN in weights and data"
+        if not self.trainer.is_guarded:
+            self._is_back = self.trainer.roll_back() is not None
+            if not self._is_back:
+                hint = "the weights have got this step's update, for there was no copy: make a new Trainer"
+        raise NonFiniteError(
+            f"step {step}: {wrong[0]} is not finite"
+            + (f", nor was it in the {self._num_wrong - 1} steps before" if self._num_wrong > 1 else ""),
+            got=values[wrong[0]],
+            hint=hint + (', or go on with on_nan="skip"' if policy == "abort" and self.trainer.is_guarded else ""),
+        )
 
     def _evaluate(self) -> None:
         step = self.trainer.step
@@ -316,6 +331,7 @@ class Loop:
             if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # they wait no longer
                 _tried(error, "the checkpoint", self._wait)
         finally:
+            self.is_over = True
             self._tell_all(error, "on_exception", error)
 
     def _read_last(self, error: BaseException, is_alone: bool) -> None:

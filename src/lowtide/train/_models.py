@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from ..core import StructureError, Tree, Where, combine, is_array_like
 
@@ -137,11 +138,11 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
             got=f"{len(parts)} values" if isinstance(result, tuple) else type(result).__name__,
             hint="return the new batch statistics in the model's place, or leave `mutable` out",
         )
-    if len(parts) != 2 or not isinstance(parts[1], dict) or getattr(parts[0], "shape", ()) != ():
+    if len(parts) != 2 or not isinstance(parts[1], dict) or not _is_loss(parts[0]):
         raise StructureError(
             "the loss function returns neither a loss nor a loss and metrics",
-            expected="a scalar, or (scalar, {name: scalar})",
-            got=jax.tree.map(lambda x: getattr(x, "shape", type(x).__name__), result),
+            expected="a floating-point scalar, or a tuple (scalar, {name: scalar})",
+            got=jax.tree.map(_described, result, is_leaf=lambda x: x is None),
             hint="jnp.mean the losses of the examples; return {} for no metrics",
         )
     metrics: dict[str, Any] = parts[1]
@@ -155,3 +156,12 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
                 hint="jnp.mean what is one value for each example",
             )
     return parts[0], parts[1], arrays
+
+
+def _is_loss(value: Any) -> bool:
+    is_number = isinstance(value, float) or hasattr(value, "dtype")
+    return is_number and jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__

@@ -39,7 +39,7 @@ class _Monitor(Callback):
             )
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best = math.inf if mode == "min" else -math.inf
-        self.waited, self._others, self._num_seen = 0, 0, 0
+        self.waited, self._num_seen = 0, 0
 
     @property
     def is_immediate(self) -> bool:
@@ -62,12 +62,18 @@ class _Monitor(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         """Begin to count anew."""
         self.best = math.inf if self.mode == "min" else -math.inf
-        self.waited, self._others, self._num_seen = 0, 0, 0
+        self.waited, self._num_seen = 0, 0
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
-        """Compare."""
+        """Compare; or raise at the first record that should have had the value: a misspelt name never acts."""
         if self.monitor not in record:
-            self._others += 1
+            if not self._num_seen and self._is_due(trainer, record):
+                raise ConfigError(
+                    f"{type(self).__name__} watches {self.monitor!r}, which is not in the records",
+                    expected=f"one of {', '.join(name for name in record if name not in ('step', 'seconds'))}",
+                    got=repr(self.monitor),
+                    hint="names that begin with eval_ are of evaluations, which need fit(..., eval_data=...)",
+                )
             return
         self._num_seen += 1
         value = record[self.monitor]
@@ -79,15 +85,10 @@ class _Monitor(Callback):
         if self.waited > self.patience:
             self.on_plateau(trainer)
 
-    def on_train_end(self, trainer: Trainer) -> None:
-        """Raise when there was nothing to compare: a misspelt name would never do anything."""
-        if self._others and not self._num_seen:
-            name = type(self).__name__
-            raise ConfigError(
-                f"no record had {self.monitor!r}, so {name} could not act",
-                expected="a name of the records, such as loss, or with eval_data eval_loss",
-                hint="pass eval_data to fit, or another monitor",
-            )
+    def _is_due(self, trainer: Trainer, record: Record) -> bool:
+        """Whether no other record could have the value: one of a step has none of an evaluation's that is to come."""
+        is_evaluated = trainer.loop is not None and trainer.loop.eval_data is not None
+        return not is_evaluated or ("eval_loss" in record) == self.monitor.startswith("eval_")
 
 
 class EarlyStopping(_Monitor):
@@ -132,7 +133,8 @@ class EarlyStopping(_Monitor):
 class ReduceOnPlateau(_Monitor):
     """Lower the learning rate when a value no longer gets better.
 
-    The rate is part of the optimizer's state, so that it is saved and restored with it, and no step is compiled again.
+    The rate is part of the optimizer's state, so that it is saved and restored with it (also by ``on_nan="roll_back"``,
+    which returns to the rate of the copy), and no step is compiled again.
     For one that follows the number of steps alone give the optimizer a schedule of Optax instead; for one that follows
     the loss of every training step, `optax.contrib.reduce_on_plateau` does so inside the step.
 

@@ -102,7 +102,7 @@ def _checked(compute_dtype: Any) -> Any:
         dtype = None
     if dtype != jnp.bfloat16:
         raise ConfigError(
-            "compute_dtype is not one that trains without loss scaling",
+            "compute_dtype has to be bfloat16, which trains without loss scaling",
             expected='"bfloat16", or None for the dtypes of the arrays',
             got=repr(compute_dtype) if dtype is None else dtype.name,
             hint='compute_dtype="bfloat16" has the range of float32',

@@ -340,7 +340,7 @@ class ShardingRules:
             return shape, self.replicated()
         parts = f" ({self.num_batch_shards} parts × {num_microbatches} microbatches)"
         raise DataError(
-            f"batch leaf {path}: its rows cannot be divided among the devices",
+            f"batch leaf {path or '(root)'}: its rows cannot be divided among the devices",
             expected=f"a multiple of {each}" + (parts if (num_microbatches or 1) > 1 else ""),
             got=f"{rows} rows",
             hint="choose another batch size, or drop the remainder",

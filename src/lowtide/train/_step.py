@@ -107,7 +107,7 @@ class WholeStep:
         wrt: what trains.
         mutable: what the model changes itself, or None.
         num_microbatches: parts of a batch.
-        weight: weight of a microbatch.
+        weight: weight of a microbatch, or None for equal ones.
         seed: of the key that `loss_fn` gets.
         compute_dtype: what the model computes in, or None for the dtypes of its arrays.
     """
@@ -119,7 +119,7 @@ class WholeStep:
         tx: optax.GradientTransformation,
         wrt: Where,
         num_microbatches: int,
-        weight: Callable[[Tree], Any],
+        weight: Callable[[Tree], Any] | None,
         *,
         mutable: Where | None = None,
         seed: int = 0,
@@ -127,7 +127,8 @@ class WholeStep:
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
-        self._num_microbatches, self._weight, self._seed = num_microbatches, weight, seed
+        self._num_microbatches, self._seed = num_microbatches, seed
+        self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
         self.guard = False
@@ -329,3 +330,24 @@ def _train_state(state: LayerwiseState) -> TrainState:
 def weighted(value: Any, weight: Any) -> Any:
     """A value times its weight; what has weight 0 contributes nothing, also where a mean over no tokens is 0/0."""
     return jnp.where(weight == 0, 0, value * weight)
+
+
+def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
+    """The function of a batch that gives its weight, as one float32.
+
+    Raises:
+        StructureError: in the call, for what is no scalar.
+    """
+
+    def run(batch: Tree) -> Any:
+        found = weight(batch)
+        if jax.tree.structure(found) != jax.tree.structure(0) or jnp.ndim(found):
+            raise StructureError(
+                "weight does not give one number for a batch",
+                expected='a scalar, such as jnp.sum(batch["mask"])',
+                got=f"shape {list(jnp.shape(found))}" if hasattr(found, "shape") else type(found).__name__,
+                hint="sum the weights of the examples",
+            )
+        return jnp.asarray(found, jnp.float32)
+
+    return run

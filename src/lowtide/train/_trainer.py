@@ -50,7 +50,7 @@ from ._checks import (
     refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model
-from ._feed import StepData, as_arguments
+from ._feed import StepData, as_arguments, refuse_objects
 from ._kept import Kept
 from ._loop import Loop
 from ._models import ModelObject
@@ -82,16 +82,17 @@ class Trainer(Kept):
             with what trains, and never trained. By default none, or what the bridge says.
         num_microbatches: into how many parts a batch is split for gradient accumulation.
         weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
-            instance its number of target tokens. By default all weigh the same; a layerwise step's own is taken.
+            instance its number of target tokens. By default microbatches weigh the same and evaluation batches their
+            number of rows; a layerwise step's own is taken.
         compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get the model's and the
             batch's float32 leaves in it, labels too. What trains, the optimizer and `mutable` leaves keep their dtypes;
             gradients, the loss, metrics and predictions are float32. Leaves of 16 bits or less, and integers, are given
             as they are. A Keras model runs under its own policy ``mixed_bfloat16``. By default nothing is cast.
         seed: of the keys that `loss_fn` gets; they follow from it and from the number of the step alone.
         on_nan: what to do when loss or gradients are not finite: ``"abort"`` raises and leaves the step's update out,
-            ``"skip"`` leaves it out and goes on, ``"roll_back"`` returns to the last copy and goes on with the next
-            batches, ``"ignore"`` does nothing. With optimizer state on the host or a layerwise step, whose updates
-            cannot be left out, ``"abort"`` returns to the last copy and raises.
+            ``"skip"`` leaves it out and goes on (the hundredth in a row raises), ``"roll_back"`` returns to the last
+            copy and goes on with the next batches, ``"ignore"`` does nothing. With optimizer state on the host or a
+            layerwise step, whose updates cannot be left out, ``"abort"`` returns to the last copy and raises.
         rollback: whether to keep a copy on the host of the state with which `fit` or an epoch began, where there is no
             checkpoint of it, for a step that fails after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
@@ -147,7 +148,7 @@ class Trainer(Kept):
         budget: int | str | None = None,
         sharding: ShardingRules | None = None,
     ) -> None:
-        refuse_arguments(model, tx, loss_fn, sharding)
+        refuse_arguments(model, tx, loss_fn, sharding, num_microbatches)
         if sharding is not None:
             model = _placed(model, sharding)
         step: WholeStep | LayerStep
@@ -160,10 +161,9 @@ class Trainer(Kept):
                 tx = dataclasses.replace(tx, weight=weight)
             elif weight not in (None, tx.weight):
                 refuse_beside_layerwise(weight=(weight, None))
-            weight, step = tx.weight or _equal, LayerStep(model, loss_fn, tx)
+            weight, step = tx.weight, LayerStep(model, loss_fn, tx)
         else:
             defaults: Any = model if isinstance(model, ModelObject) else Defaults()
-            weight = weight or _equal
             selected = defaults.wrt if wrt is None else wrt
             changes = defaults.mutable if mutable is None else mutable
             arguments = (model, loss_fn, tx, selected, num_microbatches, weight)
@@ -192,6 +192,8 @@ class Trainer(Kept):
         """What to do when loss or gradients are not finite."""
         self.is_stopped = False
         """Whether `stop` was called in this run."""
+        self.history: list[Record] = []
+        """The records of the last `fit`, also of one that raised."""
         self._compiled: dict[Any, Any] = {}
         self._evaluation = Evaluation(
             step,
@@ -333,6 +335,7 @@ class Trainer(Kept):
             on_record=on_record,
             progress=progress,
         )
+        self.history = loop.records
         try:
             return loop.run()
         finally:
@@ -438,6 +441,7 @@ class Trainer(Kept):
 
     def _shapes(self, batch: Tree) -> Tree:
         """Of what is not on the device yet the shapes that it will have there."""
+        refuse_objects(batch)
         if self.sharding is not None:
             self.processes.agree_on_batch(batch)
             return self.sharding.batch_shapes(batch, self._num_microbatches)
@@ -472,7 +476,3 @@ def _placed(model: Any, sharding: ShardingRules) -> Any:
     processes.agree_on_values(model.arrays())
     model.give_back(sharding.place(model.arrays()))
     return model
-
-
-def _equal(batch: Tree) -> Any:
-    return jnp.float32(1)

@@ -1,0 +1,156 @@
+"""Mistakes in what a trainer is given: told before anything runs where that can be known, and in the user's words."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError, DataError, StateError, StructureError
+from lowtide.train import Callback
+
+BATCHES = [np.full((4, 2), float(number), np.float32) for number in range(4)]
+
+
+def loss_fn(model: Any, batch: Any) -> Any:
+    return jnp.mean((model["w"][None] - batch) ** 2)
+
+
+def trainer(loss: Any = loss_fn, **options: Any) -> lt.Trainer:
+    return lt.Trainer({"w": jnp.zeros(2)}, loss, optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "got"),
+    [
+        (lambda m, x, y: 0.0, r"<lambda>\(m, x, y\)"),
+        (lambda m: 0.0, r"<lambda>\(m\)"),
+        (lambda m, x, *, mask: 0.0, r"<lambda>\(m, x, \*, mask\)"),
+    ],
+)
+def test_a_loss_of_other_arguments_is_refused_at_once(loss: Any, got: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)does not take a model and a batch.*got: {got}.*hint: a batch is one"):
+        trainer(loss)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        functools.partial(lambda m, x, scale: loss_fn(m, x) * scale, scale=2.0),
+        lambda m, x, key, training: loss_fn(m, x),
+        lambda m, x, training=False: loss_fn(m, x),
+        lambda *args: loss_fn(*args),
+    ],
+)
+def test_a_loss_that_takes_a_model_and_a_batch_in_its_own_way_is_taken(loss: Any) -> None:
+    assert len(trainer(loss).fit(BATCHES, num_steps=1, progress=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("result", "got"),
+    [
+        (lambda loss: None, "NoneType"),
+        (lambda loss: [loss, {}], r"\['float32\[\]', {}\]"),
+        (lambda loss: jnp.int32(loss), r"int32\[\]"),
+        (lambda loss: 1, "int"),
+        (lambda loss: "loss", "str"),
+        (lambda loss: (loss, loss), r"\('float32\[\]', 'float32\[\]'\)"),
+    ],
+)
+def test_what_is_no_loss_is_described(result: Any, got: str) -> None:
+    with pytest.raises(StructureError, match=rf"(?s)neither a loss nor.*expected: a floating-point.*got: {got}.*hint:"):
+        trainer(lambda m, x: result(loss_fn(m, x))).fit(BATCHES, num_steps=1, progress=False)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "2"])
+def test_a_number_of_microbatches_is_one(number: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s)num_microbatches is no number.*got: {number!r}.*hint: 1 means"):
+        trainer(num_microbatches=number)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("weight", "got"), [(lambda batch: jnp.ones(batch.shape[0]), r"shape \["), (lambda batch: None, "NoneType")]
+)
+def test_a_weight_is_one_number_for_a_batch(weight: Any, got: str, num_microbatches: int) -> None:
+    ours = trainer(weight=weight, num_microbatches=num_microbatches)
+    with pytest.raises(StructureError, match=rf"(?s)weight does not give one number.*got: {got}.*hint: sum"):
+        ours.fit(BATCHES, num_steps=1, progress=False)
+    with pytest.raises(StructureError, match=r"(?s)weight does not give one number"):
+        ours.evaluate(BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("batch", "got"),
+    [({"x": "text"}, "str"), ({"x": np.array(["a"])}, "dtype <U1"), ({"x": object()}, "object")],
+)
+def test_a_batch_of_no_numbers_is_named_by_its_path(batch: Any, got: str) -> None:
+    for use in (lambda ours: ours.fit([batch], num_steps=1, progress=False), lambda ours: ours.evaluate([batch])):
+        with pytest.raises(DataError, match=rf"(?s)batch leaf x holds no numbers.*got: {got}.*hint: encode"):
+            use(trainer())
+
+
+def test_an_iterator_cannot_be_evaluated_twice() -> None:
+    with pytest.raises(DataError, match=r"(?s)eval_data gives its batches only once.*got: generator.*hint: list"):
+        trainer().fit(BATCHES, num_steps=1, eval_data=(batch for batch in BATCHES))
+
+
+def test_records_survive_the_exception_that_ends_a_run() -> None:
+    ours = trainer()
+    with pytest.raises(DataError):
+        ours.fit(BATCHES[:2], num_steps=3, progress=False)
+    assert [record["step"] for record in ours.history] == [1, 2]
+    assert ours.fit(BATCHES, num_steps=3, progress=False) is ours.history
+
+
+def test_an_evaluation_is_the_mean_over_all_rows() -> None:
+    ours, rows = trainer(), np.concatenate(BATCHES)
+    uneven = [rows[:7], rows[7:14], rows[14:]]
+    whole = ours.evaluate([rows])["loss"]
+    assert ours.evaluate(uneven)["loss"] == pytest.approx(whole, rel=1e-6)
+    assert np.mean([ours.evaluate([part])["loss"] for part in uneven]) != pytest.approx(whole, rel=1e-2)
+    equal = trainer(weight=lambda batch: 1)
+    assert equal.evaluate(uneven)["loss"] == pytest.approx(np.mean([ours.evaluate([p])["loss"] for p in uneven]))
+
+
+class Restore(Callback):
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if self.event == "step":
+            trainer.restore(step=1)
+
+    def on_train_end(self, trainer: Any) -> None:
+        if self.event == "end":
+            trainer.restore(best=True)
+
+
+def test_a_checkpoint_is_restored_when_steps_have_ended(tmp_path: Any) -> None:
+    options: dict[str, Any] = {
+        "num_steps": 3,
+        "eval_data": BATCHES[:1],
+        "eval_every": 1,
+        "checkpoint_every": 1,
+        "progress": False,
+    }
+    ours = trainer(checkpoint_dir=tmp_path / "a")
+    with pytest.raises(StateError, match=r"(?s)restore was called while fit takes steps.*hint: call trainer.stop"):
+        ours.fit(BATCHES, callbacks=[Restore("step")], **options)
+    best = trainer(checkpoint_dir=tmp_path / "b", best="eval_loss")  # the weight moves away from what is evaluated
+    assert [record["step"] for record in best.fit(BATCHES, callbacks=[Restore("end")], **options)][-1] == 3
+    assert best.step == 1
+
+
+def test_logs_of_others_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("absl")
+    assert logger.level != logging.ERROR
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        logger.warning("of somebody else")
+    assert "of somebody else" in caplog.text
