@@ -11,6 +11,7 @@ from ._errors import OutputError as OutputError
 from ._errors import PlacementError as PlacementError
 from ._errors import PlacementWarning as PlacementWarning
 from ._errors import ReportError as ReportError
+from ._errors import ScheduleError as ScheduleError
 from ._errors import SelectionError as SelectionError
 from ._errors import StateError as StateError
 from ._errors import StructureError as StructureError
@@ -64,6 +65,7 @@ __all__ = [
     "PlacementWarning",
     "ReportError",
     "RunningGradient",
+    "ScheduleError",
     "SelectionError",
     "StateError",
     "StructureError",

@@ -132,5 +132,11 @@ class StateError(LowtideError, ValueError):
     code = "LT013"
 
 
+class ScheduleError(LowtideError, ValueError):
+    """A pipeline schedule that leaves something out, does it twice, waits for ever, or needs too much memory."""
+
+    code = "LT014"
+
+
 class PlacementWarning(UserWarning):
     """A placement that takes another form than the one asked for, at a cost in bytes or time."""

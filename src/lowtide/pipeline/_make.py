@@ -1,0 +1,154 @@
+"""`schedule`: a schedule by its name, for any stages and microbatches, costs and limits of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from ..core import ConfigError, ScheduleError
+from ._costs import Costs, at
+from ._listing import place_weights
+from ._named import NAMED, Named, placed
+from ._schedule import Schedule
+from ._simulate import simulate
+
+
+def schedule(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+) -> Schedule:
+    """A pipeline schedule.
+
+    Args:
+        name: one of `SCHEDULES`.
+        num_stages: parts of the model.
+        num_microbatches: parts of a batch; any number, also one that the schedule's pattern does not divide.
+        stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
+        costs: time and memory of actions, by which weight passes are placed; by default one unit each.
+        memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
+            the schedule itself, where it has one.
+
+    Returns:
+        The schedule, validated.
+
+    Raises:
+        ConfigError: for an unknown name, numbers that do not fit each other, or costs of another number of stages.
+        ScheduleError: when the schedule needs more than `memory_limit`.
+
+    Examples:
+        >>> print(schedule("1f1b", num_stages=2, num_microbatches=2).to_text())
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
+    """
+    if name not in NAMED:
+        raise ConfigError(
+            f"unknown schedule {name!r}",
+            expected=f"one of {', '.join(NAMED)}",
+            got=repr(name),
+            hint=f"near misses: {', '.join(get_close_matches(name, NAMED)) or 'none'}",
+        )
+    named = NAMED[name]
+    chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
+    num_ranks = num_stages // chunks
+    costs = costs or Costs(weight_residuals=1 / chunks)
+    costs.refuse_other(num_stages)
+    placement = placed(num_ranks, chunks, is_v=named.is_v)
+    limits = _limits(named, placement, chunks, costs, memory_limit)
+    made = _best(name, named, (num_ranks, chunks, num_microbatches), placement, costs, limits)
+    if memory_limit is not None:
+        _refuse_too_much(made, costs, limits)
+    return made
+
+
+def _best(
+    name: str, named: Named, sizes: tuple[int, int, int], placement: tuple[int, ...], costs: Costs, limits: list[float]
+) -> Schedule:
+    """Of the orders that a name stands for the one that ends soonest."""
+    found: list[tuple[float, Schedule]] = []
+    errors: list[ScheduleError] = []
+    for whole in named.orders(*sizes):
+        orders: Any = [[action for action in order if action.microbatch < sizes[-1]] for order in whole]
+        try:
+            orders = place_weights(orders, placement, costs, limits) if named.is_open else tuple(map(tuple, orders))
+        except ScheduleError as error:
+            errors.append(error)
+            continue
+        made = Schedule(name=name, num_microbatches=sizes[-1], placement=placement, orders=orders)
+        found.append((simulate(made, costs).makespan, made))
+    if not found:
+        raise errors[0]
+    return min(found, key=lambda one: one[0])[1]
+
+
+def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
+    """Stages a rank."""
+    for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        if number < 1:
+            raise ConfigError(f"{what} has to be at least 1", got=number, hint=f"{what}=4")
+    chunks = (named.chunks or (2,))[0] if stages_per_rank is None else stages_per_rank
+    fits = chunks in named.chunks if named.chunks else chunks >= 1
+    if not fits:
+        raise ConfigError(
+            f"{name} cannot have {chunks} stages a rank",
+            expected=" or ".join(map(str, named.chunks)) if named.chunks else "1 or more",
+            got=stages_per_rank,
+            hint="interleaved, interleaved-zb and looped-bfs take any number of stages a rank",
+        )
+    if num_stages % chunks:
+        raise ConfigError(
+            f"{name} has {chunks} stages a rank, which do not divide the number of stages",
+            expected=f"a multiple of {chunks}",
+            got=num_stages,
+            hint="num_stages counts all parts of the model, not ranks",
+        )
+    return chunks
+
+
+def _limits(
+    named: Named,
+    placement: Sequence[int],
+    chunks: int,
+    costs: Costs,
+    memory_limit: float | Sequence[float] | None,
+) -> list[float]:
+    """The memory of each rank."""
+    num_ranks = len(placement) // chunks
+    if memory_limit is not None:
+        given: list[float] = [*memory_limit] if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
+        if len(given) != num_ranks or min(given) <= 0:
+            raise ConfigError(
+                "memory_limit is no limit for each rank",
+                expected=f"a number above 0, or {num_ranks}",
+                got=memory_limit,
+                hint="in the unit of Costs.weight_residuals",
+            )
+        return given
+    if named.limit is None:
+        return [math.inf] * num_ranks
+    microbatches = named.limit(num_ranks, chunks)
+    found = [0.0] * num_ranks
+    for stage, rank in enumerate(placement):
+        found[rank] += microbatches * (at(costs.input_residuals, stage) + at(costs.weight_residuals, stage))
+    return found
+
+
+def _refuse_too_much(made: Schedule, costs: Costs, limits: Sequence[float]) -> None:
+    for rank, (peak, limit) in enumerate(zip(simulate(made, costs).peaks, limits, strict=True)):
+        if peak > limit * (1 + 1e-9):
+            raise ScheduleError(
+                f"{made.name}: rank {rank} keeps more than its memory_limit",
+                expected=f"at most {limit:g}",
+                got=f"{peak:g}",
+                hint="v-half and v-min keep less; or raise memory_limit",
+            )
+
+
+SCHEDULES = tuple(NAMED)
+"""The names that `schedule` takes."""

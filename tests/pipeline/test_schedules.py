@@ -1,0 +1,283 @@
+"""Schedules: the published figures, every size, random costs; and what is wrong with a schedule is said."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.core import ConfigError, OutputError, ScheduleError
+from lowtide.pipeline import SCHEDULES, Action, Costs, Kind, Schedule, schedule, simulate, ticks
+
+TWO_STAGES = {"interleaved", "interleaved-zb", "looped-bfs", "zb-v", "dualpipe-v", "v-half", "v-min"}
+V = {"zb-v", "dualpipe-v", "v-half", "v-min"}
+LIMITS = {
+    "zb-h1": lambda p: p,
+    "zb-h2": lambda p: 2 * p - 1,
+    "interleaved-zb": lambda p: p,
+    "zb-v": lambda p: p,
+    "v-half": lambda p: (p + 2) // 2,
+    "v-min": lambda p: (p + 4) // 3,
+}
+
+
+def per_microbatch(chunks: int, **costs: Any) -> Costs:
+    """Costs of a stage when those of a rank are 1."""
+    return Costs(
+        **{"forward": 1 / chunks, "input": 1 / chunks, "weight": 1 / chunks} | costs, weight_residuals=1 / chunks
+    )
+
+
+def made(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
+    chunks = 2 if name in TWO_STAGES else 1
+    options = {"costs": per_microbatch(chunks)} | options
+    return schedule(name, num_stages=chunks * num_ranks, num_microbatches=num_microbatches, **options)
+
+
+# --- published figures ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_microbatches", "bubble", "peaks"),
+    [
+        ("gpipe", 8, 9, [8, 8, 8, 8]),
+        ("1f1b", 8, 9, [4, 3, 2, 1]),
+        ("interleaved", 8, 4.5, [5.5, 4.5, 3.5, 2.5]),
+        ("zb-h1", 8, 3, [4] * 4),
+        ("interleaved-zb", 8, 1.5, [4] * 4),
+        ("zb-v", 8, 1.5, [4] * 4),
+        ("dualpipe-v", 10, 1.5, [4.5] * 4),
+        ("v-half", 8, 2.5, [3] * 4),
+        ("v-min", 8, 5.5, [2] * 4),
+    ],
+)
+def test_bubbles_and_peaks_on_four_ranks(name: str, num_microbatches: int, bubble: float, peaks: list[float]) -> None:
+    one = made(name, 4, num_microbatches)
+    found = simulate(one, per_microbatch(one.stages_per_rank))
+    assert found.bubble == pytest.approx(bubble)
+    assert found.peaks == pytest.approx(peaks)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_microbatches", "forward", "back", "weight"),
+    [(4, 8, 1, 1, 1), (4, 16, 1, 1.2, 0.8), (8, 32, 1, 1, 1), (3, 9, 2, 1.5, 1), (6, 20, 1, 2, 0.5)],
+)
+def test_bubbles_are_the_analytic_ones(
+    num_ranks: int, num_microbatches: int, forward: float, back: float, weight: float
+) -> None:
+    costs = Costs(forward=forward, input=back, weight=weight)
+    for name, unit in [
+        ("1f1b", forward + back + weight),
+        ("zb-h1", forward + back - weight),
+        ("zb-h2", forward + back - 2 * weight),
+    ]:
+        one = made(name, num_ranks, num_microbatches, costs=costs)
+        assert simulate(one, costs).steady_bubble == pytest.approx((num_ranks - 1) * unit), name
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 9))
+def test_peaks_are_those_of_the_formulas(num_ranks: int) -> None:
+    for name in ("zb-v", "v-half", "v-min"):
+        one = made(name, num_ranks, 4 * num_ranks)
+        assert max(simulate(one, per_microbatch(2)).peaks) == LIMITS[name](num_ranks), name
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "lockstep", "free"), [(4, 8, 40, 33), (8, 32, 148, 117)])
+def test_whole_backward_passes_cost_more_in_lockstep(
+    num_ranks: int, num_microbatches: int, lockstep: float, free: float
+) -> None:
+    one = made("1f1b", num_ranks, num_microbatches)
+    assert simulate(one, lockstep=True).makespan == lockstep
+    assert simulate(one).makespan == free
+    split = made("zb-h1", num_ranks, num_microbatches)
+    assert simulate(split, lockstep=True).makespan == simulate(split).makespan < lockstep
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half"])
+def test_orders_are_those_in_the_file(name: str) -> None:
+    golden = Path(__file__).parents[1] / "golden" / "schedules" / f"{name}.txt"
+    assert made(name, 4, 8).to_text() + "\n" == golden.read_text(encoding="utf-8")
+
+
+# --- all sizes -----------------------------------------------------------------------------------------------------
+
+times = st.floats(min_value=0.1, max_value=5.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(SCHEDULES),
+    num_ranks=st.integers(1, 8),
+    num_microbatches=st.integers(1, 32),
+    chunks=st.integers(1, 3),
+    data=st.data(),
+)
+def test_every_size_and_cost_gives_a_valid_schedule_within_its_memory(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int, data: Any
+) -> None:
+    chunks = chunks if name in {"interleaved", "interleaved-zb", "looped-bfs"} else 2 if name in V else 1
+    num_stages = chunks * num_ranks
+    each = st.lists(times, min_size=num_stages, max_size=num_stages)
+    costs = Costs(
+        forward=data.draw(each),
+        input=data.draw(each),
+        weight=data.draw(each),
+        communication=data.draw(st.floats(0, 2)),
+        weight_residuals=1 / chunks,
+    )
+    one = schedule(name, num_stages=num_stages, num_microbatches=num_microbatches, stages_per_rank=chunks, costs=costs)
+    # Valid, and nobody waits for ever: said by the constructor, and seen in both simulations.
+    assert Schedule.from_text(one.to_text(), name=name) == one
+    free, locked = simulate(one, costs), simulate(one, costs, lockstep=True)
+    assert free.makespan <= locked.makespan * (1 + 1e-9)
+    assert (
+        free.num_transfers
+        == locked.num_transfers
+        == 2 * num_microbatches * sum(a != b for a, b in zip(one.placement, one.placement[1:], strict=False))
+    )
+    assert len(ticks(one)) == locked.num_ticks
+    if name in LIMITS:
+        assert max(free.peaks) <= LIMITS[name](num_ranks) * (1 + 1e-9)
+    _assert_in_time(one, free.starts, free.ends, costs)
+
+
+def _assert_in_time(one: Schedule, starts: Any, ends: Any, costs: Costs) -> None:
+    """Written anew: nothing begins before what it needs has ended and come."""
+    begun, ended = (
+        {a: t for o, ts in zip(one.orders, all_, strict=True) for a, t in zip(o, ts, strict=True)}
+        for all_ in (starts, ends)
+    )
+
+    def end(stage: int, kinds: str, microbatch: int, to: int) -> float:
+        found = [ended[a] for k in kinds if (a := Action(stage, Kind(k), microbatch)) in ended]
+        assert len(found) == 1
+        return found[0] + (costs.communication if one.placement[stage] != one.placement[to] else 0)
+
+    for action, begin in begun.items():
+        stage, kind, microbatch = action
+        if kind is Kind.FORWARD and stage:
+            assert begin >= end(stage - 1, "F", microbatch, stage)
+        if kind in (Kind.INPUT, Kind.BACKWARD):
+            assert begin >= end(stage, "F", microbatch, stage)
+            if stage + 1 < one.num_stages:
+                assert begin >= end(stage + 1, "IB", microbatch, stage)
+        if kind is Kind.WEIGHT:
+            assert begin >= end(stage, "I", microbatch, stage)
+        assert ended[action] == pytest.approx(begin + costs.of(action))
+    for rank in range(one.num_ranks):
+        pairs = list(zip(starts[rank], ends[rank], strict=True))
+        assert all(later[0] >= earlier[1] for earlier, later in zip(pairs, pairs[1:], strict=False))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    one = made(name, 3, 7)
+    one.to_csv(tmp_path / f"{name}.csv")
+    assert Schedule.from_csv(tmp_path / f"{name}.csv") == one
+    rows = list(csv.reader(io.StringIO(one.to_csv())))
+    assert [len(row) for row in rows] == [len(order) for order in one.orders]
+
+
+def test_a_limit_of_memory_is_kept_or_refused() -> None:
+    tight = made("zb-h2", 4, 12, memory_limit=5.0)
+    assert max(simulate(tight).peaks) <= 5
+    assert simulate(tight).steady_bubble > simulate(made("zb-h2", 4, 12)).steady_bubble
+    each = made("zb-h1", 4, 12, memory_limit=[4, 4, 4, 2])
+    assert simulate(each).peaks[3] <= 2
+    with pytest.raises(ScheduleError, match=r"(?s)gpipe: rank 0 keeps more.*at most 6.*got: 8.*hint:"):
+        made("gpipe", 4, 8, memory_limit=6.0)
+    with pytest.raises(ScheduleError, match=r"(?s)rank \d cannot go on within its memory.*of 0.5 in use.*hint: raise"):
+        made("zb-h1", 4, 8, memory_limit=0.5)
+    with pytest.raises(ConfigError, match=r"(?s)memory_limit is no limit.*or 4.*hint:"):
+        made("zb-h1", 4, 8, memory_limit=[4, 4])
+
+
+def test_weight_passes_fill_what_slow_stages_leave() -> None:
+    costs = Costs(forward=[1, 3, 1, 1], input=[1, 3, 1, 1], weight=[1, 3, 1, 1])
+    whole, split = made("1f1b", 4, 12, costs=costs), made("zb-h1", 4, 12, costs=costs)
+    assert simulate(split, costs).bubble < simulate(whole, costs).bubble
+
+
+def test_residuals_of_the_input_pass_are_freed_by_it() -> None:
+    costs = Costs(input_residuals=0.75, weight_residuals=0.25)
+    one = made("zb-h1", 4, 8, costs=costs)
+    found = simulate(one, costs)
+    held, most = 0.0, 0.0
+    for action in one.orders[3]:
+        held += {"F": 1.0, "I": -0.75, "W": -0.25}[action.kind]
+        most = max(most, held)
+    assert found.peaks[3] == most < 4
+
+
+# --- what is wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0 0F0 0B0", r"stage 0, microbatch 0.*F once.*got: B F F"),
+        ("0F0", r"stage 0, microbatch 0.*got: F"),
+        ("0F0 0I0", r"stage 0, microbatch 0.*I and W once.*got: F I"),
+        ("0F0 0F1 0B0", r"stage 0, microbatch 1.*got: F"),
+        ("0F0 0B0\n2F0 2B0", r"not every stage has a rank.*stages 0 to 2.*got: 0, 2"),
+        ("0F0 0B0 1F0\n1B0", r"rank 0 does 1F0.*stage 1 on rank 1 alone"),
+        ("0B0 0F0", r"rank 0 waits for ever before 0B0.*0F0 before it"),
+        ("0F0 0W0 0I0", r"rank 0 waits for ever before 0W0.*0I0 before it"),
+        ("0F1 0F0 0B0 0B1\n1F0 1B0 1F1 1B1", ""),
+        ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", r"waits for ever.*rank 0 waits before 0B0; rank 1 waits before 1F1"),
+        ("", "no action"),
+    ],
+)
+def test_a_schedule_that_is_not_valid_is_refused(text: str, message: str) -> None:
+    if not message:  # an unusual order that works
+        assert Schedule.from_text(text).num_microbatches == 2
+        return
+    with pytest.raises(ScheduleError, match=f"(?s){message}.*hint:"):
+        Schedule.from_text(text)
+
+
+def test_cells_that_are_no_actions_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)'0X0' is no action.*hint: 2F0 is"):
+        Schedule.from_text("0X0")
+    with pytest.raises(ConfigError, match=r"(?s)none.csv: cannot be read.*hint:"):
+        Schedule.from_csv(tmp_path / "none.csv")
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
+    with pytest.raises(ConfigError, match=r"(?s)bytes.csv: cannot be read.*hint:"):
+        Schedule.from_csv(tmp_path / "bytes.csv")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"(?s)hint:"):
+        made("1f1b", 2, 2).to_csv(tmp_path / "file" / "x.csv")
+
+
+def test_the_text_of_pytorch_is_read() -> None:
+    found = Schedule.from_csv(Path(__file__).with_name("pytorch.csv"))
+    assert (found.num_stages, found.num_microbatches, found.is_split) == (2, 2, True)
+    assert found.to_text() == "0F0 0F1 0B0 0I1 0W1\n1F0 1B0 1F1 1B1"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "zb-h3"}, r"unknown schedule 'zb-h3'.*one of gpipe.*hint: near misses: zb-h\d"),
+        ({"num_stages": 0}, r"num_stages has to be at least 1.*got: 0"),
+        ({"num_microbatches": 0}, r"num_microbatches has to be at least 1.*got: 0"),
+        ({"stages_per_rank": 2}, r"zb-h1 cannot have 2 stages a rank.*expected: 1.*hint: interleaved"),
+        ({"name": "zb-v", "num_stages": 5}, r"zb-v has 2 stages a rank.*a multiple of 2.*got: 5"),
+        ({"costs": Costs(forward=[1, 1])}, r"forward is not of these stages.*one number, or 4.*got: 2 numbers"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    given = {"name": "zb-h1", "num_stages": 4, "num_microbatches": 8} | options
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        schedule(given.pop("name"), **given)
+
+
+@pytest.mark.parametrize("wrong", [{"forward": 0}, {"weight": [1, -1]}, {"communication": -1}, {"input": float("nan")}])
+def test_costs_are_positive_numbers(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){next(iter(wrong))} is no cost.*hint: units are free"):
+        Costs(**wrong)
