@@ -122,11 +122,16 @@ class Keras:
         self.model.fit(data, steps_per_epoch=count, epochs=1, verbose=0, callbacks=[hook])
 
     def fit_validated(self) -> None:
-        """An epoch, validation, and a failure in the first step after it."""
+        """An epoch, validation, and an interrupt when the first step after it has ended."""
 
         class Next(keras.callbacks.Callback):
+            epoch = 0
+
             def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-                if epoch == 1:
+                self.epoch = epoch
+
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                if self.epoch == 1:
                     raise KeyboardInterrupt
 
         steps = {"steps_per_epoch": 3, "validation_steps": 2, "epochs": 2}
@@ -163,11 +168,11 @@ class Ours:
 
     def fit_validated(self) -> None:
         class Next(Callback):
-            def on_epoch_begin(self, trainer: Any, epoch: int) -> None:
-                if epoch == 1:
+            def on_step_end(self, trainer: Any, step: int) -> None:
+                if step == 4:
                     raise KeyboardInterrupt
 
-        self.trainer.fit(DATA[:3], num_epochs=2, eval_data=DATA[:2], callbacks=[Next()])
+        self.trainer.fit(DATA, num_steps=STEPS, eval_data=DATA[:2], eval_every=3, callbacks=[Next()])
 
     def evaluate(self, stop_at: int) -> None:
         self.trainer.evaluate(batches(stop_at))
@@ -248,7 +253,7 @@ FAILURES: dict[str, tuple[Callable[[Any], None], int]] = {
     "failure on the device, first step": (lambda s: fails_at(s, 1), 0),
     "failure on the device, third step": (lambda s: fails_at(s, 3), 0),
     "failure: out of memory, third step": (lambda s: s.fit(STEPS, wide_at=2), 0),
-    "interrupt after validation": (lambda s: s.fit_validated(), 3),
+    "interrupt after validation": (lambda s: s.fit_validated(), 4),
     "callback that reads the model": (closes_over, 4),
     "callback that edits the weights": (edits, 3),
 }
@@ -269,6 +274,8 @@ def outcome(make_subject: Callable[[], Any], failure: str) -> Outcome:
     """Plant one failure."""
     plant, good_step = FAILURES[failure]
     undisturbed = make_subject()
+    if plant is closes_over and isinstance(undisturbed, Keras):
+        good_step = 3  # the callback itself raises there
     if good_step:
         undisturbed.fit(good_step)
     if plant is edits:

@@ -141,3 +141,104 @@ def test_an_interrupt_while_arrays_are_lent_leaves_the_model_whole(kind: str, mo
             trainer.fit([(X, X)] * 2, num_steps=2, progress=False)
     np.testing.assert_array_equal(kernel_of(), before)
     assert len(trainer.fit([(X, X)] * 2, num_steps=2, progress=False)) == 2
+
+
+@pytest.mark.parametrize("kind", ["keras", "nnx"])
+def test_a_checkpoint_that_cannot_be_read_leaves_the_model_whole(kind: str, tmp_path: Any, monkeypatch: Any) -> None:
+    from lowtide.train._checkpoint import Checkpoints
+
+    model, _, kernel = made(kind)
+    first = _again(kind, model, checkpoint_dir=tmp_path)
+    first.fit([(X, X[:, :1])] * 2, num_steps=2, progress=False)
+    before = kernel()
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(Checkpoints, "restore", fail)
+    with pytest.warns(UserWarning, match="planted"), pytest.raises(StateError, match="no checkpoint can be") as raised:
+        first.restore()
+    assert "the trainer holds the state of step 2, as before" in raised.value.__notes__
+    np.testing.assert_array_equal(kernel(), before)
+    assert len(first.fit([(X, X[:, :1])] * 3, num_steps=3, progress=False)) == 1
+
+
+def _again(kind: str, model: Any, **options: Any) -> lt.Trainer:
+    if kind == "keras":
+        from lowtide.ext.keras import Bridge
+
+        bridge = Bridge(model)
+        return lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1), **options)
+    from lowtide.ext.nnx import Bridge as Module
+
+    return lt.Trainer(Module(model), lambda m, b: jnp.mean((m(b[0]) - 1.0) ** 2), optax.sgd(0.1), **options)
+
+
+@pytest.mark.parametrize("kind", ["keras", "nnx"])
+def test_the_model_is_whole_between_two_epochs(kind: str) -> None:
+    model, ours, kernel = made(kind)
+    seen: list[Any] = []
+
+    class Looks(lt.train.Callback):
+        def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+            seen.append((kernel(), np.array(jax.tree.leaves(trainer.state.trainable)[-1])))
+
+    ours.fit([(X, X[:, :1])] * 2, num_epochs=2, callbacks=[Looks()], progress=False)
+    assert len(seen) == 2 and not np.array_equal(seen[0][0], seen[1][0])
+    assert all(held.dtype == np.float32 for held, _ in seen)
+
+
+def test_a_placeholder_is_neither_copied_nor_compared() -> None:
+    import copy
+    import pickle
+
+    from lowtide.ext._lent import Lent
+
+    lent = Lent("kernel", jnp.ones((4, 2)))
+    uses: list[Any] = [
+        copy.copy,
+        copy.deepcopy,
+        pickle.dumps,
+        lambda x: x == 0,
+        lambda x: x != 0,
+        lambda x: x < 1,
+        lambda x: x**2,
+        lambda x: 1 / x,
+        np.asarray,
+        abs,
+    ]
+    for use in uses:
+        with pytest.raises(
+            StateError, match=r"(?s)kernel: a trainer has this array.*hint: in a callback read trainer.model"
+        ):
+            use(lent)
+    assert {lent: 1}[lent] == 1
+
+
+def test_numpy_arrays_in_a_module_train() -> None:
+    from flax import nnx
+
+    from lowtide.ext.nnx import Bridge as Module
+
+    net = nnx.Linear(4, 1, rngs=nnx.Rngs(0))
+    nnx.update(net, {"kernel": np.ones((4, 1), np.float32)})
+    ours = lt.Trainer(Module(net), lambda m, b: jnp.mean((m(b) - 1.0) ** 2), optax.sgd(0.1))
+    ours.fit([X] * 2, num_steps=1, progress=False)
+    assert not np.array_equal(net.kernel[...], np.ones((4, 1)))
+
+
+def test_float16_of_keras_is_told_of() -> None:
+    import keras
+
+    from lowtide.ext.keras import Bridge
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype="mixed_float16")])
+    with pytest.warns(UserWarning, match=r"(?s)computes in float16.*hint: the policy mixed_bfloat16"):
+        Bridge(model)
+
+
+def test_predictions_of_an_object_are_compiled_once(compilations: Any) -> None:
+    _, ours, _ = made("keras")
+    ours.predict([X])
+    with compilations.none():
+        ours.predict([X])

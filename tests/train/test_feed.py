@@ -101,9 +101,10 @@ def test_a_position_belongs_to_its_data(tmp_path: Any) -> None:
 def test_a_run_that_is_past_its_end_does_nothing() -> None:
     ours = plain()
     ours.fit([np.float32(1)] * 4, num_steps=4)
-    assert ours.fit([np.float32(1)] * 9, num_steps=2) == [] and ours.step == 4
+    with pytest.warns(UserWarning, match="fit took no step: the trainer is at step 4"):
+        assert ours.fit([np.float32(1)] * 9, num_steps=2) == [] and ours.step == 4
     for name in ("num_steps", "num_epochs"):
-        with pytest.raises(ConfigError, match=rf"(?s){name} cannot be negative.*got: -1.*hint:"):
+        with pytest.raises(ConfigError, match=rf"(?s){name} is no number.*got: -1.*hint:"):
             ours.fit([np.float32(1)], **{name: -1})
 
 

@@ -110,6 +110,7 @@ def test_a_callback_may_save(event: str, step: int, tmp_path: Any) -> None:
             self.resumed_at = state["num_steps"]
 
     def fail(trainer: Any) -> None:
+        trainer.save = lambda: False
         raise RuntimeError("as if killed")
 
     ours = trainer(checkpoint_dir=tmp_path)
@@ -139,7 +140,8 @@ def test_a_state_that_is_no_number_is_not_kept(tmp_path: Any) -> None:
 def test_a_callback_cannot_save_a_state_that_is_no_number(tmp_path: Any) -> None:
     data = [np.float32(value) for value in (1, 1, np.nan, 1)]
     ours = trainer(on_nan="roll_back", checkpoint_dir=tmp_path)
-    ours.fit(data, num_steps=4, callbacks=[At(3, lambda trainer: trainer.save())])
+    with pytest.warns(UserWarning, match="step 3: loss is not finite; back to the weights of step 0"):
+        ours.fit(data, num_steps=4, callbacks=[At(3, lambda trainer: trainer.save())])
     assert ours.checkpoints is not None
     for step in (3, 4):
         ours.restore(step=step)

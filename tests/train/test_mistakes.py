@@ -145,7 +145,7 @@ def test_a_checkpoint_is_restored_when_steps_have_ended(tmp_path: Any) -> None:
         ours.fit(BATCHES, callbacks=[Restore("step")], **options)
     best = trainer(checkpoint_dir=tmp_path / "b", best="eval_loss")  # the weight moves away from what is evaluated
     assert [record["step"] for record in best.fit(BATCHES, callbacks=[Restore("end")], **options)][-1] == 3
-    assert best.step == 1
+    assert best.step == 0  # what a run begins with may be the best
 
 
 def test_logs_of_others_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -> None:

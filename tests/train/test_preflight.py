@@ -51,7 +51,7 @@ def test_nothing_is_printed_when_nothing_is_asked_for(capfd):
 
 def test_a_step_over_the_budget_is_refused_with_owners_and_remedies_and_nothing_is_lost():
     ours = trainer(budget=2**20)
-    with pytest.raises(OutOfMemoryError, match=r"(?s)before the first step: .*\(1.00 MiB usable\).*hint:") as raised:
+    with pytest.raises(OutOfMemoryError, match=r"(?s)before its first step: .*\(1.00 MiB usable\).*hint:") as raised:
         ours.fit(DATA, num_steps=2, progress=False)
     text = str(raised.value)
     assert "optimizer" in text and "frozen" in text and "base" in text

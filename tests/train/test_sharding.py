@@ -282,3 +282,32 @@ def test_keys_in_the_state_survive_a_checkpoint(tmp_path):
     assert second.restore() == 2
     assert jax.random.key_data(second.model["key"]).tolist() == jax.random.key_data(first.model["key"]).tolist()
     second.fit(data, num_steps=4, progress=False)
+
+
+def test_activations_between_layers_are_divided_where_weights_are():
+    """Else XLA gathers activations, and every device computes all rows."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4}
+    config = lt.models.LlamaConfig(vocab_size=256, head_dim=32, **sizes)
+    tokens = np.zeros((32, 64), np.int32)
+
+    def temporaries(**axes):
+        rules = ShardingRules(mesh=make_mesh(**axes), min_bytes=0)
+        model = lt.models.init(config, key=jax.random.key(0))
+        trainer = lt.Trainer(model, lt.models.loss, optax.adamw(1e-3), sharding=rules)
+        return trainer.memory({"tokens": tokens, "labels": tokens}).by_role["temporaries"]
+
+    whole = temporaries(data=8, fsdp=1)
+    assert temporaries(fsdp=8) <= 1.1 * whole
+    assert temporaries(data=2, fsdp=4) <= 1.1 * whole
+
+
+def test_the_other_axis_may_be_the_rest():
+    assert dict(make_mesh(data=-1).shape) == {"data": 8, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(tensor=-1, fsdp=2).shape) == {"data": 1, "fsdp": 2, "tensor": 4}
+
+
+def test_constraining_leaves_alone_what_cannot_be_divided():
+    rules = ShardingRules(mesh=make_mesh())
+    found = jax.jit(rules.constrain)({"rows": jnp.ones((16, 2)), "odd": jnp.ones(3), "one": jnp.ones(())})
+    assert found["rows"].addressable_shards[0].data.shape == (2, 2)
+    assert found["odd"].sharding.is_fully_replicated

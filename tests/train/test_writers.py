@@ -69,6 +69,7 @@ def test_what_a_resumed_run_does_again_is_shown_once(tensorboard: Any, tmp_path:
     class Dies(Callback):
         def on_step_end(self, trainer: Any, step: int) -> None:
             if step == 7:
+                trainer.save = lambda: False  # as if it were killed
                 raise ZeroDivisionError
 
     def fit(*callbacks: Any) -> Any:
@@ -125,7 +126,7 @@ def test_a_writer_that_only_logs_gets_whole_records_and_a_failed_run_is_flushed(
     assert run.seen == records and run.num_flushes == 1
     with pytest.raises(ConfigError):
         trainer().fit(BATCHES, num_steps=3, callbacks=[Scalars(run), lt.train.EarlyStopping("other")])
-    assert run.num_flushes == 3
+    assert run.num_flushes == 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # its own

@@ -203,7 +203,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
             f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "
             f"{base.config.max_position_embeddings} positions the model was made for"
         )
-    for problem in _shortages(config, table.ours):
+    for problem in _shortages(config, table.ours, is_shared=job.trainer.sharding is not None):
         console.print(f"[bold yellow]warning[/] {problem}")
 
 
@@ -230,14 +230,14 @@ def _on_the_host(report: Any) -> str:
     return f", {format_bytes(report.host_bytes)} on the host (pinned{of})"
 
 
-def _shortages(config: Any, report: Any) -> list[str]:
+def _shortages(config: Any, report: Any, *, is_shared: bool) -> list[str]:
     """What to say when the device, or its host, is too small."""
     found: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
         rest = [word for word in ("parameters", "optimizer", "activations") if word not in (config.offload or ())]
         found.append(
             "this does not fit: lower --batch-size or --seq-len, raise num_microbatches"
-            + (f", or --offload {','.join(rest)}" if rest and not config.full else "")
+            + (f", or --offload {','.join(rest)}" if rest and not config.full and not is_shared else "")
         )
     if report.host_bytes and report.host_margin_bytes is not None and report.host_margin_bytes < 0:
         found.append(

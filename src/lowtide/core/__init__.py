@@ -45,6 +45,7 @@ from ._spaces import bytes_by_space as bytes_by_space
 from ._spaces import memory_space as memory_space
 from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
+from ._stack import dividing as dividing
 from ._stack import num_layers as num_layers
 from ._units import format_bytes as format_bytes
 from ._units import parse_bytes as parse_bytes
@@ -77,6 +78,7 @@ __all__ = [
     "bytes_by_space",
     "check_differentiable",
     "combine",
+    "dividing",
     "format_bytes",
     "if_active",
     "is_array_like",

@@ -7,8 +7,10 @@ trees: `outer` (embedding, final norm, head) and `layers`, whose leaves all have
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -69,16 +71,38 @@ class LayerStack:
         if remat is not False:
             block = jax.checkpoint(block, policy=None if remat is True else remat, prevent_cse=False)
 
-        def body(h: Any, layer: Tree) -> tuple[Any, None]:
-            return block(layer, h, batch), None
+        divide = _divide.get()
 
-        return jax.lax.scan(body, self.first(outer, batch), layers)[0]
+        def body(h: Any, layer: Tree) -> tuple[Any, None]:
+            return divide(block(layer, h, batch)), None
+
+        return jax.lax.scan(body, divide(self.first(outer, batch)), layers)[0]
 
     def apply(
         self, outer: Tree, layers: Tree, batch: Tree, *, remat: bool | Callable[..., bool] = False
     ) -> tuple[Any, Tree]:
         """Run the whole stack; arguments as in `hidden`, result as of `last`: ``(loss, metrics)``."""
         return self.last(outer, self.hidden(outer, layers, batch, remat=remat), batch)
+
+
+_divide: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("divide", default=lambda h: h)
+
+
+@contextlib.contextmanager
+def dividing(divide: Callable[[Any], Any]) -> Generator[None]:
+    """Inside the block, where a stack is traced, say of the activations between its layers how devices share them.
+
+    Where weights are divided and nothing is said, XLA may gather the activations instead of the weights of a layer, and
+    have every device compute all rows.
+
+    Args:
+        divide: called with the activations; gives them back, constrained.
+    """
+    token = _divide.set(divide)
+    try:
+        yield
+    finally:
+        _divide.reset(token)
 
 
 def num_layers(layers: Tree) -> int:

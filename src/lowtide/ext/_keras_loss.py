@@ -85,7 +85,9 @@ def _found_loss(loss: Any) -> keras.losses.Loss:
 
 def _found_metric(name: str, metric: Any) -> Any:
     try:
-        found: Any = _by_shape("metrics", "accuracy") if metric in ("accuracy", "acc") else keras.metrics.get(metric)
+        kind = {"acc": "accuracy", "ce": "crossentropy"}.get(metric, metric) if isinstance(metric, str) else None
+        of_shape = kind in ("accuracy", "crossentropy")
+        found: Any = _by_shape("metrics", kind) if of_shape else keras.metrics.get(metric)
     except (ValueError, TypeError):
         found = None
     of_state = isinstance(found, keras.metrics.Metric) and not isinstance(found, keras.metrics.MeanMetricWrapper)

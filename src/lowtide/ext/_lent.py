@@ -25,12 +25,15 @@ class Lent:
         raise StateError(
             f"{self.path}: a trainer has this array while it trains",
             expected="Trainer.model, which gives the arrays back",
-            got="the model object itself, in the middle of fit",
-            hint="in a callback read trainer.model, or use on_epoch_end and call trainer.model there",
+            got="the model object itself, while the trainer takes steps",
+            hint="in a callback read trainer.model, which gives the arrays back until the next step",
         )
 
     __array__ = __getitem__ = __setitem__ = __iter__ = __float__ = __int__ = __bool__ = __len__ = refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = __neg__ = refuse
+    __rtruediv__ = __rmatmul__ = __floordiv__ = __mod__ = __pow__ = __rpow__ = __abs__ = __pos__ = __complex__ = refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __copy__ = __deepcopy__ = __reduce_ex__ = refuse  # type: ignore
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

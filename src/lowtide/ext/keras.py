@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -31,6 +32,9 @@ class Bridge:
     Raises:
         ConfigError: for another backend than JAX.
         SelectionError: when the model is not built, or has nothing that trains.
+
+    Warns:
+        UserWarning: for a float16 policy, whose loss is not scaled.
 
     Memory:
         No copy: the trainer's arrays are those of the model's variables.
@@ -66,6 +70,13 @@ class Bridge:
                 expected="a model that is built, with trainable layers",
                 got="a model that is not built" if not model.built else "only frozen variables",
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
+            )
+        if any(layer.dtype_policy.compute_dtype == "float16" for layer in _layers(model)):
+            warnings.warn(
+                "the model computes in float16, and small gradients become zero: its loss is not scaled\n"
+                "hint: the policy mixed_bfloat16 needs no scaling",
+                UserWarning,
+                stacklevel=2,
             )
         self._variables = _named(_variables(model), _layers(model))
         self._lent = set[str]()
@@ -107,8 +118,7 @@ class Bridge:
         Returns:
             ``loss_fn(model, batch, training)`` for batches ``(x, y)`` or ``(x, y, sample_weight)``. The loss is the
             sum over examples divided by their number, as Keras has it, not by the sum of weights: microbatches of one
-            size weigh the same, and with batches of unequal sizes ``Trainer(weight=lambda batch: len(batch[0]))`` gives
-            the mean of an evaluation.
+            size weigh the same, and batches of an evaluation by their number of rows.
 
         Raises:
             ConfigError: for a loss or a metric that is none of Keras', a metric that is no mean, such as AUC, or a

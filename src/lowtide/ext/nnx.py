@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ..core import SelectionError, StructureError, Tree
@@ -26,7 +27,9 @@ class Bridge:
     """An `nnx.Module` for `lowtide.Trainer`; a `lowtide.train.ModelObject`.
 
     Args:
-        model: the module, which holds placeholders while the trainer has its arrays.
+        model: the module, which holds placeholders while the trainer has its arrays. What shares its arrays (an
+            `nnx.clone`, an array that was read from it) is gone with the first step; NumPy arrays in it become JAX's.
+            A parameter that is frozen stays as it is, whatever a call writes into it.
         wrt: an NNX filter of what trains, such as `nnx.LoRAParam`. Other parameters are frozen, and stay in the module.
 
     Raises:
@@ -56,6 +59,11 @@ class Bridge:
         self.model = model
         """The module."""
         _warn_of_eval(model)
+        for _, node in nnx.iter_graph(
+            model
+        ):  # what was read from a file may be NumPy's, and would be no leaf that trains
+            if isinstance(node, nnx.Variable) and isinstance(value := node.get_raw_value(), np.ndarray):
+                node.set_raw_value(jnp.array(value), _unsafe_bypass_check=True)
         self._known = _all_variables(model).keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))

@@ -111,14 +111,24 @@ class JsonlLogger(Callback):
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Make its folder, and raise now rather than at the first record."""
+        if trainer.processes.is_first:
+            with contextlib.suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._write(trainer, "")
+
     def on_record(self, trainer: Trainer, record: Record) -> None:
         """Write one."""
+        values = {name: value if math.isfinite(value) else None for name, value in record.items()}
+        self._write(trainer, json.dumps(values) + "\n")
+
+    def _write(self, trainer: Trainer, line: str) -> None:
         if not trainer.processes.is_first:
             return
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                values = {name: value if math.isfinite(value) else None for name, value in record.items()}
-                file.write(json.dumps(values) + "\n")
+                file.write(line)
         except OSError as error:
             raise OutputError(
                 f"{self.path}: cannot be written", got=error.strerror or error, hint="choose another path"
@@ -197,7 +207,12 @@ class TensorBoard(Callback):
         step = trainer.step
         # Files of the same second would have the same name.
         purge_step, suffix = (step + 1, f".{step}") if step else (None, "")
-        self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
+        try:
+            self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
+        except OSError as error:
+            raise OutputError(
+                f"{self.directory}: cannot be written", got=error.strerror or error, hint="choose another folder"
+            ) from error
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
         """Write one."""
@@ -236,6 +251,11 @@ class Profile(Callback):
             raise ConfigError("no step would be profiled", got=f"{first}, {num_steps}", hint="first=10, num_steps=3")
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
         self._running, self._end = False, -1
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Look for the first step again in a run that begins before it."""
+        if trainer.step <= self.first:
+            self._end = -1
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
         """Start before the first, once."""

@@ -53,7 +53,8 @@ class Checkpoints:
 
         self._ocp = ocp
         self.directory = Path(directory).resolve()
-        _check_folder(self.directory)
+        if not self.directory.is_dir():  # one that is there may be for reading alone
+            _check_folder(self.directory)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
         options = ocp.CheckpointManagerOptions(preservation_policy=self._retention, create=True)
@@ -63,6 +64,29 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
         return self._manager.latest_step()
+
+    def look_again(self) -> int | None:
+        """`latest_step`, also of what another trainer has written meanwhile; for a run that is about to begin.
+
+        Raises:
+            OutputError: for a folder that cannot be written to.
+        """
+        _check_folder(self.directory)
+        self.wait()
+        self._manager.reload()
+        return self.latest_step()
+
+    def _refuse_other_run(self) -> None:
+        """Raise when there is a checkpoint that is none of ours and of no step before."""
+        known = max([-1, *self._manager.all_steps()])
+        steps = [int(path.name) for path in self.directory.iterdir() if path.name.isdigit()]
+        if jax.process_count() == 1 and max([-1, *steps]) > known:
+            raise OutputError(
+                f"{self.directory}: another run writes checkpoints here",
+                expected=f"none after step {known}" if known >= 0 else "none",
+                got=f"step {max(steps)}",
+                hint="choose another checkpoint_dir for one of them; both have written here",
+            )
 
     @property
     def best(self) -> str | None:
@@ -88,16 +112,17 @@ class Checkpoints:
         """
         return self.best is not None and self._retention.note(step, record, self._manager.all_steps())
 
-    def save(self, step: int, state: Tree, notes: Mapping[str, Any]) -> bool:
+    def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
         """Begin to write a checkpoint; the arrays are copied to the host before this returns, so they may be donated.
 
         Args:
             step: its number.
             state: any pytree of arrays.
             notes: what else belongs to the step, as JSON.
+            replace: whether a checkpoint of this step is written anew.
 
         Returns:
-            Whether there was none of this step yet.
+            Whether there was none of this step yet, or it is replaced.
 
         Raises:
             ConfigError: when the notes are no JSON.
@@ -107,10 +132,15 @@ class Checkpoints:
             One copy of the state on the host until the write ends; none on the device.
         """
         if step == self._manager.latest_step():
-            return False
+            if not replace:
+                return False
+            with self._writing():
+                self._manager.wait_until_finished()
+                self._manager.delete(step)
         if not self._has_saved:
             self._clear()
             self._has_saved = True
+        self._refuse_other_run()
         try:
             json.dumps(notes)
         except (TypeError, ValueError) as error:
@@ -143,7 +173,9 @@ class Checkpoints:
             raise OutputError(
                 f"{self.directory}: a checkpoint could not be written",
                 got=said,
-                hint="free some space, or choose another checkpoint_dir; the trainer keeps its state",
+                hint="free some space, or choose another checkpoint_dir; the trainer keeps its state"
+                if jax.process_count() == 1
+                else "look whether all processes live, and whether there is space",
             ) from error
 
     def _clear(self) -> None:
@@ -263,13 +295,18 @@ class Checkpoints:
             )
         return None
 
+    def set_aside(self, after: int) -> None:
+        """Rename the checkpoints after a step, none of which can be read."""
+        self._set_aside([step for step in self._manager.all_steps() if step > after])
+
     def _set_aside(self, steps: list[int]) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again."""
 
         def rename() -> None:
             for step in steps:
                 free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
-                (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+                with contextlib.suppress(PermissionError):  # a folder for reading alone
+                    (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
 
         if steps:
             of_first(rename)
@@ -299,12 +336,13 @@ class Checkpoints:
         found = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
         wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
         if found != wanted:
-            name = sorted(set(found.items()) ^ set(wanted.items()))[0][0]
+            names = sorted({name for name, _ in set(found.items()) ^ set(wanted.items())})
+            name, others = names[0], f" (and {len(names) - 1} other leaves)" if len(names) > 1 else ""
             raise StructureError(
-                f"{name}: the checkpoint of step {step} is not of this model and optimizer",
-                expected=wanted.get(name, "no such leaf"),
-                got=found.get(name, "no such leaf"),
-                hint=f"resume with the configuration that wrote {self.directory}",
+                f"{name}{others}: the checkpoint of step {step} is not of this model and optimizer",
+                expected=wanted.get(name, "no such leaf, in this trainer"),
+                got=found.get(name, "no such leaf, in the checkpoint"),
+                hint=f"resume with the model, optimizer and wrt that wrote {self.directory}",
             )
 
     def restore(self, step: int, like: Tree) -> Tree:

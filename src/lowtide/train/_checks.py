@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
+
+import jax
 
 from ..core import (
     ConfigError,
@@ -16,6 +19,7 @@ from ..core import (
     StructureError,
     Tree,
     Where,
+    is_array_like,
     leaves_with_paths,
     on_host,
     parse_bytes,
@@ -24,6 +28,7 @@ from ..core import (
 from ..offload import LayerwiseStep
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
+from ._feed import is_count
 from ._models import ModelObject, keywords
 from ._sharding import ShardingRules
 from ._step import TrainState
@@ -71,8 +76,8 @@ def refuse_rollback_to_nothing(on_nan: str, *, has_copies: bool) -> None:
 
 def parse_budget(budget: int | str | None) -> int | None:
     """Bytes that a step may use, or None for what the device has."""
-    found = parse_bytes(budget) if isinstance(budget, str) else budget
-    if found is not None and found <= 0:
+    found: Any = parse_bytes(budget) if isinstance(budget, str) else budget
+    if found is not None and not is_count(found, 1):
         raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
     return found
 
@@ -88,8 +93,8 @@ def refuse_shared(parts: Tree) -> None:
         )
 
 
-def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any) -> None:
-    """Raise for what cannot be a model, an optimizer, a loss function, rules or a number of microbatches."""
+def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any) -> None:
+    """Raise for what cannot be a model, an optimizer, a loss function, rules, or a number."""
     # Who has such a model has imported its library.
     for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
         cls = getattr(sys.modules.get(library), kind, None)
@@ -116,12 +121,21 @@ def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any, num_micro
         )
     if not (isinstance(tx, LayerwiseStep) or isinstance(model, ModelObject)):  # Equinox' state is one argument more
         _refuse_signature(loss_fn)
-    if not isinstance(num_microbatches, int) or num_microbatches < 1:
+    if not is_count(num_microbatches, 1):
         raise ConfigError(
             "num_microbatches is no number of parts",
             expected="an integer of at least 1",
             got=repr(num_microbatches),
             hint="1 means no accumulation",
+        )
+    if not is_count(seed, -(2**63)):
+        raise ConfigError("seed is no integer", expected="such as 0", got=repr(seed), hint="each seed is another run")
+    if not (isinstance(model, ModelObject) or any(map(is_array_like, jax.tree.leaves(model)))):
+        raise ConfigError(
+            "the model has no arrays",
+            expected="a pytree of arrays, or a bridge of lowtide.ext",
+            got=f"a {type(model).__name__} of {len(jax.tree.leaves(model))} leaves",
+            hint="pass parameters, such as {'w': jnp.zeros((4, 2))}",
         )
     if not (sharding is None or isinstance(sharding, ShardingRules)):
         raise ConfigError(
@@ -148,9 +162,17 @@ def _refuse_signature(loss_fn: Any) -> None:
         ) from error
 
 
-def refuse_callbacks(callbacks: Any) -> None:
-    """Raise for what is no callback, before anything runs."""
-    for callback in callbacks:
+def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """The callbacks, of any iterable; raises for what is none, before anything runs."""
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            "callbacks is no list of callbacks",
+            expected="callbacks=[EarlyStopping()]",
+            got=repr(callbacks)[:80],
+            hint="put a single one into a list",
+        )
+    found = tuple(callbacks)
+    for callback in found:
         if not isinstance(callback, Callback):
             raise ConfigError(
                 "a callback is none",
@@ -158,24 +180,26 @@ def refuse_callbacks(callbacks: Any) -> None:
                 got=repr(callback)[:80],
                 hint="a class has to be called, EarlyStopping(); a function goes into on_record=",
             )
+    return found
 
 
-def refuse_consumed(state: TrainState) -> None:
-    """Raise when somebody else has consumed the state: another trainer of the same arrays."""
-    gone = [path for path, leaf in leaves_with_paths(state) if leaf.is_deleted()]
+def refuse_consumed(state: TrainState, frozen: Tree) -> None:
+    """Raise when somebody else has consumed the arrays: another trainer of them, or of a copy that shares them."""
+    leaves = [*leaves_with_paths(state), *leaves_with_paths(frozen)]
+    gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if gone:
         raise StateError(
             f"{gone[0]} was consumed since the trainer was made",
             expected="arrays that belong to this trainer alone",
             got=f"{len(gone)} deleted arrays",
-            hint="give each trainer its own: jax.tree.map(jnp.array, model)",
+            hint="give each trainer its own: jax.tree.map(jnp.array, model), or a model that is made again",
         )
 
 
 def refuse_other_types(name: str, new: Tree, old: Tree) -> None:
     theirs, ours = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
     for path in {**ours, **theirs}:
-        a, b = (f"{x.dtype}{list(x.shape)}" if (x := tree.get(path)) is not None else None for tree in (ours, theirs))
+        a, b = (_kind(tree[path]) if path in tree else None for tree in (ours, theirs))
         if a != b:
             raise StructureError(
                 f"{name} leaf {path} is not what it was when the trainer was made",
@@ -183,6 +207,10 @@ def refuse_other_types(name: str, new: Tree, old: Tree) -> None:
                 got=b or "no such leaf",
                 hint="the step is compiled for these shapes: make a new Trainer",
             )
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
@@ -218,7 +246,7 @@ def refuse_unevaluated(checkpoints: Checkpoints | None, eval_data: Any) -> None:
 
 def refuse_later_checkpoint(checkpoints: Checkpoints | None, step: int) -> None:
     """Raise when there is a checkpoint of a later step: a run from here would save nothing."""
-    latest = None if checkpoints is None else checkpoints.latest_step()
+    latest = None if checkpoints is None else checkpoints.look_again()
     if checkpoints is not None and latest is not None and latest > step:
         raise OutputError(
             f"{checkpoints.directory}: holds a checkpoint of a later step than the trainer's",

@@ -29,7 +29,8 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
     Args:
         tx: the optimizer.
-        decay: of the average: ``average = decay * average + (1 - decay) * parameters`` after every update.
+        decay: of the average: ``average = decay * average + (1 - decay) * parameters`` after every update, before
+            constraints of a Keras model.
 
     Returns:
         A transformation with the updates of `tx`. `Trainer.averaged` puts the average in the parameters' place.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..core import ConfigError, Tree, combine
+from ..core import ConfigError, DataError, StructureError, Tree, combine
 from ._feed import refuse_arrays
 from ._processes import Processes
 from ._step import Step, scalar_weight, weighted
@@ -77,7 +78,7 @@ class Evaluation:
 
         Raises:
             ConfigError: when there is no batch.
-            DataError: for arrays in place of batches.
+            DataError: for arrays in place of batches, or batches that weigh nothing.
         """
         refuse_arrays(data)
         sums = None
@@ -88,17 +89,40 @@ class Evaluation:
         if sums is None:
             raise ConfigError("evaluate got no batch", hint="pass at least one batch, from a re-iterable source")
         values, weights = sums
+        if not float(weights):
+            raise DataError(
+                "the batches of the evaluation weigh nothing",
+                expected="a positive sum of weights",
+                got=0,
+                hint="leave out batches without a target, or change weight",
+            )
         return {name: float(value / weights) for name, value in values.items()}
 
-    def outputs(self, parts: tuple[Tree, ...], data: Iterable[Tree], fn: Callable[..., Any]) -> Iterator[Any]:
-        """What a function of the model gives for each batch, on the host; the next batch is sent before one is read."""
+    def outputs(
+        self, parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree], fn: Callable[..., Any]
+    ) -> Iterator[Any]:
+        """What a function of the model gives for each batch, on the host; the next batch is sent before one is read.
+
+        Args:
+            parts: gives what `means` takes; asked for each batch, since there may be steps between them.
+            data: batches.
+            fn: the function.
+
+        Raises:
+            DataError: for arrays in place of batches.
+        """
         refuse_arrays(data)
-        if self._last is None or self._last[0] is not fn:
+        if self._last is None or self._last[0] != fn:  # a bound method is another object each time
             bound = self._step.bind(fn)
             self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
-        run, before = self._last[1], None
+        return self._outputs(self._last[1], parts, data)
+
+    def _outputs(
+        self, run: Callable[..., Any], parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree]
+    ) -> Iterator[Any]:
+        before = None
         for batch in self._processes.batches(data):
-            now = self._processes.in_turn(run(parts, self._place(batch)))
+            now = self._processes.in_turn(run(parts(), self._place(batch)))
             if before is not None:
                 yield jax.device_get(before[0])
             before = (now,)
@@ -115,5 +139,27 @@ class Evaluation:
 
 
 def _num_rows(batch: Tree) -> int:
-    """Of the first leaf that has any: what a mean over the examples of all batches weighs a batch's mean with."""
-    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
+    """What a mean over the examples of all batches weighs a batch's mean with; 1 where leaves do not agree on it."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
+    return sizes.pop() if len(sizes) == 1 else 1
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """Outputs of batches as one, along their first axis.
+
+    Raises:
+        ConfigError: when there is none.
+        StructureError: when they are of other structures or shapes.
+    """
+    if not parts:
+        raise ConfigError("predict got no batch", hint="pass at least one batch")
+    try:
+        return jax.tree.map(lambda *leaves: np.concatenate([np.atleast_1d(leaf) for leaf in leaves]), *parts)
+    except ValueError as error:
+        shapes = [jax.tree.map(np.shape, part) for part in parts]
+        raise StructureError(
+            "the outputs of the batches cannot be joined",
+            expected="one structure, and one shape but for the first axis",
+            got=", ".join(dict.fromkeys(map(str, shapes))),
+            hint="predict_batches gives them one after the other",
+        ) from error

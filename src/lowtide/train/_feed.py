@@ -11,7 +11,7 @@ import enum
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -53,8 +53,8 @@ class Feed:
         if num_steps is None and num_epochs is None:
             raise ConfigError("fit needs an end", expected="num_steps or num_epochs", hint="fit(data, num_steps=1000)")
         for name, number in (("num_steps", num_steps), ("num_epochs", num_epochs)):
-            if number is not None and number < 0:
-                raise ConfigError(f"{name} cannot be negative", expected="0 or more", got=number, hint=f"{name}=1000")
+            if number is not None and not is_count(number, 0):
+                raise ConfigError(f"{name} is no number", expected="0 or more", got=repr(number), hint=f"{name}=1000")
         refuse_arrays(data)
         is_indexed = isinstance(data, StepData)
         self._data: Any = data
@@ -81,6 +81,7 @@ class Feed:
         self._again: list[Any] = []
         """A batch that is next because it was read in vain."""
         self._left: Mapping[str, Any] | None = None
+        self._is_lost = False
 
     def leave(self, step: int, position: Mapping[str, Any]) -> None:
         """The run ends after `step` steps at a `position` that is the trainer's, perhaps with a batch read in vain."""
@@ -90,6 +91,11 @@ class Feed:
             self._in_epoch = self._mark[1]["in_epoch"]
         if not self._is_live:
             self.close()
+
+    def lose(self, position: Mapping[str, Any] | None) -> None:
+        """The run has gone back, to a `position` that is the trainer's: there no iterator of it can go on."""
+        self._left, self._is_lost = position, True
+        self.close()
 
     def close(self) -> None:
         """Give up the iterator, unless it is the user's."""
@@ -108,6 +114,12 @@ class Feed:
         """
         if before is None or before._left is not position:
             return False
+        if before._is_lost and self._is_live:
+            if before._data is self._data:
+                self._refuse_to_go_back("where the run went back to")
+            return True  # a new iterator is taken as it comes
+        if before._is_lost:
+            return False
         if before._data is not self._data and not self._is_indexed:
             self.epoch = before.epoch
             return True
@@ -116,6 +128,14 @@ class Feed:
         self.epoch, self._in_epoch = before.epoch, before._in_epoch
         self._iterator, self._again = before._iterator, before._again
         return True
+
+    def _refuse_to_go_back(self, where: str) -> NoReturn:
+        raise DataError(
+            f"the data cannot go back {where}",
+            expected="batches by step number, or an iterable that begins anew",
+            got=type(self._data).__name__,
+            hint="pass a list, a grain dataset, or an object whose __iter__ begins again",
+        )
 
     @property
     def _is_live(self) -> bool:
@@ -165,20 +185,21 @@ class Feed:
             self._in_epoch = position["in_epoch"]
             return
         if self._iterator is self._data:
-            raise DataError(
-                f"the data cannot go back to step {step}",
-                expected="batches by step number, or an iterable that begins anew",
-                got=type(self._data).__name__,
-                hint="pass a list, a grain dataset, or an object whose __iter__ begins again",
-            )
+            self._refuse_to_go_back(f"to step {step}")
         warnings.warn(
             f"the data has no state: {position['in_epoch']} batches are passed over to get to step {step}\n"
             "hint: a grain dataset goes there at once",
             UserWarning,
             stacklevel=3,
         )
-        for _ in range(position["in_epoch"]):
-            self.next(-1)
+        for number in range(position["in_epoch"]):
+            if isinstance(self.next(-1), Event):
+                raise DataError(
+                    f"the data is shorter than where the run was in it at step {step}",
+                    expected=f"more than {position['in_epoch']} batches an epoch",
+                    got=number,
+                    hint="pass the data of the run that is resumed",
+                )
 
     def position(self, step: int | None = None) -> dict[str, Any]:
         """Where the data is, as JSON: what a checkpoint keeps of it.
@@ -251,6 +272,11 @@ class Feed:
         """
         if iterator is not self._data and hasattr(iterator, "close"):
             iterator.close()
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether it is an integer of at least so much."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
 
 
 def refuse_arrays(data: Any) -> None:
@@ -347,20 +373,27 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
 
     leaves = leaves_with_paths(arrays)
     lengths = {path: int(np.shape(leaf)[0]) if np.ndim(leaf) else -1 for path, leaf in leaves}
-    if len(set(lengths.values())) != 1 or -1 in lengths.values():
+    if not leaves or -1 in lengths.values():
+        raise DataError(
+            "array_data cuts arrays, whose first axis is the examples",
+            expected="a pytree of NumPy arrays",
+            got=", ".join(f"{path or '(root)'}: {type(leaf).__name__}" for path, leaf in leaves[:4]) or "no array",
+            hint="np.asarray makes an array of a list of numbers",
+        )
+    if len(set(lengths.values())) != 1:
         raise DataError(
             "the arrays have not one number of examples",
             expected="equal leading axes",
-            got=", ".join(f"{path}: {length}" for path, length in lengths.items()) or "no array",
+            got=", ".join(f"{path}: {length}" for path, length in lengths.items()),
             hint="arrays[:n] cuts them to the same length",
         )
     length = next(iter(lengths.values()))
     if batch_size < 1 or (drop_remainder and length < batch_size):
         raise DataError(
             "no batch can be filled",
-            expected=f"1 <= batch_size <= {length}",
-            got=batch_size,
-            hint="choose another size",
+            expected=f"1 <= batch_size <= {length}" if length else "at least one example",
+            got=batch_size if length else "arrays of length 0",
+            hint="choose another size" if length else "look where the examples were lost",
         )
     arrays = jax.tree.map(np.asarray, arrays)
     order = grain.MapDataset.range(length)

@@ -26,7 +26,7 @@ from ..offload import to_device
 from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
 from ._preview import analyze_naive
-from ._processes import Processes, of_first
+from ._processes import Processes, of_first, refuse_other_folders
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -89,7 +89,10 @@ class Finetune:
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
         jax.eval_shape(loss_fn, model, self.data.train[0])
+        if sharding is not None:
+            sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises where rows cannot be divided
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
+        refuse_other_folders(self._processes, self.out)
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
         of_first(lambda: (write_config(self.out, config), check_same_data(self.out, self.data.digest)))
         self.schedule = _schedule(config)
@@ -125,8 +128,9 @@ class Finetune:
         Memory:
             Compiles; allocates nothing on the device.
         """
-        state, batch = self.trainer.state, self.data.train[0]
+        state, batch, sharding = self.trainer.state, self.data.train[0], self.trainer.sharding
         ours = self.trainer.memory(batch, target=target)
+        batch = batch if sharding is None else sharding.batch_shapes(batch, self.config.num_microbatches)
         try:
             naive = analyze_naive(
                 self.trainer.model,
@@ -147,8 +151,8 @@ class Finetune:
             naive=naive,
             trainable_bytes=tree_bytes(state.trainable),
             frozen_bytes=tree_bytes(self.trainer.frozen),
-            gradient_bytes=_layerwise_bytes(state.trainable) if self.config.full else tree_bytes(state.trainable),
-            naive_gradient_bytes=tree_bytes(self.trainer.model),
+            gradient_bytes=_layerwise_bytes(state.trainable) if self.config.full else _device_bytes(state.trainable),
+            naive_gradient_bytes=_device_bytes(self.trainer.model),
             optimizer_bytes=tree_bytes(state.opt_state),
         )
 
@@ -283,6 +287,16 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
 def _with_adapters(config: FinetuneConfig, base: models.Llama) -> Tree:
     adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
     return lora.add(base, adapter, key=jax.random.key(config.seed))
+
+
+def _device_bytes(tree: Tree) -> int:
+    """Bytes that a device has of arrays, or of gradients that are divided like them."""
+    structs = [
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array)
+    ]
+    return tree_bytes(structs)
 
 
 def _layerwise_bytes(trainable: Tree) -> int:

@@ -6,6 +6,7 @@ newest checkpoint, and before the first one a copy on the host.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -67,30 +68,50 @@ class Kept(Owned):
         self.metrics: Tree = None
         """Of the last step, until its `fit` has taken them."""
         self._rollback = rollback
-        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None, int] | None = None
+        self._snapshot: tuple[Snapshot, Mapping[str, Any] | None, Mapping[str, Any] | None, int] | None = None
+        """A copy of the state, the data's position and the callbacks' states at it, and its step."""
         self._saved: weakref.ref[TrainState] | None = None
         """The state that was last saved or restored."""
         self._hashed: tuple[Tree, str] | None = None
 
-    def keep_copy(self, position: Mapping[str, Any] | None = None) -> None:
-        """Copy the state, and the data's `position` at it, to the host, unless there is a checkpoint of this step."""
+    def keep_copy(self, notes: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)) -> None:
+        """Copy the state to the host, unless there is a checkpoint of this step.
+
+        Args:
+            notes: the data's position and the callbacks' states at it.
+        """
         self._snapshot = None
         self._borrow(lend=False)  # what was changed in a mutable object
         is_saved = self._saved is not None and self._saved() is self.state
         if self._rollback and not (is_saved and self.checkpoints and self.checkpoints.latest_step() == self.step):
-            self._snapshot = Snapshot(self.state), position, self.step
+            self._snapshot = Snapshot(self.state), *notes, self.step
 
     def roll_back(self) -> int | None:
-        """Return to the newest checkpoint, or to the copy on the host where that is newer.
+        """Return to the newest checkpoint that can be read, or to the copy on the host where that is newer.
 
         Returns:
             Its step, or None when there is neither.
+
+        Warns:
+            UserWarning: for checkpoints that cannot be read.
         """
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
-        if self._snapshot is not None and (latest is None or self._snapshot[2] >= latest):
-            self.state, self.position = self._snapshot[0].restore(), self._snapshot[1]
+        kept = -1 if self._snapshot is None else self._snapshot[-1]
+        found = None
+        if latest is not None and latest > kept:
+            try:
+                found = self._restore()
+            except Exception as error:
+                if self._snapshot is None:
+                    raise
+                warnings.warn(f"no checkpoint could be restored, so the copy on the host is: {error}", stacklevel=2)
+                if self.checkpoints is not None and isinstance(error, StateError):
+                    self.checkpoints.set_aside(after=kept)
+        if self._snapshot is not None and (found is None or found < kept):
+            snapshot, self.position, self.callback_states, _ = self._snapshot
+            self.state = snapshot.restore()
             return self.step
-        return None if self.checkpoints is None else self._restore()
+        return found
 
     def recover(self) -> str:
         """Make sure that the trainer holds a good state after an exception.
@@ -130,17 +151,20 @@ class Kept(Owned):
         """Begin to write a checkpoint of the state; in a callback also of where `fit` is.
 
         Returns:
-            Whether there was none of this step yet.
+            Whether there was none of this step yet, or the weights were changed since and it is written anew.
 
         Raises:
             ConfigError: without a `checkpoint_dir`.
+            StateError: inside of `averaged`.
         """
         checkpoints = needs_checkpoints(self.checkpoints, "save")
+        self._refuse_averaged("save")
         self._borrow(lend=False)  # what was changed in a mutable object
         position, callbacks = (self.position, self.callback_states) if self.loop is None else self.loop.notes()
         positions = self.processes.positions(position)
         notes = {"positions": positions, "base": self._base, "callbacks": callbacks}
-        is_new = checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes)
+        has_changed = self._saved is not None and self._saved() is not self.state  # since the checkpoint of this step
+        is_new = checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes, replace=has_changed)
         self._saved = weakref.ref(self.state) if is_new else self._saved
         return is_new
 
@@ -157,7 +181,7 @@ class Kept(Owned):
         Raises:
             ConfigError: without a `checkpoint_dir`; with both arguments; when there is no checkpoint of `step`, or
                 none was evaluated.
-            StateError: in a callback while `fit` takes steps, whose data would go on elsewhere.
+            StateError: in a callback while `fit` takes steps, whose data would go on elsewhere; inside of `averaged`.
             StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
             StateError: when there are checkpoints, and none can be read.
 
@@ -168,13 +192,10 @@ class Kept(Owned):
             The state's arrays are given up before those of the checkpoint are read: never two copies on the device.
             With `rollback` they are on the host meanwhile, for a checkpoint that cannot be read.
         """
-        if self.loop is not None and not self.loop.is_over:
-            raise StateError(
-                "restore was called while fit takes steps",
-                expected="restore between two calls of fit, or in on_train_end or on_exception",
-                hint="call trainer.stop() and restore after fit has returned",
-            )
-        return self._restore(step, best=best)
+        self._refuse_running("restore")
+        self._refuse_averaged("restore")
+        with self.processes.watched():
+            return self._restore(step, best=best)
 
     def _restore(self, step: int | None = None, *, best: bool = False) -> int | None:
         checkpoints = needs_checkpoints(self.checkpoints, "restore")
@@ -184,11 +205,16 @@ class Kept(Owned):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), numbers)
         impls = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(self.state)]
         del numbers
-        how = like, self._base, lambda: jax.tree.map(lambda x: x.delete(), self.state)
+        before: list[Snapshot] = []
+
+        def give_up() -> None:
+            if self._rollback and is_alive(self.state):
+                before.append(Snapshot(self.state))
+            jax.tree.map(lambda x: x.delete(), self.state)
+
+        how = like, self._base, give_up
         chosen = checkpoints.existing(step) if best or step is not None else None
         lent, self._is_lent = self._is_lent, True
-        has_any = checkpoints.latest_step() is not None
-        before = Snapshot(self.state) if self._rollback and has_any and is_alive(self.state) else None
         try:
             found = checkpoints.newest(*how) if chosen is None else checkpoints.read(chosen, *how)
             if found is None:
@@ -203,17 +229,29 @@ class Kept(Owned):
             self.position = self.processes.position(notes["positions"])
             self.callback_states = notes.get("callbacks")
             if not lent:
-                self._give_back()
+                self.give_back()
             return loaded
         except BaseException as error:
-            if before is not None:
-                self.state = before.restore()
+            if before:
+                self.state = before[0].restore()
+                if not lent:
+                    self.give_back()
+            if is_alive(self.state):
                 error.add_note(f"the trainer holds the state of step {self.step}, as before")
-            elif not is_alive(self.state):
+            elif not self._rollback:
                 error.add_note("the trainer's own state was given up for it: rollback=False keeps no copy")
             raise
         finally:
             self._is_lent = lent
+
+    def _refuse_running(self, what: str) -> None:
+        if self.loop is not None and not self.loop.is_over:
+            raise StateError(
+                f"{what} was called while fit takes steps",
+                expected=f"{what} between two calls of fit, or in on_train_end or on_exception",
+                got="a callback of steps, whose data and records would no longer be those of the state",
+                hint=f"call trainer.stop() there, and {what} after fit has returned",
+            )
 
     @property
     def _base(self) -> str:

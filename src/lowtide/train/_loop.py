@@ -9,8 +9,10 @@ What has been done is told by the state, and not by how far the loop came: an in
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,8 @@ import jax.numpy as jnp
 from ..core import ConfigError, DataError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
-from ._feed import Event, Feed, StepData, refuse_arrays
-from ._processes import in_any
+from ._feed import Event, Feed, StepData, is_count, refuse_arrays
+from ._processes import in_any, refuse_other_folders
 from ._rollback import Terminated, is_alive, valves
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 _STOP, _TERMINATE = 1, 2
 """What a process may wish of the others."""
 _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
-"""How many steps in a row may be left out, with and without going back, before a run gives up."""
+"""How often a run may go back to one copy, and how many steps in a row it may skip, before it gives up."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,6 +74,8 @@ class Loop:
         self._evaluated_at: int | None = None
         self._num_wrong = 0
         """Steps in a row whose loss or gradients are no numbers."""
+        self._num_rollbacks, self._back = 0, -1
+        """How often the run went back to one copy, and its step."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
         self._is_back = False
@@ -85,17 +89,23 @@ class Loop:
             raise StateError(
                 "fit was called while fit is running",
                 expected="one at a time",
-                hint="call it after the other has returned, or trainer.advance(batch) in a callback",
+                hint="call it after the other has returned",
             )
         for name in ("eval_every", "checkpoint_every"):
-            if (every := getattr(self, name)) is not None and every < 1:
+            if (every := getattr(self, name)) is not None and not is_count(every, 1):
                 raise ConfigError(
                     f"{name} is no number of steps",
                     expected="1 or more, or None for never",
                     got=every,
                     hint=f"{name}=100",
                 )
+        if self.on_record is not None and not callable(self.on_record):
+            raise ConfigError(
+                "on_record is no function", expected="on_record(record)", got=repr(self.on_record)[:80], hint="print"
+            )
         if self.eval_data is None:
+            if self.eval_every is not None:
+                raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
             return
         refuse_arrays(self.eval_data)
         if isinstance(self.eval_data, Iterator):
@@ -117,8 +127,9 @@ class Loop:
                     self._begin()
                     if trainer.step == 0 or self._due == trainer.step:
                         self._evaluate()
-                    trainer.keep_copy(self._position())
+                    trainer.keep_copy((self._position(), self._states()))
                     self._train(terminated)
+                    self._warn_of_nothing()
                     self.is_over = True
                     self._tell("on_train_end")
                 except BaseException as error:
@@ -127,6 +138,21 @@ class Loop:
         finally:
             trainer.loop = None
         return self.records
+
+    def _warn_of_nothing(self) -> None:
+        step = self.trainer.step
+        if (
+            step == self._begun > 0
+            and not self.records
+            and not self.trainer.is_stopped
+            and not self._terminated.has_come
+        ):
+            warnings.warn(
+                f"fit took no step: the trainer is at step {step} and epoch {self.feed.epoch}\n"
+                "hint: num_steps and num_epochs count from the beginning of the run, not of this fit",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _begin(self) -> None:
         self._tell("on_train_begin")
@@ -166,6 +192,9 @@ class Loop:
             self._due = step
             self._evaluate()
         self._save(step)
+        if is_terminated and trainer.processes.is_first:
+            kept = "there is no checkpoint_dir" if trainer.checkpoints is None else str(trainer.checkpoints.directory)
+            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, saved there: %s", step, kept)
         self._leave()
         self._wait()
 
@@ -179,6 +208,8 @@ class Loop:
         trainer = self.trainer
         kinds = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves_with_paths(trainer.state)]
         numbers = {name: getattr(self, name) for name in ("num_steps", "num_epochs", "eval_every", "checkpoint_every")}
+        if trainer.checkpoints is not None:
+            refuse_other_folders(trainer.processes, trainer.checkpoints.directory)
         evaluates = self.eval_data is not None
         trainer.processes.agree(step=trainer.step, **numbers, eval_data=evaluates, state=kinds)
 
@@ -193,7 +224,7 @@ class Loop:
         if is_first:
             self._tell("on_preflight", self.trainer.preflight(batch))
         self._started = time.perf_counter()
-        metrics = self.trainer.advance(batch)
+        metrics = self.trainer.take_step(batch)
         wish = _TERMINATE if terminated.has_come else _STOP * self.trainer.is_stopped
         self._pending.append((step + 1, metrics, self._started, self.trainer.processes.vote(wish)))
         self.trainer.metrics = None
@@ -212,7 +243,8 @@ class Loop:
         if not self.eval_every:
             self._due = step
             self._evaluate()
-        self.trainer.keep_copy(self._position())
+        self.trainer.keep_copy((self._position(), self._states()))
+        self.trainer.give_back()  # the object is whole between two epochs
         self._tell("on_epoch_end", self.feed.epoch - 1)
 
     def _flush(self, keep: int = 0) -> None:
@@ -238,9 +270,13 @@ class Loop:
             self._num_wrong = 0
             return False
         self._num_wrong += 1
-        if policy == "roll_back" and self._num_wrong <= _MAX_ROLLBACKS:
+        if policy == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
             count = jnp.array(self.trainer.state.step)  # a copy; the batches that were seen stay behind
-            if self.trainer.roll_back() is not None:
+            if (back := self.trainer.roll_back()) is not None:
+                self._num_rollbacks, self._back = (self._num_rollbacks if back == self._back else 0) + 1, back
+                warnings.warn(
+                    f"step {step}: {wrong[0]} is not finite; back to the weights of step {back}", stacklevel=2
+                )
                 self.trainer.state = dataclasses.replace(self.trainer.state, step=count)
                 return True
         if policy == "ignore" or (policy == "skip" and self._num_wrong < _MAX_SKIPS):
@@ -275,10 +311,14 @@ class Loop:
             return
         self._tell("on_evaluate_end", {**values})
         record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
+        checkpoints = self.trainer.checkpoints
+        is_best = checkpoints is not None and checkpoints.evaluated(step, record)
+        self._evaluated_at = (
+            step  # before callbacks count it: an interrupt in one of them does not make them do so again
+        )
         self._emit(record)
-        self._evaluated_at = step
-        if self.trainer.checkpoints is not None and self.trainer.checkpoints.evaluated(step, record):
-            self._save(step)
+        if is_best and self.trainer.save():
+            self._tell("on_checkpoint", step)
 
     def _is_terminated(self) -> bool:
         """Whether a signal has come to any process; all of them ask."""
@@ -304,8 +344,11 @@ class Loop:
     def notes(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         """What a checkpoint of the trainer's state has to say of the run: where the data is, and its callbacks."""
         self._flush()
+        return self._position(), self._states()
+
+    def _states(self) -> dict[str, Any]:
         states = {name: callback.state() for name, callback in self._named()}
-        return self._position(), {name: state for name, state in states.items() if state is not None}
+        return {name: state for name, state in states.items() if state is not None}
 
     def _position(self) -> dict[str, Any]:
         """Where the data is at the trainer's step, and whether an evaluation is due there."""
@@ -325,9 +368,9 @@ class Loop:
             if self._has_batch and is_out_of_memory(error) and not isinstance(error, LowtideError):
                 self._explain(error)
             error.add_note(holds)
-            if isinstance(error, KeyboardInterrupt | SystemExit) and not self._is_back and is_alone:
+            if not isinstance(error, NonFiniteError) and not self._is_back and is_alone:
                 _tried(error, "the checkpoint", self._save, trainer.step)
-            _tried(error, "leaving the data", self.feed.close if self._is_back else self._leave)
+            _tried(error, "leaving the data", self._leave, error)
             if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # they wait no longer
                 _tried(error, "the checkpoint", self._wait)
         finally:
@@ -358,11 +401,14 @@ class Loop:
                 _tried(error, "on_record", self.on_record, record)
             self._tell_all(error, "on_record", record)
 
-    def _leave(self) -> None:
-        """Remember where the data is, for another `fit` that goes on with it."""
+    def _leave(self, error: BaseException | None = None) -> None:
+        """Remember where the data is, for another `fit` that goes on with it, and after an exception the callbacks."""
         trainer = self.trainer
-        trainer.position, trainer.callback_states = self._position(), None
-        self.feed.leave(trainer.step, trainer.position)
+        if self._is_back:
+            self.feed.lose(trainer.position)
+        else:
+            trainer.position, trainer.callback_states = self._position(), self._states() if error else None
+            self.feed.leave(trainer.step, trainer.position)
         trainer.feed = self.feed
 
     def _explain(self, error: BaseException) -> None:
@@ -376,7 +422,14 @@ class Loop:
         self.records.append(record)
         if self.on_record is not None:
             self.on_record(record)
-        self._tell("on_record", record)
+        left = iter(self.callbacks)
+        for callback in left:
+            try:
+                callback.on_record(self.trainer, record)
+            except BaseException as error:  # the others count it, too
+                for other in left:
+                    _tried(error, f"{type(other).__name__}.on_record", other.on_record, self.trainer, record)
+                raise
 
     def _tell(self, event: str, *arguments: Any) -> None:
         for callback in self.callbacks:

@@ -7,6 +7,7 @@ changes to the trainer, with placeholders in their stead, so that the device nev
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
@@ -106,7 +107,8 @@ def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):  # a builtin
         return {}
-    return {name: values[name] for name in _KEYWORDS if name in parameters and name in values}
+    bound: set[str] = set(fn.keywords) if isinstance(fn, functools.partial) else set()
+    return {name: values[name] for name in _KEYWORDS if name in {*parameters} - bound and name in values}
 
 
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
@@ -148,10 +150,17 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
     metrics: dict[str, Any] = parts[1]
     for name, value in metrics.items():
         shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-        if name in _RESERVED or shape != ():
+        if name in _RESERVED:
+            raise StructureError(
+                f"metric {name!r} has a name that the trainer itself records",
+                expected=f"another name than {', '.join(sorted(_RESERVED))}",
+                got=repr(name),
+                hint="rename it",
+            )
+        if shape != ():
             raise StructureError(
                 f"metric {name!r} cannot be recorded",
-                expected=f"a scalar, under another name than {', '.join(sorted(_RESERVED))}",
+                expected="a scalar",
                 got=type(value).__name__ if shape is None else f"shape {list(shape)}",
                 hint="jnp.mean what is one value for each example",
             )

@@ -25,7 +25,7 @@ class _Monitor(Callback):
 
     Args:
         monitor: its name in the records, such as ``eval_loss``.
-        patience: records without improvement that are waited for.
+        patience: records without improvement that are waited for; the next one acts (Keras' acts one earlier).
         min_delta: what counts as one.
         mode: ``"min"`` or ``"max"``.
     """
@@ -52,7 +52,7 @@ class _Monitor(Callback):
     def state(self) -> dict[str, Any]:
         """The best value, and how long it has been so."""
         best = self.best if math.isfinite(self.best) else None
-        return {"best": best, "waited": self.waited, "num_seen": self._num_seen}
+        return {"monitor": self.monitor, "best": best, "waited": self.waited, "num_seen": self._num_seen}
 
     def resume(self, state: dict[str, Any]) -> None:
         """Go on waiting."""
@@ -96,7 +96,7 @@ class EarlyStopping(_Monitor):
 
     Args:
         monitor: its name in the records, such as ``eval_loss``.
-        patience: records without improvement that are waited for.
+        patience: records without improvement that are waited for; the next one acts (Keras' acts one earlier).
         min_delta: what counts as one.
         mode: ``"min"`` or ``"max"``.
 
@@ -141,7 +141,7 @@ class ReduceOnPlateau(_Monitor):
     Args:
         monitor: name of the value in the records, such as ``eval_loss``.
         factor: what the rate is multiplied by.
-        patience: records without improvement that are waited for.
+        patience: records without improvement that are waited for; the next one acts (Keras' acts one earlier).
         min_delta: what counts as one.
         mode: ``"min"`` or ``"max"``.
         cooldown: records after a reduction that are not counted.

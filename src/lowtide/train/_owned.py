@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, StructureError, Tree, combine
+from ..core import ConfigError, StateError, Tree, combine
 from ._checks import refuse_other_types, refuse_shared
 from ._ema import find_average
+from ._feed import is_count
 from ._models import ModelObject
 from ._rollback import undisturbed
 from ._sharding import ShardingRules, put
@@ -43,6 +44,7 @@ class Owned:
         self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
         self._step = step
         self._is_lent = False
+        self._is_averaged = False
         self.sharding = sharding
         """Where arrays belong; None for one device."""
         self.state = state
@@ -60,13 +62,25 @@ class Owned:
 
         A mutable object gets its arrays back; what is changed in it is what the next step begins with.
         """
-        self._give_back()
+        self.give_back()
         return self._step.model(*self._parts)
 
     @property
     def step(self) -> int:
-        """Steps taken so far."""
+        """Steps taken so far.
+
+        May be set, between two calls of `fit`, for weights that were trained elsewhere: data by step number, random
+        keys and records go on from there. An optimizer's own count, of a schedule, is in its state and stays.
+        """
         return int(self.state.step)
+
+    @step.setter
+    def step(self, number: int) -> None:
+        if not is_count(number, 0):
+            raise ConfigError("step is no number of steps", expected="0 or more", got=repr(number), hint="step = 1000")
+        self._refuse_averaged("setting step")
+        place = self.state.step.sharding
+        self.state = dataclasses.replace(self.state, step=jax.device_put(jnp.int32(number), place))
 
     def update(self, model: Tree) -> None:
         """Go on with other weights: those of a pytree, or of an Equinox module, like the model.
@@ -77,22 +91,25 @@ class Owned:
         Raises:
             StructureError: when a leaf has another shape or dtype, or there are others.
             ConfigError: for a mutable object, which is changed itself.
+            StateError: inside of `averaged`.
         """
+        self._refuse_averaged("update")
         replace = getattr(self._object, "replace", None)
         if (self._object is not None and replace is None) or not isinstance(self._step, WholeStep):
             raise ConfigError("update is for pytrees", hint="change the object that `Trainer.model` returns")
         if replace is None:
             self._put(*self._step.split(model))
             return
-        self._give_back()
+        self.give_back()
         try:
             replace(model)
             self._borrow(lend=False)
-        except StructureError:
+        except BaseException:
             self._object.give_back(combine(*self._parts))  # pyright: ignore[reportOptionalMemberAccess]
             raise
 
     def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
+        trainable, mutable = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), (trainable, mutable))
         for name, *pair in zip(
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self._parts, strict=True
         ):
@@ -115,7 +132,8 @@ class Owned:
                 self._is_lent = True  # first: what is left half lent is given back
                 self._object.lend(combine(self.state.trainable, self.state.mutable))
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Give a mutable object its arrays, until the next step."""
         if self._object is not None and self._is_lent:
             with undisturbed():
                 self._is_lent = False  # also where something was written over a placeholder, which is said afterwards
@@ -129,19 +147,41 @@ class Owned:
     def averaged(self) -> Generator[None]:
         """The running average of `lowtide.train.ema` in the place of what trains, inside a ``with`` block.
 
+        For evaluation, prediction and export: the block cannot train, save or restore, and changes in it are lost.
+
         Raises:
             ConfigError: when the optimizer keeps none.
+            StateError: inside of another one.
         """
+        self._refuse_averaged("averaged")
         average = find_average(self.state.opt_state)
         if average is None:
             raise ConfigError("there is no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))")
-        self._borrow()
-        kept = self.state.trainable
-        like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, kept)
-        self.state = dataclasses.replace(self.state, trainable=like)
         try:
+            like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self.state.trainable)
+        except ValueError as error:
+            raise ConfigError(
+                "the average is not of all that trains",
+                expected="ema around the whole optimizer",
+                got="ema inside of another transformation, for a part of the leaves",
+                hint="lt.train.ema(optax.multi_transform(...), decay=...)",
+            ) from error
+        self._borrow()
+        kept = self.state
+        try:
+            self.state, self._is_averaged = dataclasses.replace(kept, trainable=like), True
+            self.give_back()
             yield
         finally:
-            self.state = dataclasses.replace(self.state, trainable=kept)
+            self.state, self._is_averaged = kept, False
             self._is_lent = self._object is not None
-            self._give_back()
+            self.give_back()
+
+    def _refuse_averaged(self, what: str) -> None:
+        if self._is_averaged:
+            raise StateError(
+                f"{what} was called inside of averaged",
+                expected="evaluate and predict there",
+                got="the average in the place of what trains",
+                hint="leave the with block first",
+            )

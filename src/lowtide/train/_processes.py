@@ -14,16 +14,18 @@ import itertools
 import json
 import os
 import re
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, StateError, Tree, leaves_with_paths
+from ..core import ConfigError, StateError, Tree, leaves_with_paths, write_files
 from ..core._compat import exchange, post, posted
 from ._fingerprint import fingerprint
 from ._models import split_static
@@ -99,6 +101,31 @@ def in_any(happened: bool, timeout_seconds: int = 300) -> bool:
         return happened
     said = exchange(f"lowtide/any/{next(_TOPICS)}", json.dumps(happened), timeout_seconds)
     return any(text is None or json.loads(text) for text in said)
+
+
+def refuse_other_folders(processes: Processes, folder: Path) -> None:
+    """Raise unless all processes see the same folder: they write into it together, and would wait for ever.
+
+    Raises:
+        ConfigError: in all of them.
+        OutputError: when the first cannot write there.
+    """
+    if processes.count == 1:
+        return
+    name = of_first(lambda: f".shared-{secrets.token_hex(8)}")
+    if processes.is_first:
+        write_files(folder, {name: b""})
+    is_there = of_first(lambda: True) and (folder / name).is_file()
+    is_missing = in_any(not is_there)
+    if processes.is_first:
+        (folder / name).unlink()
+    if is_missing:
+        raise ConfigError(
+            f"{folder} is not one folder for all processes",
+            expected="a folder that all of them read and write, on a shared file system",
+            got="another one in at least one process",
+            hint="give all processes the same folder; a disk of each machine's own is not shared",
+        )
 
 
 class Processes:

@@ -34,13 +34,13 @@ _DEFAULT_TENSOR_DIMS = (
 
 
 def make_mesh(
-    *, data: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
+    *, data: int = 1, fsdp: int | None = None, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> jax.sharding.Mesh:
     """A mesh with the axes ``data``, ``fsdp`` and ``tensor``.
 
     Args:
         data: copies of the model that train on parts of the batch.
-        fsdp: parts that weights, optimizer state and batch are divided into.
+        fsdp: parts that weights, optimizer state and batch are divided into; by default what the others leave.
         tensor: parts that each projection is divided into; keep it within one host, whose links are fast.
         devices: by default all, of all processes.
 
@@ -55,7 +55,8 @@ def make_mesh(
         {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    rest = 1 if -1 in (data, tensor) else -1
+    sizes = {"data": data, "fsdp": rest if fsdp is None else fsdp, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(free) == 1 and known > 0 and len(devices) % known == 0:
@@ -346,11 +347,22 @@ class ShardingRules:
             hint="choose another batch size, or drop the remainder",
         )
 
-    def constrain(self, batch: Tree) -> Tree:
-        """Inside of jit: divide a microbatch as a batch is, whose rows lie one after the other on the devices."""
-        return jax.tree.map(
-            lambda leaf: jax.lax.with_sharding_constraint(leaf, self._rows()) if jnp.ndim(leaf) else leaf, batch
-        )
+    def constrain(self, rows: Tree) -> Tree:
+        """Divide a microbatch or activations as batches are, along their first axis; inside of a jitted function.
+
+        Without it XLA decides, and may have every device compute all rows where the weights are divided along ``fsdp``.
+        `Trainer` does so between the layers of a `lowtide.LayerStack`; in a model of your own call it there.
+
+        Args:
+            rows: arrays whose first axis is the batch's; those that cannot be divided stay as they are.
+        """
+
+        def one(leaf: Any) -> Any:
+            if not jnp.ndim(leaf) or leaf.shape[0] % self.num_batch_shards:
+                return leaf
+            return jax.lax.with_sharding_constraint(leaf, self._rows())
+
+        return jax.tree.map(one, rows)
 
     def _rows(self) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, jax.P(tuple(self.batch_axes)))

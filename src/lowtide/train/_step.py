@@ -22,6 +22,7 @@ from ..core import (
     accumulate,
     check_differentiable,
     combine,
+    dividing,
     leaves_with_paths,
     partition,
 )
@@ -135,6 +136,8 @@ class WholeStep:
         """Whether a step is left out whose loss or gradients are not finite."""
         self.constrain: Callable[[Tree], Tree] = lambda microbatch: microbatch
         """Says how a microbatch is divided among devices."""
+        self.divide: Callable[[Tree], Tree] = lambda activations: activations
+        """Says the same of activations between the layers of a stack."""
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `Step`."""
@@ -202,7 +205,8 @@ class WholeStep:
         """Loss, metrics, and the model's arrays after the call."""
         given = keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
-        result, after = self._precision.bind(fn, training=training)(arrays, batch)
+        with dividing(self.divide):
+            result, after = self._precision.bind(fn, training=training)(arrays, batch)
         is_declared = self._mutable is not None and isinstance(self.source, Pytree)
         loss, metrics, after = parse_loss(result, after, has_mutable=is_declared, is_training=training)
         return *self._precision.widen((loss, metrics)), after
@@ -210,7 +214,12 @@ class WholeStep:
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `Step`."""
         run = self._precision.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
-        return lambda arrays, *args: self._precision.widen(run(arrays, *args)[0])
+
+        def bound(arrays: Tree, *args: Any) -> Any:
+            with dividing(self.divide):
+                return self._precision.widen(run(arrays, *args)[0])
+
+        return bound
 
     def model(self, *parts: Tree) -> Tree:
         """See `Step`."""

@@ -21,11 +21,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from ..core import (
-    ConfigError,
     OutOfMemoryError,
     Tree,
     Where,
@@ -36,20 +34,20 @@ from ._callbacks import Callback, Record
 from ._checks import (
     Defaults,
     OnNan,
+    as_callbacks,
     guards,
     needs_checkpoints,
     open_checkpoints,
     parse_budget,
     refuse_arguments,
     refuse_beside_layerwise,
-    refuse_callbacks,
     refuse_consumed,
     refuse_later_checkpoint,
     refuse_rollback_to_nothing,
     refuse_shared,
     refuse_unevaluated,
 )
-from ._evaluation import Evaluation, call_model
+from ._evaluation import Evaluation, call_model, join
 from ._feed import StepData, as_arguments, refuse_objects
 from ._kept import Kept
 from ._loop import Loop
@@ -148,7 +146,7 @@ class Trainer(Kept):
         budget: int | str | None = None,
         sharding: ShardingRules | None = None,
     ) -> None:
-        refuse_arguments(model, tx, loss_fn, sharding, num_microbatches)
+        refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed)
         if sharding is not None:
             model = _placed(model, sharding)
         step: WholeStep | LayerStep
@@ -181,8 +179,9 @@ class Trainer(Kept):
             state, frozen = settled((state, frozen), None, None)
         else:
             state, frozen = sharding.settle((state, frozen))
-        if sharding is not None and isinstance(step, WholeStep) and num_microbatches > 1:
-            step.constrain = sharding.constrain
+        if sharding is not None and isinstance(step, WholeStep):
+            step.divide = sharding.constrain
+            step.constrain = sharding.constrain if num_microbatches > 1 else step.constrain
         self._num_microbatches = num_microbatches
         checkpoints = open_checkpoints(checkpoint_dir, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
         super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
@@ -253,10 +252,13 @@ class Trainer(Kept):
             Compiles; a step that is refused is compiled twice.
         """
         report = self.memory(batch)
+        self._refuse_large(report, batch)
+        return report
+
+    def _refuse_large(self, report: MemoryReport, batch: Tree) -> None:
         usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
         if usable is not None and report.device_bytes > usable:
-            raise self.shortage(batch, "before the first step")
-        return report
+            raise self.shortage(batch, "before its first step")
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
@@ -317,9 +319,10 @@ class Trainer(Kept):
         """
         if checkpoint_every is not None:
             needs_checkpoints(self.checkpoints, "checkpoint_every")
-        refuse_callbacks(callbacks)
+        self._refuse_averaged("fit")
+        callbacks = as_callbacks(callbacks)
         self._borrow(lend=False)  # what was changed in a mutable object
-        refuse_consumed(self.state)
+        refuse_consumed(self.state, self.frozen)
         refuse_later_checkpoint(self.checkpoints, self.step)
         refuse_unevaluated(self.checkpoints, eval_data)
         self.is_stopped = False
@@ -331,7 +334,7 @@ class Trainer(Kept):
             eval_data=eval_data,
             eval_every=eval_every,
             checkpoint_every=checkpoint_every,
-            callbacks=tuple(callbacks),
+            callbacks=callbacks,
             on_record=on_record,
             progress=progress,
         )
@@ -339,10 +342,10 @@ class Trainer(Kept):
         try:
             return loop.run()
         finally:
-            self._give_back()
+            self.give_back()
 
     def advance(self, batch: Tree) -> Tree:
-        """Take one step.
+        """Take one step, outside of `fit`.
 
         Args:
             batch: its batch.
@@ -352,10 +355,22 @@ class Trainer(Kept):
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
+            OutOfMemoryError: for a step that needs more than `budget`.
+            StateError: in a callback of `fit`, or inside of `averaged`.
         """
+        self._refuse_averaged("advance")
+        self._refuse_running("advance")
+        return self.take_step(batch)
+
+    def take_step(self, batch: Tree) -> Tree:
+        """`advance`, for `fit`."""
         self._borrow()
-        batch = self._on_device(batch)
-        compiled = self._compile(batch)
+        num_compiled = len(self._compiled)
+        placed = self._on_device(batch)
+        compiled = self._compile(placed)
+        if len(self._compiled) > num_compiled:
+            self._refuse_large(analyze_compiled(compiled, roles=_ROLES), batch)
+        batch = placed
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
             self.state = TrainState(step, trainable, opt_state, mutable)
@@ -377,7 +392,9 @@ class Trainer(Kept):
         Raises:
             ConfigError: when there is no batch.
         """
+        callbacks = as_callbacks(callbacks)
         self._borrow(lend=False)
+        refuse_consumed(self.state, self.frozen)
         for callback in callbacks:
             callback.on_evaluate_begin(self)
         with self.processes.watched():
@@ -387,7 +404,7 @@ class Trainer(Kept):
         return means
 
     def predict_batches(self, data: Iterable[Tree], fn: Callable[..., Any] | None = None) -> Iterator[Any]:
-        """Outputs of batches, one after the other, on the host.
+        """Outputs of batches, one after the other, in the order of the data, on the host.
 
         Args:
             data: batches.
@@ -401,7 +418,8 @@ class Trainer(Kept):
             The outputs of two batches on the device.
         """
         self._borrow(lend=False)
-        return self._evaluation.outputs(self._parts, data, fn or getattr(self._object, "call", call_model))
+        refuse_consumed(self.state, self.frozen)
+        return self._evaluation.outputs(lambda: self._parts, data, fn or getattr(self._object, "call", call_model))
 
     def predict(
         self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
@@ -409,7 +427,8 @@ class Trainer(Kept):
         """Outputs of all batches, joined along their first axis, on the host.
 
         Args:
-            data: batches.
+            data: batches, in whose order the outputs are: `array_data` shuffles unless it is told ``seed=None``, and
+                leaves out what does not fill a batch unless it is told ``drop_remainder=False``.
             fn: as in `predict_batches`.
             callbacks: told of the beginning and the end.
 
@@ -418,17 +437,17 @@ class Trainer(Kept):
 
         Raises:
             ConfigError: when there is no batch.
+            StructureError: when outputs of two batches cannot be joined.
 
         Memory:
             The outputs of two batches on the device, all of them on the host.
         """
+        callbacks = as_callbacks(callbacks)
         for callback in callbacks:
             callback.on_predict_begin(self)
         with self.processes.watched():
             parts = list(self.predict_batches(data, fn))
-        if not parts:
-            raise ConfigError("predict got no batch", hint="pass at least one batch")
-        joined = jax.tree.map(lambda *leaves: np.concatenate([np.atleast_1d(leaf) for leaf in leaves]), *parts)
+        joined = join(parts)
         for callback in callbacks:
             callback.on_predict_end(self)
         return joined

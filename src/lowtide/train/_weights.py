@@ -67,17 +67,22 @@ def example_weights(
 def _table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     """Classes in ascending order, and their weights."""
     is_mapping = isinstance(class_weight, Mapping)
-    pairs: list[tuple[Any, Any]] = sorted(class_weight.items()) if is_mapping else list(enumerate(class_weight))
-    values = np.array([value for _, value in pairs], np.float32)
-    are_integers = all(isinstance(key, int | np.integer) for key, _ in pairs)
-    if not pairs or not are_integers or not np.all(np.isfinite(values) & (values >= 0)):
+    try:
+        pairs: list[tuple[Any, Any]] = list(class_weight.items() if is_mapping else enumerate(class_weight))
+        values = np.array([value for _, value in pairs], np.float32)
+    except (TypeError, ValueError):  # neither a mapping nor a sequence, or not of numbers
+        pairs, values = [], np.zeros(0)
+    are_classes = all(isinstance(key, int | np.integer) and abs(int(key)) < 2**31 for key, _ in pairs)
+    if not pairs or not are_classes or values.ndim != 1 or not np.all(np.isfinite(values) & (values >= 0)):
         raise ConfigError(
             "class_weight is no weight for each class",
             expected="weights of at least 0 by class, such as {0: 1.0, 1: 5.0}, or one for each class in order",
             got=repr(class_weight),
             hint="number the classes from 0, and let a weight of 0 leave a class out",
         )
-    return np.array([key for key, _ in pairs], np.int32), values
+    classes = np.array([key for key, _ in pairs], np.int32)
+    order = np.argsort(classes)
+    return classes[order], values[order]
 
 
 def _ids(labels: Any, numpy: Any) -> Any:
