@@ -34,7 +34,7 @@ class Misbehave(Callback):
 
     def on_step_end(self, trainer, step):
         print(f"step {step}", flush=True)
-        if ARGS.get("at") != step or ARGS["process"] != ARGS["count"] - 1:
+        if ARGS.get("at") != step or ARGS["process"] != ARGS.get("who", ARGS["count"] - 1):
             return
         if ARGS["how"] == "kill":
             os.kill(os.getpid(), 9)
@@ -85,7 +85,7 @@ def main():
         optax.adamw(1e-2),
         sharding=rules,
         num_microbatches=ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"]),
-        checkpoint_dir=ARGS["checkpoints"],
+        checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
     )
     arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     if rules.local_batches:

@@ -30,6 +30,15 @@ def rank_promotion() -> Any:
         yield
 
 
+@pytest.fixture(autouse=True)
+def frozen_heap() -> Any:
+    """What other tests left behind is looked through once, and not in every step."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def plain() -> tuple[Any, Any, Any]:
     keys = jax.random.split(jax.random.key(0), 3)
     model = {name: jax.random.normal(key, (DIM, DIM)) / DIM**0.5 for name, key in zip("abc", keys, strict=True)}

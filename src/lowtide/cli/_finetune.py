@@ -230,7 +230,7 @@ def _on_the_host(report: Any) -> str:
     return f", {format_bytes(report.host_bytes)} on the host (pinned{of})"
 
 
-def _shortages(config: Any, report: Any, *, is_shared: bool) -> list[str]:
+def _shortages(config: Any, report: Any, *, is_shared: bool = False) -> list[str]:
     """What to say when the device, or its host, is too small."""
     found: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..core import LowtideError
-from . import _diff, _explain, _finetune, _fits, _targets
+from . import _diff, _explain, _finetune, _fits, _schedule, _targets
 from ._load import UserCodeError
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
     parser.add_argument("--version", action="version", version=f"lowtide {version('lowtide')}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (_finetune, _explain, _fits, _diff, _targets):
+    for module in (_finetune, _explain, _fits, _diff, _schedule, _targets):
         module.register(commands)
     args = parser.parse_args(argv)
     _leave_out_absent_accelerators()

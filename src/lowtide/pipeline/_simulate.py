@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from ..core import write_files
+from . import _views as views
 from ._actions import Action, Kind
 from ._costs import Costs
 from ._schedule import Schedule, gives, needs
@@ -21,6 +25,8 @@ class Simulation:
 
     schedule: Schedule
     """What ran."""
+    costs: Costs
+    """What its actions cost."""
     starts: tuple[tuple[float, ...], ...]
     """When each action of each rank began."""
     ends: tuple[tuple[float, ...], ...]
@@ -63,6 +69,59 @@ class Simulation:
         """Part of all ranks' time in which they compute."""
         return sum(self.busy) / (len(self.busy) * self.makespan)
 
+    def memory(self, rank: int) -> tuple[list[float], list[float]]:
+        """What a rank keeps over time: when it changes, and to what.
+
+        A forward pass counts from its begin, what a backward pass frees until its end.
+        """
+        times, values, held = [0.0], [0.0], 0.0
+        for action, start, end in zip(self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True):
+            held += self.costs.kept(action)
+            time = start if action.kind is Kind.FORWARD else end
+            if time == times[-1]:  # freed and taken at one moment
+                values[-1] = held
+            else:
+                times.append(time)
+                values.append(held)
+        return times, values
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The schedule in a terminal, as wide as it."""
+        yield views.terminal(self, options.max_width)
+
+    def to_png(self, path: str | Path | None = None) -> bytes:
+        """A picture of the schedule over time and of what each rank keeps.
+
+        Args:
+            path: the file to write, if any.
+
+        Returns:
+            Its content, 1600 pixels wide.
+
+        Raises:
+            ConfigError: when matplotlib is not installed (``pip install "lowtide[report]"``).
+            OutputError: when the file cannot be written.
+        """
+        return _written(path, views.picture(self, "png"))
+
+    def to_svg(self, path: str | Path | None = None) -> bytes:
+        """The picture of `to_png` as SVG; arguments, result and errors as there."""
+        return _written(path, views.picture(self, "svg"))
+
+    def to_trace(self, path: str | Path | None = None) -> bytes:
+        """A Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond there.
+
+        Args:
+            path: the file to write, if any.
+
+        Returns:
+            Its content, JSON.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        return _written(path, views.trace(self).encode())
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False) -> Simulation:
     """Run a schedule on paper.
@@ -90,6 +149,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
     hops = sum(a != b for a, b in zip(schedule.placement, schedule.placement[1:], strict=False))
     return Simulation(
         schedule=schedule,
+        costs=costs,
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
         busy=tuple(sum(map(costs.of, order)) for order in schedule.orders),
@@ -97,6 +157,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
         num_transfers=2 * hops * schedule.num_microbatches,
         num_ticks=num_ticks,
     )
+
+
+def _written(path: str | Path | None, content: bytes) -> bytes:
+    if path is not None:
+        write_files(Path(path).parent, {Path(path).name: content})
+    return content
 
 
 _Times = list[list[float]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -176,15 +177,17 @@ class Finetune:
                 on_record(record)
 
         try:
-            self.trainer.fit(
-                self.data.train,
-                num_steps=self.config.num_steps,
-                eval_data=self.data.held_out,
-                eval_every=self.config.eval_every,
-                checkpoint_every=self.config.checkpoint_every,
-                on_record=record_step,
-                progress=False,
-            )
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="fit took no step")  # a finished run may be resumed
+                self.trainer.fit(
+                    self.data.train,
+                    num_steps=self.config.num_steps,
+                    eval_data=self.data.held_out,
+                    eval_every=self.config.eval_every,
+                    checkpoint_every=self.config.checkpoint_every,
+                    on_record=record_step,
+                    progress=False,
+                )
         finally:
             metrics.close()
 

@@ -163,7 +163,7 @@ class Kept(Owned):
         position, callbacks = (self.position, self.callback_states) if self.loop is None else self.loop.notes()
         positions = self.processes.positions(position)
         notes = {"positions": positions, "base": self._base, "callbacks": callbacks}
-        has_changed = self._saved is not None and self._saved() is not self.state  # since the checkpoint of this step
+        has_changed = self._saved is None or self._saved() is not self.state  # since the checkpoint of this step
         is_new = checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes, replace=has_changed)
         self._saved = weakref.ref(self.state) if is_new else self._saved
         return is_new

@@ -17,6 +17,7 @@ import re
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ _GRACE_SECONDS = 5
 _FAILING_SECONDS = 120
 """How long it has to end what it does after a failure of its own."""
 _POLL_SECONDS = 1
+_SHARED_SECONDS = 20
+"""How long another machine may take to see a file that was written."""
 
 
 def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
@@ -115,8 +118,8 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
     name = of_first(lambda: f".shared-{secrets.token_hex(8)}")
     if processes.is_first:
         write_files(folder, {name: b""})
-    is_there = of_first(lambda: True) and (folder / name).is_file()
-    is_missing = in_any(not is_there)
+    of_first(lambda: True)  # it is there now
+    is_missing = in_any(not _appears(folder / name))
     if processes.is_first:
         (folder / name).unlink()
     if is_missing:
@@ -126,6 +129,16 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
             got="another one in at least one process",
             hint="give all processes the same folder; a disk of each machine's own is not shared",
         )
+
+
+def _appears(path: Path) -> bool:
+    """Whether a file is there, or comes soon: shared file systems keep what they have seen for some seconds."""
+    until = time.monotonic() + _SHARED_SECONDS
+    while not path.is_file():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 class Processes:

@@ -23,11 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import (
-    OutOfMemoryError,
-    Tree,
-    Where,
-)
+from ..core import OutOfMemoryError, Tree, Where
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..offload import LayerwiseStep
 from ._callbacks import Callback, Record
@@ -194,6 +190,7 @@ class Trainer(Kept):
         self.history: list[Record] = []
         """The records of the last `fit`, also of one that raised."""
         self._compiled: dict[Any, Any] = {}
+        self._reports: dict[int, MemoryReport] = {}
         self._evaluation = Evaluation(
             step,
             weight,
@@ -233,7 +230,7 @@ class Trainer(Kept):
         """
         batch = self._shapes(batch)
         if target is None:
-            return analyze_compiled(self._compile(batch), roles=_ROLES)
+            return self._report(self._compile(batch))
         return analyze(self.step_fn, *self._arguments(batch), target=target, roles=_ROLES)
 
     def preflight(self, batch: Tree) -> MemoryReport:
@@ -369,7 +366,7 @@ class Trainer(Kept):
         placed = self._on_device(batch)
         compiled = self._compile(placed)
         if len(self._compiled) > num_compiled:
-            self._refuse_large(analyze_compiled(compiled, roles=_ROLES), batch)
+            self._refuse_large(self._report(compiled), batch)
         batch = placed
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
@@ -469,6 +466,12 @@ class Trainer(Kept):
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
+
+    def _report(self, compiled: Any) -> MemoryReport:
+        """The report of a compiled step, made once."""
+        if id(compiled) not in self._reports:
+            self._reports[id(compiled)] = analyze_compiled(compiled, roles=_ROLES)
+        return self._reports[id(compiled)]
 
     def _compile(self, batch: Tree) -> Any:
         """The compiled step for batches of this shape, checked to reuse every donated buffer."""

@@ -1,0 +1,164 @@
+"""``lowtide schedule``: what a pipeline schedule costs, on paper, and how it looks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core import ConfigError
+
+_WIDTH = 120
+"""Of a file or a pipe that is printed to."""
+_PICTURES = {".png": "to_png", ".svg": "to_svg", ".json": "to_trace"}
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "schedule",
+        help="simulate and draw a pipeline schedule",
+        description="Simulate a pipeline schedule without a device: time, bubble, and what each rank keeps, on ranks "
+        "that run by themselves and on ranks in lockstep, as in one compiled program.",
+    )
+    parser.add_argument(
+        "name",
+        metavar="NAME",
+        help="of a schedule, such as 1f1b, zb-h1 or v-min; or a CSV file, as PyTorch writes them",
+    )
+    parser.add_argument("--stages", type=int, metavar="S", help="parts of the model")
+    parser.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch")
+    parser.add_argument(
+        "--stages-per-rank", type=int, metavar="V", help="parts that a rank has (default: 1, or 2 where it needs more)"
+    )
+    parser.add_argument(
+        "--costs",
+        metavar="F,I,W[,C]",
+        help="time of a stage's forward, input and weight pass, and of sending a result (default: 1,1,1,0)",
+    )
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="N", help="how many stages' residuals of a microbatch a rank may keep"
+    )
+    parser.add_argument("--lockstep", action="store_true", help="draw ranks in lockstep (default: by themselves)")
+    parser.add_argument("--draw", metavar="FILE", help="write a picture (.png, .svg) or a Chrome trace (.json)")
+    parser.add_argument("--csv", metavar="FILE", help="write the table of actions, as PyTorch reads it")
+    parser.add_argument(
+        "--json", action="store_true", help="print the figures as JSON (default: a table and a drawing)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    from ..pipeline import simulate
+
+    ending = None if args.draw is None else Path(args.draw).suffix
+    if ending is not None and ending not in _PICTURES:
+        raise ConfigError(
+            f"--draw {args.draw}: unknown kind of picture",
+            expected=f"a name that ends in {', '.join(_PICTURES)}",
+            got=ending or "no ending",
+            hint="--draw schedule.png",
+        )
+    costs, made = _costs(args.costs), _made(args)
+    found = {"by themselves": simulate(made, costs), "in lockstep": simulate(made, costs, lockstep=True)}
+    drawn = found["in lockstep" if args.lockstep else "by themselves"]
+    if args.csv is not None:
+        made.to_csv(args.csv)
+    if ending is not None:
+        getattr(drawn, _PICTURES[ending])(args.draw)
+    if args.json:
+        sys.stdout.write(json.dumps({how: _figures(one) for how, one in found.items()}, indent=2) + "\n")
+        return 0
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH)
+    console.print(_table(found))
+    console.print(drawn)
+    for path in (args.draw, args.csv):
+        if path is not None:
+            console.print(Text(f"written: {path}", style="dim"))
+    return 0
+
+
+def _made(args: argparse.Namespace) -> Any:
+    from ..pipeline import SCHEDULES, Schedule, schedule
+
+    of_model = {"--stages": args.stages, "--microbatches": args.microbatches}
+    if args.name not in SCHEDULES and Path(args.name).suffix == ".csv":
+        more = {"--stages-per-rank": args.stages_per_rank, "--memory-limit": args.memory_limit}
+        for flag, value in {**of_model, **more}.items():
+            if value is not None:
+                raise ConfigError(f"{flag} is said by {args.name}", hint=f"leave {flag} out")
+        return Schedule.from_csv(args.name)
+    if args.name in SCHEDULES:  # else the name is what is wrong
+        for flag, value in of_model.items():
+            if value is None:
+                raise ConfigError(
+                    f"{flag} is missing", hint=f"lowtide schedule {args.name} --stages 4 --microbatches 8"
+                )
+    return schedule(
+        args.name,
+        num_stages=args.stages,
+        num_microbatches=args.microbatches,
+        stages_per_rank=args.stages_per_rank,
+        costs=_costs(args.costs),
+        memory_limit=args.memory_limit,
+    )
+
+
+def _costs(text: str | None) -> Any:
+    from ..pipeline import Costs
+
+    try:
+        numbers = [] if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0.0]
+    if len(numbers) not in (0, 3, 4):
+        raise ConfigError(
+            f"--costs {text}: no costs", expected="F,I,W or F,I,W,C as numbers", got=text, hint="--costs 1,1.1,0.9"
+        )
+    return Costs(**dict(zip(("forward", "input", "weight", "communication"), numbers, strict=False)))
+
+
+def _figures(found: Any) -> dict[str, Any]:
+    return {
+        "schedule": found.schedule.name,
+        "num_ranks": found.schedule.num_ranks,
+        "num_stages": found.schedule.num_stages,
+        "num_microbatches": found.schedule.num_microbatches,
+        "makespan": found.makespan,
+        "bubble": found.bubble,
+        "steady_bubble": found.steady_bubble,
+        "utilization": found.utilization,
+        "peaks": list(found.peaks),
+        "num_transfers": found.num_transfers,
+        "num_ticks": found.num_ticks,
+    }
+
+
+def _table(found: dict[str, Any]) -> Table:
+    made = next(iter(found.values())).schedule
+    title = f"{made.name}: {made.num_stages} stages on {made.num_ranks} ranks, {made.num_microbatches} microbatches"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
+    table.add_column("ranks")
+    for name in ("time", "bubble", "in a row of batches", "computing", "kept at most, by rank"):
+        table.add_column(name, justify="right")
+    for how, one in found.items():
+        peaks = [f"{peak:g}" for peak in one.peaks]
+        kept = ", ".join(peaks) if len(set(peaks)) > 1 else f"{peaks[0]} each"
+        table.add_row(
+            how,
+            f"{one.makespan:g}",
+            f"{one.bubble:g}",
+            f"{one.steady_bubble:g}",
+            f"{100 * one.utilization:.1f} %",
+            kept,
+        )
+    return table
