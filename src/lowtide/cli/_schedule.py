@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
             got=ending or "no ending",
             hint="--draw schedule.png",
         )
-    costs, made = _costs(args.costs), _made(args)
+    costs = _costs(args.costs)
+    made = _made(args, costs)
     found = {"by themselves": simulate(made, costs), "in lockstep": simulate(made, costs, lockstep=True)}
     drawn = found["in lockstep" if args.lockstep else "by themselves"]
     if args.csv is not None:
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _made(args: argparse.Namespace) -> Any:
+def _made(args: argparse.Namespace, costs: Any) -> Any:
     from ..pipeline import SCHEDULES, Schedule, schedule
 
     of_model = {"--stages": args.stages, "--microbatches": args.microbatches}
@@ -108,7 +109,7 @@ def _made(args: argparse.Namespace) -> Any:
         num_stages=args.stages,
         num_microbatches=args.microbatches,
         stages_per_rank=args.stages_per_rank,
-        costs=_costs(args.costs),
+        costs=costs,
         memory_limit=args.memory_limit,
     )
 

@@ -193,8 +193,9 @@ class Loop:
             self._evaluate()
         self._save(step)
         if is_terminated and trainer.processes.is_first:
-            kept = "there is no checkpoint_dir" if trainer.checkpoints is None else str(trainer.checkpoints.directory)
-            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, saved there: %s", step, kept)
+            kept = trainer.checkpoints
+            where = "not saved, without a checkpoint_dir" if kept is None else f"saved there: {kept.directory}"
+            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, where)
         self._leave()
         self._wait()
 
@@ -274,10 +275,10 @@ class Loop:
             count = jnp.array(self.trainer.state.step)  # a copy; the batches that were seen stay behind
             if (back := self.trainer.roll_back()) is not None:
                 self._num_rollbacks, self._back = (self._num_rollbacks if back == self._back else 0) + 1, back
+                self.trainer.state = dataclasses.replace(self.trainer.state, step=count)
                 warnings.warn(
                     f"step {step}: {wrong[0]} is not finite; back to the weights of step {back}", stacklevel=2
                 )
-                self.trainer.state = dataclasses.replace(self.trainer.state, step=count)
                 return True
         if policy == "ignore" or (policy == "skip" and self._num_wrong < _MAX_SKIPS):
             return False
@@ -313,9 +314,7 @@ class Loop:
         record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
         checkpoints = self.trainer.checkpoints
         is_best = checkpoints is not None and checkpoints.evaluated(step, record)
-        self._evaluated_at = (
-            step  # before callbacks count it: an interrupt in one of them does not make them do so again
-        )
+        self._evaluated_at = step  # before callbacks count it: after an interrupt in one they do not do so again
         self._emit(record)
         if is_best and self.trainer.save():
             self._tell("on_checkpoint", step)
