@@ -202,14 +202,21 @@ def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
     return starts, ends, begun
 
 
-def ticks(schedule: Schedule) -> list[tuple[Action | None, ...]]:
+def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Action | None, ...]]:
     """The table of a program in lockstep: what each rank does in each tick, None for nothing.
 
     A rank does its next action in the first tick after those that it needs.
+
+    Args:
+        schedule: what to run.
+        forward_only: whether to leave the backward pass out, as an evaluation does.
     """
     table: list[tuple[Action | None, ...]] = []
     done: dict[tuple[Kind, int, int], float] = {}
-    left = [list(reversed(order)) for order in schedule.orders]
+    left = [
+        [action for action in reversed(order) if not forward_only or action.kind is Kind.FORWARD]
+        for order in schedule.orders
+    ]
     while any(left):
         row: list[Action | None] = []
         for order in left:

@@ -1,0 +1,373 @@
+"""To which pass every operation of a stage belongs, so that the fewest bytes wait between the passes.
+
+Four passes: `Pass.HOISTED` (of weights alone, once a step), `FORWARD`, `INPUT`, `WEIGHT`. What the forward pass returns
+is computed there, what the gradient of the input needs at the latest in the input pass. Between these bounds an
+operation may run in any pass, but never twice: a minimum cut chooses, whose capacities are the bytes that are kept from
+one pass to the next, and of equal cuts the latest. So a bias' gradient, a sum over tokens, is made in the input pass
+rather than that the tokens' cotangents wait for it, and an activation's derivative waits as the activation's input.
+
+Matrix products and their like are not put off or brought forward for bytes: those that only weight gradients need are
+the weight pass, those that the forward pass does not need (recomputation) wait for the backward pass. What reads only
+the batch, or changes only the view of a weight, costs little and is made in each pass that reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from ._graph import Atom, Carry, Graph, Loop, Op, Value
+
+
+class Pass(enum.IntEnum):
+    """A part of a stage's work; later ones read what earlier ones left."""
+
+    HOISTED = 0
+    FORWARD = 1
+    INPUT = 2
+    WEIGHT = 3
+
+
+class Source(enum.Enum):
+    """What an input of the graph is; its value is the pass that it comes with."""
+
+    WEIGHT = enum.auto()
+    BATCH = enum.auto()
+    ACTIVATION = enum.auto()
+    COTANGENT = enum.auto()
+
+
+@dataclasses.dataclass(eq=False)
+class Sink:
+    """Results that are there after a pass."""
+
+    reads: list[Atom]
+    at: Pass
+    is_added: bool = False
+    """Whether it is added to a total as soon as it is there, and so never kept."""
+
+
+Node: TypeAlias = "Op | Carry | Sink | Source"
+
+_HEAVY = {
+    "dot_general",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "while",
+    "cond",
+    "custom_call",
+    "ffi_call",
+    "pallas_call",
+    "shard_map",
+    "random_bits",
+    "threefry2x32",
+    "sort",
+    "top_k",
+    "cholesky",
+    "triangular_solve",
+    "eigh",
+    "svd",
+    "qr",
+    "device_put",
+}
+_VIEWS = {
+    "broadcast_in_dim",
+    "copy",
+    "expand_dims",
+    "reshape",
+    "rev",
+    "slice",
+    "squeeze",
+    "transpose",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """Which operation runs when."""
+
+    passes: dict[Op | Carry, Pass]
+    """Of every operation that has one; others are dead, or run in each pass that reads them."""
+    free: dict[Value, Op]
+    """What is made in each pass that reads it, and how."""
+
+
+def assign(graph: Graph, sources: list[Source], sinks: list[Sink], *, whole: bool) -> Assignment:
+    """Give every operation its pass.
+
+    Args:
+        graph: the forward and the backward pass of a stage.
+        sources: what its inputs are.
+        sinks: its results.
+        whole: whether there is no weight pass, and the input pass does its work.
+
+    Returns:
+        The assignment.
+    """
+    reach = _Reach(graph, sources, sinks)
+    live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
+    nodes: list[Node] = [node for node in (*reach.nodes, *Source, *sinks) if node in live or isinstance(node, Source)]
+    passes = _Cut(reach, nodes, sinks, whole=whole).solve()
+    found = {node: at for node, at in passes.items() if isinstance(node, Op | Carry)}
+    _hoist(reach, found, nodes, passes)
+    return Assignment(found, reach.free)
+
+
+class _Reach:
+    """Who gives and who reads a value."""
+
+    def __init__(self, graph: Graph, sources: list[Source], sinks: list[Sink]) -> None:
+        self.inputs = dict(zip(graph.inputs, sources, strict=True))
+        self.producer: dict[Value, Node] = dict(self.inputs)
+        self.free: dict[Value, Op] = {}
+        self.of_weights: set[Value] = {value for value, source in self.inputs.items() if source is Source.WEIGHT}
+        self._of_batch: set[Value] = {value for value, source in self.inputs.items() if source is Source.BATCH}
+        self.nodes: list[Op | Carry] = []
+        self._walk(graph.items)
+        self.sinks = sinks
+
+    def _walk(self, items: Iterable[Op | Loop]) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                self._operation(item)
+                continue
+            for outer, inside in item.slices:
+                self._alias(inside, outer)
+            # A carry is of weights alone when all that enters it is; nothing shows that before its body is read.
+            of_weights = self._carries_of_weights(item)
+            for carry in item.carries:
+                self.nodes.append(carry)
+                for value in (carry.inside, carry.final):
+                    self.producer[value] = carry
+                    if carry in of_weights:
+                        self.of_weights.add(value)
+            self._walk(item.body)
+            for value in _stacked(item):
+                self._alias(value.stack, value)
+
+    def _alias(self, value: Any, of: Atom) -> None:
+        """Another view of the same memory."""
+        if not isinstance(of, Value):
+            return
+        if of in self.producer:  # else of something free
+            self.producer[value] = self.producer[of]
+        for group in (self.of_weights, self._of_batch):
+            if of in group:
+                group.add(value)
+
+    def _operation(self, op: Op) -> None:
+        reads = [atom for atom in op.reads if isinstance(atom, Value)]
+        results = [value for value in op.gives if value is not None]
+        is_light = op.name not in _HEAVY and not op.has_effects and not any(value.stack for value in results)
+        is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
+        if is_light and (is_view or all(value in self._of_batch or self._is_constant(value) for value in reads)):
+            for value in results:
+                self.free[value] = op
+                if is_view and reads:
+                    self.of_weights.add(value)
+                elif any(value in self._of_batch for value in reads):
+                    self._of_batch.add(value)
+            return
+        self.nodes.append(op)
+        for value in results:
+            self.producer[value] = op
+            if all(read in self.of_weights or self._is_constant(read) for read in reads):
+                self.of_weights.add(value)
+
+    def _is_constant(self, value: Value) -> bool:
+        """Whether it is made of literals alone."""
+        if value not in self.producer and value.stack is not None:
+            return self._is_constant(value.stack)
+        op = self.free.get(value)
+        return op is not None and all(not isinstance(read, Value) or self._is_constant(read) for read in op.reads)
+
+    def _carries_of_weights(self, loop: Loop) -> set[Carry]:
+        """Those whose begin and whose step read nothing else: found by taking all to be, and then away."""
+        carries = {carry for carry in loop.carries if self._is_of_weights(carry.init)}
+        while True:
+            inside = {carry.inside for carry in carries}
+            for carry in list(carries):
+                if not self._step_is_of_weights(loop, carry.after, inside):
+                    carries.discard(carry)
+            if len(carries) == len(inside):
+                return carries
+
+    def _is_of_weights(self, atom: Atom) -> bool:
+        return not isinstance(atom, Value) or atom in self.of_weights or self._is_constant(atom)
+
+    def _step_is_of_weights(self, loop: Loop, atom: Atom, inside: set[Value]) -> bool:
+        made = {value: item for item in loop.body if isinstance(item, Op) for value in item.gives if value is not None}
+        waiting, seen = [atom], set[Value]()
+        while waiting:
+            one = waiting.pop()
+            if not isinstance(one, Value) or one in seen or one in inside or self._is_of_weights(one):
+                continue
+            seen.add(one)
+            if one not in made:
+                return False
+            waiting += made[one].reads
+        return True
+
+    def reads(self, node: Node) -> Iterator[Value]:
+        """What a node reads, through what is free."""
+        waiting: list[Atom] = []
+        if isinstance(node, Op | Sink):
+            waiting += node.reads
+        elif isinstance(node, Carry):
+            waiting += [node.init, node.after]
+        seen = set[Value]()
+        while waiting:
+            atom = waiting.pop()
+            if not isinstance(atom, Value) or atom in seen:
+                continue
+            seen.add(atom)
+            if atom in self.free:
+                waiting += self.free[atom].reads
+            elif atom in self.producer:
+                yield atom
+            else:
+                waiting.append(atom.stack)  # pyright: ignore[reportArgumentType]
+
+    def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
+        """The nodes and all that they need."""
+        waiting, seen = list(nodes), set[Node]()
+        while waiting:
+            node = waiting.pop()
+            if node not in seen:
+                seen.add(node)
+                waiting += [self.producer[value] for value in self.reads(node)]
+        return seen
+
+
+def _stacked(loop: Loop) -> Iterator[Value]:
+    """The values of a loop's own body that are stacked outside of it."""
+    for carry in loop.carries:
+        if carry.inside.stack is not None:
+            yield carry.inside
+    for item in loop.body:
+        if isinstance(item, Op):
+            values = [value for value in item.gives if value is not None]
+        else:
+            values = [carry.final for carry in item.carries] + [v.stack for v in _stacked(item) if v.stack is not None]
+        yield from (value for value in values if value.stack is not None)
+
+
+_FIRST = {
+    Source.WEIGHT: Pass.HOISTED,
+    Source.BATCH: Pass.FORWARD,
+    Source.ACTIVATION: Pass.FORWARD,
+    Source.COTANGENT: Pass.INPUT,
+}
+_BOUNDS = (Pass.FORWARD, Pass.INPUT)
+"""The passes after which something may have to be kept."""
+_ENDLESS = 2**30
+
+
+class _Cut:
+    """A network in which a node stands once for each bound: on the near side of it, the node's pass comes before."""
+
+    def __init__(self, reach: _Reach, nodes: list[Node], sinks: list[Sink], *, whole: bool) -> None:
+        self.reach, self.nodes, self.sinks, self.whole = reach, nodes, sinks, whole
+        self.number = {node: i for i, node in enumerate(nodes)}
+        self.size = 2 + len(nodes) * len(_BOUNDS)
+        self.edges: list[tuple[int, int, int]] = []
+
+    def at(self, node: Node, bound: Pass) -> int:
+        return 2 + self.number[node] * len(_BOUNDS) + _BOUNDS.index(bound)
+
+    def solve(self) -> dict[Node, Pass]:
+        self._bounds()
+        self._kept()
+        begins, ends, capacities = np.array(self.edges, np.int64).T
+        # Capacities are 32-bit numbers there, which add up.
+        network = coo_array((self._scaled(capacities), (begins, ends)), shape=(self.size, self.size)).tocsr()
+        flow = maximum_flow(network, 0, 1).flow
+        left = network - flow
+        left.eliminate_zeros()
+        near = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+        return {
+            node: next((bound for bound in _BOUNDS if self.at(node, bound) in near), Pass.WEIGHT) for node in self.nodes
+        }
+
+    def _scaled(self, capacities: Any) -> Any:
+        finite = capacities < _ENDLESS * 2**20
+        unit = max(1, math.ceil(int(capacities[finite].sum()) / 2**28))
+        return np.where(finite, np.maximum(capacities // unit, np.minimum(capacities, 1)), _ENDLESS).astype(np.int32)
+
+    def _always(self, begin: int, end: int) -> None:
+        """Where `begin` is on the near side, `end` is too."""
+        self.edges.append((begin, end, _ENDLESS * 2**20))
+
+    def _bounds(self) -> None:
+        forward = self.reach.ancestors([sink for sink in self.sinks if sink.at is Pass.FORWARD])
+        back = self.reach.ancestors([sink for sink in self.sinks if not sink.is_added])
+        chain = (
+            set[Node]() if any(sink.at is Pass.INPUT and not sink.is_added for sink in self.sinks) else self._chain()
+        )
+        for node in self.nodes:
+            first, last = Pass.HOISTED, Pass.INPUT if self.whole else Pass.WEIGHT
+            if isinstance(node, Source):
+                first = last = max(_FIRST[node], Pass.FORWARD)
+            elif isinstance(node, Sink):
+                first, last = Pass.HOISTED if node.is_added else node.at, node.at
+            elif isinstance(node, Op) and node.name in _HEAVY and node not in forward:
+                first = Pass.INPUT if node in back or node in chain or self.whole else Pass.WEIGHT
+                last = Pass.INPUT if node in chain else last
+            for bound in _BOUNDS:
+                if last <= bound:
+                    self._always(0, self.at(node, bound))
+                if first > bound:
+                    self._always(self.at(node, bound), 1)
+            self._always(self.at(node, Pass.FORWARD), self.at(node, Pass.INPUT))
+            for value in self.reach.reads(node):
+                for bound in _BOUNDS:
+                    self._always(self.at(node, bound), self.at(self.reach.producer[value], bound))
+
+    def _chain(self) -> set[Node]:
+        """Where no gradient of the input is wanted: what hands a cotangent on to other matrix products."""
+        heavy = [node for node in self.nodes if isinstance(node, Op) and node.name in _HEAVY]
+        back = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
+        found = set[Node]()
+        for node in back:
+            found |= self.reach.ancestors(self.reach.producer[value] for value in self.reach.reads(node))
+        return found & set(back)
+
+    def _kept(self) -> None:
+        """What costs bytes when it is made before a bound and read after it."""
+        readers: dict[Value, set[Node]] = {}
+        for node in self.nodes:
+            if isinstance(node, Sink) and node.is_added:
+                continue
+            for value in self.reach.reads(node):
+                if value not in self.reach.of_weights and self.reach.producer[value] is not Source.BATCH:
+                    readers.setdefault(value.storage, set()).add(node)
+        for value, nodes in readers.items():
+            for bound in _BOUNDS:
+                kept, self.size = self.size, self.size + 1
+                self.edges.append((self.at(self.reach.producer[value], bound), kept, max(value.size_bytes, 1)))
+                for node in nodes:
+                    self._always(kept, self.at(node, bound))
+
+
+def _hoist(reach: _Reach, found: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
+    """What weights alone give and another pass reads is made once a step, with all that it is made of."""
+    crossing: list[Node] = []
+    for node in nodes:
+        for value in reach.reads(node):
+            producer = reach.producer[value]
+            if value in reach.of_weights and isinstance(producer, Op | Carry) and passes[producer] < passes[node]:
+                crossing.append(producer)
+    waiting, seen = crossing, set[Node]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Op | Carry) and node not in seen:
+            seen.add(node)
+            found[node] = Pass.HOISTED
+            waiting += [reach.producer[value] for value in reach.reads(node)]

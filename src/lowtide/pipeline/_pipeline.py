@@ -1,0 +1,290 @@
+"""`value_and_grad`: the loss of a layer stack and its gradients, pipelined over an axis of a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from ..core import (
+    ConfigError,
+    LayerStack,
+    StructureError,
+    Tree,
+    Where,
+    check_differentiable,
+    num_layers,
+    partition,
+    split_batch,
+)
+from ._executor import Program
+from ._layout import Layout, layout
+from ._schedule import Schedule
+from ._tables import tables
+
+
+def value_and_grad(
+    stack: LayerStack,
+    schedule: Schedule,
+    *,
+    mesh: Mesh,
+    axis: str = "stage",
+    wrt: Where = "**",
+    weight: Callable[[Tree], Any] | None = None,
+    remat: bool | Callable[..., bool] = False,
+    layers_per_stage: Sequence[int] | None = None,
+    arranged: bool = False,
+) -> Pipeline:
+    """A pipelined loss with its gradients, as one compiled program.
+
+    Args:
+        stack: the model as `first`, `block`, `last`. Every function is given the microbatch, so masks and positions in
+            it reach every stage; a loss of the blocks is a leaf of `h` that `last` adds.
+        schedule: what runs when; its ranks are the devices along `axis`.
+        mesh: the devices. Along its other axes arrays are divided as their own shardings say.
+        axis: the name of the pipeline's axis.
+        wrt: which leaves of ``{"outer": ..., "layers": ...}`` have gradients.
+        weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`: with its number of target
+            tokens, the loss is that of the whole batch.
+        remat: as in `lowtide.LayerStack.hidden`.
+        layers_per_stage: of every stage; by default as even as can be.
+        arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
+            moved between ranks. That is of use where a rank has several stages, or stages are uneven.
+
+    Returns:
+        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``.
+
+    Raises:
+        ConfigError: for an axis that the mesh does not have, or a schedule of another number of ranks.
+        ScheduleError: for stages that are not on neighbouring ranks.
+        StructureError: when `stack` is no `LayerStack`.
+
+    Memory:
+        On each device: its layers, the outer leaves, gradients of both (float32 at least), the batch, and what the
+        schedule keeps between passes. Flat in the number of microbatches.
+
+    Examples:
+        >>> from lowtide.pipeline import schedule
+        >>> stack = LayerStack(
+        ...     first=lambda outer, batch: batch["x"],
+        ...     block=lambda layer, h, batch: jnp.tanh(h @ layer["w"]),
+        ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
+        ... )
+        >>> pipeline = value_and_grad(
+        ...     stack, schedule("zb-h1", num_stages=1, num_microbatches=2), mesh=jax.make_mesh((1,), ("stage",))
+        ... )
+        >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.zeros((4, 2))}
+        >>> (loss, _), (_, grads) = jax.jit(pipeline)({}, {"w": jnp.ones((3, 2, 2))}, batch)
+        >>> grads["w"].shape
+        (3, 2, 2)
+
+    References:
+        Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Narayanan et al., "Efficient Large-Scale Language
+        Model Training on GPU Clusters Using Megatron-LM", SC 2021.
+    """
+    given: Any = stack
+    if not isinstance(given, LayerStack):
+        raise StructureError(
+            "a pipeline needs a model as a stack of equal blocks",
+            expected="a lowtide.LayerStack",
+            got=type(given).__name__,
+            hint="make one from three functions: LayerStack(first, block, last)",
+        )
+    given = schedule
+    if not isinstance(given, Schedule):
+        raise ConfigError(
+            "schedule is no schedule",
+            expected="a lowtide.pipeline.Schedule",
+            got=repr(given),
+            hint='lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
+        )
+    if axis not in mesh.shape:
+        raise ConfigError(
+            f"the mesh has no axis {axis!r}",
+            expected=" or ".join(map(repr, mesh.shape)),
+            got=repr(axis),
+            hint=f'axis="{next(iter(mesh.shape), "stage")}", or another mesh',
+        )
+    if mesh.shape[axis] != schedule.num_ranks:
+        raise ConfigError(
+            f"{schedule.name}: the schedule is for another mesh",
+            expected=f"{schedule.num_ranks} devices along {axis!r}",
+            got=mesh.shape[axis],
+            hint="num_stages of a schedule is ranks times stages a rank",
+        )
+    if len({len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)}) > 1:
+        raise ConfigError(
+            f"{schedule.name}: ranks have different numbers of stages",
+            expected=f"{schedule.stages_per_rank} each",
+            got=", ".join(str(len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)),
+            hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
+        )
+    tables(schedule, [1] * schedule.num_stages)  # refuses stages that are no neighbours
+    # Other axes are the compiler's to divide arrays along, whatever type of axis the mesh was made with.
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
+class Pipeline:
+    """A pipelined loss with its gradients; made by `value_and_grad`, called under `jax.jit`."""
+
+    stack: LayerStack
+    """The model."""
+    schedule: Schedule
+    """What runs when."""
+    mesh: Mesh
+    """The devices."""
+    axis: str
+    """The pipeline's axis."""
+    wrt: Where
+    """What has gradients."""
+    weight: Callable[[Tree], Any] | None
+    """Weight of a microbatch."""
+    remat: bool | Callable[..., bool]
+    """What is recomputed."""
+    layers_per_stage: Sequence[int] | None
+    """Of every stage, or None."""
+    arranged: bool
+    """Whether layers are in the order of ranks."""
+
+    def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
+        """The loss, the metrics and the gradients.
+
+        Args:
+            outer: parameters outside the stack.
+            layers: stacked parameters [num_layers, ...]; with `arranged`, in the order of `arrange`.
+            batch: leaves whose leading axis splits into the schedule's microbatches. A scalar key is folded with the
+                number of the microbatch.
+
+        Returns:
+            ``(loss, metrics), (outer_grads, layer_grads)``: loss and metrics are means over microbatches by weight;
+            gradients have the dtypes of the parameters, and None where `wrt` selects none.
+
+        Raises:
+            ConfigError: for `layers_per_stage` that are not of this model.
+            SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
+            StructureError: when the batch does not split, or a function of the stack returns what it should not.
+        """
+        plan, trainable, frozen = self._prepared(outer, layers)
+        check_differentiable(trainable)
+        batches, seeds = self._microbatches(batch)
+        program = self._program(plan, trainable, frozen, batches, forward_only=False)
+        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+        loss, metrics, grads = self._mapped(
+            program.gradients, (places, places), (PartitionSpec(), PartitionSpec(), places)
+        )(trainable, frozen, batches, seeds)
+        grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
+        of_layers = grads["layers"] if self.arranged else plan.restore(grads["layers"], self.mesh, self.axis)
+        return (loss, metrics), (grads["outer"], of_layers)
+
+    def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
+        """The loss and the metrics without a backward pass; arguments and errors as of a call."""
+        plan, trainable, frozen = self._prepared(outer, layers)
+        batches, seeds = self._microbatches(batch)
+        program = self._program(plan, trainable, frozen, batches, forward_only=True)
+        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+        return self._mapped(program.evaluate, ((places, places),), (PartitionSpec(), PartitionSpec()))(
+            (trainable, frozen), batches, seeds
+        )
+
+    def layout(self, num_layers: int) -> Layout:
+        """Which layers are where, of a stack of so many."""
+        return layout(self.schedule, num_layers, self.layers_per_stage)
+
+    def arrange(self, layers: Tree) -> Tree:
+        """Stacked layers in the order of ranks, divided over the mesh.
+
+        Args:
+            layers: leaves [num_layers, ...]; arrays or shapes.
+
+        Returns:
+            Leaves [R * V * K, ...], where R are the ranks, V the stages of each and K the layers of the longest.
+
+        Raises:
+            ConfigError: for `layers_per_stage` that are not of this model.
+            StructureError: for leaves without a common leading axis.
+        """
+        return self.layout(num_layers(layers)).arrange(layers, self.mesh, self.axis)
+
+    def restore(self, rows: Tree, num_layers: int) -> Tree:
+        """The opposite of `arrange`: leaves [num_layers, ...]."""
+        return self.layout(num_layers).restore(rows, self.mesh, self.axis)
+
+    def _prepared(self, outer: Tree, layers: Tree) -> tuple[Layout, Tree, Tree]:
+        rows = num_layers(layers)
+        plan = self.layout(self._num_layers(rows) if self.arranged else rows)
+        if not self.arranged:
+            layers = plan.arrange(layers, self.mesh, self.axis)
+        elif rows != plan.num_rows:
+            raise StructureError(
+                "layers are not in the order of ranks",
+                expected=f"{plan.num_rows} rows",
+                got=f"{rows}",
+                hint="layers = pipeline.arrange(layers)",
+            )
+        return plan, *partition({"outer": outer, "layers": layers}, self.wrt)
+
+    def _num_layers(self, rows: int) -> int:
+        """Layers of an arranged stack: all rows, unless stages are uneven, of which the lengths are known."""
+        return rows if self.layers_per_stage is None else sum(self.layers_per_stage)
+
+    def _program(self, plan: Layout, trainable: Tree, frozen: Tree, batches: Tree, *, forward_only: bool) -> Program:
+        def shapes(tree: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+        return Program(
+            stack=self.stack,
+            layout=plan,
+            tables=tables(self.schedule, plan.layers_per_stage, forward_only=forward_only),
+            axis=self.axis,
+            trainable=shapes(trainable),
+            frozen=shapes(frozen),
+            batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
+            remat=self.remat,
+        )
+
+    def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:
+        return jax.shard_map(
+            program,
+            mesh=self.mesh,
+            in_specs=(*places, PartitionSpec(), PartitionSpec()),
+            out_specs=results,
+            axis_names={self.axis},
+            check_vma=False,
+        )
+
+    def _microbatches(self, batch: Tree) -> tuple[Tree, Any]:
+        """The microbatches, and the part of each in the loss."""
+        number = self.schedule.num_microbatches
+        is_key = functools.partial(_is_key)
+        batches = split_batch(jax.tree.map(lambda leaf: None if is_key(leaf) else leaf, batch), number)
+        keys = jax.tree.map(
+            lambda leaf: (
+                jax.vmap(functools.partial(jax.random.fold_in, leaf))(jnp.arange(number)) if is_key(leaf) else None
+            ),
+            batch,
+        )
+        batches = jax.tree.map(
+            lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
+        )
+        if self.weight is None:
+            return batches, jnp.full(number, 1 / number, jnp.float32)
+        weights = jax.vmap(lambda part: jnp.asarray(self.weight(part), jnp.float32))(batches)  # pyright: ignore[reportOptionalCall]
+        if weights.ndim != 1:
+            raise StructureError(
+                "the weight of a microbatch is no number",
+                expected="a scalar",
+                got=f"shape {list(weights.shape[1:])}",
+                hint="sum it: lambda batch: jnp.sum(batch['mask'])",
+            )
+        return batches, weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key) and leaf.ndim == 0

@@ -1,0 +1,278 @@
+"""Runs the operations of one pass, loops' bodies included, on what the passes before it left.
+
+A loop whose body belongs to several passes runs once in each of them, with the carries of that pass alone; values of an
+iteration that a later pass reads leave it stacked. What is left between passes is kept under the value it belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from ._cut import Assignment, Pass, Sink
+from ._graph import Atom, Graph, Loop, Op, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some rows of an array, which a loop reads one by one, so that they are never copied out of it."""
+
+    array: Any
+    begin: Any
+    """The first of them."""
+
+    def all(self, length: int) -> Any:
+        """A copy of them."""
+        return lax.dynamic_slice_in_dim(self.array, self.begin, length)
+
+    def one(self, index: Any) -> Any:
+        """A copy of one."""
+        return lax.dynamic_index_in_dim(self.array, self.begin + index, keepdims=False)
+
+
+Environment = dict[Value, Any]
+
+
+class Plan:
+    """What every pass reads, gives and leaves; all that can be known before anything runs."""
+
+    def __init__(self, graph: Graph, assignment: Assignment, sinks: Sequence[Sink]) -> None:
+        self.graph, self.passes, self.free = graph, assignment.passes, assignment.free
+        self.made: dict[Value, Pass] = {}
+        self._stacked_in: dict[Value, Value] = {}
+        self._collect_made(graph.items)
+        self.reads: dict[Value, set[Pass]] = {}
+        """In which passes a value is read where it is, not as a stack of all iterations."""
+        self._collect_reads(graph.items)
+        for sink in sinks:
+            for atom in sink.reads:
+                self._read(atom, self.given(atom) if sink.is_added else sink.at)
+
+    def given(self, atom: Atom) -> Pass:
+        """After which pass a gradient of weights can be added to its total."""
+        is_made = isinstance(atom, Value) and atom in self.made
+        return max(self.made[atom], Pass.INPUT) if is_made else Pass.WEIGHT
+
+    def _collect_made(self, items: Sequence[Op | Loop]) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                if item in self.passes:
+                    self.made.update((value, self.passes[item]) for value in item.gives if value is not None)
+                continue
+            for carry in item.carries:
+                if carry in self.passes:
+                    self.made.update({carry.inside: self.passes[carry], carry.final: self.passes[carry]})
+            self._collect_made(item.body)
+            for value in [value for value in self.made if value.loop is item and value.stack is not None]:
+                assert value.stack is not None
+                self.made[value.stack] = self.made[value]
+
+    def _collect_reads(self, items: Sequence[Op | Loop]) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                if item in self.passes:
+                    for atom in item.reads:
+                        self._read(atom, self.passes[item])
+                continue
+            for carry in item.carries:
+                if carry in self.passes:
+                    self._read(carry.init, self.passes[carry])
+                    self._read(carry.after, self.passes[carry])
+            self._collect_reads(item.body)
+
+    def _read(self, atom: Atom, at: Pass) -> None:
+        if not isinstance(atom, Value) or at in self.reads.get(atom, ()):
+            return
+        self.reads.setdefault(atom, set()).add(at)
+        if atom in self.free:
+            for read in self.free[atom].reads:
+                self._read(read, at)
+        elif atom.stack is not None and self.made.get(atom) is not at:
+            self._read(atom.stack, at)  # a slice of it
+
+    def leaves_stack(self, value: Value) -> bool:
+        """Whether a loop has to stack one of its values."""
+        stacked = value.stack is not None and bool(self.reads.get(value.stack))
+        return stacked or any(at > self.made[value] for at in self.reads.get(value, ()))
+
+    def kept(self) -> dict[Value, tuple[Pass, Pass]]:
+        """What is kept from pass to pass: where it is made, and where it is read last."""
+        found: dict[Value, tuple[Pass, Pass]] = {}
+        for value, made in self.made.items():
+            is_outside = value.loop is None or value.stack is None
+            last = max(self.reads.get(value, ()), default=made)
+            if is_outside and last > made:
+                found[value] = made, last
+        return found
+
+    def run(self, at: Pass, env: Environment, totals: Mapping[Value, Rows] | None = None) -> dict[Value, Any]:
+        """Run a pass.
+
+        Args:
+            at: which.
+            env: the graph's inputs, as far as the pass reads them, and what earlier passes left; what the pass makes
+                is added.
+            totals: of gradients that are stacked by a loop of this pass: where to add them, row by row.
+
+        Returns:
+            The new totals.
+        """
+        runner = _Runner(self, at, dict(totals or {}))
+        runner.items(self.graph.items, [env])
+        return {value: rows.array for value, rows in runner.totals.items()}
+
+    def read(self, atom: Atom, env: Environment) -> Any:
+        """A result, after the pass that gives it."""
+        return _Runner(self, Pass.WEIGHT, {}).read(atom, [env])
+
+    def adds_up(self, atom: Atom) -> bool:
+        """Whether a result is stacked by a loop and read by nothing else, so that `run` may add to a total instead."""
+        if not isinstance(atom, Value) or not any(value.stack is atom for value in self.made):
+            return False
+        return not any(atom in reads for reads in _all_reads(self.graph.items))
+
+
+def _all_reads(items: Sequence[Op | Loop]) -> Iterator[list[Atom]]:
+    for item in items:
+        if isinstance(item, Op):
+            yield item.reads
+        else:
+            yield [outer for outer, _ in item.slices]
+            yield [atom for carry in item.carries for atom in (carry.init, carry.after)]
+            yield from _all_reads(item.body)
+
+
+class _Runner:
+    """One pass in mid-run; environments are those of the loops it is in, from the outermost."""
+
+    def __init__(self, plan: Plan, at: Pass, totals: dict[Value, Rows]) -> None:
+        self.plan, self.at, self.totals = plan, at, totals
+
+    def read(self, atom: Atom, envs: Sequence[Environment]) -> Any:
+        if isinstance(atom, jex.Literal):
+            return atom.val
+        for env in reversed(envs):
+            if atom in env:
+                found = env[atom]
+                return found.all(atom.aval.shape[0]) if isinstance(found, Rows) else found
+        op = self.plan.free[atom]
+        results = op.run(*(self.read(read, envs) for read in op.reads))
+        envs[-1].update((value, one) for value, one in zip(op.gives, results, strict=True) if value is not None)
+        return envs[-1][atom]
+
+    def items(self, items: Sequence[Op | Loop], envs: Sequence[Environment]) -> None:
+        for item in items:
+            if isinstance(item, Loop):
+                self.loop(item, envs)
+            elif self.plan.passes.get(item) is self.at:
+                results = item.run(*(self.read(read, envs) for read in item.reads))
+                envs[-1].update((value, one) for value, one in zip(item.gives, results, strict=True) if value)
+
+    def loop(self, loop: Loop, envs: Sequence[Environment]) -> None:
+        carries = [carry for carry in loop.carries if self.plan.passes.get(carry) is self.at]
+        entering, leaving = self._entering(loop), self._leaving(loop)
+        if not carries and not leaving:
+            return
+        for value in self.plan.free:  # else made in every iteration
+            if value.loop is loop.loop and self.at in self.plan.reads.get(value, ()):
+                self.read(value, envs)
+        sliced: Environment = {}
+        rows: dict[Value, Rows] = {}
+        for value, outer in entering.items():
+            array = self._lookup(outer, envs)
+            if isinstance(array, Rows):
+                rows[value] = array
+            else:
+                sliced[value] = array
+        summed = {value: value.stack for value in leaving if value.stack in self.totals}
+        stacked = [value for value in leaving if value not in summed]
+
+        def body(carried: Any, slices: Any) -> Any:
+            values, totals = carried
+            given, index = slices
+            env: Environment = dict(zip(sliced, given, strict=True))
+            env.update((value, one.one(index)) for value, one in rows.items())
+            env.update((carry.inside, one) for carry, one in zip(carries, values, strict=True))
+            inner = [*envs, env]
+            self.items(loop.body, inner)
+            after = [_as(self.read(carry.after, inner), carry.inside) for carry in carries]
+            added = [
+                _add_row(total, self.totals[outer].begin + index, env[value])
+                for total, (value, outer) in zip(totals, summed.items(), strict=True)
+            ]
+            return (after, added), [env[value] for value in stacked]
+
+        inits = [_as(self.read(carry.init, envs), carry.inside) for carry in carries]
+        totals = [self.totals[outer].array for outer in summed.values()]
+        given = (list(sliced.values()), jnp.arange(loop.length))
+        (finals, totals), results = lax.scan(
+            body, (inits, totals), given, length=loop.length, reverse=loop.reverse, unroll=loop.unroll
+        )
+        envs[-1].update((carry.final, final) for carry, final in zip(carries, finals, strict=True))
+        envs[-1].update((value.stack or value, array) for value, array in zip(stacked, results, strict=True))
+        for outer, total in zip(summed.values(), totals, strict=True):
+            self.totals[outer] = dataclasses.replace(self.totals[outer], array=total)
+
+    def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
+        for env in reversed(envs):
+            if value in env:
+                return env[value]
+        return self.read(value, envs)
+
+    def _entering(self, loop: Loop) -> dict[Value, Any]:
+        """The values of the body that come from outside: slices, and what earlier passes left of its own."""
+        outers = {inside: outer for outer, inside in loop.slices}
+        found: dict[Value, Any] = {}
+        for value in self.plan.reads:
+            if value.loop is None or self.at not in self.plan.reads[value] or value in self.plan.free:
+                continue
+            if value in outers and value.loop is loop:
+                found[value] = outers[value]
+            elif self.plan.made.get(value, self.at) < self.at and _is_within(value.loop, loop):
+                if value.loop is loop:
+                    found[value] = value.stack or value
+                elif value.stack is None:
+                    found[value] = value  # of a loop inside, which takes it from here
+        return found
+
+    def _leaving(self, loop: Loop) -> list[Value]:
+        """The values of the body that this pass makes and has to stack."""
+        return [
+            value
+            for value, made in self.plan.made.items()
+            if made is self.at
+            and value.loop is not None
+            and (value.loop is loop or (value.stack is None and _is_within(value.loop, loop)))
+            and self.plan.leaves_stack(value)
+        ]
+
+
+def _is_within(inner: Loop | None, outer: Loop) -> bool:
+    while inner is not None and inner is not outer:
+        inner = inner.loop
+    return inner is outer
+
+
+def _as(value: Any, like: Value) -> Any:
+    """With the type of a carry, which literals need not have."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, like.aval.dtype)
+
+
+def _add_row(total: Any, index: Any, row: Any) -> Any:
+    old = lax.dynamic_index_in_dim(total, index, keepdims=False)
+    return lax.dynamic_update_index_in_dim(total, old + row.astype(total.dtype), index, 0)
+
+
+def shape_of(value: Value) -> jax.ShapeDtypeStruct:
+    """Of a value between passes: with the axes of the loops it is in."""
+    lengths: list[int] = []
+    loop = value.loop
+    while loop is not None:
+        lengths, loop = [loop.length, *lengths], loop.loop
+    return jax.ShapeDtypeStruct((*lengths, *value.aval.shape), value.aval.dtype)

@@ -1,0 +1,470 @@
+"""`split_backward`: the backward pass of a stage in two parts, one for its input's gradient, one for its weights'.
+
+The next stage of a pipeline waits for the gradient of the input; nobody waits for those of the weights, so a schedule
+may put them where a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The parts are cut out of
+the traced backward pass: nothing is computed twice, and what a part does not read it does not hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
+from ._cut import Pass, Sink, Source, assign
+from ._graph import Value, graph
+from ._replay import Environment, Plan, Rows, shape_of
+
+Arrays = tuple[Any, ...]
+
+
+class Residuals(NamedTuple):
+    """What a forward pass leaves behind."""
+
+    for_input: Arrays
+    """Of no use after the input pass."""
+    for_weight: Arrays
+    """Kept until the weight pass; the input pass may read them too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSplit:
+    """A stage whose backward pass comes in two parts; made by `split_backward`."""
+
+    stage: Callable[..., Any]
+    """``stage(weights, x, *extras) -> y``."""
+    wrt: Where
+    """The weights that have gradients."""
+    has_aux: bool
+    """Whether the stage returns ``(y, aux)``."""
+
+    def trace(self, weights: Tree, x: Tree, *extras: Tree) -> TracedSplit:
+        """The three passes for arguments of these shapes.
+
+        Args:
+            weights: parameters; arrays or shapes.
+            x: what the stage before gives.
+            extras: what every pass is given again, and nothing is differentiated in.
+
+        Returns:
+            The passes.
+
+        Raises:
+            SelectionError: when `wrt` selects no weight, or one that has no gradient.
+            StructureError: when the stage returns no array that has a gradient.
+        """
+        trainable, frozen = partition(weights, self.wrt)
+        check_differentiable(trainable)
+        return trace_split(self.stage, trainable, frozen, x, *extras, has_aux=self.has_aux)
+
+
+def split_backward(stage: Callable[..., Any], *, wrt: Where = "**", has_aux: bool = False) -> StageSplit:
+    """Split the backward pass of a stage into its input part and its weight part.
+
+    Args:
+        stage: ``stage(weights, x, *extras) -> y``. It is differentiated in the inexact arrays of `x` and in the
+            weights that `wrt` selects; `extras` (masks, positions, keys) are constants.
+        wrt: globs on the paths of the weights, or a predicate, as in `lowtide.value_and_grad`.
+        has_aux: whether the stage returns ``(y, aux)``.
+
+    Returns:
+        The split; its `trace` gives the passes for arguments of certain shapes.
+
+    Memory:
+        Between the passes wait only values that a later pass reads, each until its last reader; which operation runs in
+        which pass is chosen so that they are the fewest bytes. What depends on the weights alone is made once, by
+        `TracedSplit.hoist`.
+
+    Examples:
+        >>> stage = lambda weights, x: jnp.tanh(x @ weights)
+        >>> w, x = jnp.ones((2, 2)), jnp.ones((3, 2))
+        >>> split = split_backward(stage).trace(w, x)
+        >>> y, residuals = split.forward(w, x)
+        >>> dx, waiting = split.input(w, residuals, jnp.ones_like(y))
+        >>> split.weight(w, residuals.for_weight, waiting).shape
+        (2, 2)
+
+    References:
+        Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+    """
+    return StageSplit(stage, wrt, has_aux)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedSplit:
+    """The passes of a stage for arguments of certain shapes.
+
+    Their results may be given to each other only in the order of the passes; `weights`, `hoisted` and `extras` are the
+    same arrays in all of them.
+    """
+
+    y: Tree
+    """Shapes of what the forward pass returns."""
+    hoisted: tuple[jax.ShapeDtypeStruct, ...]
+    """Shapes of what depends on the weights alone."""
+    residuals: Residuals
+    """Shapes of what the forward pass leaves."""
+    waiting: tuple[jax.ShapeDtypeStruct, ...]
+    """Shapes of what the input pass leaves to the weight pass, beside `Residuals.for_weight`."""
+    _plan: Plan
+    _arguments: _Arguments
+    _kept: dict[tuple[Pass, Pass], list[Value]]
+
+    def hoist(self, weights: Tree) -> Arrays:
+        """What depends on the weights alone, and more than one pass reads; made once for all microbatches."""
+        env = self._arguments.weights(weights)
+        self._plan.run(Pass.HOISTED, env)
+        return tuple(env[value] for value in self._of(Pass.HOISTED))
+
+    def forward(self, weights: Tree, x: Tree, *extras: Tree, hoisted: Arrays | None = None) -> tuple[Any, Residuals]:
+        """The forward pass.
+
+        Args:
+            weights: parameters.
+            x: what the stage before gives.
+            extras: constants.
+            hoisted: of `hoist`; made here when left out.
+
+        Returns:
+            What the stage returns, and what the backward pass needs.
+        """
+        env = self._env(weights, extras, hoisted)
+        env.update(zip(self._arguments.x_values, self._arguments.x_arrays(x), strict=True))
+        self._plan.run(Pass.FORWARD, env)
+        y = self._arguments.y_tree.unflatten([self._plan.read(atom, env) for atom in self._arguments.y])
+        return y, Residuals(
+            tuple(env[value] for value in self._of(Pass.FORWARD, Pass.INPUT)),
+            tuple(env[value] for value in self._of(Pass.FORWARD, Pass.WEIGHT)),
+        )
+
+    def input(
+        self, weights: Tree, residuals: Residuals, dy: Tree, *extras: Tree, hoisted: Arrays | None = None
+    ) -> tuple[Tree, Arrays]:
+        """The input part of the backward pass.
+
+        Args:
+            weights: parameters.
+            residuals: of `forward`.
+            dy: cotangents of what the stage returned, without `aux`; those of integers are ignored.
+            extras: constants.
+            hoisted: of `hoist`.
+
+        Returns:
+            The gradient of `x`, None where it has none; and what the weight pass needs beside `Residuals.for_weight`.
+        """
+        dx, waiting, early = self._run_input(None, 0, weights, residuals, dy, extras, hoisted)
+        return dx, (*waiting, *(one for one in early if one is not None))
+
+    def weight(
+        self, weights: Tree, for_weight: Arrays, waiting: Arrays, *extras: Tree, hoisted: Arrays | None = None
+    ) -> Tree:
+        """The weight part of the backward pass.
+
+        Args:
+            weights: parameters.
+            for_weight: of `forward`'s residuals.
+            waiting: of `input`.
+            extras: constants.
+            hoisted: of `hoist`.
+
+        Returns:
+            The gradients of the weights, None where `wrt` selects none.
+        """
+        num_waiting = len(self._of(Pass.INPUT, Pass.WEIGHT))
+        env = self._weight_env(weights, for_weight, waiting[:num_waiting], extras, hoisted)
+        early, late = iter(waiting[num_waiting:]), self._gradients(Pass.WEIGHT, env, None, 0)
+        tree = self._arguments.trainable_tree
+        return tree.unflatten([next(early) if one is None else one for one in late])
+
+    def add_input(
+        self,
+        totals: Tree,
+        begin: Any,
+        weights: Tree,
+        residuals: Residuals,
+        dy: Tree,
+        *extras: Tree,
+        hoisted: Arrays | None = None,
+    ) -> tuple[Tree, Arrays, Tree]:
+        """The input part, the gradients that come with it added to what is there.
+
+        Args:
+            totals: for each weight that has a gradient an array with at least its rows, of any wider dtype.
+            begin: the first of the rows; gradients are added to those from there on.
+            weights: parameters.
+            residuals: of `forward`.
+            dy: cotangents.
+            extras: constants.
+            hoisted: of `hoist`.
+
+        Returns:
+            The gradient of `x`, what `add_weight` needs beside `Residuals.for_weight`, and the new totals.
+        """
+        given = self._arguments.trainable_tree.flatten_up_to(totals)
+        dx, waiting, added = self._run_input(given, begin, weights, residuals, dy, extras, hoisted)
+        return dx, waiting, self._totals(given, added)
+
+    def add_weight(
+        self,
+        totals: Tree,
+        begin: Any,
+        weights: Tree,
+        for_weight: Arrays,
+        waiting: Arrays,
+        *extras: Tree,
+        hoisted: Arrays | None = None,
+    ) -> Tree:
+        """The weight part, its gradients added to what is there; arguments as of `add_input` and `weight`.
+
+        Returns:
+            The new totals.
+
+        Memory:
+            A gradient that a scan over layers stacks is never whole: its rows are added one by one, in place.
+        """
+        env = self._weight_env(weights, for_weight, waiting, extras, hoisted)
+        given = self._arguments.trainable_tree.flatten_up_to(totals)
+        return self._totals(given, self._gradients(Pass.WEIGHT, env, given, begin))
+
+    def _run_input(
+        self,
+        totals: list[Any] | None,
+        begin: Any,
+        weights: Tree,
+        residuals: Residuals,
+        dy: Tree,
+        extras: Arrays,
+        hoisted: Arrays | None,
+    ) -> tuple[Tree, Arrays, list[Any]]:
+        env = self._env(weights, extras, hoisted)
+        env.update(zip(self._of(Pass.FORWARD, Pass.INPUT), residuals.for_input, strict=True))
+        env.update(zip(self._of(Pass.FORWARD, Pass.WEIGHT), residuals.for_weight, strict=True))
+        env.update(zip(self._arguments.dy_values, self._arguments.dy_arrays(dy), strict=True))
+        gradients = self._gradients(Pass.INPUT, env, totals, begin)
+        dx = [None if atom is None else jnp.asarray(self._plan.read(atom, env)) for atom in self._arguments.dx]
+        waiting = tuple(env[value] for value in self._of(Pass.INPUT, Pass.WEIGHT))
+        return self._arguments.x_tree.unflatten(dx), waiting, gradients
+
+    def _gradients(self, at: Pass, env: Environment, totals: list[Any] | None, begin: Any) -> list[Any]:
+        """Run a pass; the gradients of weights that it gives, or their totals with them, and None for the others."""
+        given = [atom if self._plan.given(atom) is at else None for atom in self._arguments.dweights]
+        into = {
+            atom: Rows(total, begin)
+            for atom, total in zip(given, totals or (), strict=totals is not None)
+            if atom is not None and self._plan.adds_up(atom)
+        }
+        added = self._plan.run(at, env, into)
+        results: list[Any] = []
+        for i, atom in enumerate(given):
+            if atom is None:
+                results.append(None)
+            elif atom in into:
+                results.append(added[atom])
+            else:
+                found = jnp.asarray(self._plan.read(atom, env))
+                results.append(found if totals is None else _add_rows(totals[i], begin, found))
+        return results
+
+    def _totals(self, old: list[Any], new: list[Any]) -> Tree:
+        merged = [a if b is None else b for a, b in zip(old, new, strict=True)]
+        return self._arguments.trainable_tree.unflatten(merged)
+
+    def _weight_env(
+        self, weights: Tree, for_weight: Arrays, waiting: Arrays, extras: Arrays, hoisted: Arrays | None
+    ) -> Environment:
+        env = self._env(weights, extras, hoisted)
+        env.update(zip(self._of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
+        env.update(zip(self._of(Pass.INPUT, Pass.WEIGHT), waiting, strict=True))
+        return env
+
+    def _env(self, weights: Tree, extras: Arrays, hoisted: Arrays | None) -> Environment:
+        env = self._arguments.weights(weights)
+        env.update(zip(self._of(Pass.HOISTED), self.hoist(weights) if hoisted is None else hoisted, strict=True))
+        env.update(zip(self._arguments.extras_values, jax.tree.leaves(extras), strict=True))
+        return env
+
+    def _of(self, made: Pass, last: Pass | None = None) -> list[Value]:
+        return [
+            value
+            for (begin, end), values in self._kept.items()
+            for value in values
+            if begin is made and last in (None, end)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arguments:
+    """How arguments and results are trees, and which values of the graph they are."""
+
+    weights_tree: Any
+    weights_values: list[Value]
+    trainable_tree: Any
+    dweights: list[Any]
+    x_tree: Any
+    x_values: list[Value]
+    dx: list[Any]
+    """None for what has no gradient."""
+    extras_values: list[Value]
+    y_tree: Any
+    y: list[Any]
+    dy_tree: Any
+    dy_at: list[int]
+    """Which of the results has a cotangent."""
+    dy_values: list[Value]
+
+    def weights(self, weights: Tree) -> Environment:
+        given = self.weights_tree.flatten_up_to(weights)
+        return dict(zip(self.weights_values, given, strict=True))
+
+    def x_arrays(self, x: Tree) -> list[Any]:
+        return self.x_tree.flatten_up_to(x)
+
+    def dy_arrays(self, dy: Tree) -> list[Any]:
+        given = self.dy_tree.flatten_up_to(dy)
+        return [given[i] for i in self.dy_at]
+
+
+def trace_split(
+    stage: Callable[..., Any],
+    trainable: Tree,
+    frozen: Tree,
+    x: Tree,
+    *extras: Tree,
+    has_aux: bool = False,
+    is_whole: bool = False,
+) -> TracedSplit:
+    """As `StageSplit.trace`, of weights that are told apart already.
+
+    Args:
+        stage: as of `split_backward`.
+        trainable: the weights that have gradients, None in place of the others.
+        frozen: the others.
+        x: what the stage before gives.
+        extras: constants.
+        has_aux: whether the stage returns ``(y, aux)``.
+        is_whole: whether the input pass gives all gradients, and there is no weight pass.
+
+    Returns:
+        The passes.
+
+    Raises:
+        StructureError: when the stage returns no array that has a gradient.
+    """
+    trainable, frozen, x, extras = jax.tree.map(_shape, (trainable, frozen, x, extras))
+    weights = combine(trainable, frozen)
+    is_trainable = [leaf is not None for leaf in jax.tree.structure(weights).flatten_up_to(trainable)]
+    x_leaves, x_tree = jax.tree.flatten(x)
+    moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in x_leaves]
+    y_shape = jax.eval_shape(stage, weights, x, *extras)
+    y_shape = y_shape[0] if has_aux else y_shape
+    dy_shape, dy_tree = jax.tree.flatten(y_shape)
+    dy_at = [i for i, leaf in enumerate(dy_shape) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not dy_at:
+        raise StructureError(
+            "the stage returns nothing that has a gradient",
+            expected="at least one floating-point array",
+            got=", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array",
+            hint="stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
+        )
+
+    def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:
+        leaves, tree = jax.tree.flatten(weights)
+        chosen = [leaf for leaf, wanted in zip(leaves, is_trainable, strict=True) if wanted]
+
+        def forward(chosen: list[Any], moved: list[Any]) -> Any:
+            result = stage(
+                tree.unflatten(_filled(leaves, is_trainable, chosen)),
+                x_tree.unflatten(_filled(x_leaves, moves, moved)),
+                *extras,
+            )
+            results = jax.tree.leaves(result[0] if has_aux else result)
+            return [results[i] for i in dy_at], result
+
+        moved = [leaf for move, leaf in zip(moves, x_leaves, strict=True) if move]
+        _, back, result = jax.vjp(forward, chosen, moved, has_aux=True)
+        return result, *back(dy)
+
+    dy = [dy_shape[i] for i in dy_at]
+    closed, shapes = jax.make_jaxpr(passes, return_shape=True)(weights, x_leaves, extras, dy)
+    both = graph(closed)
+    inputs = iter(both.inputs)
+    of_weights, of_x, of_extras, of_dy = (
+        [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
+    )
+    outputs = iter(both.outputs)
+    of_y, of_dweights, of_dx = ([next(outputs) for _ in jax.tree.leaves(tree)] for tree in shapes)
+    sources = (
+        [Source.WEIGHT] * len(of_weights)
+        + [Source.ACTIVATION] * len(of_x)
+        + [Source.BATCH] * len(of_extras)
+        + [Source.COTANGENT] * len(of_dy)
+    )
+    sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
+    sinks += [Sink([atom], Pass.INPUT) for atom in of_dx]
+    sinks += [Sink([atom], Pass.INPUT if is_whole else Pass.WEIGHT, is_added=True) for atom in of_dweights]
+    plan = Plan(both, assign(both, sources, sinks, whole=is_whole), sinks)
+    kept = _kept(plan, of_x, of_dy)
+    given = iter(of_dx)
+    arguments = _Arguments(
+        weights_tree=jax.tree.structure(weights),
+        weights_values=of_weights,
+        trainable_tree=jax.tree.structure(trainable),
+        dweights=of_dweights,
+        x_tree=x_tree,
+        x_values=of_x,
+        dx=[next(given) if move else None for move in moves],
+        extras_values=of_extras,
+        y_tree=jax.tree.structure(shapes[0]),
+        y=of_y,
+        dy_tree=dy_tree,
+        dy_at=dy_at,
+        dy_values=of_dy,
+    )
+
+    def of(made: Pass, last: Pass | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(shape_of(v) for (a, b), values in kept.items() for v in values if a is made and last in (None, b))
+
+    return TracedSplit(
+        y=shapes[0],
+        hoisted=of(Pass.HOISTED),
+        residuals=Residuals(of(Pass.FORWARD, Pass.INPUT), of(Pass.FORWARD, Pass.WEIGHT)),
+        waiting=of(Pass.INPUT, Pass.WEIGHT),
+        _plan=plan,
+        _arguments=arguments,
+        _kept=kept,
+    )
+
+
+def _filled(leaves: list[Any], at: list[bool], chosen: list[Any]) -> list[Any]:
+    """Leaves, some of them others."""
+    given = iter(chosen)
+    return [next(given) if is_chosen else leaf for leaf, is_chosen in zip(leaves, at, strict=True)]
+
+
+def _kept(plan: Plan, of_x: list[Value], of_dy: list[Value]) -> dict[tuple[Pass, Pass], list[Value]]:
+    found: dict[tuple[Pass, Pass], list[Value]] = {}
+    for value, ends in plan.kept().items():
+        found.setdefault(ends, []).append(value)
+    for values, made in ((of_x, Pass.FORWARD), (of_dy, Pass.INPUT)):
+        for value in values:
+            last = max(plan.reads.get(value, ()), default=made)
+            if last > made:
+                found.setdefault((made, last), []).append(value)
+    return found
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
+
+
+def _add_rows(total: Any, begin: Any, rows: Any) -> Any:
+    if total.shape == rows.shape:
+        return total + rows.astype(total.dtype)
+    old = jax.lax.dynamic_slice_in_dim(total, begin, rows.shape[0])
+    return jax.lax.dynamic_update_slice_in_dim(total, old + rows.astype(total.dtype), begin, 0)
