@@ -174,7 +174,7 @@ class Pipeline:
         plan, trainable, frozen = self._prepared(outer, layers)
         check_differentiable(trainable)
         batches, seeds = self._microbatches(batch)
-        program = self._program(plan, trainable, frozen, batches, forward_only=False)
+        program = self._program(plan, trainable, frozen, batches)
         places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
         loss, metrics, grads = self._mapped(
             program.gradients, (places, places), (PartitionSpec(), PartitionSpec(), places)
@@ -187,10 +187,10 @@ class Pipeline:
         """The loss and the metrics without a backward pass; arguments and errors as of a call."""
         plan, trainable, frozen = self._prepared(outer, layers)
         batches, seeds = self._microbatches(batch)
-        program = self._program(plan, trainable, frozen, batches, forward_only=True)
+        program = self._program(plan, trainable, frozen, batches)
         places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
-        return self._mapped(program.evaluate, ((places, places),), (PartitionSpec(), PartitionSpec()))(
-            (trainable, frozen), batches, seeds
+        return self._mapped(program.evaluate, (places, places), (PartitionSpec(), PartitionSpec()))(
+            trainable, frozen, batches, seeds
         )
 
     def layout(self, num_layers: int) -> Layout:
@@ -234,14 +234,14 @@ class Pipeline:
         """Layers of an arranged stack: all rows, unless stages are uneven, of which the lengths are known."""
         return rows if self.layers_per_stage is None else sum(self.layers_per_stage)
 
-    def _program(self, plan: Layout, trainable: Tree, frozen: Tree, batches: Tree, *, forward_only: bool) -> Program:
+    def _program(self, plan: Layout, trainable: Tree, frozen: Tree, batches: Tree) -> Program:
         def shapes(tree: Tree) -> Tree:
             return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
         return Program(
             stack=self.stack,
             layout=plan,
-            tables=tables(self.schedule, plan.layers_per_stage, forward_only=forward_only),
+            schedule=self.schedule,
             axis=self.axis,
             trainable=shapes(trainable),
             frozen=shapes(frozen),

@@ -7,7 +7,7 @@ iteration that a later pass reads leave it stacked. What is left between passes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +27,19 @@ class Rows:
     begin: Any
     """The first of them."""
 
-    def all(self, length: int) -> Any:
-        """A copy of them."""
-        return lax.dynamic_slice_in_dim(self.array, self.begin, length)
 
-    def one(self, index: Any) -> Any:
-        """A copy of one."""
-        return lax.dynamic_index_in_dim(self.array, self.begin + index, keepdims=False)
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in a buffer that is changed while a pass runs: one entry, or the rows that a loop makes."""
+
+    buffer: Hashable
+    begin: Any
+    """The first row."""
 
 
 Environment = dict[Value, Any]
+Buffers = dict[Hashable, Any]
+Places = Mapping[Value, Slot]
 
 
 class Plan:
@@ -111,25 +114,30 @@ class Plan:
                 found[value] = made, last
         return found
 
-    def run(self, at: Pass, env: Environment, totals: Mapping[Value, Rows] | None = None) -> dict[Value, Any]:
+    def is_stacked(self, value: Value) -> bool:
+        """Whether a loop makes a value row by row."""
+        return value.loop is not None or any(made.stack is value for made in self.made)
+
+    def run(self, at: Pass, env: Environment, buffers: Buffers, left: Places, totals: Places) -> None:
         """Run a pass.
 
         Args:
             at: which.
-            env: the graph's inputs, as far as the pass reads them, and what earlier passes left; what the pass makes
-                is added.
-            totals: of gradients that are stacked by a loop of this pass: where to add them, row by row.
-
-        Returns:
-            The new totals.
+            env: the graph's inputs, as far as the pass reads them, and what earlier passes left: arrays, `Rows` of
+                them, or a `Slot`. What the pass makes is added.
+            buffers: what slots are of; what the pass changes is replaced.
+            left: where to put what later passes read. What has no place stays in `env` alone.
+            totals: to what gradients are added that a loop stacks (`adds_up`).
         """
-        runner = _Runner(self, at, dict(totals or {}))
+        runner = _Runner(self, at, buffers, left, totals)
         runner.items(self.graph.items, [env])
-        return {value: rows.array for value, rows in runner.totals.items()}
+        for value, slot in left.items():
+            if not self.is_stacked(value):
+                buffers[slot.buffer] = put(buffers[slot.buffer], runner.read(value, [env]), slot.begin)
 
-    def read(self, atom: Atom, env: Environment) -> Any:
+    def read(self, atom: Atom, env: Environment, buffers: Buffers) -> Any:
         """A result, after the pass that gives it."""
-        return _Runner(self, Pass.WEIGHT, {}).read(atom, [env])
+        return _Runner(self, Pass.WEIGHT, buffers, {}, {}).read(atom, [env])
 
     def adds_up(self, atom: Atom) -> bool:
         """Whether a result is stacked by a loop and read by nothing else, so that `run` may add to a total instead."""
@@ -151,20 +159,33 @@ def _all_reads(items: Sequence[Op | Loop]) -> Iterator[list[Atom]]:
 class _Runner:
     """One pass in mid-run; environments are those of the loops it is in, from the outermost."""
 
-    def __init__(self, plan: Plan, at: Pass, totals: dict[Value, Rows]) -> None:
-        self.plan, self.at, self.totals = plan, at, totals
+    def __init__(self, plan: Plan, at: Pass, buffers: Buffers, left: Places, totals: Places) -> None:
+        self.plan, self.at, self.buffers, self.left, self.totals = plan, at, buffers, left, totals
 
     def read(self, atom: Atom, envs: Sequence[Environment]) -> Any:
         if isinstance(atom, jex.Literal):
             return atom.val
         for env in reversed(envs):
             if atom in env:
-                found = env[atom]
-                return found.all(atom.aval.shape[0]) if isinstance(found, Rows) else found
+                return self._array(atom, env[atom])
         op = self.plan.free[atom]
         results = op.run(*(self.read(read, envs) for read in op.reads))
         envs[-1].update((value, one) for value, one in zip(op.gives, results, strict=True) if value is not None)
         return envs[-1][atom]
+
+    def _array(self, value: Value, found: Any) -> Any:
+        if isinstance(found, Slot):
+            buffer = self.buffers[found.buffer]
+            if not self.plan.is_stacked(value):
+                return at(buffer, found.begin)
+            found = Rows(buffer, found.begin)
+        if isinstance(found, Rows):
+            return lax.dynamic_slice_in_dim(found.array, found.begin, shape_of(value).shape[0])
+        return found
+
+    def _row(self, found: Rows | Slot, index: Any) -> Any:
+        array = found.array if isinstance(found, Rows) else self.buffers[found.buffer]
+        return at(array, found.begin + index)
 
     def items(self, items: Sequence[Op | Loop], envs: Sequence[Environment]) -> None:
         for item in items:
@@ -175,6 +196,7 @@ class _Runner:
                 envs[-1].update((value, one) for value, one in zip(item.gives, results, strict=True) if value)
 
     def loop(self, loop: Loop, envs: Sequence[Environment]) -> None:
+        """Run what belongs to this pass of a loop."""
         carries = [carry for carry in loop.carries if self.plan.passes.get(carry) is self.at]
         entering, leaving = self._entering(loop), self._leaving(loop)
         if not carries and not leaving:
@@ -182,42 +204,50 @@ class _Runner:
         for value in self.plan.free:  # else made in every iteration
             if value.loop is loop.loop and self.at in self.plan.reads.get(value, ()):
                 self.read(value, envs)
-        sliced: Environment = {}
-        rows: dict[Value, Rows] = {}
-        for value, outer in entering.items():
-            array = self._lookup(outer, envs)
-            if isinstance(array, Rows):
-                rows[value] = array
-            else:
-                sliced[value] = array
-        summed = {value: value.stack for value in leaving if value.stack in self.totals}
-        stacked = [value for value in leaving if value not in summed]
+        found = {value: self._lookup(outer, envs) for value, outer in entering.items()}
+        rows = {value: one for value, one in found.items() if isinstance(one, Rows | Slot)}
+        sliced = {value: one for value, one in found.items() if value not in rows}
+        # What a loop inside another one leaves, the outermost one puts where it belongs.
+        places = {value: self.left.get(value.stack or value) for value in leaving} if loop.loop is None else {}
+        sums = {value: self.totals[value.stack] for value in leaving if value.stack in self.totals}
+        stacked = [value for value in leaving if places.get(value) is None and value not in sums]
+        written = {slot.buffer: None for slot in (*places.values(), *sums.values()) if slot is not None}
 
         def body(carried: Any, slices: Any) -> Any:
-            values, totals = carried
+            values, buffers = carried
             given, index = slices
+            before = dict(self.buffers)
+            self.buffers.update(zip(written, buffers, strict=True))
             env: Environment = dict(zip(sliced, given, strict=True))
-            env.update((value, one.one(index)) for value, one in rows.items())
+            env.update((value, self._row(one, index)) for value, one in rows.items())
             env.update((carry.inside, one) for carry, one in zip(carries, values, strict=True))
             inner = [*envs, env]
             self.items(loop.body, inner)
             after = [_as(self.read(carry.after, inner), carry.inside) for carry in carries]
-            added = [
-                _add_row(total, self.totals[outer].begin + index, env[value])
-                for total, (value, outer) in zip(totals, summed.items(), strict=True)
-            ]
-            return (after, added), [env[value] for value in stacked]
+            for value, slot in places.items():
+                if slot is not None:
+                    self.buffers[slot.buffer] = put(self.buffers[slot.buffer], env[value], slot.begin + index)
+            for value, slot in sums.items():
+                self.buffers[slot.buffer] = _add_row(self.buffers[slot.buffer], slot.begin + index, env[value])
+            buffers = [self.buffers[buffer] for buffer in written]
+            self.buffers.clear()
+            self.buffers.update(before)
+            return (after, buffers), [env[value] for value in stacked]
 
         inits = [_as(self.read(carry.init, envs), carry.inside) for carry in carries]
-        totals = [self.totals[outer].array for outer in summed.values()]
         given = (list(sliced.values()), jnp.arange(loop.length))
-        (finals, totals), results = lax.scan(
-            body, (inits, totals), given, length=loop.length, reverse=loop.reverse, unroll=loop.unroll
+        (finals, buffers), results = lax.scan(
+            body,
+            (inits, [self.buffers[buffer] for buffer in written]),
+            given,
+            length=loop.length,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
         )
+        self.buffers.update(zip(written, buffers, strict=True))
         envs[-1].update((carry.final, final) for carry, final in zip(carries, finals, strict=True))
         envs[-1].update((value.stack or value, array) for value, array in zip(stacked, results, strict=True))
-        for outer, total in zip(summed.values(), totals, strict=True):
-            self.totals[outer] = dataclasses.replace(self.totals[outer], array=total)
+        envs[-1].update((value.stack or value, slot) for value, slot in places.items() if slot is not None)
 
     def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
         for env in reversed(envs):
@@ -264,9 +294,18 @@ def _as(value: Any, like: Value) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, like.aval.dtype)
 
 
+def at(array: Any, index: Any) -> Any:
+    """A copy of an entry."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+def put(array: Any, value: Any, index: Any) -> Any:
+    """The array with another entry."""
+    return lax.dynamic_update_index_in_dim(array, value, index, 0)
+
+
 def _add_row(total: Any, index: Any, row: Any) -> Any:
-    old = lax.dynamic_index_in_dim(total, index, keepdims=False)
-    return lax.dynamic_update_index_in_dim(total, old + row.astype(total.dtype), index, 0)
+    return put(total, at(total, index) + row.astype(total.dtype), index)
 
 
 def shape_of(value: Value) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ import numpy as np
 from ..core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
 from ._cut import Pass, Sink, Source, assign
 from ._graph import Value, graph
-from ._replay import Environment, Plan, Rows, shape_of
+from ._replay import Buffers, Environment, Plan, shape_of
 
 Arrays = tuple[Any, ...]
 
@@ -111,15 +111,18 @@ class TracedSplit:
     """Shapes of what the forward pass leaves."""
     waiting: tuple[jax.ShapeDtypeStruct, ...]
     """Shapes of what the input pass leaves to the weight pass, beside `Residuals.for_weight`."""
-    _plan: Plan
-    _arguments: _Arguments
-    _kept: dict[tuple[Pass, Pass], list[Value]]
+    plan: Plan
+    """What runs when."""
+    arguments: Arguments
+    """Where the arguments and results are in it."""
+    kept: dict[tuple[Pass, Pass], list[Value]]
+    """What is left by a pass and read last by another."""
 
     def hoist(self, weights: Tree) -> Arrays:
         """What depends on the weights alone, and more than one pass reads; made once for all microbatches."""
-        env = self._arguments.weights(weights)
-        self._plan.run(Pass.HOISTED, env)
-        return tuple(env[value] for value in self._of(Pass.HOISTED))
+        env = self.arguments.weights(weights)
+        self.plan.run(Pass.HOISTED, env, {}, {}, {})
+        return tuple(env[value] for value in self.of(Pass.HOISTED))
 
     def forward(self, weights: Tree, x: Tree, *extras: Tree, hoisted: Arrays | None = None) -> tuple[Any, Residuals]:
         """The forward pass.
@@ -133,14 +136,11 @@ class TracedSplit:
         Returns:
             What the stage returns, and what the backward pass needs.
         """
-        env = self._env(weights, extras, hoisted)
-        env.update(zip(self._arguments.x_values, self._arguments.x_arrays(x), strict=True))
-        self._plan.run(Pass.FORWARD, env)
-        y = self._arguments.y_tree.unflatten([self._plan.read(atom, env) for atom in self._arguments.y])
-        return y, Residuals(
-            tuple(env[value] for value in self._of(Pass.FORWARD, Pass.INPUT)),
-            tuple(env[value] for value in self._of(Pass.FORWARD, Pass.WEIGHT)),
-        )
+        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env.update(zip(self.arguments.x_values, self.arguments.x_arrays(x), strict=True))
+        self.plan.run(Pass.FORWARD, env, {}, {}, {})
+        left = ([env[value] for value in self.of(Pass.FORWARD, last)] for last in (Pass.INPUT, Pass.WEIGHT))
+        return self.results(env, {}), Residuals(*map(tuple, left))
 
     def input(
         self, weights: Tree, residuals: Residuals, dy: Tree, *extras: Tree, hoisted: Arrays | None = None
@@ -157,8 +157,14 @@ class TracedSplit:
         Returns:
             The gradient of `x`, None where it has none; and what the weight pass needs beside `Residuals.for_weight`.
         """
-        dx, waiting, early = self._run_input(None, 0, weights, residuals, dy, extras, hoisted)
-        return dx, (*waiting, *(one for one in early if one is not None))
+        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env.update(zip(self.of(Pass.FORWARD, Pass.INPUT), residuals.for_input, strict=True))
+        env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), residuals.for_weight, strict=True))
+        env.update(zip(self.arguments.dy_values, self.arguments.dy_arrays(dy), strict=True))
+        self.plan.run(Pass.INPUT, env, {}, {}, {})
+        waiting = [env[value] for value in self.of(Pass.INPUT, Pass.WEIGHT)]
+        waiting += [jnp.asarray(self.plan.read(atom, env, {})) for _, atom in self.gradients(Pass.INPUT)]
+        return self.dx(env, {}), tuple(waiting)
 
     def weight(
         self, weights: Tree, for_weight: Arrays, waiting: Arrays, *extras: Tree, hoisted: Arrays | None = None
@@ -175,130 +181,46 @@ class TracedSplit:
         Returns:
             The gradients of the weights, None where `wrt` selects none.
         """
-        num_waiting = len(self._of(Pass.INPUT, Pass.WEIGHT))
-        env = self._weight_env(weights, for_weight, waiting[:num_waiting], extras, hoisted)
-        early, late = iter(waiting[num_waiting:]), self._gradients(Pass.WEIGHT, env, None, 0)
-        tree = self._arguments.trainable_tree
-        return tree.unflatten([next(early) if one is None else one for one in late])
+        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
+        env.update(zip(self.of(Pass.INPUT, Pass.WEIGHT), waiting, strict=False))
+        self.plan.run(Pass.WEIGHT, env, {}, {}, {})
+        early = waiting[len(self.of(Pass.INPUT, Pass.WEIGHT)) :]
+        found = {i: one for (i, _), one in zip(self.gradients(Pass.INPUT), early, strict=True)}
+        found |= {i: jnp.asarray(self.plan.read(atom, env, {})) for i, atom in self.gradients(Pass.WEIGHT)}
+        return self.arguments.trainable_tree.unflatten([found[i] for i in sorted(found)])
 
-    def add_input(
-        self,
-        totals: Tree,
-        begin: Any,
-        weights: Tree,
-        residuals: Residuals,
-        dy: Tree,
-        *extras: Tree,
-        hoisted: Arrays | None = None,
-    ) -> tuple[Tree, Arrays, Tree]:
-        """The input part, the gradients that come with it added to what is there.
-
-        Args:
-            totals: for each weight that has a gradient an array with at least its rows, of any wider dtype.
-            begin: the first of the rows; gradients are added to those from there on.
-            weights: parameters.
-            residuals: of `forward`.
-            dy: cotangents.
-            extras: constants.
-            hoisted: of `hoist`.
-
-        Returns:
-            The gradient of `x`, what `add_weight` needs beside `Residuals.for_weight`, and the new totals.
-        """
-        given = self._arguments.trainable_tree.flatten_up_to(totals)
-        dx, waiting, added = self._run_input(given, begin, weights, residuals, dy, extras, hoisted)
-        return dx, waiting, self._totals(given, added)
-
-    def add_weight(
-        self,
-        totals: Tree,
-        begin: Any,
-        weights: Tree,
-        for_weight: Arrays,
-        waiting: Arrays,
-        *extras: Tree,
-        hoisted: Arrays | None = None,
-    ) -> Tree:
-        """The weight part, its gradients added to what is there; arguments as of `add_input` and `weight`.
-
-        Returns:
-            The new totals.
-
-        Memory:
-            A gradient that a scan over layers stacks is never whole: its rows are added one by one, in place.
-        """
-        env = self._weight_env(weights, for_weight, waiting, extras, hoisted)
-        given = self._arguments.trainable_tree.flatten_up_to(totals)
-        return self._totals(given, self._gradients(Pass.WEIGHT, env, given, begin))
-
-    def _run_input(
-        self,
-        totals: list[Any] | None,
-        begin: Any,
-        weights: Tree,
-        residuals: Residuals,
-        dy: Tree,
-        extras: Arrays,
-        hoisted: Arrays | None,
-    ) -> tuple[Tree, Arrays, list[Any]]:
-        env = self._env(weights, extras, hoisted)
-        env.update(zip(self._of(Pass.FORWARD, Pass.INPUT), residuals.for_input, strict=True))
-        env.update(zip(self._of(Pass.FORWARD, Pass.WEIGHT), residuals.for_weight, strict=True))
-        env.update(zip(self._arguments.dy_values, self._arguments.dy_arrays(dy), strict=True))
-        gradients = self._gradients(Pass.INPUT, env, totals, begin)
-        dx = [None if atom is None else jnp.asarray(self._plan.read(atom, env)) for atom in self._arguments.dx]
-        waiting = tuple(env[value] for value in self._of(Pass.INPUT, Pass.WEIGHT))
-        return self._arguments.x_tree.unflatten(dx), waiting, gradients
-
-    def _gradients(self, at: Pass, env: Environment, totals: list[Any] | None, begin: Any) -> list[Any]:
-        """Run a pass; the gradients of weights that it gives, or their totals with them, and None for the others."""
-        given = [atom if self._plan.given(atom) is at else None for atom in self._arguments.dweights]
-        into = {
-            atom: Rows(total, begin)
-            for atom, total in zip(given, totals or (), strict=totals is not None)
-            if atom is not None and self._plan.adds_up(atom)
-        }
-        added = self._plan.run(at, env, into)
-        results: list[Any] = []
-        for i, atom in enumerate(given):
-            if atom is None:
-                results.append(None)
-            elif atom in into:
-                results.append(added[atom])
-            else:
-                found = jnp.asarray(self._plan.read(atom, env))
-                results.append(found if totals is None else _add_rows(totals[i], begin, found))
-        return results
-
-    def _totals(self, old: list[Any], new: list[Any]) -> Tree:
-        merged = [a if b is None else b for a, b in zip(old, new, strict=True)]
-        return self._arguments.trainable_tree.unflatten(merged)
-
-    def _weight_env(
-        self, weights: Tree, for_weight: Arrays, waiting: Arrays, extras: Arrays, hoisted: Arrays | None
-    ) -> Environment:
-        env = self._env(weights, extras, hoisted)
-        env.update(zip(self._of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
-        env.update(zip(self._of(Pass.INPUT, Pass.WEIGHT), waiting, strict=True))
+    def env(self, weights: Tree, hoisted: Arrays, extras: Arrays) -> Environment:
+        """What every pass reads."""
+        env = self.arguments.weights(weights)
+        env.update(zip(self.of(Pass.HOISTED), hoisted, strict=True))
+        env.update(zip(self.arguments.extras_values, jax.tree.leaves(extras), strict=True))
         return env
 
-    def _env(self, weights: Tree, extras: Arrays, hoisted: Arrays | None) -> Environment:
-        env = self._arguments.weights(weights)
-        env.update(zip(self._of(Pass.HOISTED), self.hoist(weights) if hoisted is None else hoisted, strict=True))
-        env.update(zip(self._arguments.extras_values, jax.tree.leaves(extras), strict=True))
-        return env
-
-    def _of(self, made: Pass, last: Pass | None = None) -> list[Value]:
+    def of(self, made: Pass, last: Pass | None = None) -> list[Value]:
+        """What a pass leaves, to be read last by another, or by any."""
         return [
-            value
-            for (begin, end), values in self._kept.items()
-            for value in values
-            if begin is made and last in (None, end)
+            v for (begin, end), values in self.kept.items() for v in values if begin is made and last in (None, end)
         ]
+
+    def gradients(self, at: Pass) -> list[tuple[int, Any]]:
+        """Which gradients of weights a pass gives, by their position, and where they are."""
+        return [(i, atom) for i, atom in enumerate(self.arguments.dweights) if self.plan.given(atom) is at]
+
+    def results(self, env: Environment, buffers: Buffers) -> Tree:
+        """What the stage returns."""
+        read = [jnp.asarray(self.plan.read(atom, env, buffers)) for atom in self.arguments.y]
+        return self.arguments.y_tree.unflatten(read)
+
+    def dx(self, env: Environment, buffers: Buffers) -> Tree:
+        """The gradient of the input."""
+        atoms = self.arguments.dx
+        read = [None if atom is None else jnp.asarray(self.plan.read(atom, env, buffers)) for atom in atoms]
+        return self.arguments.x_tree.unflatten(read)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Arguments:
+class Arguments:
     """How arguments and results are trees, and which values of the graph they are."""
 
     weights_tree: Any
@@ -410,7 +332,7 @@ def trace_split(
     plan = Plan(both, assign(both, sources, sinks, whole=is_whole), sinks)
     kept = _kept(plan, of_x, of_dy)
     given = iter(of_dx)
-    arguments = _Arguments(
+    arguments = Arguments(
         weights_tree=jax.tree.structure(weights),
         weights_values=of_weights,
         trainable_tree=jax.tree.structure(trainable),
@@ -434,9 +356,9 @@ def trace_split(
         hoisted=of(Pass.HOISTED),
         residuals=Residuals(of(Pass.FORWARD, Pass.INPUT), of(Pass.FORWARD, Pass.WEIGHT)),
         waiting=of(Pass.INPUT, Pass.WEIGHT),
-        _plan=plan,
-        _arguments=arguments,
-        _kept=kept,
+        plan=plan,
+        arguments=arguments,
+        kept=kept,
     )
 
 
@@ -461,10 +383,3 @@ def _kept(plan: Plan, of_x: list[Value], of_dy: list[Value]) -> dict[tuple[Pass,
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype)
-
-
-def _add_rows(total: Any, begin: Any, rows: Any) -> Any:
-    if total.shape == rows.shape:
-        return total + rows.astype(total.dtype)
-    old = jax.lax.dynamic_slice_in_dim(total, begin, rows.shape[0])
-    return jax.lax.dynamic_update_slice_in_dim(total, old + rows.astype(total.dtype), begin, 0)

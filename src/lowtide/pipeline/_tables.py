@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,10 +20,6 @@ from ._actions import Action, Kind
 from ._schedule import Schedule
 from ._simulate import ticks
 
-PARTS = ("first", "blocks", "last")
-"""Of the model: what is before the stack, in the first stage alone; the stack; what is after it, in the last stage."""
-LIVES = {"for_input": ("F", "I"), "for_weight": ("F", "W"), "waiting": ("I", "W")}
-"""From which pass to which something is kept."""
 COLUMNS = (
     "forward",
     "input",
@@ -35,30 +33,58 @@ COLUMNS = (
     "from_left",
     "from_right",
     "from_here",
-    *(f"{part}_{life}" for part in PARTS for life in LIVES),
 )
-"""Of the table: which passes run, of what; the slot of the message that is read; the slots of those that come (-1:
-none); the slots of what the passes leave."""
+"""Which passes run, of what; the slot of the message that is read; the slots of those that come (-1: none)."""
+_CAME = ("from_left", "from_right", "from_here")
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """Something that a pass leaves to another."""
+
+    column: str
+    """Of the table, for its slot."""
+    part: str
+    """``first`` and ``last`` are in one stage alone, ``blocks`` in all."""
+    made: str
+    """The pass that leaves it: F or I."""
+    read: str
+    """The one that reads it last: I or W."""
+    buffer: str
+    """Where it lies, with others of its shape."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
     """A schedule as one program runs it."""
 
+    columns: tuple[str, ...]
+    """`COLUMNS`, and those of what waits."""
     rows: np.ndarray
     """Numbers by tick, rank and column, int32 of shape [T, R, C]."""
     num_messages: int
     """Slots of the buffer for what ranks send to each other."""
     num_slots: dict[str, int]
-    """Slots of the buffers for what passes leave, by column."""
+    """Slots of each buffer for what passes leave."""
+
+    def comes(self, name: str) -> bool:
+        """Whether messages ever come from somewhere."""
+        return bool((self.rows[:, :, self.columns.index(name)] >= 0).any())
 
 
-def tables(schedule: Schedule, layers_per_stage: Sequence[int], *, forward_only: bool = False) -> Tables:
+def tables(
+    schedule: Schedule,
+    layers_per_stage: Sequence[int],
+    waiting: Sequence[Waiting] = (),
+    *,
+    forward_only: bool = False,
+) -> Tables:
     """Lay a schedule out for a program.
 
     Args:
         schedule: what to run.
         layers_per_stage: of every stage.
+        waiting: what passes leave behind.
         forward_only: whether to leave the backward pass out, as an evaluation does.
 
     Returns:
@@ -69,58 +95,53 @@ def tables(schedule: Schedule, layers_per_stage: Sequence[int], *, forward_only:
     """
     _refuse_far(schedule)
     table = ticks(schedule, forward_only=forward_only)
-    rows = np.zeros((len(table), schedule.num_ranks, len(COLUMNS)), np.int32)
-    for name in ("from_left", "from_right", "from_here"):
-        rows[:, :, COLUMNS.index(name)] = -1
     when = _when(table)
     chunks = {stage: i for rank in range(schedule.num_ranks) for i, stage in enumerate(schedule.stages_of(rank))}
-    messages = _Slots(_messages(schedule, when))
-    # Only of the first and the last stage something is kept besides what the blocks leave.
-    ends = {"first": [0], "blocks": range(schedule.num_stages), "last": [schedule.num_stages - 1]}
-    lives = {
-        f"{part}_{name}": _Slots(_lives(schedule, when, name, stages))
-        for part, stages in ends.items()
-        for name in LIVES
-        if not forward_only
-    }
+    messages, num_messages = _slots(_messages(schedule, when))
+    slots, num_slots = _waiting_slots(schedule, when, waiting)
+    columns = (*COLUMNS, *(one.column for one in waiting))
+    rows = np.zeros((len(table), schedule.num_ranks, len(columns)), np.int32)
+    rows[:, :, [columns.index(name) for name in _CAME]] = -1
     for tick, row in enumerate(table):
         for rank, action in enumerate(row):
             if action is None:
                 continue
             stage, kind, microbatch = action
-            cell = dict(
-                forward=kind is Kind.FORWARD,
-                input=kind in (Kind.INPUT, Kind.BACKWARD),
-                weight=kind in (Kind.WEIGHT, Kind.BACKWARD),
-                chunk=chunks[stage],
-                microbatch=microbatch,
-                is_first=stage == 0,
-                is_last=stage == schedule.num_stages - 1,
-                num_layers=layers_per_stage[stage],
-                **{name: slots.of.get((stage, microbatch), 0) for name, slots in lives.items()},
-            )
-            came = (stage, "F" if kind is Kind.FORWARD else "I", microbatch)
-            cell["message"] = messages.of.get(came, 0)
+            cell = {
+                "forward": kind is Kind.FORWARD,
+                "input": kind in (Kind.INPUT, Kind.BACKWARD),
+                "weight": kind in (Kind.WEIGHT, Kind.BACKWARD),
+                "chunk": chunks[stage],
+                "microbatch": microbatch,
+                "is_first": stage == 0,
+                "is_last": stage == schedule.num_stages - 1,
+                "num_layers": layers_per_stage[stage],
+                "message": messages.get((stage, "F" if kind is Kind.FORWARD else "I", microbatch), 0),
+                **{one.column: slots.get((stage, one.column, microbatch), 0) for one in waiting},
+            }
             for name, value in cell.items():
-                rows[tick, rank, COLUMNS.index(name)] = value
+                rows[tick, rank, columns.index(name)] = value
             sent = _sent(schedule, action)
             if sent is not None:
                 to = schedule.placement[sent[0]]
-                column = (
-                    "from_here"
-                    if to == rank
-                    else "from_left"
-                    if to == (rank + 1) % schedule.num_ranks
-                    else "from_right"
-                )
-                rows[tick, to, COLUMNS.index(column)] = messages.of[sent]
-    return Tables(rows, messages.number, {name: slots.number for name, slots in lives.items()})
+                # Of two ranks each is on both sides of the other.
+                side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
+                rows[tick, to, columns.index(_CAME[side])] = messages[sent]
+    return Tables(columns, rows, num_messages, num_slots)
 
 
-_Time = dict[tuple[int, str, int], int]
+_Key = tuple[int, str, int]
+"""A stage, a pass or a column, and a microbatch."""
 
 
-def _when(table: Iterable[tuple[Action | None, ...]]) -> _Time:
+class _Life(NamedTuple):
+    begin: int
+    end: int
+    rank: int
+    key: _Key
+
+
+def _when(table: Iterable[tuple[Action | None, ...]]) -> dict[_Key, int]:
     """The tick of every pass, where a whole backward pass is both of its parts."""
     return {
         (action.stage, kind, action.microbatch): tick
@@ -131,56 +152,54 @@ def _when(table: Iterable[tuple[Action | None, ...]]) -> _Time:
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Life:
-    key: tuple[int, str, int] | tuple[int, int]
-    rank: int
-    begin: int
-    end: int
+def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], int]:
+    """Slots for lives, on each rank for itself, and how many there are."""
+    found: dict[_Key, int] = {}
+    free: dict[int, list[int]] = {}
+    busy: dict[int, list[tuple[int, int]]] = {}
+    count: Counter[int] = Counter()
+    for begin, end, rank, key in sorted(lives):
+        ready, taken = free.setdefault(rank, []), busy.setdefault(rank, [])
+        while taken and taken[0][0] <= begin:
+            heapq.heappush(ready, heapq.heappop(taken)[1])
+        if not ready:
+            heapq.heappush(ready, count[rank])
+            count[rank] += 1
+        found[key] = heapq.heappop(ready)
+        heapq.heappush(taken, (end, found[key]))
+    return found, max(count.values(), default=0)
 
 
-class _Slots:
-    """Slots for lives, on each rank for itself."""
-
-    def __init__(self, lives: Iterable[_Life]) -> None:
-        self.of: dict[object, int] = {}
-        free: dict[int, list[int]] = {}
-        used: dict[int, list[tuple[int, int]]] = {}
-        count: dict[int, int] = {}
-        for life in sorted(lives, key=lambda life: life.begin):
-            busy = used.setdefault(life.rank, [])
-            while busy and busy[0][0] <= life.begin:
-                heapq.heappush(free.setdefault(life.rank, []), heapq.heappop(busy)[1])
-            ready = free.setdefault(life.rank, [])
-            if not ready:
-                heapq.heappush(ready, count.get(life.rank, 0))
-                count[life.rank] = count.get(life.rank, 0) + 1
-            self.of[life.key] = heapq.heappop(ready)
-            heapq.heappush(busy, (life.end, self.of[life.key]))
-        self.number = max(count.values(), default=0)
-
-
-def _messages(schedule: Schedule, when: _Time) -> list[_Life]:
+def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
     """What a stage gets from its neighbours, at the end of the tick in which it is made."""
-    found: list[_Life] = []
     for (stage, kind, microbatch), end in when.items():
-        source = {"F": stage - 1, "I": stage + 1}.get(kind)
-        if source is not None and 0 <= source < schedule.num_stages:
+        source = {"F": stage - 1, "I": stage + 1}.get(kind, -1)
+        if 0 <= source < schedule.num_stages:
             begin = when[source, kind, microbatch]
-            found.append(_Life((stage, kind, microbatch), schedule.placement[stage], begin, end))
-    return found
+            yield _Life(begin, end, schedule.placement[stage], (stage, kind, microbatch))
 
 
-def _lives(schedule: Schedule, when: _Time, name: str, stages: Sequence[int]) -> list[_Life]:
-    made, read = LIVES[name]
-    return [
-        _Life((stage, microbatch), schedule.placement[stage], tick, when[stage, read, microbatch] + 1)
-        for (stage, kind, microbatch), tick in when.items()
-        if kind == made and stage in stages
-    ]
+def _waiting_slots(
+    schedule: Schedule, when: dict[_Key, int], waiting: Sequence[Waiting]
+) -> tuple[dict[_Key, int], dict[str, int]]:
+    last = schedule.num_stages - 1
+    stages = {"first": (0,), "last": (last,), "blocks": range(last + 1)}
+    lives: dict[str, list[_Life]] = {}
+    for one in waiting:
+        for (stage, kind, microbatch), begin in when.items():
+            if kind == one.made and stage in stages[one.part]:
+                end = when[stage, one.read, microbatch] + 1
+                life = _Life(begin, end, schedule.placement[stage], (stage, one.column, microbatch))
+                lives.setdefault(one.buffer, []).append(life)
+    found: dict[_Key, int] = {}
+    numbers: dict[str, int] = {}
+    for buffer, of_buffer in lives.items():
+        slots, numbers[buffer] = _slots(of_buffer)
+        found.update(slots)
+    return found, numbers
 
 
-def _sent(schedule: Schedule, action: Action) -> tuple[int, str, int] | None:
+def _sent(schedule: Schedule, action: Action) -> _Key | None:
     """For whom the result of an action is: a stage, its pass and the microbatch."""
     if action.kind is Kind.WEIGHT:
         return None
