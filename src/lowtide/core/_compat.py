@@ -135,9 +135,22 @@ def row_major(x: Any) -> Any:
     Returns:
         The same value.
     """
+    return laid_out(x, tuple(range(x.ndim)))
+
+
+def laid_out(x: Any, order: tuple[int, ...]) -> Any:
+    """A traced array that the compiler has to store with its axes in this order.
+
+    Args:
+        x: a tracer.
+        order: its axes from the outermost to the innermost.
+
+    Returns:
+        The same value.
+    """
     from jax.experimental.layout import Layout, with_layout_constraint
 
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return with_layout_constraint(x, Layout(order))
 
 
 def find_ptxas() -> str | None:

@@ -1,8 +1,8 @@
 """The passes of a stage on buffers that they change in place: what waits, and totals of gradients.
 
 `TracedSplit` hands what waits from pass to pass as arrays. Between the ticks of a program it lies in buffers, and a
-loop over layers writes and reads its rows there: a residual is never a second time in memory. Values of one shape share
-one buffer, whatever they are.
+loop over layers writes and reads its rows there: a residual is never a second time in memory. Values of one shape that a
+pass leaves share one buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kept:
     num_rows: int
     """Rows that a loop makes one by one; 1 for what comes as a whole."""
     buffer: str
-    """Shared by all of this shape."""
+    """Shared by all of this shape that the pass leaves."""
 
 
 class InPlace:
@@ -120,13 +120,15 @@ class InPlace:
 def _kept(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Kept:
     shape = shape_of(value)
     is_stacked = split.plan.is_stacked(value)
-    name = f"{'rows' if is_stacked else 'one'}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
+    # A loop that reads rows of a buffer and writes others has the compiler copy it: so none does.
+    kind = f"{made.name.lower()}/{'rows' if is_stacked else 'one'}"
+    name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
     return Kept(value, made, last, shape, shape.shape[0] if is_stacked else 1, name)
 
 
 def buffer_shape(kept: Kept, num_slots: int) -> jax.ShapeDtypeStruct:
     """Of the buffer with so many slots."""
-    if kept.num_rows == 1 and kept.buffer.startswith("one"):
+    if "/one/" in kept.buffer:
         return jax.ShapeDtypeStruct((num_slots, *kept.shape.shape), kept.shape.dtype)
     return jax.ShapeDtypeStruct((num_slots * kept.num_rows, *kept.shape.shape[1:]), kept.shape.dtype)
 

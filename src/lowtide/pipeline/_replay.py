@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
+from ..core._compat import laid_out
 from ._cut import Assignment, Pass, Sink
 from ._graph import Atom, Graph, Loop, Op, Value
 
@@ -177,15 +178,16 @@ class _Runner:
         if isinstance(found, Slot):
             buffer = self.buffers[found.buffer]
             if not self.plan.is_stacked(value):
-                return at(buffer, found.begin)
+                return entry(buffer, found.begin)
             found = Rows(buffer, found.begin)
         if isinstance(found, Rows):
             return lax.dynamic_slice_in_dim(found.array, found.begin, shape_of(value).shape[0])
         return found
 
     def _row(self, found: Rows | Slot, index: Any) -> Any:
-        array = found.array if isinstance(found, Rows) else self.buffers[found.buffer]
-        return at(array, found.begin + index)
+        if isinstance(found, Rows):
+            return at(found.array, found.begin + index)
+        return entry(self.buffers[found.buffer], found.begin + index)
 
     def items(self, items: Sequence[Op | Loop], envs: Sequence[Environment]) -> None:
         for item in items:
@@ -299,13 +301,37 @@ def at(array: Any, index: Any) -> Any:
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
-def put(array: Any, value: Any, index: Any) -> Any:
-    """The array with another entry."""
-    return lax.dynamic_update_index_in_dim(array, value, index, 0)
+def entry(buffer: Any, index: Any) -> Any:
+    """A copy of an entry of a buffer that passes change."""
+    return _fixed(at(buffer, index))
+
+
+def put(buffer: Any, value: Any, index: Any) -> Any:
+    """A buffer with another entry."""
+    return lax.dynamic_update_index_in_dim(buffer, _fixed(value), index, 0)
+
+
+def _fixed(value: Any) -> Any:
+    """An entry, stored in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
+
+    In the way in which a TPU, which stores two axes in tiles of 8 x 128 words, needs least padding.
+    """
+    if value.ndim < 2 or not jnp.issubdtype(value.dtype, jnp.number):
+        return value
+    shape, words = value.shape, max(1, 4 // value.dtype.itemsize)
+
+    def padded(pair: tuple[int, int]) -> tuple[float, int, int]:
+        second, first = (shape[axis] for axis in pair)
+        waste = (-(-second // (8 * words)) * 8 * words / second) * (-(-first // 128) * 128 / first)
+        return waste, -pair[1], -pair[0]
+
+    axes = range(value.ndim)
+    inner = min(((i, j) for i in axes for j in axes if i != j), key=padded)
+    return laid_out(value, (*(axis for axis in axes if axis not in inner), *inner))
 
 
 def _add_row(total: Any, index: Any, row: Any) -> Any:
-    return put(total, at(total, index) + row.astype(total.dtype), index)
+    return put(total, entry(total, index) + row.astype(total.dtype), index)
 
 
 def shape_of(value: Value) -> jax.ShapeDtypeStruct:
