@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from jax.extend import core as jex
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Value:
     """What an operation gives: an array, inside a loop one for each iteration."""
 
@@ -49,7 +49,7 @@ class Value:
 Atom: TypeAlias = "Value | jex.Literal"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Op:
     """One operation of the jaxpr."""
 
@@ -62,7 +62,7 @@ class Op:
     has_effects: bool = False
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Carry:
     """What a loop hands from one iteration to the next."""
 
@@ -75,7 +75,7 @@ class Carry:
     """After the loop."""
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Loop:
     """A `scan`; its body reads values outside of it directly."""
 
@@ -208,6 +208,9 @@ def _has_shardings(eqn: Any) -> bool:
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in given)
 
 
+_DEBUG_INFO = jex.DebugInfo("split_backward", "one operation", None, None)
+
+
 def _runner(eqn: Any) -> Callable[..., Sequence[Any]]:
     """The operation as a function of all that it reads; literals are put in again by its jaxpr."""
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
@@ -215,7 +218,7 @@ def _runner(eqn: Any) -> Callable[..., Sequence[Any]]:
     results = [var for var in eqn.outvars if not isinstance(var, jex.DropVar)]
 
     def run(*values: Any) -> Sequence[Any]:
-        jaxpr = jex.Jaxpr([], variables, results, [eqn], eqn.effects)
+        jaxpr = jex.Jaxpr([], variables, results, [eqn], eqn.effects, _DEBUG_INFO)
         found = iter(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))(*(values[i] for i in at)))
         return [None if isinstance(var, jex.DropVar) else next(found) for var in eqn.outvars]
 

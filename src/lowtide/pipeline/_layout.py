@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import ConfigError, Tree
@@ -89,7 +90,7 @@ class Layout:
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 return jax.ShapeDtypeStruct((len(rows), *leaf.shape[1:]), leaf.dtype, sharding=sharding)
             taken = jnp.take(jnp.asarray(leaf), rows, axis=0)
-            if isinstance(taken, jax.core.Tracer) or len(rows) % mesh.shape[axis]:
+            if isinstance(leaf, Tracer) or len(rows) % mesh.shape[axis]:
                 return taken
             return jax.device_put(taken, sharding)
 

@@ -7,7 +7,7 @@ iteration that a later pass reads leave it stacked. What is left between passes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,13 +33,13 @@ class Rows:
 class Slot:
     """A place in a buffer that is changed while a pass runs: one entry, or the rows that a loop makes."""
 
-    buffer: Hashable
+    buffer: str
     begin: Any
     """The first row."""
 
 
 Environment = dict[Value, Any]
-Buffers = dict[Hashable, Any]
+Buffers = dict[str, Any]
 Places = Mapping[Value, Slot]
 
 
@@ -60,8 +60,8 @@ class Plan:
 
     def given(self, atom: Atom) -> Pass:
         """After which pass a gradient of weights can be added to its total."""
-        is_made = isinstance(atom, Value) and atom in self.made
-        return max(self.made[atom], Pass.INPUT) if is_made else Pass.WEIGHT
+        made = self.made.get(atom, Pass.WEIGHT) if isinstance(atom, Value) else Pass.WEIGHT
+        return max(made, Pass.INPUT)
 
     def _collect_made(self, items: Sequence[Op | Loop]) -> None:
         for item in items:
@@ -102,8 +102,10 @@ class Plan:
 
     def leaves_stack(self, value: Value) -> bool:
         """Whether a loop has to stack one of its values."""
-        stacked = value.stack is not None and bool(self.reads.get(value.stack))
-        return stacked or any(at > self.made[value] for at in self.reads.get(value, ()))
+        stack = value.stack
+        if stack is not None and (self.reads.get(stack) or (stack.stack is not None and self.leaves_stack(stack))):
+            return True
+        return any(at > self.made[value] for at in self.reads.get(value, ()))
 
     def kept(self) -> dict[Value, tuple[Pass, Pass]]:
         """What is kept from pass to pass: where it is made, and where it is read last."""
@@ -211,7 +213,7 @@ class _Runner:
         sliced = {value: one for value, one in found.items() if value not in rows}
         # What a loop inside another one leaves, the outermost one puts where it belongs.
         places = {value: self.left.get(value.stack or value) for value in leaving} if loop.loop is None else {}
-        sums = {value: self.totals[value.stack] for value in leaving if value.stack in self.totals}
+        sums = {value: self.totals[stack] for value in leaving if (stack := value.stack) and stack in self.totals}
         stacked = [value for value in leaving if places.get(value) is None and value not in sums]
         written = {slot.buffer: None for slot in (*places.values(), *sums.values()) if slot is not None}
 

@@ -1,0 +1,285 @@
+"""The program that runs a schedule: loss and gradients of the model that is not pipelined, whatever it has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowtide.core import ConfigError, LayerStack, ScheduleError, StructureError
+from lowtide.models import LlamaConfig, init
+from lowtide.pipeline import SCHEDULES, Pipeline, Schedule, schedule, value_and_grad
+
+TWO_STAGES = {"interleaved", "interleaved-zb", "looped-bfs", "zb-v", "dualpipe-v", "v-half", "v-min"}
+NUM_LAYERS = {2: 5, 4: 7, 8: 11, 16: 13}
+"""Uneven for all; of 16 stages some have none."""
+NUM_MICROBATCHES, ROWS, LENGTH, VOCABULARY, WIDTH, INNER = 6, 12, 3, 11, 8, 16
+
+
+def mesh_of(num_ranks: int, others: int | None = None) -> Mesh:
+    others = 8 // num_ranks if others is None else others
+    return Mesh(np.array(jax.devices()[: num_ranks * others]).reshape(num_ranks, others), ("stage", "fsdp"))
+
+
+def first(outer: Any, batch: Any) -> Any:
+    h = jnp.take(outer["embed"], batch["tokens"], axis=0)
+    return {"x": h, "depth": jnp.int32(0), "aux": jnp.float32(0)}
+
+
+def block(layer: Any, h: Any, batch: Any) -> Any:
+    """A mask, positions, dropout by microbatch and layer, and a loss of its own."""
+    key = jax.random.fold_in(batch["key"], h["depth"])
+    inner = jnp.tanh(h["x"] @ layer["up"] + batch["positions"][..., None])
+    kept = jax.random.bernoulli(key, 0.8, inner.shape)
+    out = jnp.where(kept, inner, 0) @ layer["down"]
+    mixed = jnp.einsum("bst,btd->bsd", batch["mask"].astype(out.dtype), out)
+    aux = h["aux"] + 0.01 * jnp.mean(layer["scale"] * inner.mean((0, 1)))
+    return {"x": h["x"] + mixed * layer["scale"][:WIDTH][None, None], "depth": h["depth"] + 1, "aux": aux}
+
+
+def last(outer: Any, h: Any, batch: Any) -> Any:
+    """The embedding again, and a mean over the tokens that count."""
+    logits = h["x"] @ outer["embed"].T * outer["temperature"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
+    counts = batch["labels"] >= 0
+    return jnp.sum(losses * counts) / jnp.sum(counts) + h["aux"], {"norm": jnp.mean(h["x"] ** 2)}
+
+
+def num_targets(batch: Any) -> Any:
+    return jnp.sum(batch["labels"] >= 0)
+
+
+STACK = LayerStack(first, block, last)
+
+
+def parameters(num_layers: int) -> tuple[Any, Any]:
+    keys = iter(jax.random.split(jax.random.key(0), 4))
+    outer = {"embed": jax.random.normal(next(keys), (VOCABULARY, WIDTH)), "temperature": jnp.float32(1.5)}
+    layers = {
+        "up": 0.3 * jax.random.normal(next(keys), (num_layers, WIDTH, INNER)),
+        "down": 0.3 * jax.random.normal(next(keys), (num_layers, INNER, WIDTH)),
+        "scale": jnp.ones((num_layers, INNER)),
+    }
+    return outer, layers
+
+
+def make_batch() -> Any:
+    keys = iter(jax.random.split(jax.random.key(1), 3))
+    tokens = jax.random.randint(next(keys), (ROWS, LENGTH), 0, VOCABULARY)
+    # Microbatches of different numbers of targets, one of them of none.
+    labels = jnp.where(jax.random.uniform(next(keys), tokens.shape) < 0.4, -100, tokens).at[2:4].set(-100)
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        "positions": jnp.broadcast_to(jnp.arange(LENGTH) / LENGTH, tokens.shape),
+        "mask": jnp.broadcast_to(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), (ROWS, LENGTH, LENGTH)),
+        "key": jax.random.key(7),
+    }
+
+
+def reference(outer: Any, layers: Any, batch: Any, stack: LayerStack = STACK) -> Any:
+    """The sum over microbatches by weight, one after the other, in plain JAX."""
+
+    def total(outer: Any, layers: Any) -> Any:
+        whole, metrics, weights = 0.0, 0.0, 0.0
+        for number in range(NUM_MICROBATCHES):
+            rows = slice(number * ROWS // NUM_MICROBATCHES, (number + 1) * ROWS // NUM_MICROBATCHES)
+            part = {name: leaf[rows] for name, leaf in batch.items() if name != "key"}
+            if not (weight := num_targets(part)):
+                continue
+            loss, found = stack.apply(outer, layers, {**part, "key": jax.random.fold_in(batch["key"], number)})
+            whole, metrics, weights = whole + weight * loss, metrics + weight * found["norm"], weights + weight
+        return whole / weights, metrics / weights
+
+    return jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(outer, layers)
+
+
+def sharded(tree: Any, mesh: Mesh) -> Any:
+    """Every leaf divided along its last axis that can be."""
+
+    def place(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf
+        axes = [i for i, size in enumerate(leaf.shape) if size % mesh.shape["fsdp"] == 0 and i]
+        spec = ["fsdp" if i == (axes or [None])[-1] else None for i in range(leaf.ndim)]
+        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    return jax.tree.map(place, tree)
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert jnp.allclose(one, other, rtol=tolerance, atol=tolerance), jnp.max(jnp.abs(one - other))
+
+
+def pipeline_of(name: str, num_ranks: int, **options: Any) -> Pipeline:
+    chunks = 2 if name in TWO_STAGES else 1
+    made = schedule(name, num_stages=chunks * num_ranks, num_microbatches=NUM_MICROBATCHES)
+    return value_and_grad(STACK, made, **{"mesh": mesh_of(num_ranks), "weight": num_targets} | options)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_everything_at_once_gives_the_gradients_of_the_plain_model(name: str, num_ranks: int) -> None:
+    """Uneven layers, tied weights, masks, dropout, a loss by tokens, one of the blocks, and FSDP on another axis."""
+    pipeline = pipeline_of(name, num_ranks)
+    outer, layers = parameters(NUM_LAYERS[pipeline.schedule.num_stages])
+    batch = make_batch()
+    (loss, metrics), grads = reference(outer, layers, batch)
+    given = [sharded(tree, pipeline.mesh) for tree in (outer, layers, batch)]
+    (found, found_metrics), found_grads = jax.jit(pipeline)(*given)
+    assert_close((found, found_metrics["norm"]), (loss, metrics))
+    assert_close(found_grads, grads)
+    evaluated, of_evaluation = jax.jit(pipeline.evaluate)(*given)
+    assert_close((evaluated, of_evaluation["norm"]), (loss, metrics))
+
+
+@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable])
+def test_recomputation_changes_no_value(remat: Any) -> None:
+    pipeline = pipeline_of("zb-v", 2, remat=remat)
+    outer, layers = parameters(4)
+    assert_close(jax.jit(pipeline)(outer, layers, make_batch())[1], reference(outer, layers, make_batch())[1])
+
+
+def test_two_steps_then_an_evaluation_without_compiling_again(compilations: Any) -> None:
+    pipeline = pipeline_of("zb-h1", 4, mesh=mesh_of(4, 1), arranged=True)
+    outer, layers = parameters(7)
+    rows = pipeline.arrange(layers)
+    tx = optax.adam(1e-2)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = pipeline(*params, batch)
+        updates, state = tx.update(grads, state)
+        return optax.apply_updates(params, updates), state, value
+
+    wanted, wanted_state = (outer, layers), tx.init((outer, layers))
+    replicated = jax.device_put(outer, NamedSharding(pipeline.mesh, PartitionSpec()))
+    params, state = (replicated, rows), jax.jit(tx.init)((replicated, rows))
+    batch = jax.device_put(make_batch(), NamedSharding(pipeline.mesh, PartitionSpec()))
+    params, state, _ = step(params, state, batch)
+    params, state, _ = step(params, state, batch)  # shardings have settled
+    for _ in range(3):
+        with compilations.none():
+            params, state, ((loss, _), _) = *step(params, state, batch)[:2], ((jnp.zeros(()), {}), None)
+    for _ in range(5):
+        updates, wanted_state = tx.update(reference(*wanted, make_batch())[1], wanted_state)
+        wanted = optax.apply_updates(wanted, updates)
+    assert_close((params[0], pipeline.restore(params[1], 7)), wanted, 1e-4)
+    evaluate = jax.jit(pipeline.evaluate)
+    loss = evaluate(*params, batch)[0]
+    assert_close(loss, reference(*wanted, make_batch())[0][0], 1e-4)
+
+
+def test_layers_keep_their_order_through_arranging() -> None:
+    pipeline = pipeline_of("zb-v", 2, mesh=mesh_of(2, 1))
+    layers = {"n": jnp.arange(6)[:, None] * jnp.ones((1, 2))}
+    rows = pipeline.arrange(layers)
+    # Stages of 1, 2, 2 and 1 layers on ranks 0, 1, 1, 0; short ones have a row of padding.
+    assert rows["n"][:, 0].tolist() == [0, 0, 5, 5, 1, 2, 3, 4]
+    assert rows["n"].sharding.spec == PartitionSpec("stage")
+    assert pipeline.restore(rows, 6)["n"][:, 0].tolist() == list(range(6))
+    shapes = pipeline.arrange({"n": jax.ShapeDtypeStruct((6, 2), jnp.float32)})
+    assert shapes["n"].shape == (8, 2)
+
+
+def test_only_what_trains_has_gradients() -> None:
+    pipeline = pipeline_of("v-half", 2, wrt="layers/up")
+    outer, layers = parameters(4)
+    _, (of_outer, of_layers) = jax.jit(pipeline)(outer, layers, make_batch())
+    assert jax.tree.leaves(of_outer) == [] and set(k for k, v in of_layers.items() if v is not None) == {"up"}
+    assert_close(of_layers["up"], reference(outer, layers, make_batch())[1][1]["up"])
+
+
+def test_outer_weights_alone_may_train() -> None:
+    pipeline = pipeline_of("1f1b", 2, wrt="outer/**")
+    outer, layers = parameters(4)
+    _, (of_outer, of_layers) = jax.jit(pipeline)(outer, layers, make_batch())
+    assert jax.tree.leaves(of_layers) == []
+    assert_close(of_outer, reference(outer, layers, make_batch())[1][0])
+
+
+def test_a_decoder_trains_pipelined() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8,
+        tie_embeddings=True,
+    )  # fmt: skip
+    model = init(config, key=jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 6), 0, 32)
+    batch = {"tokens": tokens, "labels": tokens}
+    made = schedule("zb-h1", num_stages=2, num_microbatches=4)
+    pipeline = value_and_grad(model.stack, made, mesh=mesh_of(2, 1))
+    (loss, _), grads = jax.jit(pipeline)(model.outer, model.layers, batch)
+    wanted = jax.value_and_grad(lambda o, s: model.stack.apply(o, s, batch)[0], argnums=(0, 1))(
+        model.outer, model.layers
+    )
+    assert_close((loss, grads), wanted)
+
+
+def test_a_schedule_of_ones_own_runs(tmp_path: Any) -> None:
+    text = "0F0 0F1 0B0 0I1 0W1\n1F0 1B0 1F1 1B1"
+    pipeline = value_and_grad(STACK, Schedule.from_text(text), mesh=mesh_of(2, 1))
+    outer, layers = parameters(2)
+    batch = {**make_batch(), "labels": jnp.abs(make_batch()["labels"]) % VOCABULARY}
+    (loss, _), _ = jax.jit(pipeline)(outer, layers, batch)
+    assert jnp.isfinite(loss)
+
+
+# --- what is wrong -------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_that_does_not_fit_is_named() -> None:
+    made = schedule("1f1b", num_stages=4, num_microbatches=NUM_MICROBATCHES)
+    with pytest.raises(ConfigError, match=r"(?s)mesh has no axis 'pipe'.*'stage' or 'fsdp'.*hint:"):
+        value_and_grad(STACK, made, mesh=mesh_of(4), axis="pipe")
+    with pytest.raises(ConfigError, match=r"(?s)for another mesh.*4 devices along 'stage'.*got: 2.*hint:"):
+        value_and_grad(STACK, made, mesh=mesh_of(2))
+    with pytest.raises(StructureError, match=r"(?s)needs a model as a stack.*LayerStack.*hint:"):
+        value_and_grad(lambda x: x, made, mesh=mesh_of(4))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"(?s)schedule is no schedule.*'1f1b'.*hint:"):
+        value_and_grad(STACK, "1f1b", mesh=mesh_of(4))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_schedule_whose_stages_are_no_neighbours_is_refused() -> None:
+    far = Schedule.from_text("0F0 0B0\n2F0 2B0\n1F0 1B0\n3F0 3B0")
+    assert far.placement == (0, 2, 1, 3)
+    with pytest.raises(ScheduleError, match=r"(?s)stages 0 and 1 are on ranks that are no neighbours.*rank 2.*hint:"):
+        value_and_grad(STACK, far, mesh=mesh_of(4))
+
+
+def test_layers_and_batches_that_do_not_fit_are_named() -> None:
+    outer, layers = parameters(5)
+    batch = make_batch()
+    with pytest.raises(
+        ConfigError, match=r"(?s)layers_per_stage is not of this model.*add up to 5.*add up to 6.*hint:"
+    ):
+        pipeline_of("1f1b", 2, layers_per_stage=[3, 3])(outer, layers, batch)
+    with pytest.raises(StructureError, match=r"(?s)tokens.*does not split into microbatches.*multiple of 6.*hint:"):
+        pipeline_of("1f1b", 2)(outer, layers, {**batch, "tokens": batch["tokens"][:11]})
+    with pytest.raises(StructureError, match=r"(?s)not in the order of ranks.*6 rows.*got: 5.*hint:.*arrange"):
+        pipeline_of("1f1b", 2, layers_per_stage=[2, 3], arranged=True)(outer, layers, batch)
+    with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is no number.*scalar.*hint:"):
+        pipeline_of("1f1b", 2, weight=lambda batch: batch["labels"])(outer, layers, batch)
+
+
+def test_functions_of_another_shape_are_named() -> None:
+    outer, layers = parameters(4)
+    made = schedule("1f1b", num_stages=2, num_microbatches=NUM_MICROBATCHES)
+
+    def run(**functions: Any) -> Any:
+        stack = LayerStack(**{"first": first, "block": block, "last": last} | functions)
+        return value_and_grad(stack, made, mesh=mesh_of(2))(outer, layers, make_batch())
+
+    with pytest.raises(StructureError, match=r"(?s)x: a block returns another shape.*2, 3, 8.*got: .*2, 3, 4.*hint:"):
+        run(block=lambda layer, h, batch: {**h, "x": h["x"][..., :4]})
+    with pytest.raises(StructureError, match=r"(?s)depth: a block returns another shape.*int32.*got: nothing.*hint:"):
+        run(block=lambda layer, h, batch: {"x": h["x"], "aux": h["aux"]})
+    with pytest.raises(StructureError, match=r"(?s)returns no loss.*\(loss, metrics\).*hint:"):
+        run(last=lambda outer, h, batch: h["x"])

@@ -1,0 +1,289 @@
+"""The split of a backward pass: values of plain JAX, no product twice, and nothing waits that is not read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lowtide.core import SelectionError, StructureError
+from lowtide.models import LlamaConfig, init
+from lowtide.pipeline import split_backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A stage, its arguments, and how many products its passes have."""
+
+    stage: Callable[..., Any]
+    weights: Any
+    x: Any
+    extras: tuple[Any, ...] = ()
+    recomputed: int = 0
+    """Products of the forward pass that the backward pass does again."""
+
+
+def normal(number: int, *shape: int, dtype: Any = jnp.float32) -> Any:
+    return (0.3 * jax.random.normal(jax.random.key(number), shape)).astype(dtype)
+
+
+def mlp(weights: Any, x: Any) -> Any:
+    return x + jax.nn.gelu(x @ weights["a"] + weights["b"][None]) @ weights["c"]
+
+
+def attention(weights: Any, x: Any, mask: Any) -> Any:
+    q, k, v = (jnp.einsum("btd,dnh->btnh", x, weights[name]) for name in "qkv")
+    scores = jnp.where(mask[:, None], jnp.einsum("btnh,bsnh->bnts", q, k), -1e9)
+    return x + jnp.einsum("bnts,bsnh,nhd->btd", jax.nn.softmax(scores), v, weights["o"])
+
+
+def scan(weights: Any, x: Any, block: Any = mlp) -> Any:
+    return jax.lax.scan(lambda h, layer: (block(layer, h), None), x, weights)[0]
+
+
+def remat(weights: Any, x: Any) -> Any:
+    return scan(weights, x, jax.checkpoint(mlp))
+
+
+def bf16(weights: Any, x: Any) -> Any:
+    return scan(
+        jax.tree.map(lambda w: w, weights), x, lambda w, h: mlp(jax.tree.map(lambda w: w.astype(h.dtype), w), h)
+    )
+
+
+@jax.custom_vjp
+def clipped(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+clipped.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, dy: (jnp.clip(dy @ kept[1].T, -0.1, 0.1), kept[0].T @ dy),
+)
+
+
+def nested(weights: Any, x: Any) -> Any:
+    """A scan over chunks of tokens in a scan over layers, and weights that all layers share."""
+
+    def block(h: Any, layer: Any) -> tuple[Any, None]:
+        chunks = h.reshape(2, -1, h.shape[-1])
+        done = jax.lax.scan(lambda c, chunk: (c, jnp.tanh(chunk @ layer @ weights["shared"])), None, chunks)[1]
+        return h + done.reshape(h.shape), None
+
+    return jax.lax.scan(block, x, weights["layers"])[0]
+
+
+LAYER = {"a": normal(0, 8, 16), "b": normal(1, 16), "c": normal(2, 16, 8)}
+LAYERS = {"a": normal(0, 3, 8, 16), "b": normal(1, 3, 16), "c": normal(2, 3, 16, 8)}
+X = normal(9, 6, 8)
+HEADS = {**{name: normal(i, 8, 2, 4) for i, name in enumerate("qkv")}, "o": normal(5, 2, 4, 8)}
+CASES = {
+    "mlp": Case(mlp, LAYER, X),
+    "attention": Case(attention, HEADS, normal(9, 2, 5, 8), (jnp.tril(jnp.ones((2, 5, 5), bool)),)),
+    "scan": Case(scan, LAYERS, X),
+    "remat": Case(remat, LAYERS, X, recomputed=1),  # of the second product only the result is needed, and it is not
+    "twice": Case(lambda w, x: jnp.sin(x @ w) @ w, normal(0, 8, 8), X),
+    "unused": Case(lambda w, x: jnp.tanh(x @ w["used"]), {"used": normal(0, 8, 8), "unused": normal(1, 4)}, X),
+    "integers": Case(
+        lambda w, x, i: {"h": jnp.tanh(x["h"] @ w["w"])[i], "n": x["n"] + 1, "none": None},
+        {"w": normal(0, 8, 8), "none": None},
+        {"h": X, "n": jnp.arange(3), "none": None},
+        (jnp.array([3, 1]),),
+    ),
+    "bf16": Case(bf16, LAYERS, X.astype(jnp.bfloat16)),
+    "custom_vjp": Case(lambda w, x: clipped(jnp.tanh(clipped(x, w["a"])), w["b"]), {"a": normal(0, 8, 8), "b": normal(1, 8, 8)}, X),
+    "nested": Case(nested, {"layers": normal(0, 3, 8, 8), "shared": normal(1, 8, 8)}, X),
+    "jit": Case(lambda w, x: jax.jit(mlp)(w, jax.jit(mlp)(w, x)), LAYER, X),
+}  # fmt: skip
+
+
+def ones(tree: Any) -> Any:
+    return jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size).reshape(y.shape)).astype(y.dtype), tree)
+
+
+def is_float(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def plain(case: Case) -> Callable[..., Any]:
+    """The whole backward pass, and the forward one."""
+
+    def both(weights: Any, x: Any, dy: Any) -> Any:
+        leaves, tree = jax.tree.flatten(x)
+
+        def of_floats(weights: Any, floats: list[Any]) -> Any:
+            given = iter(floats)
+            return case.stage(
+                weights, tree.unflatten([next(given) if is_float(x) else x for x in leaves]), *case.extras
+            )
+
+        y, back = jax.vjp(of_floats, weights, [x for x in leaves if is_float(x)])
+        # What is no float has a cotangent of its own type.
+        dy = jax.tree.map(lambda y, d: d if is_float(y) else jnp.zeros(y.shape, jax.dtypes.float0), y, dy)
+        return y, *back(dy)
+
+    return both
+
+
+def split_passes(case: Case) -> Callable[..., Any]:
+    traced = split_backward(case.stage).trace(case.weights, case.x, *case.extras)
+
+    def both(weights: Any, x: Any, dy: Any) -> Any:
+        y, residuals = traced.forward(weights, x, *case.extras)
+        dx, waiting = traced.input(weights, residuals, dy, *case.extras)
+        dweights = traced.weight(weights, residuals.for_weight, waiting, *case.extras)
+        return y, dweights, jax.tree.leaves(dx)
+
+    return both
+
+
+def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """Every matrix product, with how often it runs."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            yield 1, eqn
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            yield from ((times * number, found) for number, found in products(inner))
+
+
+def count(fn: Callable[..., Any], *args: Any) -> int:
+    return sum(number for number, _ in products(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+def num_bytes(*trees: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trees))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_the_plain_backward_pass(name: str) -> None:
+    case = CASES[name]
+    dy = ones(jax.eval_shape(case.stage, case.weights, case.x, *case.extras))
+    found, wanted = (jax.jit(fn(case))(case.weights, case.x, dy) for fn in (split_passes, plain))
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        assert jnp.allclose(one, other, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_product_is_made_twice_and_both_passes_have_theirs(name: str) -> None:
+    case = CASES[name]
+    traced = split_backward(case.stage).trace(case.weights, case.x, *case.extras)
+    y, residuals = traced.forward(case.weights, case.x, *case.extras)
+    dy = ones(y)
+    _, waiting = traced.input(case.weights, residuals, dy, *case.extras)
+    forward = count(traced.forward, case.weights, case.x, *case.extras)
+    in_input = count(traced.input, case.weights, residuals, dy, *case.extras)
+    in_weight = count(traced.weight, case.weights, residuals.for_weight, waiting, *case.extras)
+    # JAX's own trace has the recomputed products among its own.
+    assert forward == count(case.stage, case.weights, case.x, *case.extras)
+    assert forward + in_input + in_weight == count(plain(case), case.weights, case.x, dy)
+    # What a weight needs is as much as what an input needs, but for products of two activations.
+    assert in_weight > 0 and in_input >= in_weight
+    scanned = 3 if case.stage in (scan, remat, bf16) else 1
+    assert forward + case.recomputed * scanned == in_input if case.recomputed else True
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_more_waits_than_what_the_weight_pass_reads(name: str) -> None:
+    case = CASES[name]
+    traced = split_backward(case.stage).trace(case.weights, case.x, *case.extras)
+    args = (case.weights, traced.residuals.for_weight, traced.waiting, *case.extras)
+    jaxpr = jax.make_jaxpr(traced.weight)(*args).jaxpr
+    inputs = sum(number * num_bytes([var.aval for var in eqn.invars]) for number, eqn in products(jaxpr))
+    assert num_bytes(traced.residuals.for_weight, traced.waiting) <= inputs
+    read = {var for eqn in jaxpr.eqns for var in eqn.invars if not hasattr(var, "val")} | set(jaxpr.outvars)
+    offset = len(jax.tree.leaves(case.weights))
+    given = jaxpr.invars[offset : len(jaxpr.invars) - len(jax.tree.leaves(case.extras))]
+    assert all(var in read for var in given), "something waits that nobody reads"
+
+
+def test_what_the_input_pass_alone_reads_is_not_kept_for_the_weight_pass() -> None:
+    traced = split_backward(scan).trace(LAYERS, X)
+    wide = [x.shape for x in traced.residuals.for_weight]
+    assert sorted(wide) == [(3, 6, 8), (3, 6, 16)]  # the inputs of the two products
+    assert sorted(x.shape for x in traced.waiting) == [(3, 6, 8), (3, 6, 16)]  # and their cotangents
+    assert traced.residuals.for_input
+
+
+def test_gradients_of_vectors_come_with_the_input_pass() -> None:
+    """A sum over tokens waits for nothing, and nothing for it: the frontier is the cheaper one, not the latest."""
+
+    def stage(weights: Any, x: Any) -> Any:
+        return x * weights["scale"] + weights["bias"]
+
+    traced = split_backward(stage).trace({"scale": jnp.ones((1, 8)), "bias": jnp.ones((1, 8))}, normal(0, 1000, 8))
+    assert traced.residuals.for_weight == () and traced.waiting == ()
+    y, residuals = traced.forward({"scale": jnp.ones((1, 8)), "bias": jnp.ones((1, 8))}, normal(0, 1000, 8))
+    assert num_bytes(residuals) == 1000 * 8 * 4
+
+
+def test_what_depends_on_weights_alone_is_made_once_and_never_waits() -> None:
+    traced = split_backward(bf16).trace(LAYERS, X.astype(jnp.bfloat16))
+    assert sorted(x.shape for x in traced.hoisted if len(x.shape) == 3 and x.shape[1] > 1) == [(3, 8, 16), (3, 16, 8)]
+    assert all(x.dtype == jnp.bfloat16 for x in traced.hoisted)
+    weight_shapes = {(3, 8, 16), (3, 16, 8)}
+    assert not weight_shapes & {x.shape for x in (*traced.residuals.for_input, *traced.residuals.for_weight)}
+    hoisted = traced.hoist(LAYERS)
+    given = (LAYERS, X.astype(jnp.bfloat16))
+    text = str(jax.make_jaxpr(lambda w, x, h: traced.forward(w, x, hoisted=h))(*given, hoisted))
+    assert "bf16[8,16] = convert_element_type" not in text
+
+
+def test_the_first_stage_is_split_without_a_gradient_of_its_input() -> None:
+    tokens = jnp.array([[1, 2, 3, 1]])
+
+    def stage(weights: Any, tokens: Any) -> Any:
+        return scan(weights["layers"], jnp.take(weights["embed"], tokens, axis=0)[0])
+
+    weights = {"layers": LAYERS, "embed": normal(7, 5, 8)}
+    traced = split_backward(stage).trace(weights, tokens)
+    y, residuals = traced.forward(weights, tokens)
+    dx, waiting = traced.input(weights, residuals, ones(y))
+    assert dx is None
+    assert count(traced.input, weights, residuals, ones(y)) == 6
+    assert count(traced.weight, weights, residuals.for_weight, waiting) == 6
+    found = traced.weight(weights, residuals.for_weight, waiting)
+    wanted = jax.vjp(lambda w: stage(w, tokens), weights)[1](ones(y))[0]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.allclose(a, b, atol=1e-6)), found, wanted))
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    traced = split_backward(mlp, wrt="c").trace(LAYER, X)
+    y, residuals = traced.forward(LAYER, X)
+    _, waiting = traced.input(LAYER, residuals, ones(y))
+    found = traced.weight(LAYER, residuals.for_weight, waiting)
+    assert found["a"] is None and found["b"] is None and found["c"].shape == (16, 8)
+    assert count(traced.weight, LAYER, residuals.for_weight, waiting) == 1
+
+
+def test_a_decoder_block_waits_for_less_than_it_computes() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    model = init(config, key=jax.random.key(0))
+    batch = {"tokens": jnp.zeros((2, 6), int)}
+
+    def stage(layers: Any, h: Any) -> Any:
+        return jax.lax.scan(lambda h, layer: (model.stack.block(layer, h, batch), None), h, layers)[0]
+
+    h = normal(3, 2, 6, 16)
+    y, dlayers, dx = jax.jit(split_passes(Case(stage, model.layers, h)))(model.layers, h, ones(h))
+    wanted = jax.jit(plain(Case(stage, model.layers, h)))(model.layers, h, ones(h))
+    for one, other in zip(jax.tree.leaves((y, dlayers, dx)), jax.tree.leaves(wanted), strict=True):
+        assert jnp.allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_bad_stages_are_named() -> None:
+    with pytest.raises(StructureError, match=r"(?s)returns nothing that has a gradient.*floating-point.*int32.*hint:"):
+        split_backward(lambda w, x: jnp.argmax(x @ w, axis=1)).trace(LAYER["a"], X)
+    with pytest.raises(SelectionError, match=r"(?s)w/n.*cannot be differentiated|n: a leaf of type int32"):
+        split_backward(lambda w, x: x * w["n"]).trace({"n": jnp.arange(8)[None]}, X)
+    with pytest.raises(SelectionError, match="(?s)nothing"):
+        split_backward(mlp, wrt="nothing").trace(LAYER, X)
