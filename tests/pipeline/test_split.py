@@ -96,7 +96,9 @@ CASES = {
         (jnp.array([3, 1]),),
     ),
     "bf16": Case(bf16, LAYERS, X.astype(jnp.bfloat16)),
-    "custom_vjp": Case(lambda w, x: clipped(jnp.tanh(clipped(x, w["a"])), w["b"]), {"a": normal(0, 8, 8), "b": normal(1, 8, 8)}, X),
+    "custom_vjp": Case(
+        lambda w, x: clipped(jnp.tanh(clipped(x, w["a"])), w["b"]), {"a": normal(0, 8, 8), "b": normal(1, 8, 8)}, X
+    ),
     "nested": Case(nested, {"layers": normal(0, 3, 8, 8), "shared": normal(1, 8, 8)}, X),
     "jit": Case(lambda w, x: jax.jit(mlp)(w, jax.jit(mlp)(w, x)), LAYER, X),
 }  # fmt: skip

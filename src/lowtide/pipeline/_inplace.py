@@ -1,8 +1,8 @@
 """The passes of a stage on buffers that they change in place: what waits, and totals of gradients.
 
 `TracedSplit` hands what waits from pass to pass as arrays. Between the ticks of a program it lies in buffers, and a
-loop over layers writes and reads its rows there: a residual is never a second time in memory. Values of one shape that a
-pass leaves share one buffer.
+loop over layers writes and reads its rows there: a residual is never a second time in memory. Values of one shape that
+a pass leaves share one buffer.
 """
 
 from __future__ import annotations

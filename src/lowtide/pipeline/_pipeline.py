@@ -54,7 +54,8 @@ def value_and_grad(
         remat: as in `lowtide.LayerStack.hidden`.
         layers_per_stage: of every stage; by default as even as can be.
         arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
-            moved between ranks. That is of use where a rank has several stages, or stages are uneven.
+            moved between ranks. That is of use where a rank has several stages, or stages are uneven (then
+            `layers_per_stage` has to say how).
 
     Returns:
         The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``.
@@ -207,10 +208,18 @@ class Pipeline:
             Leaves [R * V * K, ...], where R are the ranks, V the stages of each and K the layers of the longest.
 
         Raises:
-            ConfigError: for `layers_per_stage` that are not of this model.
+            ConfigError: for `layers_per_stage` that are not of this model; for uneven stages without them.
             StructureError: for leaves without a common leading axis.
         """
-        return self.layout(num_layers(layers)).arrange(layers, self.mesh, self.axis)
+        plan = self.layout(num_layers(layers))
+        if self.arranged and self.layers_per_stage is None and not plan.is_even:
+            raise ConfigError(
+                "stages are uneven, and of arranged layers nobody sees which rows are padding",
+                expected=f"a number of layers that {self.schedule.num_stages} stages divide, or layers_per_stage",
+                got=f"{plan.num_layers} layers",
+                hint=f"value_and_grad(..., arranged=True, layers_per_stage={list(plan.layers_per_stage)})",
+            )
+        return plan.arrange(layers, self.mesh, self.axis)
 
     def restore(self, rows: Tree, num_layers: int) -> Tree:
         """The opposite of `arrange`: leaves [num_layers, ...]."""
@@ -250,7 +259,7 @@ class Pipeline:
         )
 
     def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:
-        return jax.shard_map(
+        mapped = jax.shard_map(
             program,
             mesh=self.mesh,
             in_specs=(*places, PartitionSpec(), PartitionSpec()),
@@ -258,6 +267,7 @@ class Pipeline:
             axis_names={self.axis},
             check_vma=False,
         )
+        return jax.jit(mapped)  # outside of one, axes that are left to the compiler are an error
 
     def _microbatches(self, batch: Tree) -> tuple[Tree, Any]:
         """The microbatches, and the part of each in the loss."""
