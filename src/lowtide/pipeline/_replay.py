@@ -176,6 +176,11 @@ class _Runner:
         envs[-1].update((value, one) for value, one in zip(op.gives, results, strict=True) if value is not None)
         return envs[-1][atom]
 
+    def _can_read(self, atom: Atom, envs: Sequence[Environment]) -> bool:
+        if not isinstance(atom, Value) or any(atom in env for env in envs):
+            return True
+        return atom in self.plan.free and all(self._can_read(read, envs) for read in self.plan.free[atom].reads)
+
     def _array(self, value: Value, found: Any) -> Any:
         if isinstance(found, Slot):
             buffer = self.buffers[found.buffer]
@@ -206,7 +211,7 @@ class _Runner:
         if not carries and not leaving:
             return
         for value in self.plan.free:  # else made in every iteration
-            if value.loop is loop.loop and self.at in self.plan.reads.get(value, ()):
+            if value.loop is loop.loop and self.at in self.plan.reads.get(value, ()) and self._can_read(value, envs):
                 self.read(value, envs)
         found = {value: self._lookup(outer, envs) for value, outer in entering.items()}
         rows = {value: one for value, one in found.items() if isinstance(one, Rows | Slot)}

@@ -1,0 +1,108 @@
+"""What a pipeline keeps, on TPUs that are not there: flat in microbatches, and in the ratios of the papers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lowtide.core import LayerStack
+from lowtide.memory import analyze, target
+from lowtide.pipeline import _executor as executor
+from lowtide.pipeline import schedule, value_and_grad
+
+pytestmark = pytest.mark.tpu_aot
+
+WIDTH, INNER, ROWS = 256, 1024, 512
+TWO_STAGES = {"zb-v", "v-half", "v-min"}
+
+
+def block(layer: Any, h: Any, batch: Any) -> Any:
+    inner = h @ layer["up"]
+    return h + (jax.nn.sigmoid(inner) * inner) @ layer["down"]
+
+
+STACK = LayerStack(
+    first=lambda outer, batch: jnp.take(outer["in"], batch["tokens"], axis=0),
+    block=block,
+    last=lambda outer, h, batch: (jnp.mean((h @ outer["out"] - jax.nn.one_hot(batch["tokens"], 64)) ** 2), {}),
+)
+
+
+def temporaries(
+    name: str, num_microbatches: int, *, topology: str = "v5p:2x2x1", num_ranks: int = 4, remat: bool = False
+) -> int:
+    """Temporary bytes of a device."""
+    devices = np.array(target(topology).devices()).reshape(num_ranks, -1)
+    mesh = Mesh(devices, ("stage", "fsdp"))
+    stages = num_ranks * (2 if name in TWO_STAGES else 1)
+    made = schedule(name, num_stages=stages, num_microbatches=num_microbatches)
+    pipeline = value_and_grad(STACK, made, mesh=mesh, arranged=True, remat=remat)
+
+    def shape(*dims: int, spec: Any = ()) -> Any:
+        return jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    num_layers = 4 * num_ranks
+    outer = {"in": shape(64, WIDTH), "out": shape(WIDTH, 64)}
+    layers = {
+        "up": shape(num_layers, WIDTH, INNER, spec=("stage", None, "fsdp")),
+        "down": shape(num_layers, INNER, WIDTH, spec=("stage", "fsdp")),
+    }
+    rows = jax.ShapeDtypeStruct(
+        (num_microbatches * ROWS * devices.shape[1],), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
+    )
+    report = analyze(pipeline, outer, layers, {"tokens": rows}, target=topology)
+    return report.device.temp_bytes
+
+
+def assert_flat(of_few: int, of_many: int) -> None:
+    assert of_many <= 1.02 * of_few, f"{of_few} bytes become {of_many} with more microbatches"
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "v-min"])
+def test_memory_is_flat_in_microbatches(name: str, remat: bool) -> None:
+    few = temporaries(name, 8, remat=remat)
+    numbers = (16, 32, 64) if name == "zb-h1" else (64,)
+    for number in numbers:
+        assert_flat(few, temporaries(name, number, remat=remat))
+
+
+@pytest.mark.slow
+def test_memory_is_flat_on_a_larger_topology_with_fsdp() -> None:
+    few, many = (temporaries("zb-h1", m, topology="v5p:4x4x4", num_ranks=8) for m in (8, 64))
+    assert_flat(few, many)
+
+
+def test_schedules_stand_in_the_ratios_of_the_papers() -> None:
+    ranks = 4
+    unit = temporaries("1f1b", 16)
+    wanted = {"zb-h1": 1, "zb-v": 1, "v-half": (ranks + 2) // 2 / ranks, "v-min": (ranks + 4) // 3 / ranks}
+    for name, ratio in wanted.items():
+        assert temporaries(name, 16) / unit == pytest.approx(ratio, rel=0.15), name
+
+
+def test_outputs_that_are_held_to_the_end_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch's pull request 138119 removed, planted."""
+
+    class Holding(executor._Run):
+        def begin(self) -> Any:
+            h = self.shapes.h
+            number = self.program.schedule.num_microbatches
+            return {**super().begin(), "held": jnp.zeros((number, *h.shape), h.dtype)}
+
+        def _forward(self, state: Any, cell: Any, batch: Any) -> Any:
+            state = super()._forward(state, cell, batch)
+            return {**state, "held": executor.put(state["held"], state["sent"][0], cell["microbatch"])}
+
+        def totals(self, state: Any, name: str) -> Any:
+            return jax.tree.map(lambda total: total + jnp.max(state["held"]), super().totals(state, name))
+
+    few = temporaries("zb-h1", 8)
+    monkeypatch.setattr(executor, "_Run", Holding)
+    with pytest.raises(AssertionError, match="bytes become"):
+        assert_flat(few, temporaries("zb-h1", 64))
