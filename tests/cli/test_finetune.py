@@ -196,8 +196,16 @@ def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tm
 
 def test_a_loss_that_is_not_finite_stops_the_run(finetune, tmp_path):
     result = finetune("--config", _config(tmp_path, learning_rate=1e30, max_grad_norm=1e30, sample_tokens=0))
-    _error(result, "is not finite", "learning_rate")
+    _error(result, "is not finite, so the run was stopped", "learning_rate", "checkpoints are from before")
     assert not (tmp_path / "run" / "adapter").exists()
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    assert all(np.isfinite(list(record.values())).all() for record in _records(tmp_path / "run"))
+
+
+def test_a_held_out_loss_that_is_not_finite_leaves_no_checkpoint_of_it(finetune, tmp_path, monkeypatch):
+    monkeypatch.setattr(lt.Trainer, "evaluate", lambda self, data: {"loss": float("nan") if self.step else 1.0})
+    _error(finetune(), "step 4: eval_loss is not finite, so the run was stopped", "checkpoints are from before")
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
 
 
 def test_a_tokenizer_of_another_model_is_named(finetune, tmp_path, tiny_model_dir):

@@ -101,6 +101,25 @@ def test_an_iterator_cannot_be_evaluated_twice() -> None:
         trainer().fit(BATCHES, num_steps=1, eval_data=(batch for batch in BATCHES))
 
 
+def test_a_loader_that_is_its_own_iterator_may_begin_again() -> None:
+    class Loader:
+        def __init__(self, num_passes: int) -> None:
+            self.left = num_passes
+
+        def __iter__(self) -> Loader:
+            self.left -= 1
+            self.batches = iter(BATCHES[:2] if self.left >= 0 else [])
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.batches)
+
+    records = trainer().fit(BATCHES, num_steps=2, eval_data=Loader(2), progress=False)
+    assert [record["step"] for record in records if "eval_loss" in record] == [0, 2]
+    with pytest.raises(ConfigError, match=r"(?s)evaluate got no batch.*hint: .*re-iterable"):
+        trainer().fit(BATCHES, num_steps=2, eval_data=Loader(1), progress=False)
+
+
 def test_records_survive_the_exception_that_ends_a_run() -> None:
     ours = trainer()
     with pytest.raises(DataError):

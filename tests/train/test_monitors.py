@@ -260,6 +260,18 @@ def test_a_log_is_json_also_of_what_is_no_number(tmp_path: Any) -> None:
     assert record["step"] == 1 and record["loss"] is None
 
 
+def test_a_callback_of_several_runs_profiles_each(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[Any] = []
+    monkeypatch.setattr(jax.profiler, "start_trace", starts.append)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    profile = Profile(tmp_path, first=1, num_steps=1)
+    for _ in range(2):
+        ours = trainer()
+        ours.fit(BATCHES, num_steps=3, callbacks=[profile])
+        ours.fit(BATCHES, num_steps=6, callbacks=[profile])
+    assert len(starts) == 2
+
+
 def test_a_run_that_begins_later_is_profiled_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[Any] = []
     ours = trainer()

@@ -344,18 +344,33 @@ def test_data_that_is_shorter_than_the_run_was_in_it_is_refused(tmp_path: Any) -
         ours.fit(Again(2), num_steps=5, progress=False)
 
 
-def test_a_signal_says_where_the_run_was_saved(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_signal_says_where_the_run_was_saved(at: int, tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Signals(Callback):
+        def on_train_begin(self, trainer: Any) -> None:
+            self.on_step_end(trainer, 0)
+
         def on_step_end(self, trainer: Any, step: int) -> None:
-            if step == 2:
+            if step == at:
                 os.kill(os.getpid(), signal.SIGTERM)
+
+    ours, waited = trainer(checkpoint_dir=tmp_path), []
+    assert ours.checkpoints is not None
+    wait = ours.checkpoints.wait
+
+    def waits() -> None:
+        waited.append(caplog.text)
+        wait()
 
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        trainer(checkpoint_dir=tmp_path).fit(BATCHES, num_steps=4, callbacks=[Signals()], progress=False)
+        ours.checkpoints.wait = waits  # pyright: ignore
+        ours.fit(BATCHES, num_steps=4, callbacks=[Signals()], progress=False)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert f"SIGTERM: stopped after step 2, saved there: {tmp_path}" in caplog.text
+    where = f"saved there: {tmp_path}" if at else "with nothing to save"
+    assert f"SIGTERM: stopped after step {at}, {where}" in caplog.text
+    assert "SIGTERM" not in waited[-1], "it is said when it is true"
 
 
 def test_records_are_written_into_a_folder_that_is_made(tmp_path: Any) -> None:

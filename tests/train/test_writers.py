@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import ConfigError
+from lowtide.core import ConfigError, OutputError
 from lowtide.train import Callback, Scalars, TensorBoard
 
 BATCHES = [np.float32(at) for at in range(20)]
@@ -92,6 +92,12 @@ def test_the_writer_of_tensorboardx_is_one_of_scalars(tensorboard: Any, tmp_path
     with tensorboard.SummaryWriter(str(tmp_path)) as writer:
         records = trainer().fit(BATCHES, num_steps=3, callbacks=[Scalars(writer)])
     assert written(tmp_path) == values(records)
+
+
+def test_a_folder_that_tensorboard_cannot_write_to_is_named(tensorboard: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match=r"(?s)file/logs: cannot be written.*got: Not a dir.*hint: choose another"):
+        trainer().fit(BATCHES, num_steps=1, callbacks=[TensorBoard(tmp_path / "file" / "logs")])
 
 
 def test_without_tensorboardx_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

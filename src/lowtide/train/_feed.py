@@ -117,6 +117,7 @@ class Feed:
         if before._is_lost and self._is_live:
             if before._data is self._data:
                 self._refuse_to_go_back("where the run went back to")
+            self.epoch = (position or {}).get("epoch", 0)
             return True  # a new iterator is taken as it comes
         if before._is_lost:
             return False

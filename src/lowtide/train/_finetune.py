@@ -21,7 +21,17 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..adapters import lora
-from ..core import ConfigError, ModelFileError, Tree, combine, num_layers, partition, tree_bytes, write_files
+from ..core import (
+    ConfigError,
+    ModelFileError,
+    NonFiniteError,
+    Tree,
+    combine,
+    num_layers,
+    partition,
+    tree_bytes,
+    write_files,
+)
 from ..memory import Target
 from ..offload import to_device
 from ._config import FinetuneConfig, config_to_toml
@@ -164,12 +174,16 @@ class Finetune:
             on_record: called with every record, the learning rate included.
 
         Raises:
-            ConfigError: when a loss is not finite; the run stops there, and its checkpoints are of earlier steps.
+            NonFiniteError: when a loss or gradients are not finite; the run stops there, and its checkpoints are of
+                earlier steps.
         """
         metrics = MetricsFile(self.out / METRICS, self.resumed_at)
 
         def record_step(record: Record) -> None:
-            _check_finite(record)
+            if not np.isfinite(record.get("eval_loss", 0.0)):
+                raise NonFiniteError(f"step {record['step']}: eval_loss is not finite", got=record["eval_loss"])
+            if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
+                return  # no JSON; the trainer raises
             if "loss" in record:
                 record = {**record, "learning_rate": float(np.asarray(self.schedule(record["step"] - 1)))}
             metrics.append(record)
@@ -188,6 +202,9 @@ class Finetune:
                     on_record=record_step,
                     progress=False,
                 )
+        except NonFiniteError as error:
+            hint = "lower learning_rate, or look for NaN in the model's weights; checkpoints are from before"
+            raise NonFiniteError(f"{error.message}, so the run was stopped", got=error.got, hint=hint) from error
         finally:
             metrics.close()
 
@@ -250,16 +267,6 @@ class Finetune:
         tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
         tokens = np.asarray(tokens)
         return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
-
-
-def _check_finite(record: Record) -> None:
-    for name in ("loss", "eval_loss", "grad_norm"):
-        if not np.isfinite(record.get(name, 0.0)):
-            raise ConfigError(
-                f"step {record['step']}: {name} is not finite, so the run was stopped",
-                got=record[name],
-                hint="lower learning_rate, or look for NaN in the model's weights; checkpoints are from before",
-            )
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:

@@ -109,9 +109,16 @@ class Kept(Owned):
                     self.checkpoints.set_aside(after=kept)
         if self._snapshot is not None and (found is None or found < kept):
             snapshot, self.position, self.callback_states, _ = self._snapshot
-            self.state = snapshot.restore()
+            self._put_back(snapshot, is_lent=self._is_lent)
             return self.step
         return found
+
+    def _put_back(self, snapshot: Snapshot, *, is_lent: bool) -> None:
+        """Hold a copy again, as does a mutable object that has its arrays: others there would be taken for edits."""
+        self.state = snapshot.restore()
+        if not is_lent:
+            self._is_lent = self._object is not None
+            self.give_back()
 
     def recover(self) -> str:
         """Make sure that the trainer holds a good state after an exception.
@@ -233,9 +240,7 @@ class Kept(Owned):
             return loaded
         except BaseException as error:
             if before:
-                self.state = before[0].restore()
-                if not lent:
-                    self.give_back()
+                self._put_back(before[0], is_lent=lent)
             if is_alive(self.state):
                 error.add_note(f"the trainer holds the state of step {self.step}, as before")
             elif not self._rollback:

@@ -8,12 +8,14 @@ What has been done is told by the state, and not by how far the loop came: an in
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
@@ -32,6 +34,8 @@ _STOP, _TERMINATE = 1, 2
 """What a process may wish of the others."""
 _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
 """How often a run may go back to one copy, and how many steps in a row it may skip, before it gives up."""
+_READ_ONCE = {"builtins", "itertools", "grain"}
+"""Whose iterators never begin again; a loader of the user's may be its own iterator, and do so."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -53,8 +57,10 @@ class Loop:
         self._refuse()
         self.records: list[Record] = []
         self.feed = Feed(self.data, self.num_steps, self.num_epochs)
-        position = self.trainer.position or {}
-        self._due: int | None = self.trainer.step if position.get("evaluate") else None
+        step, position = self.trainer.step, self.trainer.position or {}
+        # Callbacks that go on from a failure have counted the evaluation of step 0, unless the position says no.
+        is_first = step == 0 and self.trainer.callback_states is None
+        self._due: int | None = step if is_first or position.get("evaluate", step == 0) else None
         """The step at which an evaluation is still to come, where no rule says so."""
         if not self.feed.go_on(self.trainer.feed, self.trainer.position):
             self.feed.start(self.trainer.step, self.trainer.position)
@@ -70,7 +76,7 @@ class Loop:
         self._wish = 0
         """The largest wish of all processes, as far as it is known: the same in all of them."""
         self._finished = 0.0
-        self._begun = self.trainer.step
+        self._begun = step
         self._evaluated_at: int | None = None
         self._num_wrong = 0
         """Steps in a row whose loss or gradients are no numbers."""
@@ -80,6 +86,8 @@ class Loop:
         """Whether the last step was taken, or an exception has ended the run."""
         self._is_back = False
         """Whether the run ends at an earlier state than its last, whose data position the trainer has."""
+        self._is_spoilt = False
+        """Whether the last step that was read had no finite loss or gradients, and nothing was done about it yet."""
         self._is_waiting = False
         """Whether it only waits for its checkpoints."""
         self._terminated = Terminated()
@@ -108,7 +116,7 @@ class Loop:
                 raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
             return
         refuse_arrays(self.eval_data)
-        if isinstance(self.eval_data, Iterator):
+        if isinstance(self.eval_data, Iterator) and type(self.eval_data).__module__.split(".")[0] in _READ_ONCE:
             raise DataError(
                 "eval_data gives its batches only once, and is evaluated at least twice",
                 expected="a list, a grain dataset, or an object whose __iter__ begins again",
@@ -125,7 +133,7 @@ class Loop:
                 try:
                     self._agree()
                     self._begin()
-                    if trainer.step == 0 or self._due == trainer.step:
+                    if self._due == trainer.step:
                         self._evaluate()
                     trainer.keep_copy((self._position(), self._states()))
                     self._train(terminated)
@@ -192,12 +200,13 @@ class Loop:
             self._due = step
             self._evaluate()
         self._save(step)
-        if is_terminated and trainer.processes.is_first:
-            kept = trainer.checkpoints
-            where = "not saved, without a checkpoint_dir" if kept is None else f"saved there: {kept.directory}"
-            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, where)
         self._leave()
         self._wait()
+        if is_terminated and trainer.processes.is_first:
+            where, kept = "not saved, without a checkpoint_dir", trainer.checkpoints
+            if kept is not None:
+                where = f"saved there: {kept.directory}" if kept.latest_step() == step else "with nothing to save"
+            logging.getLogger("lowtide").warning("SIGTERM: stopped after step %d, %s", step, where)
 
     def _wait(self) -> None:
         if self.trainer.checkpoints is not None:
@@ -244,9 +253,9 @@ class Loop:
         if not self.eval_every:
             self._due = step
             self._evaluate()
-        self.trainer.keep_copy((self._position(), self._states()))
         self.trainer.give_back()  # the object is whole between two epochs
         self._tell("on_epoch_end", self.feed.epoch - 1)
+        self.trainer.keep_copy((self._position(), self._states()))  # with what was changed at the end of the epoch
 
     def _flush(self, keep: int = 0) -> None:
         """Read the values of the steps before, but of the last `keep`."""
@@ -255,33 +264,38 @@ class Loop:
             step, metrics, started, vote = self._pending[0]
             values = {name: float(value) for name, value in metrics.items()}
             self._wish = max(self._wish, int(vote))
+            self._is_spoilt = bool(_not_finite(values))
             del self._pending[0]
             begun, self._finished = max(started, self._finished), time.perf_counter()
+            record = {"step": step, **values, "seconds": self._finished - begun}
             try:
-                if self._goes_back(step, values):
-                    self._pending = []  # of states that are gone
-            finally:  # the trainer has a good state when callbacks hear of it
-                self._emit({"step": step, **values, "seconds": self._finished - begun})
+                self._judge(step, values)
+            except BaseException as error:
+                self._emit(record, error)
+                raise
+            self._emit(record)  # the trainer has a good state when callbacks hear of it
 
-    def _goes_back(self, step: int, values: dict[str, float]) -> bool:
+    def _judge(self, step: int, values: dict[str, float]) -> None:
         """What to do when a step's loss or gradients are no numbers: raise, return to the last copy, or nothing."""
         policy = self.trainer.on_nan
         wrong = _not_finite(values)
         if not wrong:
             self._num_wrong = 0
-            return False
+            return
         self._num_wrong += 1
         if policy == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
             count = jnp.array(self.trainer.state.step)  # a copy; the batches that were seen stay behind
             if (back := self.trainer.roll_back()) is not None:
                 self._num_rollbacks, self._back = (self._num_rollbacks if back == self._back else 0) + 1, back
                 self.trainer.state = dataclasses.replace(self.trainer.state, step=count)
+                self._pending, self._is_spoilt = [], False  # steps of states that are gone
                 warnings.warn(
                     f"step {step}: {wrong[0]} is not finite; back to the weights of step {back}", stacklevel=2
                 )
-                return True
+                return
         if policy == "ignore" or (policy == "skip" and self._num_wrong < _MAX_SKIPS):
-            return False
+            self._is_spoilt = False
+            return
         hint = "lower the learning rate, or look for NaN in weights and data"
         if not self.trainer.is_guarded:
             self._is_back = self.trainer.roll_back() is not None
@@ -329,7 +343,7 @@ class Loop:
 
     def _is_due(self, step: int) -> bool:
         """Whether the evaluation of a step is still to come."""
-        if self.eval_data is None or self._evaluated_at == step or step < self._begun:
+        if self._evaluated_at == step or step < self._begun:
             return False
         every, last = self.eval_every, self.feed.num_steps
         by_rule = step > self._begun and (step == last or (every is not None and step % every == 0))
@@ -346,16 +360,18 @@ class Loop:
         return self._position(), self._states()
 
     def _states(self) -> dict[str, Any]:
-        states = {name: callback.state() for name, callback in self._named()}
+        # Copies: a callback may go on counting in what it returned.
+        states = {name: copy.deepcopy(callback.state()) for name, callback in self._named()}
         return {name: state for name, state in states.items() if state is not None}
 
     def _position(self) -> dict[str, Any]:
         """Where the data is at the trainer's step, and whether an evaluation is due there."""
         step = self.trainer.step
-        return {**self.feed.position(step), **({"evaluate": True} if self._is_due(step) else {})}
+        due = {} if self.eval_data is None else {"evaluate": self._is_due(step)}
+        return {**self.feed.position(step), **due}
 
     def _fail(self, error: BaseException) -> None:
-        """Bring the trainer to a good state, save it after an interrupt, and tell everyone."""
+        """Bring the trainer to a good state, save it unless it is of no use, and tell everyone."""
         trainer = self.trainer
         trainer.processes.is_failing = True
         is_alone = trainer.processes.count == 1  # to save or go back they would all have to be here
@@ -367,14 +383,21 @@ class Loop:
             if self._has_batch and is_out_of_memory(error) and not isinstance(error, LowtideError):
                 self._explain(error)
             error.add_note(holds)
-            if not isinstance(error, NonFiniteError) and not self._is_back and is_alone:
+            if is_alone and self._is_worth_saving(error):
                 _tried(error, "the checkpoint", self._save, trainer.step)
-            _tried(error, "leaving the data", self._leave, error)
+            if self._is_back or not self.is_over:  # else the run had left it, and a callback may have gone elsewhere
+                _tried(error, "leaving the data", self._leave, error)
             if is_alone and not (self._is_waiting and isinstance(error, KeyboardInterrupt)):  # they wait no longer
                 _tried(error, "the checkpoint", self._wait)
         finally:
             self.is_over = True
             self._tell_all(error, "on_exception", error)
+
+    def _is_worth_saving(self, error: BaseException) -> bool:
+        if self._is_spoilt or self._is_back or self.is_over or isinstance(error, NonFiniteError):
+            return False
+        # A mistake of the script that the first step has shown: the next one would find a checkpoint in its way.
+        return not isinstance(error, ConfigError) or self.trainer.step > self._begun + 1
 
     def _read_last(self, error: BaseException, is_alone: bool) -> None:
         """Give the records that nobody has read, and go back from a state that the last step has spoilt."""
@@ -394,11 +417,7 @@ class Loop:
                     _tried(error, "going back", trainer.roll_back)
                     error.add_note(f"{_not_finite(values)[0]} of step {step} is not finite")
                 self._is_back = True
-            record = {"step": step, **values, "seconds": self._finished - begun}
-            self.records.append(record)
-            if self.on_record is not None:
-                _tried(error, "on_record", self.on_record, record)
-            self._tell_all(error, "on_record", record)
+            self._emit({"step": step, **values, "seconds": self._finished - begun}, error)
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Remember where the data is, for another `fit` that goes on with it, and after an exception the callbacks."""
@@ -406,9 +425,11 @@ class Loop:
         if self._is_back:
             self.feed.lose(trainer.position)
         else:
-            trainer.position, trainer.callback_states = self._position(), self._states() if error else None
+            trainer.position, trainer.callback_states = self._position(), None
             self.feed.leave(trainer.step, trainer.position)
         trainer.feed = self.feed
+        if error is not None and not self._is_back:
+            trainer.callback_states = self._states()  # last: one that fails must not lose the data's position
 
     def _explain(self, error: BaseException) -> None:
         """Say of an out-of-memory error of JAX who owns the bytes of the step."""
@@ -417,17 +438,21 @@ class Loop:
         except Exception as failure:  # the user's error must never be hidden by ours
             error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
 
-    def _emit(self, record: Record) -> None:
+    def _emit(self, record: Record, error: BaseException | None = None) -> None:
+        """Give a record to everyone, also when one of them raises; after an `error` nobody may replace that."""
         self.records.append(record)
-        if self.on_record is not None:
-            self.on_record(record)
-        left = iter(self.callbacks)
-        for callback in left:
+        told = [(f"{type(each).__name__}.on_record", partial(each.on_record, self.trainer)) for each in self.callbacks]
+        own = [] if self.on_record is None else [("on_record", self.on_record)]
+        left = iter([*own, *told])
+        for what, tell in left:
+            if error is not None:
+                _tried(error, what, tell, record)
+                continue
             try:
-                callback.on_record(self.trainer, record)
-            except BaseException as error:  # the others count it, too
-                for other in left:
-                    _tried(error, f"{type(other).__name__}.on_record", other.on_record, self.trainer, record)
+                tell(record)
+            except BaseException as failure:  # the others count it, too
+                for other, tell_other in left:
+                    _tried(failure, other, tell_other, record)
                 raise
 
     def _tell(self, event: str, *arguments: Any) -> None:
