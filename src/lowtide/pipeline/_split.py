@@ -293,24 +293,7 @@ def trace_split(
             got=", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array",
             hint="stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
         )
-
-    def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:
-        leaves, tree = jax.tree.flatten(weights)
-        chosen = [leaf for leaf, wanted in zip(leaves, is_trainable, strict=True) if wanted]
-
-        def forward(chosen: list[Any], moved: list[Any]) -> Any:
-            result = stage(
-                tree.unflatten(_filled(leaves, is_trainable, chosen)),
-                x_tree.unflatten(_filled(x_leaves, moves, moved)),
-                *extras,
-            )
-            results = jax.tree.leaves(result[0] if has_aux else result)
-            return [results[i] for i in dy_at], result
-
-        moved = [leaf for move, leaf in zip(moves, x_leaves, strict=True) if move]
-        _, back, result = jax.vjp(forward, chosen, moved, has_aux=True)
-        return result, *back(dy)
-
+    passes = _both_passes(stage, has_aux, (is_trainable, moves, dy_at), x_tree)
     dy = [dy_shape[i] for i in dy_at]
     closed, shapes = jax.make_jaxpr(passes, return_shape=True)(weights, x_leaves, extras, dy)
     both = graph(closed)
@@ -360,6 +343,32 @@ def trace_split(
         arguments=arguments,
         kept=kept,
     )
+
+
+def _both_passes(
+    stage: Callable[..., Any], has_aux: bool, chosen: tuple[list[bool], list[bool], list[int]], x_tree: Any
+) -> Callable[..., Any]:
+    """The forward and the backward pass: of weights, leaves of `x`, extras and cotangents."""
+    is_trainable, moves, dy_at = chosen
+
+    def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:
+        leaves, tree = jax.tree.flatten(weights)
+
+        def forward(trainable: list[Any], moved: list[Any]) -> Any:
+            result = stage(
+                tree.unflatten(_filled(leaves, is_trainable, trainable)),
+                x_tree.unflatten(_filled(x_leaves, moves, moved)),
+                *extras,
+            )
+            results = jax.tree.leaves(result[0] if has_aux else result)
+            return [results[i] for i in dy_at], result
+
+        trainable = [leaf for leaf, wanted in zip(leaves, is_trainable, strict=True) if wanted]
+        moved = [leaf for leaf, wanted in zip(x_leaves, moves, strict=True) if wanted]
+        _, back, result = jax.vjp(forward, trainable, moved, has_aux=True)
+        return result, *back(dy)
+
+    return passes
 
 
 def _filled(leaves: list[Any], at: list[bool], chosen: list[Any]) -> list[Any]:

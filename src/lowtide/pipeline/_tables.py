@@ -127,7 +127,7 @@ def tables(
                 # Of two ranks each is on both sides of the other.
                 side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
                 rows[tick, to, columns.index(_CAME[side])] = messages[sent]
-    return Tables(columns, rows, num_messages, num_slots)
+    return Tables(columns, rows, max(num_messages, 1), num_slots)  # a single stage is sent nothing
 
 
 _Key = tuple[int, str, int]
