@@ -254,14 +254,14 @@ class Trainer(Kept):
         Memory:
             Compiles; a step that is refused is compiled twice.
         """
-        report = self.memory(batch)
-        self._refuse_large(report, batch)
-        return report
+        return self._refuse_large(self._compile(self._shapes(batch)), batch)
 
-    def _refuse_large(self, report: MemoryReport, batch: Tree) -> None:
+    def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
+        report = self._report(compiled)
         usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
         if usable is not None and report.device_bytes > usable:
             raise self.shortage(batch, "before its first step")
+        return report
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
@@ -370,7 +370,7 @@ class Trainer(Kept):
         self._borrow()
         on_device = self._on_device(batch)
         compiled = self._compile(on_device)
-        self._refuse_large(self._report(compiled), batch)
+        self._refuse_large(compiled, batch)
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(on_device))
             self.state = TrainState(step, trainable, opt_state, mutable)
