@@ -163,15 +163,16 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_model_whole(kind: str, tmp_
     assert len(first.fit([(X, X[:, :1])] * 3, num_steps=3, progress=False)) == 1
 
 
-def _again(kind: str, model: Any, **options: Any) -> lt.Trainer:
+def _again(kind: str, model: Any, tx: Any = None, **options: Any) -> lt.Trainer:
+    tx = tx or optax.sgd(0.1)
     if kind == "keras":
         from lowtide.ext.keras import Bridge
 
         bridge = Bridge(model)
-        return lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1), **options)
+        return lt.Trainer(bridge, bridge.loss("mse"), tx, **options)
     from lowtide.ext.nnx import Bridge as Module
 
-    return lt.Trainer(Module(model), lambda m, b: jnp.mean((m(b[0]) - 1.0) ** 2), optax.sgd(0.1), **options)
+    return lt.Trainer(Module(model), lambda m, b: jnp.mean((m(b[0]) - 1.0) ** 2), tx, **options)
 
 
 @pytest.mark.parametrize("kind", ["keras", "nnx"])
@@ -225,6 +226,41 @@ def test_numpy_arrays_in_a_module_train() -> None:
     ours = lt.Trainer(Module(net), lambda m, b: jnp.mean((m(b) - 1.0) ** 2), optax.sgd(0.1))
     ours.fit([X] * 2, num_steps=1, progress=False)
     assert not np.array_equal(net.kernel[...], np.ones((4, 1)))
+
+
+def test_numbers_in_a_module_train() -> None:
+    from flax import nnx
+
+    from lowtide.ext.nnx import Bridge as Module
+
+    class Scaled(nnx.Module):
+        def __init__(self) -> None:
+            self.weight = nnx.Param(jnp.ones(4))
+            self.scale, self.offset = nnx.Param(np.float32(1.0)), nnx.Param(1.0)
+            self.size = nnx.Param(4)  # no number that could train
+
+        def __call__(self, x: Any) -> Any:
+            x = x.reshape(-1, self.size.get_raw_value())
+            return x * self.weight[...] * self.scale.get_value() + self.offset.get_value()
+
+    net = Scaled()
+    ours = lt.Trainer(Module(net), lambda m, b: jnp.mean((m(b) - 7.0) ** 2), optax.sgd(0.1))
+    ours.fit([X] * 2, num_steps=2, progress=False)
+    assert set(ours.state.trainable) == {"weight", "scale", "offset"}
+    assert float(net.scale.get_value()) != 1 and float(net.offset.get_value()) != 1
+    assert net.offset.get_value().dtype == np.float32
+
+
+@pytest.mark.parametrize("kind", ["keras", "nnx"])
+def test_the_object_itself_has_the_average_where_it_stands_in(kind: str) -> None:
+    model, _, kernel = made(kind)
+    ours = _again(kind, model, tx=lt.train.ema(optax.sgd(0.1), decay=0.5))
+    before = kernel()
+    ours.fit([(X, X[:, :1])], num_steps=1, progress=False)
+    trained = kernel()
+    with ours.averaged():
+        np.testing.assert_allclose(kernel(), (before + trained) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(kernel(), trained)
 
 
 def test_float16_of_keras_is_told_of() -> None:

@@ -103,13 +103,16 @@ def main():
         data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
     resumed = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
     num_steps = ARGS["num_steps"] + (ARGS.get("odd") == "steps") * ARGS["process"]
+    callbacks = [Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")]
+    if ARGS.get("odd") == "callbacks" and ARGS["process"]:
+        callbacks.append(None)
     records = trainer.fit(
         data,
         num_steps=num_steps,
         eval_data=[data[0]] * (1 + (ARGS.get("odd") == "evaluation") * ARGS["process"]),
         checkpoint_every=ARGS.get("every", 2),
         progress=False,
-        callbacks=[Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")],
+        callbacks=callbacks,
     )
     weight = trainer.model.layers["attn"]["q_proj"]["weight"]
     predicted = trainer.predict([data[0]], lambda model, batch: lt.models.logits(model, batch["tokens"]).mean(-1))

@@ -105,6 +105,14 @@ def test_a_process_that_fails_tells_the_other(tmp_path):
     assert "hint: start all processes again" in logs[0]
 
 
+def test_arguments_that_one_process_refuses_are_an_error_in_the_other(tmp_path):
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="callbacks"))
+    assert all(codes), logs
+    assert "a callback is none" in logs[1]
+    assert "process 1 failed: ConfigError" in logs[0], logs[0]
+    assert logs[0].count("cannot go on without it") == 1
+
+
 def test_a_sigterm_in_the_last_step_ends_all_with_its_checkpoint(tmp_path):
     codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=6, how="terminate", every=1000))
     assert codes == [-15, -15], logs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -92,6 +93,25 @@ def test_a_value_whose_checkpoint_was_never_complete_is_passed_over(tmp_path: An
     assert ours.restore() == 6
     fit(ours, 8, 1.0)
     assert ours.restore(best=True) == 8
+
+
+@pytest.mark.parametrize("is_evaluated_again", [False, True])
+def test_an_evaluation_is_of_the_weights_that_were_evaluated(is_evaluated_again: bool, tmp_path: Any) -> None:
+    class Edits(Callback):
+        def on_epoch_end(self, trainer: Any, epoch: int) -> None:
+            if epoch == 1:
+                trainer.update({"w": jnp.float32(50)})
+
+    ours = trainer(tmp_path, best="eval_loss")
+    ours.evaluate = losses(9, 3, 1, 2)  # pyright: ignore
+    ours.fit(BATCHES[:2], num_epochs=2, eval_data=[0], checkpoint_every=2, callbacks=[Edits()])
+    if is_evaluated_again:
+        ours.checkpoints.evaluated(4, {"step": 4, "eval_loss": 1.0})  # pyright: ignore
+        ours.state = dataclasses.replace(ours.state)
+        ours.save()
+    for reader in (ours, trainer(tmp_path, best="eval_loss")):
+        assert reader.restore(best=True) == (4 if is_evaluated_again else 2)
+        assert float(reader.model["w"]) == (50 if is_evaluated_again else 2)
 
 
 def test_a_value_that_is_no_number_is_never_the_best(tmp_path: Any) -> None:

@@ -1,6 +1,9 @@
 """What checkpoints and copies on the host hold, and what happens when they cannot be written or read."""
 
 import json
+import pathlib
+import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, OutputError, SelectionError, StateError, StructureError
-from lowtide.train import Callback
+from lowtide.train import Callback, _processes
 
 DATA = [np.full(4, step, np.float32) for step in range(10)]
 
@@ -120,6 +123,110 @@ def test_a_callback_whose_state_is_no_json_is_told(tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)cannot be saved.*expected: JSON.*hint:"):
         fit(ours, 2, callbacks=[Odd()])
     assert ours.step == 2
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    import orbax.checkpoint as ocp
+
+    class Odd(Callback):
+        def state(self):
+            return {"now": object()}
+
+    ours = trainer(checkpoint_dir=tmp_path, max_to_keep=1)
+    fit(ours, 2)
+    before = ours.model["w"].tolist()
+    ours.update({"w": jnp.full(4, 7.0)})
+
+    def full(*args, **kwargs):
+        assert "2" in names(tmp_path)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ocp.Checkpointer, "save", full)
+    with pytest.raises(OutputError, match=r"(?s)could not be written.*No space left.*hint: free some space"):
+        ours.save()
+    monkeypatch.undo()
+    again = trainer(checkpoint_dir=tmp_path)
+    assert again.restore() == 2 and again.model["w"].tolist() == before
+    assert ours.save() and names(tmp_path) == ["2"]
+    ours.update({"w": jnp.full(4, 8.0)})
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        fit(ours, 2, callbacks=[Odd()])
+    assert again.restore() == 2 and again.model["w"].tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "held"),
+    [
+        (pathlib.Path, "rename", 1, 0.0),
+        (pathlib.Path, "rename", 2, 7.0),
+        (shutil, "rmtree", 1, 7.0),
+    ],
+)
+def test_a_run_that_ends_while_it_replaces_a_checkpoint_leaves_one(
+    owner, name, number, held, is_new, tmp_path, monkeypatch
+):
+    ours = trainer(checkpoint_dir=tmp_path)
+    ours.save()
+    ours.checkpoints.wait()
+    ours.update({"w": jnp.full(4, 7.0)})
+    real, calls = getattr(owner, name), []
+
+    def end(path, *args, **kwargs):
+        calls.append(path)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, end)
+    with pytest.raises(KeyboardInterrupt):
+        ours.save()
+    monkeypatch.undo()
+    if is_new:
+        ours = trainer(checkpoint_dir=tmp_path)
+        assert ours.restore() == 0 and ours.model["w"].tolist() == [held] * 4
+    ours.update({"w": jnp.full(4, 8.0)})
+    assert ours.save() and names(tmp_path) == ["0"]
+    ours.update({"w": jnp.full(4, 9.0)})
+    assert ours.restore() == 0 and ours.model["w"].tolist() == [8.0] * 4
+
+
+def test_what_another_run_is_writing_is_left_to_it(tmp_path):
+    half = tmp_path / "6.orbax-checkpoint-tmp"
+
+    class Other(Callback):
+        def on_step_end(self, trainer, step):
+            (tmp_path / "5").mkdir(exist_ok=True)
+            half.mkdir(exist_ok=True)
+
+    with pytest.raises(OutputError, match="another run writes checkpoints here"):
+        fit(trainer(checkpoint_dir=tmp_path), 1, callbacks=[Other()])
+    assert half.is_dir()
+
+
+def test_files_by_which_killed_processes_looked_for_one_another_are_deleted(tmp_path):
+    (tmp_path / ".shared-0123").touch()
+    fit(trainer(checkpoint_dir=tmp_path), 1)
+    assert names(tmp_path) == ["1"]
+
+
+def test_a_folder_that_the_first_process_cannot_write_to_is_told_to_the_others(tmp_path, monkeypatch):
+    said = []
+
+    def exchange(topic, text, seconds):
+        said.append(json.loads(text))
+        return [text, text]
+
+    monkeypatch.setattr(_processes, "exchange", exchange)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="cannot write"):
+        _processes.refuse_other_folders(types.SimpleNamespace(count=2, is_first=True), tmp_path / "file")
+    assert "cannot write" in said[-1]["error"]
 
 
 def test_damaged_evaluations_are_a_warning(tmp_path):

@@ -76,7 +76,7 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
         return result
 
     monkeypatch.setattr(ours, "_compile", lambda batch: interrupted)
-    monkeypatch.setattr(ours, "preflight", lambda batch: None)
+    monkeypatch.setattr(ours, "_refuse_large", lambda compiled, batch: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import Any
@@ -173,3 +174,73 @@ def test_logs_of_others_are_left_as_they_are(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, logger="absl"):
         logger.warning("of somebody else")
     assert "of somebody else" in caplog.text
+
+
+class Acts(Callback):
+    """Does something after the first step."""
+
+    def __init__(self, act: Any) -> None:
+        self.act = act
+
+    def on_step_end(self, trainer: Any, step: int) -> None:
+        if step == 1:
+            self.act(trainer)
+
+
+def test_the_step_is_not_set_while_fit_takes_steps() -> None:
+    ours = trainer()
+    with pytest.raises(StateError, match=r"(?s)setting step was called while fit takes steps.*hint:"):
+        ours.fit(BATCHES, num_steps=4, callbacks=[Acts(lambda t: setattr(t, "step", 100))], progress=False)
+    assert ours.step == 1
+
+
+def test_a_fit_inside_of_fit_is_refused_and_changes_nothing() -> None:
+    def nested(ours: Any) -> None:
+        ours.stop()
+        with pytest.raises(StateError, match="fit was called while fit is running"):
+            ours.fit(BATCHES, num_steps=4, progress=False)
+
+    ours = trainer()
+    records = ours.fit(BATCHES, num_steps=4, callbacks=[Acts(nested)], progress=False)
+    assert ours.step == 1 and ours.history is records
+
+
+class Scaled:
+    scale = 1.0
+
+    def of(self, model: Any, batch: Any) -> Any:
+        return batch * self.scale
+
+
+@dataclasses.dataclass
+class Holds:
+    scale: np.ndarray
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        return batch * self.scale[None]
+
+
+def test_functions_of_predictions_that_look_the_same_are_told_apart() -> None:
+    ours, scaled = trainer(), Scaled()
+    for scale in (1.0, 10.0):
+        scaled.scale = scale
+        np.testing.assert_array_equal(ours.predict(BATCHES[1:2], scaled.of), BATCHES[1] * scale)
+    for scale in (1.0, 10.0):
+        np.testing.assert_array_equal(ours.predict(BATCHES[1:2], Holds(np.full(2, scale))), BATCHES[1] * scale)
+
+
+def test_outputs_of_the_average_are_not_read_after_it() -> None:
+    ours = lt.Trainer({"w": jnp.zeros(2)}, loss_fn, lt.train.ema(optax.sgd(0.1), decay=0.9))
+    ours.fit(BATCHES, num_steps=4, progress=False)
+
+    def outputs() -> Any:
+        return ours.predict_batches(BATCHES[:2], lambda model, batch: model["w"])
+
+    before = outputs()
+    with ours.averaged():
+        assert len(list(outputs())) == 2
+        inside = outputs()
+        with pytest.raises(StateError, match=r"(?s)read outside, or the other way round.*got: the average"):
+            next(before)
+    with pytest.raises(StateError, match=r"(?s)inside of averaged are read outside.*hint: predict gives all"):
+        next(inside)

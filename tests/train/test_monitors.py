@@ -172,6 +172,19 @@ def test_patience_survives_a_resume_and_begins_anew_in_a_new_fit(tmp_path: Any) 
     assert resumed.step == 9
 
 
+@pytest.mark.parametrize("kind", [EarlyStopping, ReduceOnPlateau])
+def test_what_was_counted_of_another_value_is_not_gone_on_with(kind: Any) -> None:
+    counted = kind("grad_norm", patience=2)
+    counted.best, counted.waited = 0.0, 5
+    state = {**counted.state(), "cooling": 3}
+    fresh, same = kind("loss", patience=2), kind("grad_norm", patience=2)
+    before = fresh.state()
+    fresh.resume(state)
+    same.resume(state)
+    assert fresh.state() == before
+    assert same.best == 0 and same.waited == 5
+
+
 def test_callbacks_of_one_class_keep_their_own_counts(tmp_path: Any) -> None:
     class Counts(Callback):
         def __init__(self, by: int) -> None:

@@ -106,3 +106,12 @@ def test_looking_ahead_compiles_the_step_once(compilations):
     ours.fit(DATA, num_steps=1, progress=False)
     with compilations.none():
         ours.fit(DATA, num_steps=3, progress=False)
+
+
+def test_a_step_over_the_budget_is_refused_every_time_and_after_it_was_measured():
+    ours = trainer(budget=2**20)
+    ours.memory(DATA[0])
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError, match="before its first step"):
+            ours.advance(DATA[0])
+    assert ours.step == 0

@@ -112,6 +112,7 @@ def test_a_signal_while_a_step_is_sent_finds_its_state_stored(replaced: bool, mo
 
         def on_preflight(self, trainer: Any, report: Any) -> None:
             monkeypatch.setattr(trainer, "_compile", lambda batch: interrupted)
+            monkeypatch.setattr(trainer, "_refuse_large", lambda compiled, batch: None)
 
     with pytest.raises(KeyboardInterrupt):
         trainer.fit([x] * 9, num_steps=9, callbacks=[Replaces()])

@@ -91,7 +91,7 @@ def test_the_step_may_be_set_for_weights_that_were_trained_elsewhere() -> None:
     assert [record["step"] for record in records] == [3, 4]
     whole.fit(BATCHES[2:], num_steps=2, progress=False)
     np.testing.assert_array_equal(ours.model["w"], whole.model["w"])
-    for wrong in (-1, 1.5, True):
+    for wrong in (-1, 1.5, True, 2**31):
         with pytest.raises(ConfigError, match=r"(?s)step is no number.*hint: step = 1000"):
             ours.step = wrong  # pyright: ignore
 
@@ -106,9 +106,14 @@ def test_a_fit_that_has_nothing_to_do_says_so() -> None:
 def test_every_shape_of_a_batch_is_held_against_the_budget() -> None:
     small, large = np.ones((4, 2), np.float32), np.ones((40_000, 2), np.float32)
     ours = trainer(budget="64 KiB")
-    with pytest.raises(OutOfMemoryError, match=r"(?s)before its first step"):
-        ours.fit([small, large], num_steps=2, progress=False)
-    assert ours.step == 1
+    for use in (
+        lambda: ours.fit([small, large], num_steps=2, progress=False),
+        lambda: ours.advance(large),
+        lambda: ours.fit([small, small, large], num_steps=3, progress=False),
+    ):
+        with pytest.raises(OutOfMemoryError, match=r"(?s)before its first step"):
+            use()
+    assert ours.step == 2
 
 
 def test_weights_that_were_changed_after_a_checkpoint_are_saved_anew(tmp_path: Any) -> None:
@@ -227,10 +232,13 @@ def test_predictions_go_on_with_the_weights_of_now() -> None:
 
 
 def test_numbers_may_stand_for_arrays_in_an_update() -> None:
-    ours = lt.Trainer({"w": jnp.zeros(2), "s": 1.0}, loss_fn, optax.sgd(0.1), wrt="w")
-    ours.update({"w": np.ones(2, np.float32), "s": 2.0})
+    def loss(model: Any, batch: Any) -> Any:
+        return loss_fn(model, batch) + (model["t"] - 5.0) ** 2
+
+    ours = lt.Trainer({"w": jnp.zeros(2), "s": 1.0, "t": 1.0}, loss, optax.sgd(0.1), wrt=["w", "t"])
+    ours.update({"w": np.ones(2, np.float32), "s": 2.0, "t": 4.0})
     ours.fit(BATCHES, num_steps=1, progress=False)
-    assert float(ours.model["s"]) == 2.0
+    assert float(ours.model["s"]) == 2.0 and float(ours.model["t"]) == pytest.approx(4.2)
 
 
 def test_an_evaluation_without_weight_is_an_error() -> None:
@@ -238,10 +246,12 @@ def test_an_evaluation_without_weight_is_an_error() -> None:
         trainer(weight=lambda batch: jnp.sum(batch) * 0).evaluate(BATCHES)
 
 
-def test_rows_that_leaves_do_not_agree_on_are_no_weight() -> None:
+@pytest.mark.parametrize(("other", "mean"), [("a", 0.5), ("z", 0.75)])
+def test_rows_are_those_of_the_first_array_in_every_batch_of_an_evaluation(other: str, mean: float) -> None:
+    """Also where another one has as many in some of them."""
     ours = lt.Trainer({"w": jnp.zeros(2)}, lambda m, b: jnp.mean(m["w"][None] + b["x"]), optax.sgd(0.1))
-    data = [{"x": np.ones((3, 2), np.float32), "a": np.ones(5)}, {"x": np.zeros((1, 2), np.float32), "a": np.ones(5)}]
-    assert ours.evaluate(data)["loss"] == 0.5
+    values = [np.ones((3, 2), np.float32), np.zeros((1, 2), np.float32)]
+    assert ours.evaluate([{"x": x, other: np.ones(3), "0": 1.0} for x in values])["loss"] == mean
 
 
 def test_keywords_that_are_bound_stay_as_they_are() -> None:

@@ -28,8 +28,8 @@ class Bridge:
 
     Args:
         model: the module, which holds placeholders while the trainer has its arrays. What shares its arrays (an
-            `nnx.clone`, an array that was read from it) is gone with the first step; NumPy arrays in it become JAX's.
-            A parameter that is frozen stays as it is, whatever a call writes into it.
+            `nnx.clone`, an array that was read from it) is gone with the first step; NumPy arrays in it become JAX's,
+            and so do numbers that train. A parameter that is frozen stays as it is, whatever a call writes into it.
         wrt: an NNX filter of what trains, such as `nnx.LoRAParam`. Other parameters are frozen, and stay in the module.
 
     Raises:
@@ -59,11 +59,11 @@ class Bridge:
         self.model = model
         """The module."""
         _warn_of_eval(model)
-        for _, node in nnx.iter_graph(
-            model
-        ):  # what was read from a file may be NumPy's, and would be no leaf that trains
-            if isinstance(node, nnx.Variable) and isinstance(value := node.get_raw_value(), np.ndarray):
-                node.set_raw_value(jnp.array(value), _unsafe_bypass_check=True)
+        wanted = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))}
+        for name, variable in _all_variables(model).items():
+            value = variable.get_raw_value()
+            if isinstance(value, np.ndarray) or (name in wanted and _is_number(value)):  # as such no leaf that trains
+                variable.set_raw_value(jnp.array(np.asarray(value)), _unsafe_bypass_check=True)
         self._known = _all_variables(model).keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
@@ -73,8 +73,7 @@ class Bridge:
         self._impls = {
             name: jax.random.key_impl(values[path]) for name, path in self._paths.items() if _is_key(values[path])
         }
-        selected = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))}
-        self._trains = selected & set(self._paths)
+        self._trains = wanted & set(self._paths)
         params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
         self._changes = set(self._paths) - params - self._trains
         self._lent = set[str]()
@@ -191,6 +190,11 @@ def _warn_of_eval(module: nnx.Module) -> None:
 
 def _name(path: tuple[Any, ...]) -> str:
     return "/".join(map(str, path))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number of Python or NumPy that can train."""
+    return isinstance(value, float | complex | np.generic) and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
 
 
 def _is_key(value: Any) -> bool:

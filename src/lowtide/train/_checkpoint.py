@@ -2,6 +2,7 @@
 
 Orbax writes under a temporary name and renames what is complete. What a killed run left under such names is deleted by
 the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
+A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one.
 
 The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
 and its contents can be listed by name. Frozen leaves are never in it.
@@ -23,13 +24,15 @@ import jax
 
 from ..core import ConfigError, OutputError, StateError, StructureError, Tree, leaves_with_paths, on_host
 from ..memory import is_out_of_memory
-from ._processes import in_any, of_first
+from ._processes import SHARED, in_any, of_first
 from ._retention import FILE, Retention
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 logging.getLogger("absl").addFilter(lambda record: record.levelno >= logging.ERROR or "orbax" not in record.pathname)
 
 _STATE, _NOTES = "state", "notes"
+_NEW, _OLD = ".new-", ".old-"
+"""How the names begin of a checkpoint that takes the place of another one, and of that one."""
 
 
 class Checkpoints:
@@ -55,11 +58,14 @@ class Checkpoints:
         self.directory = Path(directory).resolve()
         if not self.directory.is_dir():  # one that is there may be for reading alone
             _check_folder(self.directory)
+        of_first(self._put_in_place)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
         options = ocp.CheckpointManagerOptions(preservation_policy=self._retention, create=True)
-        handlers = {_STATE: ocp.StandardCheckpointHandler(), _NOTES: ocp.JsonCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
+        self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=self._handlers())
+
+    def _handlers(self) -> dict[str, Any]:
+        return {_STATE: self._ocp.StandardCheckpointHandler(), _NOTES: self._ocp.JsonCheckpointHandler()}
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -112,6 +118,10 @@ class Checkpoints:
         """
         return self.best is not None and self._retention.note(step, record, self._manager.all_steps())
 
+    def changed(self, step: int) -> None:
+        """Weights were changed at a step: what an evaluation found there is not of a checkpoint written now."""
+        self._retention.changed(step)
+
     def save(self, step: int, state: Tree, notes: Mapping[str, Any], *, replace: bool = False) -> bool:
         """Begin to write a checkpoint; the arrays are copied to the host before this returns, so they may be donated.
 
@@ -129,18 +139,12 @@ class Checkpoints:
             OutputError: when it cannot be written, or an earlier one could not, or there is one of a later step.
 
         Memory:
-            One copy of the state on the host until the write ends; none on the device.
+            One copy of the state on the host until the write ends, for which one that replaces another waits; none on
+            the device.
         """
-        if step == self._manager.latest_step():
-            if not replace:
-                return False
-            with self._writing():
-                self._manager.wait_until_finished()
-                self._manager.delete(step)
-        if not self._has_saved:
-            self._clear()
-            self._has_saved = True
-        self._refuse_other_run()
+        is_there = step == self._manager.latest_step()
+        if is_there and not replace:
+            return False
         try:
             json.dumps(notes)
         except (TypeError, ValueError) as error:
@@ -150,9 +154,18 @@ class Checkpoints:
                 got=error,
                 hint="return plain numbers, such as float(value)",
             ) from error
-        args = {_STATE: self._ocp.args.StandardSave(_flat(state)), _NOTES: self._ocp.args.JsonSave(dict(notes))}
+        items = {_STATE: self._ocp.args.StandardSave(_flat(state)), _NOTES: self._ocp.args.JsonSave(dict(notes))}
+        args = self._ocp.args.Composite(**items)
+        self._refuse_other_run()
+        if not self._has_saved:
+            self._clear()
+            self._has_saved = True
+        self._retention.forget(step)
         with self._writing():
-            is_begun = self._manager.save(step, args=self._ocp.args.Composite(**args))
+            if is_there:
+                self._replace(step, args)
+                return True
+            is_begun = self._manager.save(step, args=args)
         if not is_begun:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
@@ -161,6 +174,30 @@ class Checkpoints:
                 hint="to go on from an earlier checkpoint, choose another checkpoint_dir",
             )
         return True
+
+    def _replace(self, step: int, args: Any) -> None:
+        """Write a checkpoint anew: whatever happens, there is the one or the other."""
+        here, new, old = (self.directory / f"{before}{step}" for before in ("", _NEW, _OLD))
+        self._manager.wait_until_finished()
+        self._clear()
+        handler = self._ocp.CompositeCheckpointHandler(**self._handlers())
+        with self._ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(new, args=args)
+
+        def swap() -> None:
+            here.rename(old)
+            new.rename(here)
+            shutil.rmtree(old)
+
+        of_first(swap)
+
+    def _put_in_place(self) -> None:
+        """End what a run that was killed between two lines of `_replace` had begun."""
+        for new in self.directory.glob(f"{_NEW}*"):
+            here = self.directory / new.name.removeprefix(_NEW)
+            if here.name.isdigit() and not here.exists():
+                with contextlib.suppress(PermissionError):  # a folder for reading alone
+                    new.rename(here)
 
     @contextlib.contextmanager
     def _writing(self) -> Generator[None]:
@@ -181,10 +218,11 @@ class Checkpoints:
     def _clear(self) -> None:
         """Delete what a killed run did not complete."""
         if jax.process_index() == 0:
+            self._put_in_place()
             for path in self.directory.iterdir():
-                if self._ocp.utils.TMP_DIR_SUFFIX in path.name:
+                if self._ocp.utils.TMP_DIR_SUFFIX in path.name or path.name.startswith((_NEW, _OLD)):
                     shutil.rmtree(path)
-                elif path.name.startswith(f".{FILE}."):
+                elif path.name.startswith((f".{FILE}.", SHARED)):
                     path.unlink()
 
     def notes(self, step: int) -> dict[str, Any]:
@@ -241,7 +279,9 @@ class Checkpoints:
             self.check(step, like)
             self._check_base(step, notes.get("base"), base)
             give_up()
-            return step, self.restore(step, like), notes
+            state = self.restore(step, like)
+            self._retention.changed(None)
+            return step, state, notes
         except (StructureError, MemoryError):
             raise
         except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file

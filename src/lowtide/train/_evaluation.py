@@ -46,7 +46,7 @@ class Evaluation:
 
     Args:
         step: whose loss and model.
-        weight: weight of a batch, or None for its number of rows.
+        weight: weight of a batch, or None for the number of rows of its first array.
         seed: of the keys that the loss function gets.
         place: puts a batch on the device.
         processes: the other processes of the run.
@@ -112,7 +112,7 @@ class Evaluation:
             DataError: for arrays in place of batches.
         """
         refuse_arrays(data)
-        if self._last is None or self._last[0] != fn:  # a bound method is another object each time
+        if self._last is None or self._last[0] is not fn:
             bound = self._step.bind(fn)
             self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
         return self._outputs(self._last[1], parts, data)
@@ -139,9 +139,11 @@ class Evaluation:
 
 
 def _num_rows(batch: Tree) -> int:
-    """What a mean over the examples of all batches weighs a batch's mean with; 1 where leaves do not agree on it."""
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
-    return sizes.pop() if len(sizes) == 1 else 1
+    """What a mean over the examples of all batches weighs a batch's mean with.
+
+    Always of the same leaf: what depends on whether leaves agree weighs batches of one evaluation in two ways.
+    """
+    return next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 1)
 
 
 def join(parts: Sequence[Any]) -> Any:

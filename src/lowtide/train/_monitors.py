@@ -55,9 +55,14 @@ class _Monitor(Callback):
         return {"monitor": self.monitor, "best": best, "waited": self.waited, "num_seen": self._num_seen}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
+        """Go on waiting; what another monitor counted says nothing of this value."""
+        if not self._is_mine(state):
+            return
         self.best, self.waited = self.best if state["best"] is None else state["best"], state["waited"]
         self._num_seen = state.get("num_seen", int(state["best"] is not None))
+
+    def _is_mine(self, state: dict[str, Any]) -> bool:
+        return state.get("monitor", self.monitor) == self.monitor
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Begin to count anew."""
@@ -185,7 +190,8 @@ class ReduceOnPlateau(_Monitor):
     def resume(self, state: dict[str, Any]) -> None:
         """Go on waiting."""
         super().resume(state)
-        self._cooling = state["cooling"]
+        if self._is_mine(state):
+            self._cooling = state["cooling"]
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Begin to count anew, and make sure that there is a rate to lower."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -19,6 +19,9 @@ from ._models import ModelObject
 from ._rollback import undisturbed
 from ._sharding import ShardingRules, put
 from ._step import Step, TrainState, WholeStep
+
+_MAX_STEP = 2**31 - 1
+"""The state counts in an int32."""
 
 
 def settled(parts: Tree, like: Tree, sharding: ShardingRules | None) -> Tree:
@@ -76,9 +79,12 @@ class Owned:
 
     @step.setter
     def step(self, number: int) -> None:
-        if not is_count(number, 0):
-            raise ConfigError("step is no number of steps", expected="0 or more", got=repr(number), hint="step = 1000")
+        if not is_count(number, 0) or number > _MAX_STEP:
+            raise ConfigError(
+                "step is no number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
+            )
         self._refuse_averaged("setting step")
+        self._refuse_running("setting step")
         place = self.state.step.sharding
         self.state = dataclasses.replace(self.state, step=jax.device_put(jnp.int32(number), place))
 
@@ -176,6 +182,25 @@ class Owned:
             self.state, self._is_averaged = kept, False
             self._is_lent = self._object is not None
             self.give_back()
+
+    def _later(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
+        """What gives the parts as they are then, and raises when they would be others than those that were meant."""
+        is_averaged = self._is_averaged
+
+        def parts() -> tuple[Tree, Tree, Tree]:
+            if self._is_averaged != is_averaged:
+                raise StateError(
+                    "outputs that were asked for inside of averaged are read outside, or the other way round",
+                    expected="predict_batches read to its end where it was called",
+                    got="the weights that train" if is_averaged else "the average",
+                    hint="predict gives all outputs at once",
+                )
+            return self._parts
+
+        return parts
+
+    def _refuse_running(self, what: str) -> None:
+        """Raise while `fit` takes steps; see `Kept`."""
 
     def _refuse_averaged(self, what: str) -> None:
         if self._is_averaged:

@@ -29,7 +29,7 @@ import numpy as np
 from ..core import ConfigError, StateError, Tree, leaves_with_paths, write_files
 from ..core._compat import exchange, post, posted
 from ._fingerprint import fingerprint
-from ._models import split_static
+from ._models import ModelObject, split_static
 from ._sharding import ShardingRules
 
 _TOPICS = itertools.count()
@@ -38,6 +38,8 @@ _GRACE_SECONDS = 5
 _FAILING_SECONDS = 120
 """How long it has to end what it does after a failure of its own."""
 _POLL_SECONDS = 1
+SHARED = ".shared-"
+"""How the names of files begin by which processes find out whether they see one folder."""
 _SHARED_SECONDS = 20
 """How long another machine may take to see a file that was written."""
 
@@ -115,10 +117,13 @@ def refuse_other_folders(processes: Processes, folder: Path) -> None:
     """
     if processes.count == 1:
         return
-    name = of_first(lambda: f".shared-{secrets.token_hex(8)}")
-    if processes.is_first:
+
+    def write() -> str:
+        name = f"{SHARED}{secrets.token_hex(8)}"
         write_files(folder, {name: b""})
-    of_first(lambda: True)  # it is there now
+        return name
+
+    name = of_first(write)
     is_missing = in_any(not _appears(folder / name))
     if processes.is_first:
         (folder / name).unlink()
@@ -162,6 +167,7 @@ class Processes:
             )
         self.is_failing = False
         """Whether this process is about to raise by itself."""
+        self._is_watched = False
         self.ends: Callable[[], bool] = lambda: False
         """Whether this process wants to leave the batches of an evaluation."""
         self.has_left = False
@@ -309,10 +315,10 @@ class Processes:
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
         """Tell the others when the block fails, and end this process when another has failed."""
-        if self.count == 1:
+        if self.count == 1 or self._is_watched:  # of blocks inside of one another the outermost tells
             yield
             return
-        self.is_failing = False
+        self.is_failing, self._is_watched = False, True
         over, topic = threading.Event(), f"lowtide/failed/{next(_TOPICS)}"
         threading.Thread(target=self._watch, args=(topic, over), daemon=True, name="lowtide-watch").start()
         try:
@@ -323,6 +329,7 @@ class Processes:
             raise
         finally:
             over.set()
+            self._is_watched = False
 
     def _watch(self, topic: str, over: threading.Event) -> None:
         while not over.wait(_POLL_SECONDS):
@@ -343,6 +350,17 @@ class Processes:
                 sys.stderr.flush()
                 os._exit(1)
             return
+
+
+def placed(model: Any, rules: ShardingRules) -> Any:
+    """A model that all processes begin with, its arrays where they belong; a mutable object itself."""
+    processes = Processes(rules)
+    if not isinstance(model, ModelObject):
+        processes.agree_on_values(model)
+        return rules.place(model)
+    processes.agree_on_values(model.arrays())
+    model.give_back(rules.place(model.arrays()))
+    return model
 
 
 def _plain(value: Any) -> Any:

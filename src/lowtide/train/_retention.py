@@ -44,6 +44,8 @@ class Retention:
         self.best, self._sign = best, 1 if best_mode == "min" else -1
         self._directory, self._max_to_keep = directory, max_to_keep
         self._found: dict[int, dict[str, float]] = {}
+        self._changed: int | None = None
+        """The step at which weights were changed since they were evaluated or restored."""
         if best is not None and (directory / FILE).is_file():
             self._found = _read(directory / FILE)
 
@@ -83,9 +85,22 @@ class Retention:
         others = [at for at in steps if at != step]
         self._found = {at: values for at, values in self._found.items() if at in others}
         self._found[step] = {name: record[name] for name in names if math.isfinite(record[name])}
+        self._changed = None
+        self._write()
+        return self.best_step([*others, step]) == step
+
+    def changed(self, step: int | None) -> None:
+        """Weights were changed at a step, or with None are those of a checkpoint again."""
+        self._changed = step
+
+    def forget(self, step: int) -> None:
+        """Before a checkpoint is written: what was found of weights that it will not hold is no more."""
+        if self._changed == step and self._found.pop(step, None) is not None:
+            self._write()
+
+    def _write(self) -> None:
         if jax.process_index() == 0:
             write_files(self._directory, {FILE: (json.dumps(self._found) + "\n").encode()})
-        return self.best_step([*others, step]) == step
 
     def _value(self, step: int) -> float:
         """How good a step is: less is better, infinite unknown."""

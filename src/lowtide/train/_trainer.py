@@ -50,7 +50,7 @@ from ._loop import Loop
 from ._models import ModelObject
 from ._owned import settled
 from ._precision import refuse_precision
-from ._processes import Processes
+from ._processes import placed
 from ._rollback import undisturbed
 from ._sharding import ShardingRules
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
@@ -77,7 +77,7 @@ class Trainer(Kept):
         num_microbatches: into how many parts a batch is split for gradient accumulation.
         weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
             instance its number of target tokens. By default microbatches weigh the same and evaluation batches their
-            number of rows; a layerwise step's own is taken.
+            number of rows, which is that of their first array; a layerwise step's own is taken.
         compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get the model's and the
             batch's float32 leaves in it, labels too. What trains, the optimizer and `mutable` leaves keep their dtypes;
             gradients, the loss, metrics and predictions are float32. Leaves of 16 bits or less, and integers, are given
@@ -144,7 +144,7 @@ class Trainer(Kept):
     ) -> None:
         refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed)
         if sharding is not None:
-            model = _placed(model, sharding)
+            model = placed(model, sharding)
         step: WholeStep | LayerStep
         if isinstance(tx, LayerwiseStep):
             refuse_precision(compute_dtype)
@@ -189,6 +189,7 @@ class Trainer(Kept):
         """Whether `stop` was called in this run."""
         self.history: list[Record] = []
         """The records of the last `fit`, also of one that raised."""
+        self._call: Callable[..., Any] = getattr(self._object, "call", call_model)  # bound once: it is told by identity
         self._compiled: dict[Any, Any] = {}
         self._reports: dict[int, MemoryReport] = {}
         self._evaluation = Evaluation(
@@ -199,6 +200,11 @@ class Trainer(Kept):
             processes=self.processes,
             out_shardings=None if sharding is None else sharding.replicated(),
         )
+
+    def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
+        super()._put(trainable, mutable, frozen)
+        if self.checkpoints is not None:
+            self.checkpoints.changed(self.step)
 
     # --- training --------------------------------------------------------------------------------------------------
 
@@ -248,14 +254,14 @@ class Trainer(Kept):
         Memory:
             Compiles; a step that is refused is compiled twice.
         """
-        report = self.memory(batch)
-        self._refuse_large(report, batch)
-        return report
+        return self._refuse_large(self._compile(self._shapes(batch)), batch)
 
-    def _refuse_large(self, report: MemoryReport, batch: Tree) -> None:
+    def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
+        report = self._report(compiled)
         usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
         if usable is not None and report.device_bytes > usable:
             raise self.shortage(batch, "before its first step")
+        return report
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
@@ -288,8 +294,8 @@ class Trainer(Kept):
                 `grain.MapDataset`, which goes on with later epochs there.
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every`.
             eval_every: steps between evaluations; with `num_epochs` by default one after every epoch.
-            checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved, and
-                that of an interrupt.
+            checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved, also
+                that of a run which an exception or a signal ends.
             callbacks: told of everything that happens.
             on_record: called with every record as soon as its values are known.
             progress: print the bytes of the step and evaluations to standard error, and on a terminal a bar; in the
@@ -314,32 +320,32 @@ class Trainer(Kept):
         Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
         through between steps, SIGTERM after a step; both after a checkpoint, except Ctrl-C in one of several processes.
         """
-        if checkpoint_every is not None:
-            needs_checkpoints(self.checkpoints, "checkpoint_every")
-        self._refuse_averaged("fit")
-        callbacks = as_callbacks(callbacks)
-        self._borrow(lend=False)  # what was changed in a mutable object
-        refuse_consumed(self.state, self.frozen)
-        refuse_later_checkpoint(self.checkpoints, self.step)
-        refuse_unevaluated(self.checkpoints, eval_data)
-        self.is_stopped = False
-        loop = Loop(
-            trainer=self,
-            data=data,
-            num_steps=num_steps,
-            num_epochs=num_epochs,
-            eval_data=eval_data,
-            eval_every=eval_every,
-            checkpoint_every=checkpoint_every,
-            callbacks=callbacks,
-            on_record=on_record,
-            progress=progress,
-        )
-        self.history = loop.records
-        try:
-            return loop.run()
-        finally:
-            self.give_back()
+        with self.processes.watched():  # the others do not wait for one that refuses
+            if checkpoint_every is not None:
+                needs_checkpoints(self.checkpoints, "checkpoint_every")
+            self._refuse_averaged("fit")
+            callbacks = as_callbacks(callbacks)
+            self._borrow(lend=False)  # what was changed in a mutable object
+            refuse_consumed(self.state, self.frozen)
+            refuse_later_checkpoint(self.checkpoints, self.step)
+            refuse_unevaluated(self.checkpoints, eval_data)
+            loop = Loop(
+                trainer=self,
+                data=data,
+                num_steps=num_steps,
+                num_epochs=num_epochs,
+                eval_data=eval_data,
+                eval_every=eval_every,
+                checkpoint_every=checkpoint_every,
+                callbacks=callbacks,
+                on_record=on_record,
+                progress=progress,
+            )
+            self.is_stopped, self.history = False, loop.records
+            try:
+                return loop.run()
+            finally:
+                self.give_back()
 
     def advance(self, batch: Tree) -> Tree:
         """Take one step, outside of `fit`.
@@ -362,14 +368,11 @@ class Trainer(Kept):
     def take_step(self, batch: Tree) -> Tree:
         """`advance`, for `fit`."""
         self._borrow()
-        num_compiled = len(self._compiled)
-        placed = self._on_device(batch)
-        compiled = self._compile(placed)
-        if len(self._compiled) > num_compiled:
-            self._refuse_large(self._report(compiled), batch)
-        batch = placed
+        on_device = self._on_device(batch)
+        compiled = self._compile(on_device)
+        self._refuse_large(compiled, batch)
         with undisturbed():
-            trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(batch))
+            trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(on_device))
             self.state = TrainState(step, trainable, opt_state, mutable)
             self.metrics = metrics
         return self.processes.in_turn(metrics)
@@ -409,14 +412,17 @@ class Trainer(Kept):
                 `training` is False where it takes it. By default ``model(batch)``.
 
         Returns:
-            An iterator of NumPy arrays in the structure that `fn` returns.
+            An iterator of NumPy arrays in the structure that `fn` returns, of the weights as they are when it is read.
+
+        Raises:
+            StateError: from the iterator, when it is read on the other side of the end of `averaged`.
 
         Memory:
             The outputs of two batches on the device.
         """
         self._borrow(lend=False)
         refuse_consumed(self.state, self.frozen)
-        return self._evaluation.outputs(lambda: self._parts, data, fn or getattr(self._object, "call", call_model))
+        return self._evaluation.outputs(self._later(), data, fn or self._call)
 
     def predict(
         self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
@@ -487,14 +493,3 @@ class Trainer(Kept):
             check_donation(compiled, arg_names=STEP_ARGUMENTS)
             self._compiled[shapes] = compiled
         return self._compiled[shapes]
-
-
-def _placed(model: Any, sharding: ShardingRules) -> Any:
-    """A model with its arrays where they belong; a mutable object itself."""
-    processes = Processes(sharding)
-    if not isinstance(model, ModelObject):
-        processes.agree_on_values(model)
-        return sharding.place(model)
-    processes.agree_on_values(model.arrays())
-    model.give_back(sharding.place(model.arrays()))
-    return model
