@@ -120,7 +120,7 @@ times = st.floats(min_value=0.1, max_value=5.0)
 def test_every_size_and_cost_gives_a_valid_schedule_within_its_memory(
     name: str, num_ranks: int, num_microbatches: int, chunks: int, data: Any
 ) -> None:
-    chunks = chunks if name in {"interleaved", "interleaved-zb", "looped-bfs"} else 2 if name in V else 1
+    chunks = chunks if name in {"interleaved", "interleaved-zb", "looped-bfs", "auto"} else 2 if name in V else 1
     num_stages = chunks * num_ranks
     each = st.lists(times, min_size=num_stages, max_size=num_stages)
     costs = Costs(
@@ -172,6 +172,51 @@ def _assert_in_time(one: Schedule, starts: Any, ends: Any, costs: Costs) -> None
     for rank in range(one.num_ranks):
         pairs = list(zip(starts[rank], ends[rank], strict=True))
         assert all(later[0] >= earlier[1] for earlier, later in zip(pairs, pairs[1:], strict=False))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_ranks=st.integers(1, 6),
+    num_microbatches=st.integers(1, 16),
+    chunks=st.integers(1, 2),
+    lockstep=st.booleans(),
+    data=st.data(),
+)
+def test_auto_is_at_least_as_good_as_each_named_schedule(
+    num_ranks: int, num_microbatches: int, chunks: int, lockstep: bool, data: Any
+) -> None:
+    num_stages = chunks * num_ranks
+    each = st.lists(times, min_size=num_stages, max_size=num_stages)
+    costs = Costs(
+        forward=data.draw(each),
+        input=data.draw(each),
+        weight=data.draw(each),
+        communication=data.draw(st.floats(0, 2)),
+        weight_residuals=1 / chunks,
+    )
+    limit = data.draw(st.one_of(st.none(), st.floats(1, 2 * num_ranks)))
+    sizes: Any = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": chunks}
+    found = schedule("auto", **sizes, costs=costs, memory_limit=limit, lockstep=lockstep)
+    assert found.name == "auto"
+    run = simulate(found, costs, lockstep=lockstep)
+    assert max(run.peaks) <= (limit or float("inf")) * (1 + 1e-9)
+    for name in SCHEDULES:
+        try:
+            other = schedule(name, **sizes, costs=costs, memory_limit=limit)
+        except (ConfigError, ScheduleError):  # another number of stages a rank, or more memory
+            continue
+        assert run.makespan <= simulate(other, costs, lockstep=lockstep).makespan * (1 + 1e-6), name
+
+
+def test_auto_is_better_than_all_where_stages_differ() -> None:
+    each = [2, 1, 1, 1]
+    costs = Costs(forward=each, input=each, weight=[0.8 * one for one in each], communication=0.3)
+    sizes: Any = {"num_stages": 4, "num_microbatches": 8, "costs": costs, "memory_limit": 5}
+    best = simulate(schedule("auto", **sizes), costs).makespan
+    named = [simulate(schedule(name, **sizes), costs).makespan for name in ("1f1b", "zb-h1", "zb-h2")]
+    assert best == pytest.approx(46.6) and min(named) == pytest.approx(48.4)
+    with pytest.raises(ScheduleError, match=r"(?s)no schedule keeps within the memory_limit.*got: 0.5.*hint: raise"):
+        schedule("auto", num_stages=4, num_microbatches=8, memory_limit=0.5)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

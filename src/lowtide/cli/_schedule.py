@@ -30,7 +30,7 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="of a schedule, such as 1f1b, zb-h1 or v-min; or a CSV file, as PyTorch writes them",
+        help="of a schedule, such as 1f1b, zb-h1 or v-min; auto for the best; or a CSV file, as PyTorch writes them",
     )
     parser.add_argument("--stages", type=int, metavar="S", help="parts of the model")
     parser.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch")
@@ -45,7 +45,11 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--memory-limit", type=float, metavar="N", help="how many stages' residuals of a microbatch a rank may keep"
     )
-    parser.add_argument("--lockstep", action="store_true", help="draw ranks in lockstep (default: by themselves)")
+    parser.add_argument(
+        "--lockstep",
+        action="store_true",
+        help="draw ranks in lockstep, and have auto choose for them (default: by themselves)",
+    )
     parser.add_argument("--draw", metavar="FILE", help="write a picture (.png, .svg) or a Chrome trace (.json)")
     parser.add_argument("--csv", metavar="FILE", help="write the table of actions, as PyTorch reads it")
     parser.add_argument(
@@ -111,6 +115,7 @@ def _made(args: argparse.Namespace, costs: Any) -> Any:
         stages_per_rank=args.stages_per_rank,
         costs=costs,
         memory_limit=args.memory_limit,
+        lockstep=args.lockstep,
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from ..core import ConfigError, ScheduleError
+from ._auto import best, greedy_orders
 from ._costs import Costs, at
 from ._listing import place_weights
 from ._named import NAMED, Named, placed
@@ -23,17 +26,20 @@ def schedule(
     stages_per_rank: int | None = None,
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
+    lockstep: bool = False,
 ) -> Schedule:
     """A pipeline schedule.
 
     Args:
-        name: one of `SCHEDULES`.
+        name: one of `SCHEDULES`; ``"auto"`` for one that no other with as many stages a rank is better than, for these
+            costs and this memory.
         num_stages: parts of the model.
         num_microbatches: parts of a batch; any number, also one that the schedule's pattern does not divide.
         stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
         costs: time and memory of actions, by which weight passes are placed; by default one unit each.
         memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
             the schedule itself, where it has one.
+        lockstep: whether ``"auto"`` chooses for ranks in lockstep, as one program runs them, rather than by themselves.
 
     Returns:
         The schedule, validated.
@@ -47,20 +53,29 @@ def schedule(
         0F0 0F1 0B0 0B1
         1F0 1B0 1F1 1B1
     """
-    if name not in NAMED:
+    if name not in SCHEDULES:
         raise ConfigError(
             f"unknown schedule {name!r}",
-            expected=f"one of {', '.join(NAMED)}",
+            expected=f"one of {', '.join(SCHEDULES)}",
             got=repr(name),
-            hint=f"near misses: {', '.join(get_close_matches(name, NAMED)) or 'none'}",
+            hint=f"near misses: {', '.join(get_close_matches(name, SCHEDULES)) or 'none'}",
         )
-    named = NAMED[name]
+    named = NAMED.get(name, _AUTO)
     chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
     num_ranks = num_stages // chunks
     costs = costs or Costs(weight_residuals=1 / chunks)
     costs.refuse_other(num_stages)
     placement = placed(num_ranks, chunks, is_v=named.is_v)
     limits = _limits(named, placement, chunks, costs, memory_limit)
+    if name == "auto":
+        sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": chunks}
+        others: list[Callable[[], Schedule]] = [
+            partial(schedule, other, **sizes, costs=costs, memory_limit=memory_limit)
+            for other, one in NAMED.items()
+            if chunks in one.chunks or not one.chunks
+        ]
+        greedy = greedy_orders(num_ranks, chunks, num_microbatches, costs, limits)
+        return dataclasses.replace(best([*others, *greedy], costs, limits, lockstep=lockstep), name="auto")
     made = _best(name, named, (num_ranks, chunks, num_microbatches), placement, costs, limits)
     if memory_limit is not None:
         _refuse_too_much(made, costs, limits)
@@ -92,14 +107,16 @@ def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, sta
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if number < 1:
             raise ConfigError(f"{what} has to be at least 1", got=number, hint=f"{what}=4")
-    chunks = (named.chunks or (2,))[0] if stages_per_rank is None else stages_per_rank
+    chunks = stages_per_rank
+    if chunks is None:
+        chunks = 1 if named is _AUTO else (named.chunks or (2,))[0]
     fits = chunks in named.chunks if named.chunks else chunks >= 1
     if not fits:
         raise ConfigError(
             f"{name} cannot have {chunks} stages a rank",
             expected=" or ".join(map(str, named.chunks)) if named.chunks else "1 or more",
             got=stages_per_rank,
-            hint="interleaved, interleaved-zb and looped-bfs take any number of stages a rank",
+            hint="interleaved, interleaved-zb, looped-bfs and auto take any number of stages a rank",
         )
     if num_stages % chunks:
         raise ConfigError(
@@ -150,5 +167,6 @@ def _refuse_too_much(made: Schedule, costs: Costs, limits: Sequence[float]) -> N
             )
 
 
-SCHEDULES = tuple(NAMED)
+_AUTO = Named(orders=lambda *_: iter(()), is_open=True, chunks=())
+SCHEDULES = (*NAMED, "auto")
 """The names that `schedule` takes."""
