@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import ConfigError, LayerStack, ScheduleError, StructureError
@@ -36,7 +37,7 @@ def first(outer: Any, batch: Any) -> Any:
 def block(layer: Any, h: Any, batch: Any) -> Any:
     """A mask, positions, dropout by microbatch and layer, and a loss of its own."""
     key = jax.random.fold_in(batch["key"], h["depth"])
-    inner = jnp.tanh(h["x"] @ layer["up"] + batch["positions"][..., None])
+    inner = checkpoint_name(jnp.tanh(h["x"] @ layer["up"] + batch["positions"][..., None]), "inner")
     kept = jax.random.bernoulli(key, 0.8, inner.shape)
     out = jnp.where(kept, inner, 0) @ layer["down"]
     mixed = jnp.einsum("bst,btd->bsd", batch["mask"].astype(out.dtype), out)
@@ -146,8 +147,16 @@ def test_everything_at_once_gives_the_gradients_of_the_plain_model(name: str, nu
         assert_close((evaluated, of_evaluation["norm"]), (loss, metrics))
 
 
-@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable])
-def test_recomputation_changes_no_value(remat: Any) -> None:
+OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["inner"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+@pytest.mark.parametrize("remat", [True, jax.checkpoint_policies.dots_saveable, OFFLOAD])
+def test_recomputation_and_offload_change_no_value(remat: Any) -> None:
     pipeline = pipeline_of("zb-v", 2, remat=remat)
     outer, layers = parameters(4)
     assert_close(jax.jit(pipeline)(outer, layers, make_batch())[1], reference(outer, layers, make_batch())[1])

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import LayerStack
-from lowtide.memory import analyze, target
+from lowtide.memory import MemoryReport, analyze, target
 from lowtide.pipeline import _executor as executor
 from lowtide.pipeline import schedule, value_and_grad
 
@@ -22,6 +23,7 @@ TWO_STAGES = {"zb-v", "v-half", "v-min"}
 
 
 def block(layer: Any, h: Any, batch: Any) -> Any:
+    h = checkpoint_name(h, "input")
     inner = h @ layer["up"]
     return h + (jax.nn.sigmoid(inner) * inner) @ layer["down"]
 
@@ -33,10 +35,10 @@ STACK = LayerStack(
 )
 
 
-def temporaries(
-    name: str, num_microbatches: int, *, topology: str = "v5p:2x2x1", num_ranks: int = 4, remat: bool = False
-) -> int:
-    """Temporary bytes of a device."""
+def compiled(
+    name: str, num_microbatches: int, *, topology: str = "v5p:2x2x1", num_ranks: int = 4, remat: Any = False
+) -> MemoryReport:
+    """The gradients' program."""
     devices = np.array(target(topology).devices()).reshape(num_ranks, -1)
     mesh = Mesh(devices, ("stage", "fsdp"))
     stages = num_ranks * (2 if name in TWO_STAGES else 1)
@@ -55,8 +57,12 @@ def temporaries(
     rows = jax.ShapeDtypeStruct(
         (num_microbatches * ROWS * devices.shape[1],), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
     )
-    report = analyze(pipeline, outer, layers, {"tokens": rows}, target=topology)
-    return report.device.temp_bytes
+    return analyze(pipeline, outer, layers, {"tokens": rows}, target=topology)
+
+
+def temporaries(*args: Any, **options: Any) -> int:
+    """Temporary bytes of a device."""
+    return compiled(*args, **options).device.temp_bytes
 
 
 def assert_flat(of_few: int, of_many: int) -> None:
@@ -84,6 +90,21 @@ def test_schedules_stand_in_the_ratios_of_the_papers() -> None:
     wanted = {"zb-h1": 1, "zb-v": 1, "v-half": (ranks + 2) // 2 / ranks, "v-min": (ranks + 4) // 3 / ranks}
     for name, ratio in wanted.items():
         assert temporaries(name, 16) / unit == pytest.approx(ratio, rel=0.15), name
+
+
+def test_what_a_policy_offloads_waits_on_the_host() -> None:
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    kept, moved = compiled("gpipe", 16, remat=True), compiled("gpipe", 16, remat=offload)
+    # Of four layers the input, for each of 16 microbatches.
+    waiting = 16 * 4 * ROWS * WIDTH * 4
+    assert kept.host.temp_bytes == 0 and moved.host.temp_bytes == waiting
+    # On the device XLA keeps in bfloat16 what only products read.
+    assert moved.device.temp_bytes < kept.device.temp_bytes - 0.9 * waiting / 2
 
 
 def test_outputs_that_are_held_to_the_end_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from ._graph import Atom, Carry, Graph, Loop, Op, Value
+from ._graph import TO_HOST, Atom, Carry, Graph, Loop, Op, Value
 
 
 class Pass(enum.IntEnum):
@@ -56,27 +56,6 @@ class Sink:
 
 Node: TypeAlias = "Op | Carry | Sink | Source"
 
-_HEAVY = {
-    "dot_general",
-    "ragged_dot_general",
-    "conv_general_dilated",
-    "while",
-    "cond",
-    "custom_call",
-    "ffi_call",
-    "pallas_call",
-    "shard_map",
-    "random_bits",
-    "threefry2x32",
-    "sort",
-    "top_k",
-    "cholesky",
-    "triangular_solve",
-    "eigh",
-    "svd",
-    "qr",
-    "device_put",
-}
 _VIEWS = {
     "broadcast_in_dim",
     "copy",
@@ -165,7 +144,7 @@ class _Reach:
     def _operation(self, op: Op) -> None:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
         results = [value for value in op.gives if value is not None]
-        is_light = op.name not in _HEAVY and not op.has_effects and not any(value.stack for value in results)
+        is_light = not (op.is_heavy or op.has_effects) and not any(value.stack for value in results)
         is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
         if is_light and (is_view or all(value in self._of_batch or self._is_constant(value) for value in reads)):
             for value in results:
@@ -311,13 +290,17 @@ class _Cut:
         chain = (
             set[Node]() if any(sink.at is Pass.INPUT and not sink.is_added for sink in self.sinks) else self._chain()
         )
+        to_host = [node for node in self.nodes if isinstance(node, Op) and node.name == TO_HOST]
+        cotangent = {node for node in to_host if Source.COTANGENT in self.reach.ancestors([node])}
         for node in self.nodes:
             first, last = Pass.HOISTED, Pass.INPUT if self.whole else Pass.WEIGHT
             if isinstance(node, Source):
                 first = last = max(_FIRST[node], Pass.FORWARD)
             elif isinstance(node, Sink):
                 first, last = Pass.HOISTED if node.is_added else node.at, node.at
-            elif isinstance(node, Op) and node.name in _HEAVY and node not in forward:
+            elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
+                last = Pass.FORWARD  # what is offloaded leaves the device at once
+            elif isinstance(node, Op) and node.is_heavy and node not in forward:
                 first = Pass.INPUT if node in back or node in chain or self.whole else Pass.WEIGHT
                 last = Pass.INPUT if node in chain else last
             for bound in _BOUNDS:
@@ -332,7 +315,7 @@ class _Cut:
 
     def _chain(self) -> set[Node]:
         """Where no gradient of the input is wanted: what hands a cotangent on to other matrix products."""
-        heavy = [node for node in self.nodes if isinstance(node, Op) and node.name in _HEAVY]
+        heavy = [node for node in self.nodes if isinstance(node, Op) and node.is_heavy]
         back = [node for node in heavy if Source.COTANGENT in self.reach.ancestors([node])]
         found = set[Node]()
         for node in back:

@@ -23,7 +23,7 @@ from jax import lax
 
 from ..core import LayerStack, StructureError, Tree, combine, leaves_with_paths
 from ._cut import Pass
-from ._inplace import InPlace, buffer_shape
+from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
 from ._replay import Rows, at, put, shape_of
 from ._schedule import Schedule
@@ -272,8 +272,8 @@ class _Run(_Forward):
         buffers: State = {}
         for part in self.parts.values():
             for kept in part.kept:
-                shape = buffer_shape(kept, self.tables.num_slots[kept.buffer])
-                buffers[kept.buffer] = jnp.zeros(shape.shape, shape.dtype)
+                if kept.buffer not in buffers:
+                    buffers[kept.buffer] = empty_buffer(kept, self.tables.num_slots[kept.buffer])
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
                 buffers[f"{name}/{i}"] = jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from jax.extend import core as jex
 
 
@@ -60,6 +61,8 @@ class Op:
     run: Callable[..., Sequence[Any]]
     """Of the values of `reads`, all results."""
     has_effects: bool = False
+    is_heavy: bool = False
+    """Whether it is too much to do twice, or to put off for a few bytes."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -117,6 +120,7 @@ def operations(items: Sequence[Op | Loop]) -> Iterator[Op | Carry]:
             yield item
 
 
+TO_HOST = "to_host"
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -168,7 +172,7 @@ class _Reader:
         results = [Value(var.aval, self.loop) for var in eqn.outvars]
         dropped = [isinstance(var, jex.DropVar) for var in eqn.outvars]
         gives = [None if drop else result for drop, result in zip(dropped, results, strict=True)]
-        self.items.append(Op(eqn.primitive.name, reads, gives, _runner(eqn), bool(eqn.effects)))
+        self.items.append(Op(_name(eqn), reads, gives, _runner(eqn), bool(eqn.effects), _is_heavy(eqn)))
         return results
 
     def _scan(self, eqn: Any, reads: list[Atom]) -> list[Value]:
@@ -200,6 +204,45 @@ class _Reader:
         value = Value(like.aval.update(shape=shape), self.loop)
         self.items.append(Op("copy", [atom], [value], lambda x: [x]))
         return value
+
+
+_HEAVY = {
+    "dot_general",
+    "ragged_dot_general",
+    "conv_general_dilated",
+    "custom_call",
+    "ffi_call",
+    "random_bits",
+    "threefry2x32",
+    "sort",
+    "top_k",
+    "cholesky",
+    "triangular_solve",
+    "eigh",
+    "svd",
+    "qr",
+    "device_put",
+}
+
+
+def _is_heavy(eqn: Any) -> bool:
+    """A product or the like; or a loop, a branch, a kernel: whatever holds operations of its own."""
+    name = eqn.primitive.name
+    if name in _HEAVY:
+        return True
+    # These hold one scalar operation.
+    return not name.startswith(("scatter", "reduce")) and any(True for _ in jex.jaxprs_in_params(eqn.params))
+
+
+def _name(eqn: Any) -> str:
+    """Of the operation; `TO_HOST` for a copy into the host's memory."""
+    if eqn.primitive.name == "device_put" and all(_is_on_host(var.aval) for var in eqn.outvars):
+        return TO_HOST
+    return eqn.primitive.name
+
+
+def _is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _has_shardings(eqn: Any) -> bool:

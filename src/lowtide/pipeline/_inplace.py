@@ -34,6 +34,8 @@ class Kept:
     shape: jax.ShapeDtypeStruct
     num_rows: int
     """Rows that a loop makes one by one; 1 for what comes as a whole."""
+    is_on_host: bool
+    """Whether it was offloaded."""
     buffer: str
     """Shared by all of this shape that the pass leaves."""
 
@@ -121,16 +123,22 @@ def _kept(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Kept:
     shape = shape_of(value)
     is_stacked = split.plan.is_stacked(value)
     # A loop that reads rows of a buffer and writes others has the compiler copy it: so none does.
-    kind = f"{made.name.lower()}/{'rows' if is_stacked else 'one'}"
+    is_on_host = value.aval.memory_space == jax.memory.Space.Host
+    kind = f"{made.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
     name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
-    return Kept(value, made, last, shape, shape.shape[0] if is_stacked else 1, name)
+    return Kept(value, made, last, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
 
 
-def buffer_shape(kept: Kept, num_slots: int) -> jax.ShapeDtypeStruct:
-    """Of the buffer with so many slots."""
-    if "/one/" in kept.buffer:
-        return jax.ShapeDtypeStruct((num_slots, *kept.shape.shape), kept.shape.dtype)
-    return jax.ShapeDtypeStruct((num_slots * kept.num_rows, *kept.shape.shape[1:]), kept.shape.dtype)
+def empty_buffer(kept: Kept, num_slots: int) -> Any:
+    """A buffer with so many slots, in the memory where the passes leave what it holds."""
+    dims = (num_slots, *kept.shape.shape)
+    if "rows/" in kept.buffer:
+        dims = (num_slots * kept.num_rows, *kept.shape.shape[1:])
+    if not kept.is_on_host:
+        return jnp.zeros(dims, kept.shape.dtype)
+    # Made row by row, it is never whole on the device.
+    row = jnp.zeros(dims[1:], kept.shape.dtype)
+    return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
 
 
 def _add(total: Any, begin: Any, found: Any) -> Any:
