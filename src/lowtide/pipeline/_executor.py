@@ -8,18 +8,23 @@ only the stages inside (JAX issue 40823); nothing is sent along the pipeline's a
 Between passes wait only what `_split` leaves, in as many slots as the schedule needs at a time. Gradients are added to
 one total for each weight. Losses are summed as they come.
 
+Known inefficiency: of float32 activations that only products read, a TPU keeps a copy in bfloat16 of the whole buffer
+while a pass runs; activations in bfloat16, as decoders compute in, have none.
+
 Legend: R ranks, V stages a rank, K layers of the longest stage, M microbatches, T ticks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ..core import LayerStack, StructureError, Tree, combine, leaves_with_paths
 from ._cut import Pass
@@ -48,6 +53,8 @@ class Program:
     batch: Tree
     """Shapes of one microbatch."""
     remat: bool | Callable[..., bool]
+    batch_axes: tuple[str, ...]
+    """Along which axes of the mesh the rows of a microbatch are divided."""
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
         """The program; runs under `shard_map`.
@@ -82,7 +89,7 @@ class Program:
         """The passes of each part of the model, of activations of these shapes."""
 
         def first(outer: Tree, _: Any, batch: Tree) -> Any:
-            return self.stack.first(outer, batch)
+            return self.divided(self.stack.first(outer, batch))
 
         outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
         rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
@@ -103,12 +110,23 @@ class Program:
 
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
             layer, index = row
-            after = block(layer, h, batch)
+            after = self.divided(block(layer, h, batch))
             if not self.layout.is_even:
                 after = jax.tree.map(lambda new, old: jnp.where(index < count, new, old), after, h)
             return after, None
 
-        return lax.scan(body, h, (layers, jnp.arange(self.layout.longest)))[0]
+        return lax.scan(body, self.divided(h), (layers, jnp.arange(self.layout.longest)))[0]
+
+    def divided(self, tree: Tree) -> Tree:
+        """Arrays whose rows are divided: else XLA may gather them, and divide them along weights' axes."""
+        number = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
+
+        def divide(leaf: Any) -> Any:
+            if number == 1 or not leaf.ndim or leaf.shape[0] % number:
+                return leaf
+            return lax.with_sharding_constraint(leaf, PartitionSpec(self.batch_axes))
+
+        return jax.tree.map(divide, tree)
 
     def stage_shape(self, leaf: Any) -> Any:
         """Of a leaf of the layers, what one stage has."""
@@ -200,7 +218,9 @@ class _Forward:
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         stack, outer = self.program.stack, self.weights.outer
-        h = _when(cell["is_first"] == 1, lambda _: stack.first(outer, batch), self._message(state, cell))
+        h = _when(
+            cell["is_first"] == 1, lambda _: self.program.divided(stack.first(outer, batch)), self._message(state, cell)
+        )
         layers = jax.tree.map(
             lambda rows: lax.dynamic_slice_in_dim(rows.array, rows.begin, self.program.layout.longest),
             self.weights.of(cell["chunk"]),

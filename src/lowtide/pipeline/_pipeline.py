@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..core import (
     ConfigError,
@@ -39,6 +40,7 @@ def value_and_grad(
     remat: bool | Callable[..., bool] = False,
     layers_per_stage: Sequence[int] | None = None,
     arranged: bool = False,
+    batch_axes: Sequence[str] = ("data", "fsdp"),
 ) -> Pipeline:
     """A pipelined loss with its gradients, as one compiled program.
 
@@ -56,6 +58,7 @@ def value_and_grad(
         arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
             moved between ranks. That is of use where a rank has several stages, or stages are uneven (then
             `layers_per_stage` has to say how).
+        batch_axes: along which other axes, of those that the mesh has, the rows of every microbatch are divided.
 
     Returns:
         The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``.
@@ -126,9 +129,10 @@ def value_and_grad(
             hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
         )
     tables(schedule, [1] * schedule.num_stages)  # refuses stages that are no neighbours
+    axes = tuple(one for one in batch_axes if one in mesh.shape and one != axis)
     # Other axes are the compiler's to divide arrays along, whatever type of axis the mesh was made with.
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged)
+    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
@@ -153,6 +157,8 @@ class Pipeline:
     """Of every stage, or None."""
     arranged: bool
     """Whether layers are in the order of ranks."""
+    batch_axes: tuple[str, ...]
+    """Along which the rows of microbatches are divided."""
 
     def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
         """The loss, the metrics and the gradients.
@@ -256,6 +262,7 @@ class Pipeline:
             frozen=shapes(frozen),
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
             remat=self.remat,
+            batch_axes=self.batch_axes,
         )
 
     def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:
@@ -269,6 +276,14 @@ class Pipeline:
         )
         return jax.jit(mapped)  # outside of one, axes that are left to the compiler are an error
 
+    def _divided(self, leaf: Any) -> Any:
+        """The rows of all microbatches, divided alike."""
+        number = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+        if number == 1 or leaf.shape[1] % number:
+            return leaf
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
     def _microbatches(self, batch: Tree) -> tuple[Tree, Any]:
         """The microbatches, and the part of each in the loss."""
         number = self.schedule.num_microbatches
@@ -280,6 +295,7 @@ class Pipeline:
             ),
             batch,
         )
+        batches = jax.tree.map(self._divided, batches)
         batches = jax.tree.map(
             lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
         )
