@@ -44,7 +44,7 @@ from rich.table import Table
 import lowtide as lt
 from lowtide.train import Callback
 
-NUM_LAYERS, DIM, BATCH = 16, 160, 128
+NUM_LAYERS, DIM, BATCH = 24, 160, 128
 Seconds = float
 
 
