@@ -110,7 +110,6 @@ class _Reach:
         self._of_batch: set[Value] = {value for value, source in self.inputs.items() if source is Source.BATCH}
         self.nodes: list[Op | Carry] = []
         self._walk(graph.items)
-        self.sinks = sinks
 
     def _walk(self, items: Iterable[Op | Loop]) -> None:
         for item in items:

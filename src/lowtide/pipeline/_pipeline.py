@@ -287,11 +287,10 @@ class Pipeline:
     def _microbatches(self, batch: Tree) -> tuple[Tree, Any]:
         """The microbatches, and the part of each in the loss."""
         number = self.schedule.num_microbatches
-        is_key = functools.partial(_is_key)
-        batches = split_batch(jax.tree.map(lambda leaf: None if is_key(leaf) else leaf, batch), number)
+        batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
         keys = jax.tree.map(
             lambda leaf: (
-                jax.vmap(functools.partial(jax.random.fold_in, leaf))(jnp.arange(number)) if is_key(leaf) else None
+                jax.vmap(functools.partial(jax.random.fold_in, leaf))(jnp.arange(number)) if _is_key(leaf) else None
             ),
             batch,
         )

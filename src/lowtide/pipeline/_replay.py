@@ -49,7 +49,6 @@ class Plan:
     def __init__(self, graph: Graph, assignment: Assignment, sinks: Sequence[Sink]) -> None:
         self.graph, self.passes, self.free = graph, assignment.passes, assignment.free
         self.made: dict[Value, Pass] = {}
-        self._stacked_in: dict[Value, Value] = {}
         self._collect_made(graph.items)
         self.reads: dict[Value, set[Pass]] = {}
         """In which passes a value is read where it is, not as a stack of all iterations."""
