@@ -1,6 +1,6 @@
 """What a pipeline keeps: schedules beside each other, and beside differentiating through a scan. Compiled, never run.
 
-    python benchmarks/pipeline_memory.py [--target v5p:2x2x1] [--large] [--json FILE]
+    python benchmarks/pipeline_memory.py [--target v5p:2x2x1] [--large] [--json FILE] [--picture FILE]
 
 A decoder of 16 layers (512 wide, 8 heads, MLP of 1536, bfloat16 activations) in four stages, microbatches of two rows
 of 512 tokens, gradients of all weights; for 8 to 64 microbatches, with and without recomputation of blocks. "Scan" is
@@ -11,7 +11,8 @@ a whole. Differentiating keeps every tick's residuals, so its memory grows with 
 until the end of the step: ours with that planted. PyTorch reports that letting them go saved 10 % of a 7 B model's
 memory, and 50 % with activation checkpointing.
 
-With --large: shapes of Llama-3-8B in eight stages on v5p:2x2x2, with Adam's state.
+With --large: a step of Llama-3-8B's shapes in eight stages on v5p:2x2x2, with AdamW and its state, and what each rank
+holds.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from rich.table import Table
 
 from lowtide import models, target
 from lowtide.memory import analyze
+from lowtide.pipeline import StageReport, schedule, value_and_grad
 from lowtide.pipeline import _executor as executor
-from lowtide.pipeline import schedule, value_and_grad
 
 Tree = Any
 RANKS, ROWS, LENGTH = 4, 2, 512
@@ -198,7 +199,7 @@ def measure(name: str, numbers: Sequence[int]) -> list[Row]:
     return rows
 
 
-def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 4096) -> Row:
+def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 4096) -> tuple[Row, StageReport]:
     """A step of Llama-3-8B in eight stages."""
     mesh = Mesh(np.array(target(name).devices()[:8]), ("stage",))
     shapes = jax.eval_shape(lambda: models.init(LLAMA_3_8B, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
@@ -218,7 +219,7 @@ def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 409
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.get(x.shape, whole)), state)
     batch = batch_of(num_microbatches, mesh, 1, length)
     report = analyze(step, (outer, layers), state, batch, target=name, donate_argnums=(0, 1))
-    return Row(
+    row = Row(
         program="Llama-3-8B, zb-h1",
         num_microbatches=num_microbatches,
         remat=True,
@@ -226,6 +227,40 @@ def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 409
         temp_bytes=report.device.temp_bytes,
         device_bytes=report.device_bytes,
     )
+    return row, pipeline.report(outer, layers, batch, memory=report)
+
+
+def draw(name: str, rows: Sequence[Row], path: Path) -> None:
+    """Temporaries by microbatches, kept beside recomputed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    colors = {"scan": "#c44e52", "1f1b": "#4c72b0", "zb-h1": "#55a868", "v-half": "#8172b2", "v-min": "#937860"}
+    for axis, remat in zip(axes, (False, True), strict=True):
+        for program, color in colors.items():
+            points = [
+                (r.num_microbatches, r.temp_bytes / 2**20) for r in rows if (r.program, r.remat) == (program, remat)
+            ]
+            label = "differentiating through a scan" if program == "scan" else program
+            axis.plot(*zip(*points, strict=True), marker="o", color=color, label=label)
+        axis.set(
+            xscale="log", yscale="log", xlabel="microbatches", title="blocks recomputed" if remat else "blocks kept"
+        )
+        axis.set_xticks(sorted({row.num_microbatches for row in rows}), minor=False)
+        axis.set_yticks([100, 300, 1000, 3000, 10000], minor=False)
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.yaxis.set_major_formatter("{x:,.0f}")
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("temporaries on a device, MiB")
+    axes[1].legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
+    figure.suptitle(f"A decoder of 16 layers in four stages, compiled for {name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def table(name: str, rows: Sequence[Row]) -> Table:
@@ -250,21 +285,31 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[8, 16, 32, 64], help="how many to compile for")
     parser.add_argument("--large", action="store_true", help="compile Llama-3-8B in eight stages, and nothing else")
     parser.add_argument("--json", type=Path, help="the file, in place of one in benchmarks/results/")
+    parser.add_argument("--picture", type=Path, help="also draw a PNG (needs the report extra)")
     options = parser.parse_args()
+    if options.picture and options.large:
+        parser.error("--picture is of microbatches, and --large has one number of them")
     name = "v5p:2x2x2" if options.large else options.target
-    rows = [large(name)] if options.large else measure(name, options.microbatches)
     console = Console(width=160)
+    ranks: dict[str, Any] = {}
+    if options.large:
+        row, report = large(name)
+        rows, ranks = [row], {"ranks": report.to_dict()}
+        console.print(report)
+    else:
+        rows = measure(name, options.microbatches)
     console.print(table(name, rows))
-    for row in rows if options.large else ():
-        console.print(f"arguments {mib(row.argument_bytes)} MiB, all {mib(row.device_bytes)} MiB")
     result = {
         **header(f"python benchmarks/pipeline_memory.py{' --large' * options.large}"),
         "label": "compiled",
         "target": name,
         "rows": [dataclasses.asdict(row) for row in rows],
+        **ranks,
     }
     file = f"pipeline_memory-{'llama-3-8b-' * options.large}{name.replace(':', '-')}.json"
     write(options.json or ROOT / "results" / file, result)
+    if options.picture:
+        draw(name, rows, options.picture)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,8 @@ WIDTH = 100
 WIDEST = 120
 """Columns after which a line of an output is broken."""
 LANGUAGES = ("python", "console")
+_ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+"""Of collectives, on all devices: see the limits of the guide to pipelines."""
 _FENCE = re.compile(r"^```(?P<language>\w+)(?P<words>[^\n`]*)\n(?P<code>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 _WORD = re.compile(r'(\w+)(?:="([^"]*)")?')
 
@@ -86,7 +88,7 @@ def run_page(name: str, blocks: list[Block]) -> Done:
     """
     folder = tempfile.TemporaryDirectory(prefix="docs-")
     request = json.dumps([dataclasses.asdict(block) for block in blocks])
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {_ONE_ORDER}"
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",

@@ -55,6 +55,20 @@ def restore_in_turn(trainer):
     return step
 
 
+def make_trainer(model, rules):
+    how = {"num_microbatches": ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"])}
+    if "stage" in ARGS:
+        how = {"pipeline": lt.pipeline.schedule(ARGS["schedule"], num_stages=ARGS["stages"], num_microbatches=4)}
+    return lt.Trainer(
+        model,
+        None if "stage" in ARGS else lambda model, batch: lt.models.loss(model, batch),
+        optax.adamw(1e-2),
+        sharding=rules,
+        **how,
+        checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
+    )
+
+
 def main():
     config = lt.models.LlamaConfig(
         vocab_size=64,
@@ -70,7 +84,7 @@ def main():
     model = lt.models.init(config, key=jax.random.key(ARGS["process"] if ARGS.get("odd") == "weights" else 0))
     tokens = np.random.default_rng(0).integers(0, 64, (64, 17)).astype(np.int32)
     rules = ShardingRules(
-        mesh=make_mesh(fsdp=ARGS["fsdp"], tensor=ARGS["tensor"]),
+        mesh=make_mesh(stage=ARGS.get("stage"), fsdp=ARGS["fsdp"], tensor=ARGS["tensor"]),
         min_bytes=0,
         local_batches=ARGS.get("local", False),
         timeout_seconds=ARGS.get("timeout", 60),
@@ -79,14 +93,7 @@ def main():
         for path in Path(ARGS["checkpoints"]).glob("6/state/**/*"):
             if path.is_file():
                 path.write_bytes(b"")
-    trainer = lt.Trainer(
-        model,
-        lambda model, batch: lt.models.loss(model, batch),
-        optax.adamw(1e-2),
-        sharding=rules,
-        num_microbatches=ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"]),
-        checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
-    )
+    trainer = make_trainer(model, rules)
     arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     if rules.local_batches:
         shard, count = rules.data_shard

@@ -200,6 +200,8 @@ def test_layers_keep_their_order_through_arranging() -> None:
     assert rows["n"][:, 0].tolist() == [0, 0, 5, 5, 1, 2, 3, 4]
     assert rows["n"].sharding.spec == PartitionSpec("stage")
     assert pipeline.restore(rows, 6)["n"][:, 0].tolist() == list(range(6))
+    with pytest.raises(StructureError, match=r"(?s)not in the order of ranks.*8 rows.*got: 6.*hint:"):
+        pipeline.restore(layers, 6)
     shapes = pipeline.arrange({"n": jax.ShapeDtypeStruct((6, 2), jnp.float32)})
     assert shapes["n"].shape == (8, 2)
 
@@ -218,6 +220,138 @@ def test_outer_weights_alone_may_train() -> None:
     _, (of_outer, of_layers) = jax.jit(pipeline)(outer, layers, make_batch())
     assert jax.tree.leaves(of_layers) == []
     assert_close(of_outer, reference(outer, layers, make_batch())[1][0])
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_a_microbatch_without_weight_has_no_gradient_whatever_its_activations(name: str) -> None:
+    pipeline = pipeline_of(name, 2)
+    outer, layers = parameters(5)
+    batch = make_batch()
+    rows = slice(EMPTY * ROWS // NUM_MICROBATCHES, (EMPTY + 1) * ROWS // NUM_MICROBATCHES)
+    broken = {**batch, "positions": batch["positions"].at[rows].set(jnp.nan)}
+    assert_close(jax.jit(pipeline)(outer, layers, broken), jax.jit(pipeline)(outer, layers, batch))
+    assert_close(jax.jit(pipeline.evaluate)(outer, layers, broken), jax.jit(pipeline.evaluate)(outer, layers, batch))
+
+
+def of_plain_jax(stack: LayerStack, outer: Any, layers: Any, batch: Any) -> Any:
+    """Mean over all rows, for losses of which microbatches make no difference."""
+    loss = lambda outer, layers: stack.apply(outer, layers, batch)  # noqa: E731
+    return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(outer, layers)
+
+
+def rows_of(outer: Any, h: Any) -> Any:
+    """A loop over the sum of two leaves, which so have one gradient."""
+    return jax.lax.scan(lambda h, row: (jnp.tanh(h + row[None, :]), None), h, outer["a"] + outer["b"])[0]
+
+
+@pytest.mark.parametrize("part", ["first", "last"])
+def test_weights_that_are_added_to_each_other_both_have_their_gradient(part: str) -> None:
+    stack = LayerStack(
+        first=lambda outer, x: rows_of(outer, x) if part == "first" else x,
+        block=lambda layer, h, x: jnp.tanh(h @ layer),
+        last=lambda outer, h, x: (jnp.mean((rows_of(outer, h) if part == "last" else h) ** 2), {}),
+    )
+    outer = {"a": jnp.full((2, WIDTH), 0.1), "b": jnp.full((2, WIDTH), 0.2)}
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
+    assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
+
+
+def test_a_weight_whose_gradient_is_the_cotangent_of_the_loss_has_it() -> None:
+    stack = LayerStack(
+        first=lambda outer, x: x,
+        block=lambda layer, h, x: jnp.tanh(h @ layer),
+        last=lambda outer, h, x: (jnp.mean(h**2) + outer["bias"], {}),
+    )
+    outer = {"bias": jnp.float32(0.5)}
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
+    assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
+
+
+def test_a_block_may_leave_arrays_without_elements() -> None:
+    stack = LayerStack(
+        first=lambda outer, x: x,
+        block=lambda layer, h, x: h + jax.lax.associative_scan(jnp.multiply, jnp.tanh(h @ layer), axis=1),
+        last=lambda outer, h, x: (jnp.mean(h**2), {}),
+    )
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
+    assert_close(jax.jit(pipeline)({}, layers, x), of_plain_jax(stack, {}, layers, x))
+
+
+@pytest.mark.parametrize("arranged", [False, True])
+def test_padding_reaches_no_gradient_whatever_it_computes(arranged: bool) -> None:
+    """A table with an entry for each layer, of which padding reads one too many: nan."""
+
+    def scaled(layer: Any, h: Any, x: Any) -> Any:
+        at, h = h
+        return at + 1, h + jnp.tanh(h @ layer) * jnp.take(jnp.linspace(0.5, 1, 5), at)
+
+    stack = LayerStack(lambda outer, x: (jnp.int32(0), x), scaled, lambda outer, h, x: (jnp.mean(h[1] ** 2), {}))
+    layers, x = parameters(5)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    made = schedule("zb-h1", num_stages=2, num_microbatches=4)
+    pipeline = value_and_grad(stack, made, mesh=mesh_of(2, 1), layers_per_stage=[3, 2], arranged=arranged)
+    value, (_, found) = jax.jit(pipeline)({}, pipeline.arrange(layers) if arranged else layers, x)
+    if arranged:
+        assert not found[5].any()
+        found = pipeline.restore(found, 5)
+    assert_close((value, ({}, found)), of_plain_jax(stack, {}, layers, x))
+
+
+def test_outer_weights_may_be_plain_numbers() -> None:
+    outer, layers = parameters(4)
+    pipeline = pipeline_of("1f1b", 2, mesh=mesh_of(2, 1))
+    found = pipeline({**outer, "temperature": 1.5}, layers, make_batch())
+    assert_close(found[1], reference(outer, layers, make_batch())[1])
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_functions_may_return_plain_numbers(others: int) -> None:
+    stack = LayerStack(
+        first=lambda outer, x: {"x": x, "aux": 0.0},
+        block=lambda layer, h, x: {"x": jnp.tanh(h["x"] @ layer), "aux": h["aux"] + jnp.mean(h["x"])},
+        last=lambda outer, h, x: (jnp.mean(h["x"] ** 2) + h["aux"], {"rows": x.shape[0], "half": 0.5}),
+    )
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, others))
+    (loss, metrics), grads = jax.jit(pipeline)({}, layers, x)
+    (wanted, _), wanted_grads = of_plain_jax(stack, {}, layers, x)
+    assert_close((loss, grads), (wanted, wanted_grads))
+    assert metrics == {"rows": 2.0, "half": 0.5}
+    assert_close(jax.jit(pipeline.evaluate)({}, layers, x), (loss, metrics))
+
+
+def test_a_batch_may_have_no_arrays() -> None:
+    stack = LayerStack(
+        first=lambda outer, batch: outer["x"],
+        block=lambda layer, h, batch: jnp.tanh(h @ layer),
+        last=lambda outer, h, batch: (jnp.mean(h**2), {}),
+    )
+    outer, layers = {"x": jnp.ones((2, WIDTH))}, parameters(4)[1]["up"][..., :WIDTH]
+    made = schedule("zb-h1", num_stages=2, num_microbatches=4)
+    pipeline = value_and_grad(stack, made, mesh=mesh_of(2, 1), weight=lambda batch: 2.0)
+    assert_close(jax.jit(pipeline)(outer, layers, {}), of_plain_jax(stack, outer, layers, {}))
+
+
+def test_the_report_of_a_batch_whose_first_leaf_is_a_key() -> None:
+    pipeline = pipeline_of("1f1b", 2)
+    outer, layers = parameters(4)
+    batch = make_batch()
+    report = pipeline.report(outer, layers, {"": batch["key"], **batch})
+    assert report.waiting_bytes == pipeline.report(outer, layers, batch).waiting_bytes > 0
+
+
+def test_a_loop_over_rows_of_activations_reads_what_waits_as_a_whole() -> None:
+    stack = LayerStack(
+        first=lambda outer, x: x,
+        block=lambda layer, h, x: jnp.tanh(h @ layer),
+        last=lambda outer, h, x: (jnp.mean(jax.lax.map(lambda row: jnp.tanh(row @ outer["w"]), h) ** 2), {}),
+    )
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, LENGTH, WIDTH))
+    outer = {"w": jax.random.normal(jax.random.key(3), (WIDTH, INNER))}
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
+    assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
 
 
 def test_a_decoder_trains_pipelined() -> None:
@@ -261,6 +395,37 @@ def test_a_mesh_that_does_not_fit_is_named() -> None:
         value_and_grad(STACK, "1f1b", mesh=mesh_of(4))  # pyright: ignore[reportArgumentType]
 
 
+WRONG = {
+    "mesh": (None, "mesh is no mesh.*jax.sharding.Mesh.*got: None"),
+    "weight": (3, "weight is no function.*got: 3"),
+    "remat": ("full", "remat is no policy.*got: 'full'"),
+    "layers_per_stage": ([2.0, 3.0], r"layers_per_stage is no list of numbers.*got: \[2.0, 3.0\]"),
+    "batch_axes": ("fsdp", r"batch_axes is no list of names.*got: 'fsdp'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_argument_of_another_type_is_named(name: str) -> None:
+    given, pattern = WRONG[name]
+    with pytest.raises(ConfigError, match=rf"(?s){pattern}.*hint:"):
+        pipeline_of("1f1b", 2, **{name: given})
+
+
+def test_a_model_without_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)no layers.*at least one.*hint:"):
+        pipeline_of("1f1b", 2)(parameters(1)[0], jax.tree.map(lambda leaf: leaf[:0], parameters(1)[1]), make_batch())
+
+
+def test_what_does_not_fit_the_schedule_or_the_mesh_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)layers_per_stage is not of this schedule.*4 numbers.*got: 2"):
+        pipeline_of("1f1b", 4, layers_per_stage=[3, 4])
+    for axes in (["fdsp"], ["stage"]):
+        with pytest.raises(ConfigError, match=rf"(?s)cannot be divided along '{axes[0]}'.*expected: 'fsdp'"):
+            pipeline_of("1f1b", 4, batch_axes=axes)
+    assert pipeline_of("1f1b", 4, batch_axes=[]).batch_axes == ()
+    assert pipeline_of("1f1b", 4).batch_axes == ("fsdp",)
+
+
 def test_a_schedule_whose_stages_are_no_neighbours_is_refused() -> None:
     far = Schedule.from_text("0F0 0B0\n2F0 2B0\n1F0 1B0\n3F0 3B0")
     assert far.placement == (0, 2, 1, 3)
@@ -293,9 +458,17 @@ def test_functions_of_another_shape_are_named() -> None:
         stack = LayerStack(**{"first": first, "block": block, "last": last} | functions)
         return value_and_grad(stack, made, mesh=mesh_of(2))(outer, layers, make_batch())
 
-    with pytest.raises(StructureError, match=r"(?s)x: a block returns another shape.*2, 3, 8.*got: .*2, 3, 4.*hint:"):
+    with pytest.raises(
+        StructureError, match=r"(?s)x: a block returns another shape or dtype.*3, 8.*got: .*3, 4.*hint:"
+    ):
         run(block=lambda layer, h, batch: {**h, "x": h["x"][..., :4]})
-    with pytest.raises(StructureError, match=r"(?s)depth: a block returns another shape.*int32.*got: nothing.*hint:"):
+    with pytest.raises(
+        StructureError, match=r"(?s)depth: a block returns another shape or.*int32.*got: nothing.*hint:"
+    ):
         run(block=lambda layer, h, batch: {"x": h["x"], "aux": h["aux"]})
     with pytest.raises(StructureError, match=r"(?s)returns no loss.*\(loss, metrics\).*hint:"):
         run(last=lambda outer, h, batch: h["x"])
+    with pytest.raises(StructureError, match=r"(?s)returns no loss.*floating-point.*int32.*hint:"):
+        run(last=lambda outer, h, batch: (h["depth"], {}))
+    with pytest.raises(StructureError, match=r"(?s)returns no loss.*floating-point.*complex64.*hint:"):
+        run(last=lambda outer, h, batch: (h["aux"] + 1j, {}))

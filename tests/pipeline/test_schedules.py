@@ -326,3 +326,26 @@ def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) 
 def test_costs_are_positive_numbers(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"(?s){next(iter(wrong))} is no cost.*hint: units are free"):
         Costs(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: schedule("1f1b", num_stages="4", num_microbatches=4), "num_stages has to be at least 1"),
+        (lambda: schedule("1f1b", num_stages=4, num_microbatches=4.0), "num_microbatches has to be at least 1"),
+        (lambda: schedule(None, num_stages=4, num_microbatches=4), "unknown schedule None"),
+        (lambda: schedule("1F1B", num_stages=4, num_microbatches=4), "near misses: 1f1b"),
+        (lambda: schedule("auto", num_stages=4, num_microbatches=4, costs=(1, 1, 1)), "costs are no costs"),
+        (lambda: simulate("1f1b"), "only schedules can be simulated"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_types_are_named(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_a_schedule_is_shown_in_one_line_and_may_be_renamed(tmp_path: Path) -> None:
+    made = schedule("zb-h1", num_stages=4, num_microbatches=8)
+    assert repr(made) == "<Schedule zb-h1: 4 stages on 4 ranks, 8 microbatches>"
+    made.to_csv(tmp_path / "mine.csv")
+    assert Schedule.from_csv(tmp_path / "mine.csv", name="zb-h1") == made

@@ -238,6 +238,19 @@ def test_what_depends_on_weights_alone_is_made_once_and_never_waits() -> None:
     assert "bf16[8,16] = convert_element_type" not in text
 
 
+def test_what_a_loop_makes_of_a_weight_in_every_iteration_is_made_once() -> None:
+    def stage(w: Any, x: Any) -> Any:  # in chunks, as a head is read
+        return jax.lax.map(lambda row: jnp.tanh(row.astype(jnp.bfloat16) @ (2 * w["a"]).astype(jnp.bfloat16)), x)
+
+    weights = {"a": normal(0, 8, 16)}
+    traced = split_backward(stage).trace(weights, X)
+    assert [(x.shape, x.dtype) for x in traced.hoisted] == [((8, 16), jnp.bfloat16)]
+    case = Case(stage, weights, X)
+    dy = ones(jax.eval_shape(stage, weights, X))
+    for one, other in zip(*(jax.tree.leaves(fn(case)(weights, X, dy)) for fn in (split_passes, plain)), strict=True):
+        assert jnp.array_equal(one, other)
+
+
 def test_the_first_stage_is_split_without_a_gradient_of_its_input() -> None:
     tokens = jnp.array([[1, 2, 3, 1]])
 

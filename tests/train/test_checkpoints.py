@@ -239,8 +239,11 @@ def test_arrays_that_another_trainer_consumed_are_told():
     model = {"w": jnp.zeros(4)}
     first, second = (lt.Trainer(model, loss_fn, optax.sgd(0.1)) for _ in range(2))
     fit(first, 1)
-    with pytest.raises(StateError, match=r"(?s)w was consumed since.*hint: give each trainer its own"):
+    with pytest.raises(StateError, match=r"(?s)w was consumed: another trainer.*hint: give each trainer its own"):
         fit(second, 1)
+    with pytest.raises(StateError, match=r"(?s)w was consumed: another trainer.*hint: give each trainer its own"):
+        lt.Trainer(model, loss_fn, optax.sgd(0.1))
+    assert lt.Trainer(first.model, loss_fn, optax.sgd(0.1)).step == 0
 
 
 def test_two_paths_of_one_array_are_refused_after_update_too():

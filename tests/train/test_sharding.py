@@ -196,6 +196,27 @@ def test_a_device_holds_its_part_of_the_state(tpu_device):
     assert report.by_role["state"] <= 6 * width * width + 2**16
 
 
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_step_on_a_mesh_is_compiled_for_a_target_that_is_not_there(num_microbatches):
+    model = lt.models.init(config(), key=jax.random.key(0))
+    rules = ShardingRules(mesh=mesh(), min_bytes=0)
+    trainer = lt.Trainer(model, lt.models.loss, optax.adam(1e-2), sharding=rules, num_microbatches=num_microbatches)
+    here, there = trainer.memory(data()[0]), trainer.memory(data()[0], target="v5e:2x4")
+    assert there.target.chip == "v5e" and here.target.chip == "cpu"
+    assert there.by_role["trainable"] > 0 and there.by_role["outputs"] < 8192  # the state is donated
+
+
+def test_a_mesh_has_a_stage_axis_where_it_is_asked_for():
+    assert dict(make_mesh(stage=2, tensor=2).shape) == {"stage": 2, "data": 1, "fsdp": 2, "tensor": 2}
+    assert dict(make_mesh(stage=-1, fsdp=2).shape) == {"stage": 4, "data": 1, "fsdp": 2, "tensor": 1}
+    rules = ShardingRules(mesh=make_mesh(stage=2))
+    assert rules.spec("layers/mlp/up_proj/weight", (4, 256, 128)) == P("stage", "tensor", "fsdp")
+    assert rules.spec("layers/norm/weight", (4, 16)) == P("stage")
+    assert rules.spec("layers/norm/weight", (3, 16)) == P()
+    assert rules.spec("outer/norm/weight", (4, 16)) == P()
+
+
 def test_a_batch_may_be_filled_again_while_its_step_runs():
     """On a CPU a placed batch would share NumPy's buffer."""
     rules = ShardingRules(mesh=make_mesh(fsdp=8))

@@ -208,3 +208,32 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
         return jnp.reshape(leaf, (num_microbatches, shape[0] // num_microbatches, *shape[1:]))
 
     return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_microbatches: int) -> Any:
+    """The part of each microbatch in the loss.
+
+    Args:
+        weight: a function of a microbatch that gives a scalar, or None for equal parts.
+        batches: leaves of shape [num_microbatches, part, ...].
+        num_microbatches: how many there are.
+
+    Returns:
+        Numbers that add up to 1, or to 0 where nothing weighs anything, float32 of shape [num_microbatches].
+
+    Raises:
+        StructureError: when `weight` gives no number.
+    """
+    if weight is None:
+        return jnp.full(num_microbatches, 1 / num_microbatches, jnp.float32)
+    of_part = jax.vmap(lambda part: jnp.asarray(weight(part), jnp.float32), axis_size=num_microbatches)
+    weights = of_part(batches)
+    if weights.ndim != 1:
+        raise StructureError(
+            "the weight of a microbatch is no number",
+            expected="a scalar",
+            got=f"shape {list(weights.shape[1:])}",
+            hint="sum it: lambda batch: jnp.sum(batch['mask'])",
+        )
+    total = jnp.sum(weights)
+    return weights / jnp.where(total == 0, 1, total)

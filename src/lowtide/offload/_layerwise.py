@@ -35,6 +35,7 @@ from lowtide.core import (
     combine,
     leaves_with_paths,
     memory_space,
+    microbatch_weights,
     num_layers,
     partition,
     split_batch,
@@ -297,17 +298,7 @@ class LayerwiseStep:
         if self.num_microbatches == 1:  # what has no leading axis need not split
             return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
         batches = split_batch(batch, self.num_microbatches)
-        if self.weight is None:
-            return batches, jnp.full(self.num_microbatches, 1 / self.num_microbatches, jnp.float32)
-        weights = jax.vmap(lambda part: jnp.asarray(self.weight(part), jnp.float32))(batches)  # pyright: ignore[reportOptionalCall]
-        if weights.ndim != 1:
-            raise StructureError(
-                "the weight of a microbatch is no number",
-                expected="a scalar",
-                got=f"shape {list(weights.shape[1:])}",
-                hint="sum it: lambda batch: jnp.sum(batch['mask'])",
-            )
-        return batches, weights / jnp.maximum(jnp.sum(weights), jnp.finfo(jnp.float32).tiny)
+        return batches, microbatch_weights(self.weight, batches, self.num_microbatches)
 
     def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
         if not default_device().addressable_memories():

@@ -15,6 +15,8 @@ from ._split import Residuals as Residuals
 from ._split import StageSplit as StageSplit
 from ._split import TracedSplit as TracedSplit
 from ._split import split_backward as split_backward
+from ._stages import RankBytes as RankBytes
+from ._stages import StageReport as StageReport
 
 __all__ = [
     "SCHEDULES",
@@ -22,9 +24,11 @@ __all__ = [
     "Costs",
     "Kind",
     "Pipeline",
+    "RankBytes",
     "Residuals",
     "Schedule",
     "Simulation",
+    "StageReport",
     "StageSplit",
     "TracedSplit",
     "schedule",

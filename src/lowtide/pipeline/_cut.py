@@ -78,14 +78,13 @@ class Assignment:
     """What is made in each pass that reads it, and how."""
 
 
-def assign(graph: Graph, sources: list[Source], sinks: list[Sink], *, whole: bool) -> Assignment:
+def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment:
     """Give every operation its pass.
 
     Args:
         graph: the forward and the backward pass of a stage.
         sources: what its inputs are.
         sinks: its results.
-        whole: whether there is no weight pass, and the input pass does its work.
 
     Returns:
         The assignment.
@@ -93,7 +92,7 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink], *, whole: boo
     reach = _Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
     nodes: list[Node] = [node for node in (*reach.nodes, *Source, *sinks) if node in live or isinstance(node, Source)]
-    passes = _Cut(reach, nodes, sinks, whole=whole).solve()
+    passes = _Cut(reach, nodes, sinks).solve()
     found = {node: at for node, at in passes.items() if isinstance(node, Op | Carry)}
     _hoist(reach, found, nodes, passes)
     return Assignment(found, reach.free)
@@ -251,8 +250,8 @@ _ENDLESS = 2**30
 class _Cut:
     """A network in which a node stands once for each bound: on the near side of it, the node's pass comes before."""
 
-    def __init__(self, reach: _Reach, nodes: list[Node], sinks: list[Sink], *, whole: bool) -> None:
-        self.reach, self.nodes, self.sinks, self.whole = reach, nodes, sinks, whole
+    def __init__(self, reach: _Reach, nodes: list[Node], sinks: list[Sink]) -> None:
+        self.reach, self.nodes, self.sinks = reach, nodes, sinks
         self.number = {node: i for i, node in enumerate(nodes)}
         self.size = 2 + len(nodes) * len(_BOUNDS)
         self.edges: list[tuple[int, int, int]] = []
@@ -292,7 +291,7 @@ class _Cut:
         to_host = [node for node in self.nodes if isinstance(node, Op) and node.name == TO_HOST]
         cotangent = {node for node in to_host if Source.COTANGENT in self.reach.ancestors([node])}
         for node in self.nodes:
-            first, last = Pass.HOISTED, Pass.INPUT if self.whole else Pass.WEIGHT
+            first, last = Pass.HOISTED, Pass.WEIGHT
             if isinstance(node, Source):
                 first = last = max(_FIRST[node], Pass.FORWARD)
             elif isinstance(node, Sink):
@@ -300,7 +299,7 @@ class _Cut:
             elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
                 last = Pass.FORWARD  # what is offloaded leaves the device at once
             elif isinstance(node, Op) and node.is_heavy and node not in forward:
-                first = Pass.INPUT if node in back or node in chain or self.whole else Pass.WEIGHT
+                first = Pass.INPUT if node in back or node in chain else Pass.WEIGHT
                 last = Pass.INPUT if node in chain else last
             for bound in _BOUNDS:
                 if last <= bound:

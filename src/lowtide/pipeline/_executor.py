@@ -6,7 +6,8 @@ and its branches copy what they hand through (JAX issues 38145, 16661). Nothing 
 only the stages inside (JAX issue 40823); nothing is sent along the pipeline's axis inside a pass.
 
 Between passes wait only what `_split` leaves, in as many slots as the schedule needs at a time. Gradients are added to
-one total for each weight. Losses are summed as they come.
+one total for each weight. The last function runs forward and backward in the last stage's input pass, so that logits
+never wait; losses are summed as they come.
 
 Known inefficiency: of float32 activations that only products read, a TPU keeps a copy in bfloat16 of the whole buffer
 while a pass runs; activations in bfloat16, as decoders compute in, have none.
@@ -85,6 +86,18 @@ class Program:
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
+    def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Held:
+        """What `gradients` holds from its first tick to its last; arguments as of it."""
+        run = _Run(self, _Weights(trainable, frozen, self.layout.longest), microbatches, seeds)
+        state = run.begin()
+        names = {kept.buffer for part in run.parts.values() for kept in part.kept}
+        return Held(
+            {name: (state["buffers"][name].shape, state["buffers"][name].dtype) for name in names},
+            [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
+            [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
+            run.tables.used,
+        )
+
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
         """The passes of each part of the model, of activations of these shapes."""
 
@@ -97,8 +110,6 @@ class Program:
         return {
             "first": trace_split(first, *outer, (), self.batch),
             "blocks": trace_split(self.blocks, *rows, h, self.batch, count),
-            # Its weight pass would keep all logits of a microbatch waiting.
-            "last": trace_split(self.stack.last, *outer, h, self.batch, has_aux=True, is_whole=True),
         }
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
@@ -110,10 +121,15 @@ class Program:
 
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
             layer, index = row
-            after = self.divided(block(layer, h, batch))
-            if not self.layout.is_even:
-                after = jax.tree.map(lambda new, old: jnp.where(index < count, new, old), after, h)
-            return after, None
+            if self.layout.is_even:
+                return self.divided(block(layer, h, batch)), None
+
+            def choose(one: Any, other: Any) -> Any:
+                return jnp.where(index < count, one, other)
+
+            # Padding computes on activations that no such layer is ever given: its gradient may be 0 times infinity.
+            given = jax.tree.map(lambda leaf: choose(leaf, lax.stop_gradient(leaf)), h)
+            return jax.tree.map(choose, self.divided(block(layer, given, batch)), h), None
 
         return lax.scan(body, self.divided(h), (layers, jnp.arange(self.layout.longest)))[0]
 
@@ -122,7 +138,7 @@ class Program:
         number = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
 
         def divide(leaf: Any) -> Any:
-            if number == 1 or not leaf.ndim or leaf.shape[0] % number:
+            if number == 1 or not jnp.ndim(leaf) or leaf.shape[0] % number:
                 return leaf
             return lax.with_sharding_constraint(leaf, PartitionSpec(self.batch_axes))
 
@@ -144,20 +160,33 @@ class Program:
         if before != behind or jax.tree.structure(h) != jax.tree.structure(after):
             path = next((path for path in {**before, **behind} if before.get(path) != behind.get(path)), "")
             raise StructureError(
-                f"{path or 'activations'}: a block returns another shape than it is given",
+                f"{path or 'activations'}: a block returns another shape or dtype than it is given",
                 expected=before.get(path, "nothing"),
                 got=behind.get(path, "nothing"),
                 hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
             )
         result: Any = jax.eval_shape(self.stack.last, outer, h, self.batch)
-        if not (isinstance(result, tuple) and len(result) == 2 and getattr(result[0], "shape", None) == ()):
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
             raise StructureError(
                 "the last function of the stack returns no loss",
-                expected="(loss, metrics), of which loss is a scalar",
+                expected="(loss, metrics), of which loss is a floating-point scalar",
                 got=str(result),
                 hint="last(outer, h, batch) -> (loss, {})",
             )
         return Shapes(h, result[1])
+
+
+class Held(NamedTuple):
+    """What a rank has room for throughout the program."""
+
+    buffers: dict[str, tuple[tuple[int, ...], Any]]
+    """Of what waits: shape and dtype."""
+    messages: list[tuple[tuple[int, ...], Any]]
+    """Shapes and dtypes of what other ranks send."""
+    hoisted: list[tuple[tuple[int, ...], Any]]
+    """Shapes and dtypes of what is made of weights once."""
+    used: dict[str, tuple[int, ...]]
+    """Slots that each rank uses of them."""
 
 
 class Shapes(NamedTuple):
@@ -171,7 +200,7 @@ class _Weights:
     """The weights of a rank."""
 
     def __init__(self, trainable: Tree, frozen: Tree, longest: int) -> None:
-        self.trainable, self._longest = trainable, longest
+        self.trainable, self.frozen, self._longest = trainable, frozen, longest
         self.outer, self.layers = (combine(trainable[name], frozen[name]) for name in ("outer", "layers"))
 
     def begin(self, chunk: Any) -> Any:
@@ -209,8 +238,10 @@ class _Forward:
         cells = at(row, lax.axis_index(self.program.axis))
         cell = dict(zip(self.tables.columns, cells, strict=True))
         batch = jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches)
+        # A microbatch of weight 0 contributes nothing, also where its activations or its loss are no numbers.
+        counts = at(self.seeds, cell["microbatch"]) != 0
         for name, run in self._passes().items():
-            state = _when(cell[name] == 1, lambda state, run=run: run(state, cell, batch), state)
+            state = _when(counts & (cell[name] == 1), lambda state, run=run: run(state, cell, batch), state)
         return self._send(state, cell), None
 
     def _passes(self) -> dict[str, Callable[[State, State, Tree], State]]:
@@ -228,7 +259,7 @@ class _Forward:
         h = self.program.blocks(layers, h, batch, cell["num_layers"])
 
         def last(state: State) -> State:
-            return self._add_loss(state, cell, *stack.last(outer, h, batch))
+            return self._add_loss(state, at(self.seeds, cell["microbatch"]), *stack.last(outer, h, batch))
 
         return {**_when(cell["is_last"] == 1, last, state), "sent": jax.tree.leaves(h)}
 
@@ -237,12 +268,9 @@ class _Forward:
         tree = jax.tree.structure(self.shapes.h)
         return tree.unflatten([at(buffer, cell["message"]) for buffer in state["messages"]])
 
-    def _add_loss(self, state: State, cell: State, loss: Any, metrics: Tree) -> State:
-        seed = at(self.seeds, cell["microbatch"])
-
+    def _add_loss(self, state: State, seed: Any, loss: Any, metrics: Tree) -> State:
         def add(total: Any, value: Any) -> Any:
-            # A mean over no tokens is 0/0: a microbatch of weight 0 contributes nothing, whatever its value.
-            return total + jnp.where(seed == 0, 0, seed * value.astype(jnp.float32))
+            return total + seed * jnp.asarray(value).astype(jnp.float32)
 
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
@@ -275,10 +303,10 @@ class _Run(_Forward):
             for name in ("outer", "layers")
         }
         self.parts = {
-            part: InPlace(part, split, names["layers" if part == "blocks" else "outer"])
-            for part, split in splits.items()
+            "first": InPlace("first", splits["first"], names["outer"]),
+            "blocks": InPlace("blocks", splits["blocks"], names["layers"]),
         }
-        self.hoisted = {part: splits[part].hoist(self.weights.outer) for part in ("first", "last")}
+        self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.weights.outer)}
         each = [
             splits["blocks"].hoist(self.weights.of(chunk)) for chunk in range(self.program.schedule.stages_per_rank)
         ]
@@ -296,7 +324,7 @@ class _Run(_Forward):
                     buffers[kept.buffer] = empty_buffer(kept, self.tables.num_slots[kept.buffer])
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
-                buffers[f"{name}/{i}"] = jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+                buffers[f"{name}/{i}"] = _total(leaf)
         return {**super().begin(), "buffers": buffers}
 
     def totals(self, state: State, name: str) -> Tree:
@@ -315,30 +343,15 @@ class _Run(_Forward):
 
         h, buffers = _when(cell["is_first"] == 1, lambda c: first(c[1]), (self._message(state, cell), state["buffers"]))
         h, buffers = self.parts["blocks"].forward(buffers, cell, *self._stage(cell), h, batch, cell["num_layers"])
-        state = {**state, "buffers": buffers}
-
-        def last(state: State) -> State:
-            (loss, metrics), buffers = self.parts["last"].forward(
-                state["buffers"], cell, outer, hoisted["last"], h, batch
-            )
-            return self._add_loss({**state, "buffers": buffers}, cell, loss, metrics)
-
-        return {**_when(cell["is_last"] == 1, last, state), "sent": jax.tree.leaves(h)}
+        return {**state, "buffers": buffers, "sent": jax.tree.leaves(h)}
 
     def _input(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
         seed, is_last = at(self.seeds, cell["microbatch"]), cell["is_last"] == 1
-        # A microbatch of weight 0 has no gradient, also where its loss is 0/0.
-        dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), self._message(state, cell))
-
-        def last(dy: Tree, buffers: State) -> tuple[Tree, State]:
-            part = self.parts["last"]
-            dx, buffers = part.input(
-                buffers, cell, 0, outer, hoisted["last"], seed.astype(part.split.y[0].dtype), batch
-            )
-            return _filled(dy, dx), buffers
-
-        dy, buffers = _when(is_last & (seed != 0), lambda c: last(*c), (dy, state["buffers"]))
+        came = self._message(state, cell)  # of the last stage's own forward pass: activations
+        dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), came)
+        dy, state = _when(is_last, lambda c: self._last(c[1], came, seed, batch), (dy, state))
+        buffers = state["buffers"]
         begin = self.weights.begin(cell["chunk"])
         dx, buffers = self.parts["blocks"].input(
             buffers, cell, begin, *self._stage(cell), dy, batch, cell["num_layers"]
@@ -349,6 +362,24 @@ class _Run(_Forward):
             return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], dx, batch)[1]
 
         return {**state, "sent": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
+
+    def _last(self, state: State, h: Tree, seed: Any, batch: Tree) -> tuple[Tree, State]:
+        """The loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
+        trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
+        leaves, structure = jax.tree.flatten(h)
+        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
+
+        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
+            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
+            return self.program.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
+
+        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
+        grads, dh = back(seed.astype(value.dtype))
+        buffers = dict(state["buffers"])
+        for i, grad in enumerate(jax.tree.leaves(grads)):
+            buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
+        state = self._add_loss({**state, "buffers": buffers}, seed, value, metrics)
+        return _filled(jax.tree.map(jnp.zeros_like, h), structure.unflatten(dh)), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted, begin = self.weights.outer, self.hoisted, self.weights.begin(cell["chunk"])
@@ -369,6 +400,20 @@ class _Run(_Forward):
             rows = Rows(whole, chunk * (whole.shape[0] // num_chunks))
             hoisted.append(rows if shape_of(value).shape else at(whole, chunk))
         return self.weights.of(chunk), tuple(hoisted)
+
+
+def _total(leaf: Any) -> Any:
+    """Zeros for gradients, divided among devices as the weight is.
+
+    They are made of it by a choice that the compiler cannot foresee: it has nothing else to tell by how to divide them,
+    and would have every device hold all of them.
+    """
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _is_loss(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _when(flag: Any, run: Callable[[Any], Any], state: Any) -> Any:

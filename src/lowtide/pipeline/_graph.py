@@ -120,6 +120,39 @@ def operations(items: Sequence[Op | Loop]) -> Iterator[Op | Carry]:
             yield item
 
 
+def lift(items: list[Op | Loop], given: set[Value]) -> None:
+    """Move out of loops what does the same in every iteration: operations on weights that the loop does not slice.
+
+    What they give would else be left once for each iteration. What is larger than what it is made of stays.
+
+    Args:
+        items: of a graph, changed in place.
+        given: the weights; what is made of them alone is added.
+    """
+
+    def size(atoms: Sequence[Atom | None]) -> int:
+        return sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in atoms if isinstance(a, Value))
+
+    def is_given(op: Op) -> bool:
+        reads = [atom for atom in op.reads if isinstance(atom, Value)]
+        is_free = not op.has_effects and not any(value is not None and value.stack for value in op.gives)
+        return bool(reads) and is_free and all(value in given for value in reads) and size(op.gives) <= size(reads)
+
+    lifted: list[Op | Loop] = []
+    for item in items:
+        if isinstance(item, Loop):
+            lift(item.body, given)
+            out = [op for op in item.body if isinstance(op, Op) and is_given(op)]
+            item.body[:] = [one for one in item.body if one not in out]
+            lifted += out
+            for value in (value for op in out for value in op.gives if value is not None):
+                value.loop = item.loop
+        elif is_given(item):
+            given.update(value for value in item.gives if value is not None)
+        lifted.append(item)
+    items[:] = lifted
+
+
 TO_HOST = "to_host"
 _CALLS = {
     "jit": "jaxpr",

@@ -82,6 +82,17 @@ class Layout:
         """The opposite of `arrange`; padding is left out."""
         return self._taken(rows, self.positions(), mesh, axis)
 
+    def cleared(self, rows: Tree) -> Tree:
+        """Gradients of rows, zero where a row is padding: what it computes may be no number."""
+        if self.is_even:
+            return rows
+        is_layer = np.isin(np.arange(self.num_rows), self.positions())
+
+        def clear(leaf: Any) -> Any:
+            return jnp.where(np.expand_dims(is_layer, tuple(range(1, leaf.ndim))), leaf, jnp.zeros((), leaf.dtype))
+
+        return jax.tree.map(clear, rows)
+
     def _taken(self, tree: Tree, rows: np.ndarray, mesh: Any, axis: str) -> Tree:
         def take(leaf: Any) -> Any:
             if np.array_equal(rows, np.arange(leaf.shape[0])):
@@ -101,8 +112,12 @@ def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] 
     """Divide layers into stages: those that are given, or as even as can be.
 
     Raises:
-        ConfigError: when the layers given are not those of the model.
+        ConfigError: when the layers given are not those of the model, or it has none.
     """
+    if not num_layers:
+        raise ConfigError(
+            "a pipeline of no layers", expected="at least one layer", got=0, hint="run first and last alone"
+        )
     if layers_per_stage is None:
         each, more = divmod(num_layers, schedule.num_stages)
         # The first and the last stage do more than their layers, so those between get what is left over.

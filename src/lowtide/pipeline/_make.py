@@ -54,11 +54,17 @@ def schedule(
         1F0 1B0 1F1 1B1
     """
     if name not in SCHEDULES:
+        near = get_close_matches(str(name).lower(), SCHEDULES)
         raise ConfigError(
             f"unknown schedule {name!r}",
             expected=f"one of {', '.join(SCHEDULES)}",
             got=repr(name),
-            hint=f"near misses: {', '.join(get_close_matches(name, SCHEDULES)) or 'none'}",
+            hint=f"near misses: {', '.join(near)}" if near else "lowtide.pipeline.SCHEDULES has the names",
+        )
+    given: Any = costs
+    if not (given is None or isinstance(given, Costs)):
+        raise ConfigError(
+            "costs are no costs", expected="lowtide.pipeline.Costs", got=repr(given), hint="Costs(forward=1, input=1.2)"
         )
     named = NAMED.get(name, _AUTO)
     chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
@@ -105,8 +111,9 @@ def _best(
 def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
     """Stages a rank."""
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        if number < 1:
-            raise ConfigError(f"{what} has to be at least 1", got=number, hint=f"{what}=4")
+        given: Any = number
+        if not isinstance(given, int) or number < 1:
+            raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(given), hint=f"{what}=4")
     chunks = stages_per_rank
     if chunks is None:
         chunks = 1 if named is _AUTO else (named.chunks or (2,))[0]

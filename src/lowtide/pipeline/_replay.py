@@ -53,12 +53,15 @@ class Plan:
         self.reads: dict[Value, set[Pass]] = {}
         """In which passes a value is read where it is, not as a stack of all iterations."""
         self._collect_reads(graph.items)
+        self._results = [atom for sink in sinks for atom in sink.reads]
         for sink in sinks:
             for atom in sink.reads:
                 self._read(atom, self.given(atom) if sink.is_added else sink.at)
 
     def given(self, atom: Atom) -> Pass:
         """After which pass a gradient of weights can be added to its total."""
+        if any(atom is value for value in self.graph.inputs):
+            return Pass.INPUT  # of a bias, the cotangent itself
         made = self.made.get(atom, Pass.WEIGHT) if isinstance(atom, Value) else Pass.WEIGHT
         return max(made, Pass.INPUT)
 
@@ -145,7 +148,9 @@ class Plan:
         """Whether a result is stacked by a loop and read by nothing else, so that `run` may add to a total instead."""
         if not isinstance(atom, Value) or not any(value.stack is atom for value in self.made):
             return False
-        return not any(atom in reads for reads in _all_reads(self.graph.items))
+        # The gradients of two weights that are added to each other are one value.
+        is_shared = sum(other is atom for other in self._results) > 1
+        return not (is_shared or any(atom in reads for reads in _all_reads(self.graph.items)))
 
 
 def _all_reads(items: Sequence[Op | Loop]) -> Iterator[list[Atom]]:
@@ -258,9 +263,12 @@ class _Runner:
         envs[-1].update((value.stack or value, slot) for value, slot in places.items() if slot is not None)
 
     def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
+        """A value to take slices of: where its rows are, if they lie one by one."""
         for env in reversed(envs):
             if value in env:
-                return env[value]
+                found = env[value]
+                lies_whole = isinstance(found, Slot) and not self.plan.is_stacked(value)
+                return self._array(value, found) if lies_whole else found
         return self.read(value, envs)
 
     def _entering(self, loop: Loop) -> dict[Value, Any]:
@@ -322,7 +330,7 @@ def _fixed(value: Any) -> Any:
 
     In the way in which a TPU, which stores two axes in tiles of 8 x 128 words, needs least padding.
     """
-    if value.ndim < 2 or not jnp.issubdtype(value.dtype, jnp.number):
+    if value.ndim < 2 or not value.size or not jnp.issubdtype(value.dtype, jnp.number):
         return value
     shape, words = value.shape, max(1, 4 // value.dtype.itemsize)
 

@@ -42,6 +42,10 @@ class Schedule:
     def __post_init__(self) -> None:
         validate(self)
 
+    def __repr__(self) -> str:
+        sizes = f"{self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
+        return f"<Schedule {self.name}: {sizes}>"
+
     @property
     def num_stages(self) -> int:
         """Parts of the model."""
@@ -90,11 +94,12 @@ class Schedule:
         return text.getvalue()
 
     @classmethod
-    def from_csv(cls, path: str | Path) -> Schedule:
+    def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
         """Read what `to_csv` or PyTorch wrote.
 
         Args:
             path: the file.
+            name: of the schedule; by default the file's.
 
         Raises:
             ConfigError: when it cannot be read, or a cell is no action.
@@ -110,7 +115,7 @@ class Schedule:
                 got=str(error),
                 hint="a table of comma-separated actions, a row for each rank",
             ) from error
-        return cls.of_rows(rows, name=path.stem)
+        return cls.of_rows(rows, name=name or path.stem)
 
     @classmethod
     def from_text(cls, text: str, *, name: str = "text") -> Schedule:

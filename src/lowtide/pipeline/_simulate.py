@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..core import write_files
+from ..core import ConfigError, write_files
 from . import _views as views
 from ._actions import Action, Kind
 from ._costs import Costs
@@ -136,13 +136,21 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
         Times and memory.
 
     Raises:
-        ConfigError: for costs of another number of stages.
+        ConfigError: for costs of another number of stages, or what is no schedule.
 
     Examples:
         >>> from lowtide.pipeline import schedule
         >>> simulate(schedule("1f1b", num_stages=4, num_microbatches=8)).bubble
         9.0
     """
+    given: Any = schedule
+    if not isinstance(given, Schedule):
+        raise ConfigError(
+            "only schedules can be simulated",
+            expected="a lowtide.pipeline.Schedule",
+            got=repr(given),
+            hint='simulate(schedule("1f1b", num_stages=4, num_microbatches=8))',
+        )
     costs = costs or Costs()
     costs.refuse_other(schedule.num_stages)
     starts, ends, num_ticks = (_lockstep if lockstep else _asynchronous)(schedule, costs)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
 from ._cut import Pass, Sink, Source, assign
-from ._graph import Value, graph
+from ._graph import Value, graph, lift
 from ._replay import Buffers, Environment, Plan, shape_of
 
 Arrays = tuple[Any, ...]
@@ -258,7 +258,6 @@ def trace_split(
     x: Tree,
     *extras: Tree,
     has_aux: bool = False,
-    is_whole: bool = False,
 ) -> TracedSplit:
     """As `StageSplit.trace`, of weights that are told apart already.
 
@@ -269,7 +268,6 @@ def trace_split(
         x: what the stage before gives.
         extras: constants.
         has_aux: whether the stage returns ``(y, aux)``.
-        is_whole: whether the input pass gives all gradients, and there is no weight pass.
 
     Returns:
         The passes.
@@ -301,6 +299,7 @@ def trace_split(
     of_weights, of_x, of_extras, of_dy = (
         [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
     )
+    lift(both.items, set(of_weights))
     outputs = iter(both.outputs)
     of_y, of_dweights, of_dx = ([next(outputs) for _ in jax.tree.leaves(tree)] for tree in shapes)
     sources = (
@@ -311,8 +310,8 @@ def trace_split(
     )
     sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
     sinks += [Sink([atom], Pass.INPUT) for atom in of_dx]
-    sinks += [Sink([atom], Pass.INPUT if is_whole else Pass.WEIGHT, is_added=True) for atom in of_dweights]
-    plan = Plan(both, assign(both, sources, sinks, whole=is_whole), sinks)
+    sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
+    plan = Plan(both, assign(both, sources, sinks), sinks)
     kept = _kept(plan, of_x, of_dy)
     given = iter(of_dx)
     arguments = Arguments(

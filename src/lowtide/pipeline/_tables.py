@@ -45,7 +45,7 @@ class Waiting:
     column: str
     """Of the table, for its slot."""
     part: str
-    """``first`` and ``last`` are in one stage alone, ``blocks`` in all."""
+    """``first`` is in one stage alone, ``blocks`` in all."""
     made: str
     """The pass that leaves it: F or I."""
     read: str
@@ -66,6 +66,8 @@ class Tables:
     """Slots of the buffer for what ranks send to each other."""
     num_slots: dict[str, int]
     """Slots of each buffer for what passes leave."""
+    used: dict[str, tuple[int, ...]]
+    """Of them, and of ``messages``, those that each rank uses."""
 
     def comes(self, name: str) -> bool:
         """Whether messages ever come from somewhere."""
@@ -97,8 +99,8 @@ def tables(
     table = ticks(schedule, forward_only=forward_only)
     when = _when(table)
     chunks = {stage: i for rank in range(schedule.num_ranks) for i, stage in enumerate(schedule.stages_of(rank))}
-    messages, num_messages = _slots(_messages(schedule, when))
-    slots, num_slots = _waiting_slots(schedule, when, waiting)
+    messages, of_messages = _slots(_messages(schedule, when))
+    slots, counts = _waiting_slots(schedule, when, waiting)
     columns = (*COLUMNS, *(one.column for one in waiting))
     rows = np.zeros((len(table), schedule.num_ranks, len(columns)), np.int32)
     rows[:, :, [columns.index(name) for name in _CAME]] = -1
@@ -122,12 +124,16 @@ def tables(
             for name, value in cell.items():
                 rows[tick, rank, columns.index(name)] = value
             sent = _sent(schedule, action)
-            if sent is not None:
+            if sent in messages:
                 to = schedule.placement[sent[0]]
                 # Of two ranks each is on both sides of the other.
                 side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
                 rows[tick, to, columns.index(_CAME[side])] = messages[sent]
-    return Tables(columns, rows, max(num_messages, 1), num_slots)  # a single stage is sent nothing
+    counts["messages"] = of_messages
+    used = {name: tuple(count[rank] for rank in range(schedule.num_ranks)) for name, count in counts.items()}
+    num_slots = {name: max(each) for name, each in used.items()}
+    num_messages = max(num_slots.pop("messages"), 1)  # a single stage is sent nothing
+    return Tables(columns, rows, num_messages, num_slots, used)
 
 
 _Key = tuple[int, str, int]
@@ -152,8 +158,8 @@ def _when(table: Iterable[tuple[Action | None, ...]]) -> dict[_Key, int]:
     }
 
 
-def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], int]:
-    """Slots for lives, on each rank for itself, and how many there are."""
+def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
+    """Slots for lives, on each rank for itself, and how many it needs."""
     found: dict[_Key, int] = {}
     free: dict[int, list[int]] = {}
     busy: dict[int, list[tuple[int, int]]] = {}
@@ -167,23 +173,29 @@ def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], int]:
             count[rank] += 1
         found[key] = heapq.heappop(ready)
         heapq.heappush(taken, (end, found[key]))
-    return found, max(count.values(), default=0)
+    return found, count
 
 
 def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
-    """What a stage gets from its neighbours, at the end of the tick in which it is made."""
+    """What a stage gets from its neighbours, at the end of the tick in which it is made.
+
+    The last stage's backward pass gets the activations of its own forward pass: the loss is taken there.
+    """
     for (stage, kind, microbatch), end in when.items():
         source = {"F": stage - 1, "I": stage + 1}.get(kind, -1)
-        if 0 <= source < schedule.num_stages:
-            begin = when[source, kind, microbatch]
+        if source == schedule.num_stages:
+            source, made = stage, "F"
+        else:
+            made = kind
+        if source >= 0:
+            begin = when[source, made, microbatch]
             yield _Life(begin, end, schedule.placement[stage], (stage, kind, microbatch))
 
 
 def _waiting_slots(
     schedule: Schedule, when: dict[_Key, int], waiting: Sequence[Waiting]
-) -> tuple[dict[_Key, int], dict[str, int]]:
-    last = schedule.num_stages - 1
-    stages = {"first": (0,), "last": (last,), "blocks": range(last + 1)}
+) -> tuple[dict[_Key, int], dict[str, Counter[int]]]:
+    stages = {"first": (0,), "blocks": range(schedule.num_stages)}
     lives: dict[str, list[_Life]] = {}
     for one in waiting:
         for (stage, kind, microbatch), begin in when.items():
@@ -192,20 +204,22 @@ def _waiting_slots(
                 life = _Life(begin, end, schedule.placement[stage], (stage, one.column, microbatch))
                 lives.setdefault(one.buffer, []).append(life)
     found: dict[_Key, int] = {}
-    numbers: dict[str, int] = {}
+    counts: dict[str, Counter[int]] = {}
     for buffer, of_buffer in lives.items():
-        slots, numbers[buffer] = _slots(of_buffer)
+        slots, counts[buffer] = _slots(of_buffer)
         found.update(slots)
-    return found, numbers
+    return found, counts
 
 
-def _sent(schedule: Schedule, action: Action) -> _Key | None:
-    """For whom the result of an action is: a stage, its pass and the microbatch."""
+def _sent(schedule: Schedule, action: Action) -> _Key:
+    """For whom the result of an action is: a stage, its pass and the microbatch; of a weight pass, nobody."""
     if action.kind is Kind.WEIGHT:
-        return None
-    is_forward = action.kind is Kind.FORWARD
-    to = action.stage + (1 if is_forward else -1)
-    return (to, "F" if is_forward else "I", action.microbatch) if 0 <= to < schedule.num_stages else None
+        return action.stage, "", action.microbatch
+    if action.kind is not Kind.FORWARD:
+        return action.stage - 1, "I", action.microbatch
+    if action.stage + 1 == schedule.num_stages:
+        return action.stage, "I", action.microbatch
+    return action.stage + 1, "F", action.microbatch
 
 
 def _refuse_far(schedule: Schedule) -> None:

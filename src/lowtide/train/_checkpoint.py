@@ -258,13 +258,16 @@ class Checkpoints:
             hint="max_to_keep says how many stay; restore() takes the newest",
         )
 
-    def read(self, step: int, like: Tree, base: str, give_up: Callable[[], Any]) -> tuple[int, Tree, dict[str, Any]]:
+    def read(
+        self, step: int, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
+    ) -> tuple[int, Tree, dict[str, Any]]:
         """Read a checkpoint.
 
         Args:
             step: its number.
             like: as in `restore`.
-            base: fingerprint of what is frozen now.
+            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen, and
+                ``arrangement``, the layer of every row of a pipeline's state.
             give_up: called before arrays are read.
 
         Returns:
@@ -276,8 +279,9 @@ class Checkpoints:
         """
         try:
             notes = self.notes(step)
+            self._check_arrangement(step, notes.get("arrangement"), given["arrangement"])
             self.check(step, like)
-            self._check_base(step, notes.get("base"), base)
+            self._check_base(step, notes.get("base"), given["base"])
             give_up()
             state = self.restore(step, like)
             self._retention.changed(None)
@@ -293,12 +297,15 @@ class Checkpoints:
                 hint="restore() takes the newest that can be read",
             ) from error
 
-    def newest(self, like: Tree, base: str, give_up: Callable[[], Any]) -> tuple[int, Tree, dict[str, Any]] | None:
+    def newest(
+        self, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
+    ) -> tuple[int, Tree, dict[str, Any]] | None:
         """Read the newest checkpoint that can be read.
 
         Args:
             like: as in `restore`.
-            base: fingerprint of what is frozen now.
+            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen, and
+                ``arrangement``, the layer of every row of a pipeline's state.
             give_up: called once, before arrays are read.
 
         Returns:
@@ -314,7 +321,7 @@ class Checkpoints:
         for step in steps:
             found, said = None, f"the checkpoint of step {step} in {self.directory} cannot be read by another process"
             try:
-                found = self.read(step, like, base, give_up)
+                found = self.read(step, like, given, give_up)
             except StateError as error:
                 said = error.message
             if not in_any(found is None):
@@ -351,6 +358,20 @@ class Checkpoints:
         if steps:
             of_first(rename)
             self._manager.reload()
+
+    def _check_arrangement(self, step: int, saved: list[int] | None, arrangement: list[int] | None) -> None:
+        if saved != arrangement:
+            names = (
+                "the order of the model" if rows is None else f"rows of layers {rows}" for rows in (arrangement, saved)
+            )
+            expected, got = names
+            raise StructureError(
+                f"the checkpoint of step {step} has its layers in another order than this trainer",
+                expected=expected,
+                got=got,
+                hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with its "
+                "weights, and with new optimizer state",
+            )
 
     def _check_base(self, step: int, saved: str | None, base: str) -> None:
         if saved is not None and saved != base:

@@ -26,6 +26,7 @@ from ..core import (
     shared_leaves,
 )
 from ..offload import LayerwiseStep
+from ..pipeline import Pipeline, Schedule
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
 from ._feed import is_count
@@ -93,8 +94,11 @@ def refuse_shared(parts: Tree) -> None:
         )
 
 
-def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any) -> None:
-    """Raise for what cannot be a model, an optimizer, a loss function, rules, or a number."""
+def refuse_arguments(
+    model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any, pipeline: Any
+) -> None:
+    """Raise for what cannot be a model, an optimizer, a loss function, rules, a number, or a pipeline."""
+    refuse_consumed(model)
     # Who has such a model has imported its library.
     for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
         cls = getattr(sys.modules.get(library), kind, None)
@@ -112,14 +116,23 @@ def refuse_arguments(model: Any, tx: Any, loss_fn: Any, sharding: Any, num_micro
             got=repr(tx)[:80],
             hint="an optimizer of Keras or NNX cannot be used: choose Optax' of the same name",
         )
-    if not callable(loss_fn):
+    if not (pipeline is None or isinstance(pipeline, Schedule | Pipeline)):
+        raise ConfigError(
+            "pipeline is no schedule",
+            expected="a lowtide.pipeline.Schedule, or what lowtide.pipeline.value_and_grad made",
+            got=repr(pipeline)[:80],
+            hint='lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
+        )
+    if not callable(loss_fn) and pipeline is None:
         raise ConfigError(
             "loss_fn is no function",
             expected="loss_fn(model, batch) that returns a scalar",
             got=repr(loss_fn)[:80],
-            hint='of a Keras model it is made by its bridge: bridge.loss("mse")',
+            hint='of a Keras model its bridge makes it: bridge.loss("mse"); None is for pipeline= alone',
         )
-    if not (isinstance(tx, LayerwiseStep) or isinstance(model, ModelObject)):  # Equinox' state is one argument more
+    if (
+        callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
+    ):  # Equinox' state is one argument more
         _refuse_signature(loss_fn)
     if not is_count(num_microbatches, 1):
         raise ConfigError(
@@ -183,16 +196,16 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     return found
 
 
-def refuse_consumed(state: TrainState, frozen: Tree) -> None:
+def refuse_consumed(*trees: Tree) -> None:
     """Raise when somebody else has consumed the arrays: another trainer of them, or of a copy that shares them."""
-    leaves = [*leaves_with_paths(state), *leaves_with_paths(frozen)]
+    leaves = [pair for tree in trees for pair in leaves_with_paths(tree)]
     gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if gone:
         raise StateError(
-            f"{gone[0]} was consumed since the trainer was made",
+            f"{gone[0]} was consumed: another trainer or a donating function has taken it",
             expected="arrays that belong to this trainer alone",
             got=f"{len(gone)} deleted arrays",
-            hint="give each trainer its own: jax.tree.map(jnp.array, model), or a model that is made again",
+            hint="give each trainer its own: jax.tree.map(jnp.array, model), or the first one's trainer.model",
         )
 
 

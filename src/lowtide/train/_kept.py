@@ -169,7 +169,7 @@ class Kept(Owned):
         self._borrow(lend=False)  # what was changed in a mutable object
         position, callbacks = (self.position, self.callback_states) if self.loop is None else self.loop.notes()
         positions = self.processes.positions(position)
-        notes = {"positions": positions, "base": self._base, "callbacks": callbacks}
+        notes = {"positions": positions, **self._identity(), "callbacks": callbacks}
         has_changed = self._saved is None or self._saved() is not self.state  # since the checkpoint of this step
         is_new = checkpoints.save(self.step, jax.tree.map(_numbers, self.state), notes, replace=has_changed)
         self._saved = weakref.ref(self.state) if is_new else self._saved
@@ -219,7 +219,7 @@ class Kept(Owned):
                 before.append(Snapshot(self.state))
             jax.tree.map(lambda x: x.delete(), self.state)
 
-        how = like, self._base, give_up
+        how = like, self._identity(), give_up
         chosen = checkpoints.existing(step) if best or step is not None else None
         lent, self._is_lent = self._is_lent, True
         try:
@@ -258,11 +258,11 @@ class Kept(Owned):
                 hint=f"call trainer.stop() there, and {what} after fit has returned",
             )
 
-    @property
-    def _base(self) -> str:
+    def _identity(self) -> dict[str, Any]:
+        """Of what run a checkpoint is."""
         if self._hashed is None or self._hashed[0] is not self.frozen:  # `update` may have replaced it
             self._hashed = self.frozen, fingerprint(self.frozen)
-        return self._hashed[1]
+        return {"base": self._hashed[1], "arrangement": self._step.arrangement}
 
 
 def _is_key(leaf: Any) -> bool:

@@ -7,9 +7,10 @@ changes to the trainer, with placeholders in their stead, so that the device nev
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -93,6 +94,37 @@ class Pytree:
             return fn(combine(arrays, self._static), *args), arrays
 
         return run
+
+
+def sides(model: Any, what: str) -> tuple[Tree, Tree]:
+    """What is outside of the stack of a model, and its layers.
+
+    Args:
+        model: a dictionary of ``outer`` and ``layers`` alone, or a dataclass that has them.
+        what: needs it, for the message.
+
+    Raises:
+        StructureError: for any other model.
+    """
+    fields = {"outer", "layers"}
+    if isinstance(model, Mapping) and set(model) == fields:
+        return model["outer"], model["layers"]
+    if dataclasses.is_dataclass(model) and fields <= {field.name for field in dataclasses.fields(model)}:
+        given: Any = model
+        return given.outer, given.layers
+    raise StructureError(
+        f"{what} trains a model that is made of outer and layers",
+        expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
+        got=type(model).__name__,
+        hint="put the stacked parameters under layers and all others under outer",
+    )
+
+
+def with_sides(model: Any, outer: Tree, layers: Tree) -> Any:
+    """The model with others in their place."""
+    if isinstance(model, Mapping):
+        return {**model, "outer": outer, "layers": layers}
+    return dataclasses.replace(model, outer=outer, layers=layers)
 
 
 def split_static(model: Tree) -> tuple[Tree, Tree]:

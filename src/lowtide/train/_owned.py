@@ -104,7 +104,7 @@ class Owned:
         if (self._object is not None and replace is None) or not isinstance(self._step, WholeStep):
             raise ConfigError("update is for pytrees", hint="change the object that `Trainer.model` returns")
         if replace is None:
-            self._put(*self._step.split(model))
+            self._put(*self._step.split(self._step.arranged(model)))
             return
         self.give_back()
         try:

@@ -352,12 +352,12 @@ class Processes:
             return
 
 
-def placed(model: Any, rules: ShardingRules) -> Any:
-    """A model that all processes begin with, its arrays where they belong; a mutable object itself."""
+def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
+    """A model that all processes begin with, arranged, its arrays where they belong; a mutable object itself."""
     processes = Processes(rules)
     if not isinstance(model, ModelObject):
         processes.agree_on_values(model)
-        return rules.place(model)
+        return rules.place(arrange(model))
     processes.agree_on_values(model.arrays())
     model.give_back(rules.place(model.arrays()))
     return model
@@ -375,7 +375,9 @@ def _digest(batch: Tree) -> str:
         if not (
             isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
         ):
-            found.update(f"{path}:".encode() + np.ascontiguousarray(leaf).tobytes())
+            is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
+            numbers = jax.random.key_data(leaf) if is_key else leaf
+            found.update(f"{path}:".encode() + np.ascontiguousarray(numbers).tobytes())
     return found.hexdigest()[:16]
 
 

@@ -33,6 +33,8 @@ class Progress(Callback):
     def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
         """Print the predicted bytes beside those that there are, and begin the bar."""
         self._console.print(memory_table(report, trainer.budget_bytes))
+        if trainer.stages is not None:
+            self._console.print(trainer.stages)
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
             self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True)

@@ -1,9 +1,10 @@
-"""Which device holds which part of an array: rules by path over a mesh of ``data``, ``fsdp`` and ``tensor``.
+"""Which device holds which part of an array: rules by path over a mesh of ``stage``, ``data``, ``fsdp``, ``tensor``.
 
 Every array is sharded by `jax.sharding.NamedSharding`; XLA puts the collectives in. Along ``data`` the model is
 replicated and the batch divided, along ``fsdp`` both are divided (the weights of a block are gathered where they are
 used), along ``tensor`` the weights and the activations between a column-parallel and a row-parallel projection are,
-as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv.org/abs/1910.02054, stage 3.
+as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv.org/abs/1910.02054, stage 3. Along
+``stage``, the axis of a pipeline, the layers of a stack are divided.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 
 from ..core import ConfigError, DataError, SelectionError, StructureError, Tree, is_array_like, leaves_with_paths
 
+STAGE = "stage"
+"""The axis of pipelines."""
 _AXES = ("data", "fsdp", "tensor")
 # PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
 _COLUMN = r"(?:.*/)?(?:[qkv]_proj|gate_proj|up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
@@ -34,18 +37,24 @@ _DEFAULT_TENSOR_DIMS = (
 
 
 def make_mesh(
-    *, data: int = 1, fsdp: int | None = None, tensor: int = 1, devices: Sequence[Any] | None = None
+    *,
+    stage: int | None = None,
+    data: int = 1,
+    fsdp: int | None = None,
+    tensor: int = 1,
+    devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """A mesh with the axes ``data``, ``fsdp`` and ``tensor``.
+    """A mesh with the axes ``data``, ``fsdp`` and ``tensor``, and for a pipeline ``stage`` before them.
 
     Args:
+        stage: ranks of a pipeline; by default the mesh has no such axis.
         data: copies of the model that train on parts of the batch.
         fsdp: parts that weights, optimizer state and batch are divided into; by default what the others leave.
         tensor: parts that each projection is divided into; keep it within one host, whose links are fast.
         devices: by default all, of all processes.
 
     Returns:
-        The mesh. One of the three may be -1: as many as there are devices for.
+        The mesh. One of the sizes may be -1: as many as there are devices for.
 
     Raises:
         ConfigError: when the sizes do not multiply to the number of devices.
@@ -55,8 +64,9 @@ def make_mesh(
         {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    rest = 1 if -1 in (data, tensor) else -1
-    sizes = {"data": data, "fsdp": rest if fsdp is None else fsdp, "tensor": tensor}
+    rest = 1 if -1 in (stage, data, tensor) else -1
+    sizes = {} if stage is None else {STAGE: stage}
+    sizes |= {"data": data, "fsdp": rest if fsdp is None else fsdp, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(free) == 1 and known > 0 and len(devices) % known == 0:
@@ -68,8 +78,8 @@ def make_mesh(
             got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
             hint="make_mesh(fsdp=-1) takes all devices",
         )
-    kinds = (jax.sharding.AxisType.Auto,) * 3
-    return jax.make_mesh(tuple(sizes.values()), _AXES, axis_types=kinds, devices=devices)
+    kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +88,8 @@ class ShardingRules:
 
     A leaf's path is matched against `rules`, in order. A leaf that none matches is divided along ``tensor`` where its
     name is a known projection's, and along ``fsdp`` in its largest dimension that can be; small ones are replicated.
-    Optimizer state is sharded like the parameter that it belongs to.
+    Leaves below ``layers/`` are divided along ``stage`` in their first dimension. Optimizer state is sharded like the
+    parameter that it belongs to.
 
     Raises:
         ConfigError: for an axis that the mesh does not have, and when batches cannot be divided.
@@ -96,7 +107,7 @@ class ShardingRules:
     batch_axes: str | Sequence[str] = ()
     """The axes that the leading axis of batches is divided along; by default ``data`` and ``fsdp``."""
     min_bytes: int = 2**16
-    """Leaves with fewer bytes are replicated where no rule matches."""
+    """Leaves with fewer bytes are replicated where no rule matches, layers but for ``stage``."""
     local_batches: bool = False
     """Whether each process's data holds only the rows of that process (`data_shard`), instead of whole batches that
     each process takes its rows from."""
@@ -124,7 +135,7 @@ class ShardingRules:
                 raise ConfigError(
                     f"{where}: the mesh has no axis {name!r}", expected=f"one of {', '.join(axes)}", hint="rename it"
                 )
-        if not chosen:
+        if not chosen and STAGE not in axes:
             raise ConfigError(
                 "it is not known how batches are divided",
                 expected='batch_axes, or mesh axes named "data" or "fsdp"',
@@ -149,8 +160,10 @@ class ShardingRules:
         if ruled is not None:
             return ruled
         dims: list[str | None] = [None] * len(shape)
+        if shape and path.startswith("layers/") and shape[0] % self.mesh.shape.get(STAGE, shape[0] + 1) == 0:
+            dims[0] = STAGE
         if math.prod(shape) * itemsize < self.min_bytes:
-            return jax.P()
+            return jax.P(STAGE) if STAGE in dims else jax.P()
         if "tensor" in self.mesh.axis_names and len(shape) >= 2:
             for pattern, dim in _DEFAULT_TENSOR_DIMS:
                 if re.fullmatch(pattern, path) and shape[dim] % self.mesh.shape["tensor"] == 0:
@@ -213,8 +226,7 @@ class ShardingRules:
             if not is_array_like(leaf) or not hasattr(leaf, "dtype"):
                 return leaf  # Python's numbers come with the counters, in `settle`
             if id(leaf) not in moved:
-                # On a CPU JAX may share NumPy's buffer, and what trains is consumed by the next step.
-                moved[id(leaf)] = put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, self.of(path, leaf))
+                moved[id(leaf)] = put(leaf, self.of(path, leaf))
             return moved[id(leaf)]
 
         placed = [one(path, leaf) for path, leaf in leaves_with_paths(tree)]
@@ -314,7 +326,9 @@ class ShardingRules:
         def one(path: str, leaf: Any) -> Any:
             shape, sharding = self._whole(path, leaf, num_microbatches)
             dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-            return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype), sharding=sharding)
+            if not jnp.issubdtype(dtype, jax.dtypes.extended):  # a random key's has no other form
+                dtype = jax.dtypes.canonicalize_dtype(dtype)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         placed = [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
         return jax.tree.unflatten(jax.tree.structure(batch), placed)
@@ -381,6 +395,12 @@ class ShardingRules:
                 )
 
 
+def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
+    """The sharding without devices: those of the arguments of the program."""
+    mesh: Any = sharding.mesh.abstract_mesh
+    return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
 def canonical(leaf: Any) -> np.ndarray:
     """A NumPy array of a dtype that JAX has."""
     array = np.asarray(leaf)
@@ -416,7 +436,8 @@ def put(leaf: Any, sharding: Any) -> Any:
     if getattr(leaf, "sharding", None) == sharding:
         return leaf
     if jax.process_count() == 1:
-        return jax.device_put(leaf, sharding)
+        # On a CPU JAX may share NumPy's buffer: what is written there later would be in the weights.
+        return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, sharding)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -1,14 +1,15 @@
 """What the trainer repeats: a pure step, how its state begins, and the model that is in it.
 
 The trainer knows no more of a step than `Step` says, so that a loop, its checkpoints and its reports serve every way to
-compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `lowtide.offload.layerwise_step`.
+compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `lowtide.offload.layerwise_step`. For a
+pipeline see `_pipelined`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -27,7 +28,7 @@ from ..core import (
     partition,
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
-from ._models import ModelObject, Pytree, keywords, parse_loss, split_static
+from ._models import ModelObject, Pytree, keywords, parse_loss, sides, split_static, with_sides
 from ._precision import Precision
 from ._rates import recorded_rate
 
@@ -64,6 +65,13 @@ def spread(leaf: Any) -> Any:
 
 class Step(Protocol):
     """A training step."""
+
+    arrangement: list[int] | None
+    """The layer of every row of its state, -1 for padding; None for the order of the model."""
+
+    def arranged(self, model: Tree) -> Tree:
+        """A model in that order."""
+        ...
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """The state of step 0 and what is frozen, each where it belongs."""
@@ -113,6 +121,8 @@ class WholeStep:
         compute_dtype: what the model computes in, or None for the dtypes of its arrays.
     """
 
+    arrangement: list[int] | None = None
+
     def __init__(
         self,
         model: Tree,
@@ -158,8 +168,12 @@ class WholeStep:
         check_differentiable(trainable)
         return trainable, mutable, frozen
 
-    def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+    def arranged(self, model: Tree) -> Tree:
         """See `Step`."""
+        return model
+
+    def gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[Any, dict[str, Any], Tree, Tree]:
+        """The loss, the metrics, what the model changed itself, and the gradients of what trains."""
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
@@ -181,7 +195,16 @@ class WholeStep:
         )
         total = jnp.sum(weights)
         total = jnp.where(total == 0, 1, total)  # as the loss is: nothing counts
-        metrics = {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()}
+        return (
+            loss,
+            {name: jnp.sum(weighted(value, weights)) / total for name, value in metrics.items()},
+            mutable,
+            grads,
+        )
+
+    def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        """See `Step`."""
+        loss, metrics, mutable, grads = self.gradients(state, frozen, batch)
         # In half precision the squares overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
@@ -280,25 +303,20 @@ class LayerStep:
         StructureError: for any other model.
     """
 
+    arrangement: list[int] | None = None
+
     def __init__(self, model: Tree, loss_fn: LossFn, step: LayerwiseStep) -> None:
+        sides(model, "a layerwise step")
         self._step, self._loss_fn = step, loss_fn
-        fields = {"outer", "layers"}
-        if isinstance(model, Mapping) and set(model) == fields:
-            self._rest = None
-        elif dataclasses.is_dataclass(model) and fields <= {field.name for field in dataclasses.fields(model)}:
-            self._rest = dataclasses.replace(model, outer=None, layers=None)  # pyright: ignore[reportArgumentType]
-        else:
-            raise StructureError(
-                "a layerwise step trains a model that is made of outer and layers",
-                expected='{"outer": ..., "layers": ...}, or a dataclass with these fields',
-                got=type(model).__name__,
-                hint="put the stacked parameters under layers and all others under outer",
-            )
+        self._rest = with_sides(model, None, None)
+
+    def arranged(self, model: Tree) -> Tree:
+        """See `Step`."""
+        return model
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `Step`."""
-        outer, layers = (model["outer"], model["layers"]) if self._rest is None else (model.outer, model.layers)
-        state, frozen = self._step.init(outer, layers)
+        state, frozen = self._step.init(*sides(model, "a layerwise step"))
         return _train_state(state), frozen
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
@@ -325,8 +343,7 @@ class LayerStep:
 
     def model(self, *parts: Tree) -> Tree:
         """See `Step`."""
-        params = combine(*parts)
-        return params if self._rest is None else dataclasses.replace(self._rest, **params)
+        return with_sides(self._rest, **combine(*parts))
 
 
 def _train_state(state: LayerwiseState) -> TrainState:

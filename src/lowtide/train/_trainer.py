@@ -12,7 +12,6 @@ had consumed its state, the one of the newest checkpoint or of a copy on the hos
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import OutOfMemoryError, Tree, Where
+from ..core import OutOfMemoryError, Tree, Where, combine
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..offload import LayerwiseStep
+from ..pipeline import Pipeline, Schedule, StageReport
 from ._callbacks import Callback, Record
 from ._checks import (
-    Defaults,
     OnNan,
     as_callbacks,
     guards,
@@ -36,7 +35,6 @@ from ._checks import (
     open_checkpoints,
     parse_budget,
     refuse_arguments,
-    refuse_beside_layerwise,
     refuse_consumed,
     refuse_later_checkpoint,
     refuse_rollback_to_nothing,
@@ -47,13 +45,13 @@ from ._evaluation import Evaluation, call_model, join
 from ._feed import StepData, as_arguments, refuse_objects
 from ._kept import Kept
 from ._loop import Loop
-from ._models import ModelObject
 from ._owned import settled
-from ._precision import refuse_precision
+from ._pipelined import PipelineStep
 from ._processes import placed
 from ._rollback import undisturbed
-from ._sharding import ShardingRules
+from ._sharding import ShardingRules, abstract
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
+from ._steps import choose_step
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
 
@@ -97,13 +95,18 @@ class Trainer(Kept):
         budget: bytes that a step may use on a device, as a number or such as ``"14 GiB"``; by default what the device
             has. A step that needs more is refused before it runs.
         sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
-            where they are, and batches go to the default device.
+            where they are, and batches go to the default device; with a pipeline, rows are divided along other axes.
+        pipeline: for a model of ``outer`` and ``layers``, the schedule by which layers are trained in stages, along the
+            mesh's axis ``stage``; or for a model without a ``stack`` of its own, or with more options, what
+            `lowtide.pipeline.value_and_grad` made. The loss is that of the stack, and `loss_fn` None; the schedule says
+            the number of microbatches. Without `sharding`, FSDP along the devices that are left.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
-        StructureError: for a layerwise step and a model that is not made of ``outer`` and ``layers``.
+        StructureError: for a layerwise step or a pipeline, and a model that is not made of ``outer`` and ``layers``.
         ConfigError: for an unknown or impossible `on_nan`, `best_mode`, `compute_dtype` or `budget`, for `best` without
-            `checkpoint_dir`, or for arguments that a layerwise step says itself.
+            `checkpoint_dir`, or for arguments that a layerwise step or a pipeline says itself.
+        StateError: for arrays that another trainer has consumed.
 
     Memory:
         Device: frozen leaves, one copy of trainable leaves and optimizer state, gradients of trainable leaves (and
@@ -124,7 +127,7 @@ class Trainer(Kept):
     def __init__(
         self,
         model: Tree,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None,
         tx: optax.GradientTransformation | LayerwiseStep,
         *,
         wrt: Where | None = None,
@@ -141,27 +144,24 @@ class Trainer(Kept):
         best_mode: Literal["min", "max"] = "min",
         budget: int | str | None = None,
         sharding: ShardingRules | None = None,
+        pipeline: Schedule | Pipeline | None = None,
     ) -> None:
-        refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed)
+        refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
+        step, weight, sharding, num_microbatches = choose_step(
+            model,
+            loss_fn,
+            tx,
+            wrt=wrt,
+            mutable=mutable,
+            num_microbatches=num_microbatches,
+            weight=weight,
+            compute_dtype=compute_dtype,
+            seed=seed,
+            sharding=sharding,
+            pipeline=pipeline,
+        )
         if sharding is not None:
-            model = placed(model, sharding)
-        step: WholeStep | LayerStep
-        if isinstance(tx, LayerwiseStep):
-            refuse_precision(compute_dtype)
-            refuse_beside_layerwise(
-                wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
-            )
-            if tx.weight is None:
-                tx = dataclasses.replace(tx, weight=weight)
-            elif weight not in (None, tx.weight):
-                refuse_beside_layerwise(weight=(weight, None))
-            weight, step = tx.weight, LayerStep(model, loss_fn, tx)
-        else:
-            defaults: Any = model if isinstance(model, ModelObject) else Defaults()
-            selected = defaults.wrt if wrt is None else wrt
-            changes = defaults.mutable if mutable is None else mutable
-            arguments = (model, loss_fn, tx, selected, num_microbatches, weight)
-            step = WholeStep(*arguments, mutable=changes, seed=seed, compute_dtype=compute_dtype)
+            model = placed(model, sharding, step.arranged)
         state, frozen = step.init(model)
         self.is_guarded = guards(on_nan, state, is_layerwise=isinstance(step, LayerStep))
         """Whether steps leave an update out whose loss or gradients are not finite."""
@@ -175,9 +175,6 @@ class Trainer(Kept):
             state, frozen = settled((state, frozen), None, None)
         else:
             state, frozen = sharding.settle((state, frozen))
-        if sharding is not None and isinstance(step, WholeStep):
-            step.divide = sharding.constrain
-            step.constrain = sharding.constrain if num_microbatches > 1 else step.constrain
         self._num_microbatches = num_microbatches
         checkpoints = open_checkpoints(checkpoint_dir, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
         super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
@@ -189,6 +186,8 @@ class Trainer(Kept):
         """Whether `stop` was called in this run."""
         self.history: list[Record] = []
         """The records of the last `fit`, also of one that raised."""
+        self.stages: StageReport | None = None
+        """Of a pipeline what each rank holds, from `preflight` on."""
         self._call: Callable[..., Any] = getattr(self._object, "call", call_model)  # bound once: it is told by identity
         self._compiled: dict[Any, Any] = {}
         self._reports: dict[int, MemoryReport] = {}
@@ -221,7 +220,8 @@ class Trainer(Kept):
         places = None
         if self.sharding is not None:
             kept = self._arguments(None)[: len(DONATED)]
-            places = *jax.tree.map(lambda leaf: leaf.sharding, kept), self.sharding.replicated()
+            # On an abstract mesh: the devices are those of the arguments, which `memory` moves to a target's.
+            places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), kept), abstract(self.sharding.replicated())
         return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
@@ -254,7 +254,11 @@ class Trainer(Kept):
         Memory:
             Compiles; a step that is refused is compiled twice.
         """
-        return self._refuse_large(self._compile(self._shapes(batch)), batch)
+        shapes = self._shapes(batch)
+        report = self._refuse_large(self._compile(shapes), batch)
+        if isinstance(self._step, PipelineStep):
+            self.stages = self._step.report(combine(*self._parts), shapes, report)
+        return report
 
     def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
         report = self._report(compiled)
@@ -267,7 +271,7 @@ class Trainer(Kept):
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
         batch = self._shapes(batch)
         program = compile(self.step_fn, *self._arguments(batch))
-        hint = "fewer rows a batch, Trainer(num_microbatches=...), lt.offload.optimizer(tx), or a larger budget"
+        hint = "fewer rows a batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=hint)
 
     def fit(

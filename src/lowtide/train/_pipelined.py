@@ -1,0 +1,257 @@
+"""A training step whose gradients come from a pipeline.
+
+The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices; the
+model that the user sees has them in its own. Everything else is `WholeStep`'s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..core import ConfigError, LayerStack, StructureError, Tree, Where, leaves_with_paths, num_layers, on_host
+from ..memory import MemoryReport
+from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
+from ._checks import refuse_shared
+from ._models import keywords, parse_loss, sides, split_static, with_sides
+from ._sharding import STAGE, ShardingRules, make_mesh, put
+from ._step import TrainState, WholeStep
+
+_WHAT = "a pipeline"
+
+
+class PipelineStep(WholeStep):
+    """Gradients of a pipeline, then one update of what trains.
+
+    Args:
+        model: of ``outer`` and ``layers``.
+        tx: the optimizer.
+        pipeline: of arranged layers, over the mesh of `sharding`.
+        sharding: where arrays belong.
+
+    Raises:
+        StructureError: for a model with other arrays.
+    """
+
+    def __init__(
+        self, model: Tree, tx: optax.GradientTransformation, pipeline: Pipeline, sharding: ShardingRules
+    ) -> None:
+        layers = sides(model, _WHAT)[1]
+        extra = [path for path, _ in leaves_with_paths(with_sides(split_static(model)[0], None, None))]
+        if extra:
+            raise StructureError(
+                f"{extra[0]}: no part of the pipeline reads it",
+                expected="arrays in outer and layers alone",
+                got=", ".join(extra[:4]),
+                hint="put it under outer, which the first and the last function of the stack are given",
+            )
+        # Its mesh is that of the arguments, also when they are moved to another target to be compiled for it.
+        self._pipeline = dataclasses.replace(pipeline, mesh=pipeline.mesh.abstract_mesh)
+        self._concrete, self._sharding = pipeline, sharding
+        self._num_layers = num_layers(layers)
+        plan = pipeline.layout(self._num_layers)
+        self._rows = plan.rows()
+        is_layer = np.isin(np.arange(plan.num_rows), plan.positions())
+        self.arrangement: list[int] | None = np.where(is_layer, self._rows, -1).tolist()
+        """The layer of every row of the state, -1 for padding; None for the order of the model."""
+        if self.arrangement == list(range(self._num_layers)):
+            self.arrangement = None
+        super().__init__(model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
+
+    def init(self, model: Tree) -> tuple[TrainState, Tree]:
+        """See `Step`; the model is arranged and on the mesh.
+
+        Raises:
+            ConfigError: when a rule divides layers otherwise.
+        """
+        for path, leaf in leaves_with_paths(split_static(sides(model, _WHAT)[1])[0]):
+            if _first_axis(leaf.sharding) != STAGE:
+                raise ConfigError(
+                    f"layers/{path}: is not divided along {STAGE!r}",
+                    expected=f"P({STAGE!r}, ...): the first dimension is that of the layers",
+                    got=str(leaf.sharding.spec),
+                    hint="change the rule for it in ShardingRules",
+                )
+        return super().init(model)
+
+    def arranged(self, model: Tree) -> Tree:
+        """See `WholeStep`; each leaf of the layers is on the mesh afterwards."""
+        refuse_shared(self.split(model)[:1])  # arranged, one array at two paths is two
+        outer, layers = sides(model, _WHAT)
+        if num_layers(layers) != self._num_layers:
+            raise StructureError(
+                "the model has another number of layers than the pipeline was made for",
+                expected=str(self._num_layers),
+                got=str(num_layers(layers)),
+                hint="make a new Trainer",
+            )
+
+        def one(path: str, leaf: Any) -> Any:
+            if not hasattr(leaf, "dtype"):
+                return leaf
+            if on_host(getattr(leaf, "sharding", None)):
+                raise ConfigError(
+                    f"layers/{path}: is in host memory",
+                    expected="layers on the device; of a pipeline's, residuals and optimizer state can be offloaded",
+                    got="pinned host memory",
+                    hint="lt.offload.to_device, or more ranks; lt.offload.layerwise_step streams layers from the host",
+                )
+            # Rules are for rows: of uneven stages the ranks divide these, not the layers.
+            shape = (len(self._rows), *leaf.shape[1:])
+            there = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+            rest = self._sharding.of(f"layers/{path}", there).spec[1:]
+            rows = leaf if self.arrangement is None else leaf[self._rows]
+            return put(rows, NamedSharding(self._sharding.mesh, PartitionSpec(STAGE, *rest)))
+
+        rows = [one(path, leaf) for path, leaf in leaves_with_paths(layers)]
+        return with_sides(model, outer, jax.tree.unflatten(jax.tree.structure(layers), rows))
+
+    def gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[Any, dict[str, Any], Tree, Tree]:
+        """See `WholeStep`."""
+        model = super().model(state.trainable, state.mutable, frozen)
+        (loss, metrics), grads = self._pipeline(*sides(model, _WHAT), batch)
+        loss, metrics, _ = parse_loss((loss, metrics), None, has_mutable=False)
+        return loss, metrics, state.mutable, with_sides(state.trainable, *grads)
+
+    def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """See `Step`."""
+        given = keywords(fn, training=False)
+        return super().bind(lambda model, *args: fn(self._natural(model), *args, **given))
+
+    def model(self, *parts: Tree) -> Tree:
+        """See `Step`."""
+        return self._natural(super().model(*parts))
+
+    def report(self, arrays: Tree, batch: Tree, memory: MemoryReport) -> StageReport:
+        """What each rank holds.
+
+        Args:
+            arrays: the model's, arranged.
+            batch: shapes of one.
+            memory: of the compiled step.
+        """
+        return self._concrete.report(*sides(arrays, _WHAT), batch, memory=memory)
+
+    def _natural(self, model: Tree) -> Tree:
+        if self.arrangement is None:
+            return model
+        outer, layers = sides(model, _WHAT)
+        return with_sides(model, outer, self._concrete.restore(layers, self._num_layers))
+
+    def _evaluated(self, model: Tree, batch: Tree) -> tuple[Any, Tree]:
+        return self._pipeline.evaluate(*sides(model, _WHAT), batch)
+
+
+def _first_axis(sharding: Any) -> Any:
+    """What the first dimension of an array is divided along."""
+    first = (*getattr(sharding, "spec", ()), None)[0]
+    return first[0] if isinstance(first, tuple) and len(first) == 1 else first
+
+
+def make_pipeline(
+    model: Tree,
+    given: Schedule | Pipeline,
+    sharding: ShardingRules | None,
+    *,
+    wrt: Where | None,
+    weight: Callable[[Tree], Any] | None,
+) -> tuple[Pipeline, ShardingRules]:
+    """The pipeline of a trainer, and where its arrays belong.
+
+    Args:
+        model: of ``outer`` and ``layers``, and ``stack`` where `given` is a schedule.
+        given: what the trainer was given.
+        sharding: likewise; by default the ranks, and FSDP along the devices that are left.
+        wrt: what trains, if not all or what a pipeline says itself.
+        weight: of a microbatch, likewise.
+
+    Raises:
+        ConfigError: for a mesh without the axis or of other sizes, other axes of batches, or what is said twice.
+        StructureError: for a schedule and a model without a stack.
+    """
+    if sharding is not None and STAGE in sharding.batch_axes:
+        raise ConfigError(
+            "batches are divided along the axis of the pipeline",
+            expected="other axes of the mesh: every stage needs all rows",
+            got=", ".join(sharding.batch_axes),
+            hint=f"leave {STAGE!r} out of batch_axes",
+        )
+    if isinstance(given, Schedule):
+        stack = getattr(model, "stack", None)
+        if not isinstance(stack, LayerStack):
+            raise StructureError(
+                "of a schedule alone the trainer does not know the functions of the model",
+                expected="a model with an attribute stack, a lowtide.LayerStack, such as lowtide.models.Llama",
+                got=type(model).__name__,
+                hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)",
+            )
+        sharding = sharding or ShardingRules(mesh=_mesh_of(given.num_ranks))
+        if STAGE not in sharding.mesh.shape:
+            raise ConfigError(
+                f"the mesh has no axis {STAGE!r} for the ranks of the pipeline",
+                expected=f"an axis {STAGE!r} of {given.num_ranks}",
+                got=", ".join(map(str, sharding.mesh.axis_names)),
+                hint=f"ShardingRules(mesh=make_mesh(stage={given.num_ranks}))",
+            )
+        wrt = "**" if wrt is None else wrt
+        made = value_and_grad(stack, given, mesh=sharding.mesh, axis=STAGE, wrt=wrt, weight=weight)
+    else:
+        made = given
+        if given.axis != STAGE:
+            raise ConfigError(
+                "the trainer divides layers along another axis than the pipeline",
+                expected=repr(STAGE),
+                got=repr(given.axis),
+                hint=f'name the axis of the mesh "{STAGE}"',
+            )
+        sharding = sharding or ShardingRules(mesh=given.mesh, batch_axes=given.batch_axes)
+        _refuse_twice(given, wrt=wrt, weight=weight)
+        if given.mesh != sharding.mesh:
+            raise ConfigError(
+                "the pipeline and sharding have different meshes",
+                expected=str(dict(given.mesh.shape)),
+                got=str(dict(sharding.mesh.shape)),
+                hint="make one mesh, and pass it to both; or leave sharding out",
+            )
+        if set(given.batch_axes) != set(sharding.batch_axes):
+            raise ConfigError(
+                "the pipeline and sharding divide batches along different axes",
+                expected=f"ShardingRules(..., batch_axes={list(given.batch_axes)})",
+                got=", ".join(sharding.batch_axes) or "none",
+                hint="pass batch_axes to both; or leave sharding out",
+            )
+    # Uneven stages of arranged layers have to be known beforehand.
+    plan = made.layout(num_layers(sides(model, _WHAT)[1]))
+    made = dataclasses.replace(
+        made, arranged=True, layers_per_stage=plan.layers_per_stage, batch_axes=tuple(sharding.batch_axes)
+    )
+    return made, sharding
+
+
+def _mesh_of(num_ranks: int) -> Mesh:
+    """All devices, with FSDP along those that the ranks leave."""
+    if jax.device_count() % num_ranks:
+        raise ConfigError(
+            f"the devices do not divide among {num_ranks} ranks",
+            expected=f"a multiple of {num_ranks} devices",
+            got=f"{jax.device_count()}",
+            hint=f"sharding=ShardingRules(mesh=make_mesh(stage={num_ranks}, devices=...)) for some, or other stages",
+        )
+    return make_mesh(stage=num_ranks)
+
+
+def _refuse_twice(pipeline: Pipeline, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and value != getattr(pipeline, name):
+            raise ConfigError(
+                f"{name} is said twice, to the trainer and to its pipeline",
+                expected=f"value_and_grad(..., {name}=...)",
+                got=f"{name}={value!r} for the trainer",
+                hint=f"pass {name} to lt.pipeline.value_and_grad alone",
+            )

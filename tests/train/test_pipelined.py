@@ -1,0 +1,414 @@
+"""A trainer whose gradients come from a pipeline: the numbers of one that has none, and one order of layers outside."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+
+import lowtide as lt
+from lowtide import models
+from lowtide.adapters import lora
+from lowtide.core import ConfigError, LayerStack, LowtideError, StructureError, tree_bytes
+from lowtide.offload import layerwise_step
+from lowtide.pipeline import Pipeline, schedule, value_and_grad
+from lowtide.train import EarlyStopping, ShardingRules, Trainer, make_mesh
+
+ROWS, LENGTH = 16, 6
+Options = dict[str, Any]
+
+
+def decoder(num_layers: int = 8, *, tied: bool = True) -> models.Llama:
+    config = models.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=num_layers,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        tie_embeddings=tied,
+    )
+    return models.init(config, key=jax.random.key(0))
+
+
+def batches(number: int = 3, rows: int = ROWS) -> list[Any]:
+    draw = np.random.default_rng(0).integers
+    found = [
+        {name: draw(0, 32, (rows, LENGTH)).astype(np.int32) for name in ("tokens", "labels")} for _ in range(number)
+    ]
+    for batch in found:
+        batch["labels"][: rows // 3, 2:] = -100  # microbatches of different weight
+    return found
+
+
+def num_targets(batch: Any) -> Any:
+    return jnp.sum(batch["labels"] != -100)
+
+
+def sgd() -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+
+
+def pipelined(
+    name: str = "1f1b", num_stages: int = 4, *, model: Any = None, tx: Any = None, fsdp: int = 2, **options: Any
+) -> Trainer:
+    made = schedule(name, num_stages=num_stages, num_microbatches=4)
+    mesh = make_mesh(stage=made.num_ranks, fsdp=fsdp, devices=jax.devices()[: made.num_ranks * fsdp])
+    given: Options = {"weight": num_targets, "sharding": ShardingRules(mesh=mesh, min_bytes=64), **options}
+    return Trainer(decoder() if model is None else model, None, tx or sgd(), pipeline=made, **given)
+
+
+def plain(model: Any = None, **options: Any) -> Trainer:
+    return Trainer(decoder() if model is None else model, models.loss, sgd(), weight=num_targets, **options)
+
+
+def assert_near(tree: Any, other: Any, tolerance: float = 1e-5) -> None:
+    for (path, a), b in zip(lt.core.leaves_with_paths(tree), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=path)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "num_layers", "fsdp"),
+    [("1f1b", 4, 8, 2), ("v-half", 8, 8, 2), ("zb-v", 4, 6, 4), ("zb-h1", 4, 6, 1), ("v-min", 8, 9, 1)],
+)
+def test_a_pipelined_trainer_trains_as_a_plain_one(name: str, num_stages: int, num_layers: int, fsdp: int) -> None:
+    trainer = pipelined(name, num_stages, model=decoder(num_layers), fsdp=fsdp)
+    other = plain(decoder(num_layers))
+    got, expected = (one.fit(batches(), num_steps=3, progress=False) for one in (trainer, other))
+    for key in ("loss", "grad_norm"):
+        assert [record[key] for record in got] == pytest.approx([record[key] for record in expected], rel=1e-5)
+    assert_near(trainer.model, other.model)
+    assert len(trainer._compiled) == 1  # for all steps
+
+    # An evaluation of a part of a batch, too.
+    for data in (batches(), batches(1, rows=6)):
+        assert trainer.evaluate(data)["loss"] == pytest.approx(other.evaluate(data)["loss"], rel=1e-5)
+    logits = [
+        one.predict(batches(2), lambda model, batch: models.logits(model, batch["tokens"])) for one in (trainer, other)
+    ]
+    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_each_device_holds_its_layers_alone() -> None:
+    trainer = pipelined("v-half", 8, tx=optax.adam(1e-2))
+    trainer.fit(batches(), num_steps=1, progress=False)
+    for leaf in jax.tree.leaves((trainer.state.trainable.layers, trainer.state.opt_state[0].mu.layers)):
+        assert leaf.sharding.spec[0] == "stage" and leaf.sharding.shard_shape(leaf.shape)[0] == 2
+    whole = tree_bytes(trainer.state.trainable.layers)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(trainer.state.trainable.layers))
+    assert held == whole // 8
+
+
+def test_a_rule_divides_the_rows_of_uneven_stages() -> None:
+    rules = {"layers/.*q_proj/weight": P("stage", "fsdp")}
+    sharding = ShardingRules(mesh=make_mesh(stage=4, fsdp=2), rules=rules)
+    trainer = pipelined("1f1b", 4, model=decoder(6), sharding=sharding)
+    (leaf,) = (x for path, x in lt.core.leaves_with_paths(trainer.state.trainable) if path.endswith("q_proj/weight"))
+    assert leaf.shape[0] == 8 and leaf.sharding.spec[:2] == ("stage", "fsdp")
+
+
+def test_adapters_train_in_a_pipeline_over_a_frozen_base() -> None:
+    def adapted() -> Any:
+        return lora.add(decoder(), lora.Config(rank=2, targets=("**/q_proj", "**/up_proj")), key=jax.random.key(1))
+
+    trainer = pipelined("zb-v", 8, model=adapted(), wrt="**/lora_*", fsdp=1)
+    other = plain(adapted(), wrt="**/lora_*")
+    for one in (trainer, other):
+        one.fit(batches(), num_steps=3, progress=False)
+    paths = [path for path, _ in lt.core.leaves_with_paths(trainer.state.trainable)]
+    assert paths and all("lora_" in path for path in paths)
+    assert_near(trainer.model, other.model)
+
+
+def test_a_run_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
+    data = batches(4)
+    through = pipelined("v-half", 8)
+    through.fit(data, num_steps=4, progress=False)
+    first = pipelined("v-half", 8, checkpoint_dir=tmp_path)
+    first.fit(data, num_steps=2, progress=False)
+    second = pipelined("v-half", 8, model=jax.tree.map(jnp.zeros_like, decoder()), checkpoint_dir=tmp_path)
+    assert second.restore() == 2
+    second.fit(data, num_steps=4, progress=False)
+    assert_near(second.model, through.model, 0)
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("1f1b", 4), ("v-min", 8)])
+def test_a_checkpoint_of_another_order_of_layers_is_refused(tmp_path: Path, name: str, num_stages: int) -> None:
+    trainer = pipelined("v-half" if name == "1f1b" else "interleaved", 8, checkpoint_dir=tmp_path)
+    trainer.fit(batches(), num_steps=1, progress=False)
+    other = pipelined(name, num_stages, checkpoint_dir=tmp_path)
+    before = jax.tree.map(np.asarray, other.model)
+    with pytest.raises(StructureError, match="layers in another order than this trainer"):
+        other.restore()
+    assert_near(other.model, before, 0)
+
+
+def test_a_checkpoint_of_padding_in_other_rows_is_refused(tmp_path: Path) -> None:
+    """Padding is a copy of a layer: by the layer of every row alone, these stages are the same."""
+
+    def trainer(layers_per_stage: tuple[int, ...]) -> Trainer:
+        mesh = make_mesh(stage=4, devices=jax.devices()[:4])
+        model = {"outer": own()["outer"], "layers": jax.tree.map(lambda leaf: leaf[:2], own()["layers"])}
+        pipeline = own_pipeline(mesh, layers_per_stage=layers_per_stage)
+        return Trainer(model, None, optax.sgd(0.1), pipeline=pipeline, checkpoint_dir=tmp_path)
+
+    trainer((0, 1, 1, 0)).fit(keyed(), num_steps=1, progress=False)
+    with pytest.raises(StructureError, match=r"rows of layers \[0, -1, 1, -1\]"):
+        trainer((1, 0, 1, 0)).restore()
+
+
+def test_schedules_with_the_order_of_the_model_share_checkpoints_with_a_plain_trainer(tmp_path: Path) -> None:
+    trainer = pipelined("zb-h1", 4, checkpoint_dir=tmp_path)
+    trainer.fit(batches(), num_steps=1, progress=False)
+    for other in (pipelined("1f1b", 2, checkpoint_dir=tmp_path), plain(checkpoint_dir=tmp_path)):
+        assert other.restore() == 1
+        assert_near(other.model, trainer.model, 0)
+
+
+def test_other_weights_are_put_into_the_order_of_ranks() -> None:
+    trainer = pipelined("v-half", 8)
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, decoder())
+    trainer.update(jax.tree.map(np.asarray, doubled))
+    assert_near(trainer.model, doubled, 0)
+    assert trainer.evaluate(batches())["loss"] == pytest.approx(plain(doubled).evaluate(batches())["loss"], rel=1e-5)
+    with pytest.raises(StructureError, match="another number of layers"):
+        trainer.update(decoder(4))
+
+
+def test_weights_of_numpy_may_be_written_over_later() -> None:
+    """On a CPU a placed array would share NumPy's buffer."""
+
+    def aligned(leaf: Any) -> np.ndarray:
+        memory = np.zeros(leaf.nbytes + 64, np.uint8)
+        found = memory[-memory.ctypes.data % 64 :][: leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+        found[:] = leaf
+        return found
+
+    model = jax.tree.map(aligned, own())
+    trainer = Trainer(model, None, sgd(), pipeline=own_pipeline())
+    for _ in range(2):  # those of the construction, those of an update
+        for leaf in jax.tree.leaves(model):
+            leaf[:] = 0
+        assert_near(trainer.model, own(), 0)
+        model = jax.tree.map(aligned, own())
+        trainer.update(model)
+
+
+def test_a_step_with_a_loss_that_is_no_number_is_left_out() -> None:
+    trainer = pipelined("v-half", 8, on_nan="skip")
+    before = jax.tree.map(np.asarray, trainer.model)
+    layers = dict(trainer.model.layers)
+    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, layers)
+    trainer.update(dataclasses.replace(trainer.model, layers=broken))
+    (record,) = trainer.fit(batches(), num_steps=1, progress=False)
+    assert not math.isfinite(record["loss"])
+    assert_near(trainer.model.outer, before.outer, 0)
+
+
+# --- a model of one's own --------------------------------------------------------------------------------------------
+
+DROPOUT = LayerStack(
+    first=lambda outer, batch: batch["x"] @ outer["in"],
+    block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]) * jax.random.bernoulli(batch["key"], 0.5, h.shape),
+    last=lambda outer, h, batch: (jnp.mean((h - batch["x"]) ** 2), {"largest": jnp.max(h)}),
+)
+
+
+def own() -> Any:
+    keys = jax.random.split(jax.random.key(0))
+    return {
+        "outer": {"in": jax.random.normal(keys[0], (4, 4))},
+        "layers": {"w": jax.random.normal(keys[1], (4, 4, 4))},
+    }
+
+
+def keyed(number: int = 3) -> list[Any]:
+    draw = np.random.default_rng(0).normal
+    return [{"x": draw(size=(8, 4)).astype(np.float32), "key": jax.random.key(i)} for i in range(number)]
+
+
+def own_pipeline(mesh: Any = None, axis: str = "stage", **options: Any) -> Pipeline:
+    mesh = mesh or make_mesh(stage=2, devices=jax.devices()[:2])
+    made = schedule("zb-h1", num_stages=mesh.shape[axis], num_microbatches=4)
+    return value_and_grad(DROPOUT, made, mesh=mesh, axis=axis, **options)
+
+
+def test_a_stack_of_ones_own_trains_with_keys_of_the_batch() -> None:
+    trainer = Trainer(own(), None, optax.sgd(0.1), pipeline=own_pipeline(remat=True))
+    records = trainer.fit(keyed(), num_steps=3, progress=False)
+
+    model = own()
+    for number, batch in enumerate(keyed()):
+
+        def loss_fn(model: Any, batch: Any = batch) -> Any:
+            losses = []
+            for i in range(4):
+                part = {"x": batch["x"][2 * i : 2 * i + 2], "key": jax.random.fold_in(batch["key"], i)}
+                losses.append(DROPOUT.apply(model["outer"], model["layers"], part))
+            return jnp.mean(jnp.stack([loss for loss, _ in losses])), jnp.mean(
+                jnp.stack([metrics["largest"] for _, metrics in losses])
+            )
+
+        (loss, largest), grads = jax.value_and_grad(loss_fn, has_aux=True)(model)
+        assert records[number]["loss"] == pytest.approx(float(loss), rel=1e-5)
+        assert records[number]["largest"] == pytest.approx(float(largest), rel=1e-5)
+        model = jax.tree.map(lambda leaf, g: leaf - 0.1 * g, model, grads)
+    assert_near(trainer.model, model)
+    assert math.isfinite(trainer.evaluate(keyed())["largest"])
+
+
+# --- before the run --------------------------------------------------------------------------------------------------
+
+
+def test_fit_says_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = pipelined("v-half", 8)
+    trainer.fit(batches(), num_steps=1, callbacks=[EarlyStopping("loss")])
+    text = capsys.readouterr().err
+    assert re.search(r"v-half, 4 microbatches: bytes of one device", text)
+    assert re.search(r"0 +0, 7 +0, 7 ", text)
+    report = trainer.stages
+    assert report is not None and report.memory is not None
+    assert report.memory.device_bytes == report.held_bytes + (report.other_bytes or 0)
+    assert f"{report.memory.device_bytes / 2**10:.2f} KiB" in text
+
+
+@pytest.mark.tpu_aot
+def test_the_step_compiles_for_a_pod_that_is_not_there() -> None:
+    trainer = pipelined("zb-v", 8, tx=optax.adamw(1e-3))
+    report = trainer.memory(batches(1)[0], target="v5p:2x2x2")
+    of_state = tree_bytes((trainer.state.trainable, trainer.state.opt_state))
+    assert report.target.chip == "v5p"
+    assert of_state / 8 < report.by_role["trainable"] + report.by_role["optimizer"] < of_state
+    assert report.by_role["outputs"] < 8192  # the state is donated: metrics, no weights
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+WRONG: dict[str, tuple[Any, Options, str]] = {
+    "no schedule": (decoder, {"pipeline": "zb-h1"}, "pipeline is no schedule"),
+    "a loss": (decoder, {"loss_fn": models.loss}, "without loss_fn"),
+    "microbatches": (decoder, {"num_microbatches": 2}, "without num_microbatches"),
+    "mutable": (decoder, {"mutable": "layers/**"}, "without mutable"),
+    "dtype": (decoder, {"compute_dtype": "bfloat16"}, "without compute_dtype"),
+    "seed": (decoder, {"seed": 1}, "without seed"),
+    "layerwise": (decoder, {"tx": layerwise_step(decoder().stack, optax.sgd(0.1))}, "without a layerwise step"),
+    "no stack": (own, {}, "of a schedule alone the trainer does not know the functions"),
+    "no layers": (lambda: {"w": jnp.ones(2)}, {"pipeline": own_pipeline()}, "made of outer and layers"),
+    "other mesh": (decoder, {"sharding": ShardingRules(mesh=make_mesh(stage=2))}, "for another mesh"),
+    "no axis": (decoder, {"sharding": ShardingRules(mesh=make_mesh())}, "the mesh has no axis 'stage'"),
+    "two meshes": (
+        own,
+        {"pipeline": own_pipeline(), "sharding": ShardingRules(mesh=make_mesh(stage=2))},
+        "have different meshes",
+    ),
+    "rows by stage": (
+        decoder,
+        {"sharding": ShardingRules(mesh=make_mesh(stage=4), batch_axes=("stage", "fsdp"))},
+        "batches are divided along the axis of the pipeline",
+    ),
+    "two divisions of batches": (
+        own,
+        {
+            "pipeline": own_pipeline(),
+            "sharding": ShardingRules(mesh=make_mesh(stage=2, devices=jax.devices()[:2]), batch_axes="data"),
+        },
+        "divide batches along different axes",
+    ),
+    "axis": (
+        own,
+        {"pipeline": own_pipeline(jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2]), "fsdp")},
+        "along another axis",
+    ),
+    "axis of another name": (
+        own,
+        {"pipeline": own_pipeline(jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]), "pipe")},
+        'name the axis of the mesh "stage"',
+    ),
+    "twice": (own, {"pipeline": own_pipeline(), "wrt": "layers/**"}, "wrt is said twice"),
+    "rule": (
+        decoder,
+        {"sharding": ShardingRules(mesh=make_mesh(stage=4), rules={"layers/.*q_proj/weight": P(None, "fsdp")})},
+        "is not divided along 'stage'",
+    ),
+    "nothing": (decoder, {"wrt": "layers/nothing"}, "matches no|selects no|nothing"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_pipeline_cannot_be_made_of_is_refused(case: str) -> None:
+    make, options, message = WRONG[case]
+    given: Options = {"loss_fn": None, "tx": sgd(), "pipeline": schedule("1f1b", num_stages=4, num_microbatches=4)}
+    with pytest.raises(LowtideError, match=message):
+        Trainer(make(), **{**given, **options})
+
+
+def test_batches_that_do_not_divide_are_refused() -> None:
+    trainer = pipelined()
+    with pytest.raises(LowtideError, match="cannot be divided among the devices"):
+        trainer.fit(batches(1, rows=12), num_steps=1, progress=False)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    """With an array that is neither."""
+
+    outer: Any
+    layers: Any
+    scale: Any
+
+
+def test_a_model_with_arrays_elsewhere_is_refused() -> None:
+    with pytest.raises(StructureError, match="scale: no part of the pipeline reads it"):
+        Trainer(Model(**own(), scale=jnp.ones(2)), None, sgd(), pipeline=own_pipeline())
+
+
+@pytest.mark.parametrize(("name", "num_stages"), [("1f1b", 2), ("zb-v", 4)])
+def test_one_array_at_two_paths_of_the_layers_is_refused(name: str, num_stages: int) -> None:
+    model = own()
+    model["layers"]["v"] = model["layers"]["w"]
+    mesh = make_mesh(stage=2, devices=jax.devices()[:2])
+    made = schedule(name, num_stages=num_stages, num_microbatches=4)
+    with pytest.raises(LowtideError, match="layers/v and layers/w are the same array and both train"):
+        Trainer(model, None, sgd(), pipeline=value_and_grad(DROPOUT, made, mesh=mesh))
+
+
+def test_a_leaf_that_is_no_array_is_named() -> None:
+    model = own()
+    model["outer"]["activation"] = jnp.tanh
+    trainer = Trainer(model, None, sgd(), pipeline=own_pipeline())
+    with pytest.raises(StructureError, match="outer/activation: is no array"):
+        trainer.fit(keyed(), num_steps=1, progress=False)
+
+
+def test_without_rules_batches_are_divided_as_the_pipeline_says() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "rows"))
+    trainer = Trainer(own(), None, sgd(), pipeline=own_pipeline(mesh, batch_axes=("rows",)))
+    assert trainer.sharding is not None and trainer.sharding.batch_axes == ("rows",)
+    trainer.fit(keyed(), num_steps=1, progress=False)
+
+
+def test_layers_in_host_memory_are_refused() -> None:
+    model = decoder()
+    hosted = dataclasses.replace(model, layers=lt.offload.to_host(model.layers))
+    with pytest.raises(ConfigError, match=r"(?s)layers/.*: is in host memory.*hint: lt.offload.to_device"):
+        pipelined(model=hosted)
+
+
+def test_without_rules_the_devices_that_are_left_divide_weights() -> None:
+    trainer = Trainer(decoder(), None, sgd(), pipeline=schedule("1f1b", num_stages=4, num_microbatches=4))
+    assert trainer.sharding is not None
+    assert dict(trainer.sharding.mesh.shape) == {"stage": 4, "data": 1, "fsdp": 2, "tensor": 1}
+    with pytest.raises(ConfigError, match="devices do not divide among 3 ranks"):
+        Trainer(decoder(), None, sgd(), pipeline=schedule("1f1b", num_stages=3, num_microbatches=4))
