@@ -10,8 +10,13 @@ from collections.abc import Iterator
 
 # Set before JAX is imported. `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+for flag, value in (
+    ("xla_force_host_platform_device_count", "8"),
+    # Collectives in one order on every device: else those of a pipeline with FSDP may wait for one another.
+    ("xla_cpu_enable_concurrency_optimized_scheduler", "false"),
+):
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}".strip()
 # Without these libtpu asks an absent metadata server, and refuses to load in two test processes at once.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")

@@ -472,3 +472,11 @@ def test_functions_of_another_shape_are_named() -> None:
         run(last=lambda outer, h, batch: (h["depth"], {}))
     with pytest.raises(StructureError, match=r"(?s)returns no loss.*floating-point.*complex64.*hint:"):
         run(last=lambda outer, h, batch: (h["aux"] + 1j, {}))
+
+
+def test_collectives_that_may_wait_for_ever_on_a_cpu_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = schedule("1f1b", num_stages=2, num_microbatches=2)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    with pytest.warns(UserWarning, match=r"(?s)along 'stage'.*aborts.*hint: XLA_FLAGS=--xla_cpu_enable.*=false"):
+        value_and_grad(STACK, made, mesh=mesh_of(2))
+    value_and_grad(STACK, made, mesh=mesh_of(2, 1))  # of one axis alone nothing is said: warnings are errors here

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +34,9 @@ from ._layout import Layout, layout
 from ._schedule import Schedule
 from ._stages import StageReport, stage_report
 from ._tables import tables
+
+_ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
+"""XLA's flag that, when false, has CPU devices run collectives in the program's order (jaxlib 0.10)."""
 
 
 def value_and_grad(
@@ -138,9 +143,21 @@ def value_and_grad(
                 hint="leave it out to divide them along data and fsdp",
             )
     axes = axes if batch_axes is None else tuple(batch_axes)
+    _warn_of_waiting_forever(mesh, axis)
     # Other axes are the compiler's to divide arrays along, whatever type of axis the mesh was made with.
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes)
+
+
+def _warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:
+    """XLA's CPU client may start collectives of several axes in another order on each device, and abort the process."""
+    is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
+    if is_exposed and _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
+        warnings.warn(
+            f"collectives of a pipeline along {axis!r} and of the mesh's other axes may wait for one another on a CPU, "
+            f"until XLA aborts the process\nhint: XLA_FLAGS=--{_ONE_ORDER}=false, set before JAX starts",
+            stacklevel=3,
+        )
 
 
 def _refuse_wrong_types(
