@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -146,6 +148,45 @@ def test_every_size_and_cost_gives_a_valid_schedule_within_its_memory(
     _assert_in_time(one, free.starts, free.ends, costs)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(SCHEDULES), num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 16), data=st.data()
+)
+def test_stages_may_keep_different_amounts(name: str, num_ranks: int, num_microbatches: int, data: Any) -> None:
+    chunks = 2 if name in V or name in {"interleaved", "interleaved-zb", "looped-bfs"} else 1
+    sizes = {"num_stages": chunks * num_ranks, "num_microbatches": num_microbatches}
+    each = st.lists(times, min_size=sizes["num_stages"], max_size=sizes["num_stages"])
+    costs = Costs(input_residuals=data.draw(each), weight_residuals=data.draw(each))
+    one = schedule(name, **sizes, costs=costs)
+    assert Schedule.from_text(one.to_text(), name=name) == one
+    limit = data.draw(st.floats(0.3, 1.0)) * max(simulate(one, costs).peaks)
+    try:
+        less = schedule(name, **sizes, costs=costs, memory_limit=limit)
+    except ScheduleError:
+        return
+    assert max(simulate(less, costs).peaks) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if name not in {"gpipe", "looped-bfs"}])
+def test_what_is_kept_does_not_grow_with_microbatches(name: str) -> None:
+    costs = Costs(communication=0.5, input_residuals=0.5)
+
+    def peaks(num_microbatches: int) -> Any:
+        one = schedule(name, num_stages=8, num_microbatches=num_microbatches, costs=costs, lockstep=name == "auto")
+        return simulate(one, costs).peaks
+
+    assert peaks(64) == pytest.approx(peaks(32))
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    costs = Costs(forward=np.float32(1.5), weight=np.array([1.0, 2.0]))
+    assert costs == Costs(forward=1.5, weight=[1.0, 2.0])
+    sizes: Any = {"num_stages": np.int64(2), "num_microbatches": np.int32(4)}
+    assert schedule("zb-h1", **sizes, costs=costs).num_microbatches == 4
+    with pytest.raises(ConfigError, match=r"(?s)memory_limit is no limit.*got: nan.*hint:"):
+        schedule("zb-h1", num_stages=2, num_microbatches=4, memory_limit=math.nan)
+
+
 def _assert_in_time(one: Schedule, starts: Any, ends: Any, costs: Costs) -> None:
     """Written anew: nothing begins before what it needs has ended and come."""
     begun, ended = (
@@ -205,18 +246,27 @@ def test_auto_is_at_least_as_good_as_each_named_schedule(
             other = schedule(name, **sizes, costs=costs, memory_limit=limit)
         except (ConfigError, ScheduleError):  # another number of stages a rank, or more memory
             continue
+        if limit is None and name in {"gpipe", "looped-bfs"}:  # all microbatches are more than auto's own limit
+            continue
         assert run.makespan <= simulate(other, costs, lockstep=lockstep).makespan * (1 + 1e-6), name
 
 
 def test_auto_is_better_than_all_where_stages_differ() -> None:
     each = [2, 1, 1, 1]
     costs = Costs(forward=each, input=each, weight=[0.8 * one for one in each], communication=0.3)
-    sizes: Any = {"num_stages": 4, "num_microbatches": 8, "costs": costs, "memory_limit": 5}
+    sizes: Any = {"num_stages": 4, "num_microbatches": 8, "costs": costs, "memory_limit": 5, "lockstep": False}
     best = simulate(schedule("auto", **sizes), costs).makespan
     named = [simulate(schedule(name, **sizes), costs).makespan for name in ("1f1b", "zb-h1", "zb-h2")]
     assert best == pytest.approx(46.6) and min(named) == pytest.approx(48.4)
     with pytest.raises(ScheduleError, match=r"(?s)no schedule keeps within the memory_limit.*got: 0.5.*hint: raise"):
         schedule("auto", num_stages=4, num_microbatches=8, memory_limit=0.5)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_auto_needs_no_more_than_one_microbatch(chunks: int) -> None:
+    sizes: Any = {"num_stages": 3 * chunks, "stages_per_rank": chunks, "num_microbatches": 5}
+    found = schedule("auto", **sizes, memory_limit=chunks)
+    assert simulate(found).peaks == (chunks,) * 3
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

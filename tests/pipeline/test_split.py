@@ -82,6 +82,21 @@ LAYER = {"a": normal(0, 8, 16), "b": normal(1, 16), "c": normal(2, 16, 8)}
 LAYERS = {"a": normal(0, 3, 8, 16), "b": normal(1, 3, 16), "c": normal(2, 3, 16, 8)}
 X = normal(9, 6, 8)
 HEADS = {**{name: normal(i, 8, 2, 4) for i, name in enumerate("qkv")}, "o": normal(5, 2, 4, 8)}
+
+
+def gated(w: Any, x: Any) -> Any:
+    """One operation reads two results of another."""
+    gate, up = jnp.split(x @ w["up"], 2, -1)
+    return x + (gate * up) @ w["down"]
+
+
+def branches(w: Any, x: Any) -> Any:
+    """Four of them."""
+    h = x @ w
+    parts = jax.lax.cond(h.sum() > 0, lambda h: tuple(h[:, i : i + 2] for i in range(4)), lambda h: (h[:, :2],) * 4, h)
+    return x + jnp.sin(jnp.concatenate(parts, -1))
+
+
 CASES = {
     "mlp": Case(mlp, LAYER, X),
     "attention": Case(attention, HEADS, normal(9, 2, 5, 8), (jnp.tril(jnp.ones((2, 5, 5), bool)),)),
@@ -100,6 +115,8 @@ CASES = {
         lambda w, x: clipped(jnp.tanh(clipped(x, w["a"])), w["b"]), {"a": normal(0, 8, 8), "b": normal(1, 8, 8)}, X
     ),
     "nested": Case(nested, {"layers": normal(0, 3, 8, 8), "shared": normal(1, 8, 8)}, X),
+    "parts": Case(gated, {"up": normal(0, 8, 32), "down": normal(1, 16, 8)}, X),
+    "branches": Case(branches, normal(0, 8, 8), X),
     "jit": Case(lambda w, x: jax.jit(mlp)(w, jax.jit(mlp)(w, x)), LAYER, X),
 }  # fmt: skip
 
@@ -236,6 +253,29 @@ def test_what_depends_on_weights_alone_is_made_once_and_never_waits() -> None:
     given = (LAYERS, X.astype(jnp.bfloat16))
     text = str(jax.make_jaxpr(lambda w, x, h: traced.forward(w, x, hoisted=h))(*given, hoisted))
     assert "bf16[8,16] = convert_element_type" not in text
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_effects_happen_as_often_as_without_a_split(is_recomputed: bool) -> None:
+    seen: list[float] = []
+
+    def block(h: Any, w: Any) -> Any:
+        h = jnp.tanh(h @ w)
+        jax.debug.callback(lambda norm: seen.append(float(norm)), jnp.sum(h))
+        return h, None
+
+    def stage(w: Any, x: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(block) if is_recomputed else block, x, w)[0]
+
+    case = Case(stage, normal(0, 3, 8, 8), X)
+    calls = []
+    for passes in (plain, split_passes):
+        jax.block_until_ready(jax.jit(passes(case))(case.weights, case.x, X))
+        jax.effects_barrier()
+        calls.append(sorted(seen))
+        seen.clear()
+    assert len(calls[0]) == 3 * (1 + is_recomputed)
+    assert calls[1] == pytest.approx(calls[0])
 
 
 def test_what_a_loop_makes_of_a_weight_in_every_iteration_is_made_once() -> None:

@@ -28,9 +28,19 @@ def test_a_terminal_shows_every_pass_where_it_begins() -> None:
     found = simulate(schedule("1f1b", num_stages=2, num_microbatches=2))
     # Nine units in 36 columns: two F, two B of twice the length on each rank.
     rows = printed(found, 7 + 36)
-    assert rows[0].rstrip() == "rank 0 0   1   ········0       ····1"
-    assert rows[1].rstrip() == "rank 1 ····0   0       1   1       ········"
+    assert rows[0].rstrip() == "rank 0 F0  F1  ········B0      ····B1"
+    assert rows[1].rstrip() == "rank 1 ····F0  B0      F1  B1      ········"
     assert "backward" in rows[2] and "weight" not in rows[2]
+
+
+def test_passes_are_told_apart_with_and_without_colours() -> None:
+    found = simulate(schedule("zb-h1", num_stages=2, num_microbatches=2))
+    narrow = printed(simulate(schedule("zb-h1", num_stages=2, num_microbatches=12)), 40)  # 33 columns, 37 passes
+    assert narrow[0][7:9] == "FF" and set(narrow[0][7:].strip()) == set("FIW·")
+    coloured = Console(width=7 + 36, file=io.StringIO(), force_terminal=True, color_system="truecolor", no_color=False)
+    coloured.print(found)
+    text = coloured.file.getvalue()  # pyright: ignore
+    assert "\x1b[" in text and "F0" not in text.splitlines()[0]
 
 
 @pytest.mark.parametrize("width", [10, 60, 200])

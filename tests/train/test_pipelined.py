@@ -18,7 +18,7 @@ from jax import P
 import lowtide as lt
 from lowtide import models
 from lowtide.adapters import lora
-from lowtide.core import ConfigError, LayerStack, LowtideError, StructureError, tree_bytes
+from lowtide.core import ConfigError, LayerStack, LowtideError, OutOfMemoryError, StructureError, tree_bytes
 from lowtide.offload import layerwise_step
 from lowtide.pipeline import Pipeline, schedule, value_and_grad
 from lowtide.train import EarlyStopping, ShardingRules, Trainer, make_mesh
@@ -90,8 +90,8 @@ def test_a_pipelined_trainer_trains_as_a_plain_one(name: str, num_stages: int, n
     assert_near(trainer.model, other.model)
     assert len(trainer._compiled) == 1  # for all steps
 
-    # An evaluation of a part of a batch, too.
-    for data in (batches(), batches(1, rows=6)):
+    # An evaluation of a part of a batch, too, and of rows that nothing divides.
+    for data in (batches(), batches(1, rows=6), batches(1, rows=7)):
         assert trainer.evaluate(data)["loss"] == pytest.approx(other.evaluate(data)["loss"], rel=1e-5)
     logits = [
         one.predict(batches(2), lambda model, batch: models.logits(model, batch["tokens"])) for one in (trainer, other)
@@ -267,6 +267,19 @@ def test_a_stack_of_ones_own_trains_with_keys_of_the_batch() -> None:
     assert math.isfinite(trainer.evaluate(keyed())["largest"])
 
 
+def test_what_trains_and_what_counts_may_be_said_to_the_trainer() -> None:
+    def weight(batch: Any) -> Any:
+        return jnp.sum(jnp.abs(batch["x"]))
+
+    own_one = Trainer(own(), None, optax.sgd(0.1), pipeline=own_pipeline(wrt="layers/**", weight=weight))
+    given = Trainer(own(), None, optax.sgd(0.1), pipeline=own_pipeline(), wrt="layers/**", weight=weight)
+    for trainer in (own_one, given):
+        trainer.fit(keyed(), num_steps=2, progress=False)
+    assert_near(given.model, own_one.model, 0)
+    assert_near(given.model["outer"], own()["outer"], 0)
+    assert jax.tree.leaves(given.state.trainable["outer"]) == []
+
+
 # --- before the run --------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +293,13 @@ def test_fit_says_what_each_rank_holds(capsys: pytest.CaptureFixture[str]) -> No
     assert report is not None and report.memory is not None
     assert report.memory.device_bytes == report.held_bytes + (report.other_bytes or 0)
     assert f"{report.memory.device_bytes / 2**10:.2f} KiB" in text
+
+
+def test_a_step_that_is_refused_says_what_each_rank_would_hold() -> None:
+    trainer = pipelined(budget="20 KiB")
+    with pytest.raises(OutOfMemoryError, match=r"(?s)20.00 KiB usable.*hint: a schedule of more.*remat"):
+        trainer.fit(batches(), num_steps=1, progress=False)
+    assert trainer.stages is not None and trainer.stages.ranks[0].waiting_bytes > 0
 
 
 @pytest.mark.tpu_aot
@@ -327,15 +347,15 @@ WRONG: dict[str, tuple[Any, Options, str]] = {
     ),
     "axis": (
         own,
-        {"pipeline": own_pipeline(jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2]), "fsdp")},
+        {"pipeline": own_pipeline(jax.sharding.Mesh(jax.devices()[:2], ("fsdp",)), "fsdp")},
         "along another axis",
     ),
     "axis of another name": (
         own,
-        {"pipeline": own_pipeline(jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2]), "pipe")},
+        {"pipeline": own_pipeline(jax.sharding.Mesh(jax.devices()[:2], ("pipe",)), "pipe")},
         'name the axis of the mesh "stage"',
     ),
-    "twice": (own, {"pipeline": own_pipeline(), "wrt": "layers/**"}, "wrt is said twice"),
+    "twice": (own, {"pipeline": own_pipeline(wrt="outer/**"), "wrt": "layers/**"}, "wrt is said twice"),
     "rule": (
         decoder,
         {"sharding": ShardingRules(mesh=make_mesh(stage=4), rules={"layers/.*q_proj/weight": P(None, "fsdp")})},

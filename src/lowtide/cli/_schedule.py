@@ -47,8 +47,9 @@ def register(commands: Any) -> None:
     )
     parser.add_argument(
         "--lockstep",
-        action="store_true",
-        help="draw ranks in lockstep, and have auto choose for them (default: by themselves)",
+        action=argparse.BooleanOptionalAction,
+        help="draw ranks in lockstep, and have auto choose for them; or both by themselves (default: draw them by "
+        "themselves, choose in lockstep, as value_and_grad runs them)",
     )
     parser.add_argument("--draw", metavar="FILE", help="write a picture (.png, .svg) or a Chrome trace (.json)")
     parser.add_argument("--csv", metavar="FILE", help="write the table of actions, as PyTorch reads it")
@@ -115,7 +116,7 @@ def _made(args: argparse.Namespace, costs: Any) -> Any:
         stages_per_rank=args.stages_per_rank,
         costs=costs,
         memory_limit=args.memory_limit,
-        lockstep=args.lockstep,
+        lockstep=args.lockstep is not False,
     )
 
 

@@ -19,6 +19,7 @@ from ._errors import TargetError as TargetError
 from ._files import write_files as write_files
 from ._grad import accumulate as accumulate
 from ._grad import check_differentiable as check_differentiable
+from ._grad import fractions as fractions
 from ._grad import microbatch_weights as microbatch_weights
 from ._grad import split_batch as split_batch
 from ._grad import value_and_grad as value_and_grad
@@ -90,6 +91,7 @@ __all__ = [
     "match_names",
     "match_path",
     "memory_space",
+    "fractions",
     "microbatch_weights",
     "num_layers",
     "on_host",

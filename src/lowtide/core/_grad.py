@@ -193,17 +193,27 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
         The batch with leaves of shape [num_microbatches, part, ...].
 
     Raises:
-        StructureError: when a leaf does not split, with its path.
+        StructureError: when a leaf does not split, or two have different numbers of rows, with their paths.
     """
+    rows: dict[int, str] = {}
 
     def split(path: Any, leaf: Any) -> Any:
         shape = jnp.shape(leaf)
-        if not shape or shape[0] % num_microbatches:
+        if not shape or not shape[0] or shape[0] % num_microbatches:
             raise StructureError(
                 f"batch leaf {path_str(path) or '(root)'}: leading axis does not split into microbatches",
                 expected=f"a leading axis that is a multiple of {num_microbatches}",
                 got=f"shape {shape}",
                 hint="change num_microbatches or the batch size; pass what has no batch axis as a separate argument",
+            )
+        rows.setdefault(shape[0], path_str(path) or "(root)")
+        if len(rows) > 1:
+            (number, name), (other, other_name) = rows.items()
+            raise StructureError(
+                f"batch leaves {name} and {other_name} have different numbers of rows",
+                expected=f"{number} in all",
+                got=f"{other} of {other_name}",
+                hint="every leaf needs a row for each example, also what is alike in all of them",
             )
         return jnp.reshape(leaf, (num_microbatches, shape[0] // num_microbatches, *shape[1:]))
 
@@ -211,7 +221,7 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
 
 
 def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_microbatches: int) -> Any:
-    """The part of each microbatch in the loss.
+    """What each microbatch weighs; `fractions` gives its part in the loss.
 
     Args:
         weight: a function of a microbatch that gives a scalar, or None for equal parts.
@@ -219,21 +229,36 @@ def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_
         num_microbatches: how many there are.
 
     Returns:
-        Numbers that add up to 1, or to 0 where nothing weighs anything, float32 of shape [num_microbatches].
+        Numbers, float32 of shape [num_microbatches].
 
     Raises:
         StructureError: when `weight` gives no number.
     """
     if weight is None:
-        return jnp.full(num_microbatches, 1 / num_microbatches, jnp.float32)
-    of_part = jax.vmap(lambda part: jnp.asarray(weight(part), jnp.float32), axis_size=num_microbatches)
-    weights = of_part(batches)
-    if weights.ndim != 1:
-        raise StructureError(
-            "the weight of a microbatch is no number",
-            expected="a scalar",
-            got=f"shape {list(weights.shape[1:])}",
-            hint="sum it: lambda batch: jnp.sum(batch['mask'])",
-        )
+        return jnp.ones(num_microbatches, jnp.float32)
+
+    def of_part(part: Tree) -> Any:
+        found = weight(part)
+        if not is_array_like(found) or jnp.ndim(found):
+            raise StructureError(
+                "the weight of a microbatch is no number",
+                expected="a scalar",
+                got=f"shape {list(jnp.shape(found))}" if is_array_like(found) else repr(found)[:80],
+                hint="sum it: lambda batch: jnp.sum(batch['mask'])",
+            )
+        return jnp.asarray(found, jnp.float32)
+
+    return jax.vmap(of_part, axis_size=num_microbatches)(batches)
+
+
+def fractions(weights: Any) -> Any:
+    """Weights as parts of their sum.
+
+    Args:
+        weights: numbers of shape [num_microbatches].
+
+    Returns:
+        Numbers that add up to 1, or to 0 where nothing weighs anything.
+    """
     total = jnp.sum(weights)
     return weights / jnp.where(total == 0, 1, total)

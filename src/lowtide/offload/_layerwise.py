@@ -33,6 +33,7 @@ from lowtide.core import (
     Where,
     check_differentiable,
     combine,
+    fractions,
     leaves_with_paths,
     memory_space,
     microbatch_weights,
@@ -298,7 +299,7 @@ class LayerwiseStep:
         if self.num_microbatches == 1:  # what has no leading axis need not split
             return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
         batches = split_batch(batch, self.num_microbatches)
-        return batches, microbatch_weights(self.weight, batches, self.num_microbatches)
+        return batches, fractions(microbatch_weights(self.weight, batches, self.num_microbatches))
 
     def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
         if not default_device().addressable_memories():

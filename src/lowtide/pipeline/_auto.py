@@ -58,20 +58,44 @@ def greedy_orders(
         each = [0.0] * num_ranks
         for stage, rank in enumerate(placement):
             each[rank] += at(costs.input_residuals, stage) + at(costs.weight_residuals, stage)
-        for begun in (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf):
-            caps = [min(limit, begun * one if one else math.inf) for limit, one in zip(limits, each, strict=True)]
+        # The last begins a microbatch where all its passes have room, so that it gets on with the room for one.
+        for begun in (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None):
+            most = begun or math.inf
+            caps = [min(limit, most * one if one else math.inf) for limit, one in zip(limits, each, strict=True)]
+            whole = each if begun is None else None
 
-            def make(placement: tuple[int, ...] = placement, caps: Sequence[float] = caps) -> Schedule:
-                orders = _Greedy(placement, num_microbatches, costs, caps).run()
+            def make(
+                placement: tuple[int, ...] = placement,
+                caps: Sequence[float] = caps,
+                whole: Sequence[float] | None = whole,
+            ) -> Schedule:
+                orders = _Greedy(placement, num_microbatches, costs, caps, whole).run()
                 return Schedule(name="auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
 
             yield make
 
 
 class _Greedy:
-    """Ranks in mid-run."""
+    """Ranks in mid-run.
 
-    def __init__(self, placement: Sequence[int], num_microbatches: int, costs: Costs, limits: Sequence[float]) -> None:
+    Args:
+        placement: rank of each stage.
+        num_microbatches: parts of a batch.
+        costs: of actions.
+        limits: memory of each rank.
+        whole: what a microbatch keeps on each rank, to have room for all of it before it begins there; else each
+            forward pass takes its own.
+    """
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        costs: Costs,
+        limits: Sequence[float],
+        whole: Sequence[float] | None,
+    ) -> None:
+        self.whole = whole
         self.placement, self.number, self.costs, self.limits = placement, num_microbatches, costs, limits
         num_ranks = len(limits)
         self.stages = [[s for s, where in enumerate(placement) if where == rank] for rank in range(num_ranks)]
@@ -103,12 +127,18 @@ class _Greedy:
         else:
             self.next[action.kind, action.stage] += 1
         self.time[rank] = max(now, ready) + self.costs.of(action)
-        self.memory[rank] += self.costs.kept(action)
+        self.memory[rank] += self._kept(action)
         self.done[rank].append(action)
         self.ends[gives(action)] = self.time[rank]
         if action.kind is Kind.INPUT:
             waiting.append(action._replace(kind=Kind.WEIGHT))
         return True
+
+    def _kept(self, action: Action) -> float:
+        if self.whole is None or action.kind is not Kind.FORWARD:
+            return self.costs.kept(action)
+        rank = self.placement[action.stage]
+        return self.whole[rank] if action.stage == self.stages[rank][0] else 0.0
 
     def _candidates(self, rank: int) -> Iterator[tuple[float, int, Action]]:
         """What could be next: when it could begin, how urgent it is (less is more), and what."""
@@ -117,7 +147,7 @@ class _Greedy:
                 action = Action(stage, kind, self.next[kind, stage])
                 if action.microbatch == self.number:
                     continue
-                if kind is Kind.FORWARD and self.memory[rank] + self.costs.kept(action) > self.limits[rank] + 1e-9:
+                if kind is Kind.FORWARD and self.memory[rank] + self._kept(action) > self.limits[rank] + 1e-9:
                     continue
                 # Input passes come first, of the earliest stage; forward passes of the latest.
                 urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage

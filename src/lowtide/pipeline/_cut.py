@@ -262,13 +262,14 @@ class _Cut:
     def solve(self) -> dict[Node, Pass]:
         self._bounds()
         self._kept()
-        begins, ends, capacities = np.array(self.edges, np.int64).T
-        # Capacities are 32-bit numbers there, which add up.
+        # Capacities are 32-bit numbers there, and those of equal edges would add up beyond.
+        begins, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
         network = coo_array((self._scaled(capacities), (begins, ends)), shape=(self.size, self.size)).tocsr()
         flow = maximum_flow(network, 0, 1).flow
         left = network - flow
         left.eliminate_zeros()
         near = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+        assert 1 not in near, "a node without any pass that it could be in"
         return {
             node: next((bound for bound in _BOUNDS if self.at(node, bound) in near), Pass.WEIGHT) for node in self.nodes
         }
@@ -298,6 +299,9 @@ class _Cut:
                 first, last = Pass.HOISTED if node.is_added else node.at, node.at
             elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
                 last = Pass.FORWARD  # what is offloaded leaves the device at once
+            elif isinstance(node, Op) and node.has_effects:
+                # Nothing may read what it gives, and then a weight pass, which runs what is read, would leave it out.
+                last = Pass.INPUT if Source.COTANGENT in self.reach.ancestors([node]) else Pass.FORWARD
             elif isinstance(node, Op) and node.is_heavy and node not in forward:
                 first = Pass.INPUT if node in back or node in chain else Pass.WEIGHT
                 last = Pass.INPUT if node in chain else last

@@ -154,15 +154,20 @@ class Program:
         h = jax.eval_shape(self.stack.first, outer, self.batch)
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
         after = jax.eval_shape(self.stack.block, layer, h, self.batch)
-        before, behind = (
-            {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves_with_paths(tree)} for tree in (h, after)
-        )
-        if before != behind or jax.tree.structure(h) != jax.tree.structure(after):
-            path = next((path for path in {**before, **behind} if before.get(path) != behind.get(path)), "")
+        before, behind = ({path: _text(x) for path, x in leaves_with_paths(tree)} for tree in (h, after))
+        if jax.tree.structure(h) != jax.tree.structure(after):
+            raise StructureError(
+                "a block returns another tree than it is given",
+                expected=_text(h),
+                got=_text(after),
+                hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
+            )
+        if before != behind:
+            path = next(path for path in before if before[path] != behind[path])
             raise StructureError(
                 f"{path or 'activations'}: a block returns another shape or dtype than it is given",
-                expected=before.get(path, "nothing"),
-                got=behind.get(path, "nothing"),
+                expected=before[path],
+                got=behind[path],
                 hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
             )
         result: Any = jax.eval_shape(self.stack.last, outer, h, self.batch)
@@ -170,7 +175,7 @@ class Program:
             raise StructureError(
                 "the last function of the stack returns no loss",
                 expected="(loss, metrics), of which loss is a floating-point scalar",
-                got=str(result),
+                got=_text(result),
                 hint="last(outer, h, batch) -> (loss, {})",
             )
         return Shapes(h, result[1])
@@ -410,6 +415,17 @@ def _total(leaf: Any) -> Any:
     """
     never = lax.optimization_barrier(jnp.zeros((), bool))
     return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _text(tree: Any) -> str:
+    """Shapes and dtypes."""
+    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+
+
+class _Bare(str):
+    """Text that is printed without quotes where it is part of something."""
+
+    __repr__ = str.__str__
 
 
 def _is_loss(value: Any) -> bool:

@@ -117,5 +117,5 @@ def _refuse(ranks: Sequence[_Rank], active: Sequence[int]) -> None:
         f"rank {number} cannot go on within its memory",
         expected=f"a limit that lets it run {rank.order[0] if rank.order else 'on'}",
         got=f"{rank.memory:g} of {rank.limit:g} in use",
-        hint="raise the limit, or choose a schedule that keeps less, such as v-half or v-min",
+        hint="raise the limit, or choose auto, or a schedule that keeps less, such as v-half or v-min",
     )

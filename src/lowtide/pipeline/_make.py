@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 from ..core import ConfigError, ScheduleError
@@ -26,7 +27,7 @@ def schedule(
     stages_per_rank: int | None = None,
     costs: Costs | None = None,
     memory_limit: float | Sequence[float] | None = None,
-    lockstep: bool = False,
+    lockstep: bool = True,
 ) -> Schedule:
     """A pipeline schedule.
 
@@ -38,8 +39,10 @@ def schedule(
         stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
         costs: time and memory of actions, by which weight passes are placed; by default one unit each.
         memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
-            the schedule itself, where it has one.
-        lockstep: whether ``"auto"`` chooses for ranks in lockstep, as one program runs them, rather than by themselves.
+            the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and that of
+            twice as many microbatches as ranks for ``"auto"``.
+        lockstep: whether ``"auto"`` chooses for ranks in lockstep, as `value_and_grad` runs them, rather than by
+            themselves.
 
     Returns:
         The schedule, validated.
@@ -69,11 +72,12 @@ def schedule(
     named = NAMED.get(name, _AUTO)
     chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
     num_ranks = num_stages // chunks
-    costs = costs or Costs(weight_residuals=1 / chunks)
+    costs = costs or Costs()
     costs.refuse_other(num_stages)
     placement = placed(num_ranks, chunks, is_v=named.is_v)
     limits = _limits(named, placement, chunks, costs, memory_limit)
     if name == "auto":
+        limits = limits if memory_limit is not None else [max(limits)] * num_ranks
         sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": chunks}
         others: list[Callable[[], Schedule]] = [
             partial(schedule, other, **sizes, costs=costs, memory_limit=memory_limit)
@@ -82,10 +86,23 @@ def schedule(
         ]
         greedy = greedy_orders(num_ranks, chunks, num_microbatches, costs, limits)
         return dataclasses.replace(best([*others, *greedy], costs, limits, lockstep=lockstep), name="auto")
-    made = _best(name, named, (num_ranks, chunks, num_microbatches), placement, costs, limits)
-    if memory_limit is not None:
-        _refuse_too_much(made, costs, limits)
+    sizes = num_ranks, chunks, num_microbatches
+    if memory_limit is None:
+        return _roomy(name, named, sizes, placement, costs, limits)
+    made = _best(name, named, sizes, placement, costs, limits)
+    _refuse_too_much(made, costs, limits)
     return made
+
+
+def _roomy(
+    name: str, named: Named, sizes: tuple[int, int, int], placement: tuple[int, ...], costs: Costs, limits: list[float]
+) -> Schedule:
+    """The schedule within its own limits, or within the least larger ones that stages of different sizes need."""
+    while True:
+        try:
+            return _best(name, named, sizes, placement, costs, limits)
+        except ScheduleError:  # with room for all microbatches there is none
+            limits = [limit * 1.125 for limit in limits]
 
 
 def _best(
@@ -112,7 +129,7 @@ def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, sta
     """Stages a rank."""
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         given: Any = number
-        if not isinstance(given, int) or number < 1:
+        if type(given) is bool or not isinstance(given, Integral) or number < 1:
             raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(given), hint=f"{what}=4")
     chunks = stages_per_rank
     if chunks is None:
@@ -146,7 +163,7 @@ def _limits(
     num_ranks = len(placement) // chunks
     if memory_limit is not None:
         given: list[float] = [*memory_limit] if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
-        if len(given) != num_ranks or min(given) <= 0:
+        if len(given) != num_ranks or not all(limit > 0 for limit in given):  # NaN is no limit either
             raise ConfigError(
                 "memory_limit is no limit for each rank",
                 expected=f"a number above 0, or {num_ranks}",
@@ -174,6 +191,6 @@ def _refuse_too_much(made: Schedule, costs: Costs, limits: Sequence[float]) -> N
             )
 
 
-_AUTO = Named(orders=lambda *_: iter(()), is_open=True, chunks=())
+_AUTO = Named(orders=lambda *_: iter(()), is_open=True, chunks=(), limit=lambda num_ranks, _: 2 * num_ranks)
 SCHEDULES = (*NAMED, "auto")
 """The names that `schedule` takes."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-import os
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import (
     ConfigError,
@@ -22,6 +20,7 @@ from ..core import (
     Tree,
     Where,
     check_differentiable,
+    fractions,
     leaves_with_paths,
     microbatch_weights,
     num_layers,
@@ -29,14 +28,11 @@ from ..core import (
     split_batch,
 )
 from ..memory import MemoryReport
+from ._checks import refuse_other_mesh, refuse_other_stages, refuse_wrong_types, warn_of_waiting_forever
 from ._executor import Held, Program
 from ._layout import Layout, layout
 from ._schedule import Schedule
 from ._stages import StageReport, stage_report
-from ._tables import tables
-
-_ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
-"""XLA's flag that, when false, has CPU devices run collectives in the program's order (jaxlib 0.10)."""
 
 
 def value_and_grad(
@@ -58,8 +54,9 @@ def value_and_grad(
         stack: the model as `first`, `block`, `last`. Every function is given the microbatch, so masks and positions in
             it reach every stage; a loss of the blocks is a leaf of `h` that `last` adds.
         schedule: what runs when; its ranks are the devices along `axis`.
-        mesh: the devices. Along its other axes arrays are divided as their own shardings say.
-        axis: the name of the pipeline's axis.
+        mesh: the devices, as of `lowtide.train.make_mesh`. Along its other axes, which are the compiler's to divide
+            along (`AxisType.Auto`), arrays are divided as their own shardings say.
+        axis: the name of the pipeline's axis. A `lowtide.Trainer` knows it as ``stage`` alone.
         wrt: which leaves of ``{"outer": ..., "layers": ...}`` have gradients.
         weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`: with its number of target
             tokens, the loss is that of the whole batch. Of a microbatch of weight 0 nothing is computed.
@@ -72,11 +69,12 @@ def value_and_grad(
             where the mesh has them.
 
     Returns:
-        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``.
+        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
+        gradients, and JAX cannot take others of it.
 
     Raises:
-        ConfigError: for an axis that the mesh does not have, a schedule of another number of ranks, or an argument of
-            another type.
+        ConfigError: for an axis that the mesh does not have, explicit axes, a schedule of another number of ranks, or
+            an argument of another type.
         ScheduleError: for stages that are not on neighbouring ranks.
         StructureError: when `stack` is no `LayerStack`.
 
@@ -92,7 +90,9 @@ def value_and_grad(
         ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
         ... )
         >>> pipeline = value_and_grad(
-        ...     stack, schedule("zb-h1", num_stages=1, num_microbatches=2), mesh=jax.make_mesh((1,), ("stage",))
+        ...     stack,
+        ...     schedule("zb-h1", num_stages=1, num_microbatches=2),
+        ...     mesh=jax.sharding.Mesh(jax.devices()[:1], ("stage",)),
         ... )
         >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.zeros((4, 2))}
         >>> (loss, _), (_, grads) = jax.jit(pipeline)({}, {"w": jnp.ones((3, 2, 2))}, batch)
@@ -103,112 +103,13 @@ def value_and_grad(
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Narayanan et al., "Efficient Large-Scale Language
         Model Training on GPU Clusters Using Megatron-LM", SC 2021.
     """
-    _refuse_wrong_types(stack, schedule, mesh, weight, remat, layers_per_stage, batch_axes)
-    if axis not in mesh.shape:
-        raise ConfigError(
-            f"the mesh has no axis {axis!r}",
-            expected=" or ".join(map(repr, mesh.shape)),
-            got=repr(axis),
-            hint=f'axis="{next(iter(mesh.shape), "stage")}", or another mesh',
-        )
-    if mesh.shape[axis] != schedule.num_ranks:
-        raise ConfigError(
-            f"{schedule.name}: the schedule is for another mesh",
-            expected=f"{schedule.num_ranks} devices along {axis!r}",
-            got=mesh.shape[axis],
-            hint="num_stages of a schedule is ranks times stages a rank",
-        )
-    if layers_per_stage is not None and len(layers_per_stage) != schedule.num_stages:
-        raise ConfigError(
-            "layers_per_stage is not of this schedule",
-            expected=f"{schedule.num_stages} numbers",
-            got=f"{len(layers_per_stage)}",
-            hint="leave it out to divide the layers as evenly as can be",
-        )
-    if len({len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)}) > 1:
-        raise ConfigError(
-            f"{schedule.name}: ranks have different numbers of stages",
-            expected=f"{schedule.stages_per_rank} each",
-            got=", ".join(str(len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)),
-            hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
-        )
-    tables(schedule, [1] * schedule.num_stages)  # refuses stages that are no neighbours
+    refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes)
+    refuse_other_mesh(schedule, mesh, axis, batch_axes)
+    refuse_other_stages(schedule, layers_per_stage)
+    warn_of_waiting_forever(mesh, axis)
     axes = tuple(one for one in ("data", "fsdp") if one in mesh.shape and one != axis)
-    for one in batch_axes or ():
-        if one not in mesh.shape or one == axis:
-            raise ConfigError(
-                f"batch_axes: rows cannot be divided along {one!r}",
-                expected=" or ".join(repr(other) for other in mesh.shape if other != axis) or "no axis",
-                got=repr(one),
-                hint="leave it out to divide them along data and fsdp",
-            )
     axes = axes if batch_axes is None else tuple(batch_axes)
-    _warn_of_waiting_forever(mesh, axis)
-    # Other axes are the compiler's to divide arrays along, whatever type of axis the mesh was made with.
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
     return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes)
-
-
-def _warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:
-    """XLA's CPU client may start collectives of several axes in another order on each device, and abort the process."""
-    is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
-    if is_exposed and _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
-        warnings.warn(
-            f"collectives of a pipeline along {axis!r} and of the mesh's other axes may wait for one another on a CPU, "
-            f"until XLA aborts the process\nhint: XLA_FLAGS=--{_ONE_ORDER}=false, set before JAX starts",
-            stacklevel=3,
-        )
-
-
-def _refuse_wrong_types(
-    stack: Any, schedule: Any, mesh: Any, weight: Any, remat: Any, layers_per_stage: Any, batch_axes: Any
-) -> None:
-    if not isinstance(stack, LayerStack):
-        raise StructureError(
-            "a pipeline needs a model as a stack of equal blocks",
-            expected="a lowtide.LayerStack",
-            got=type(stack).__name__,
-            hint="make one from three functions: LayerStack(first, block, last)",
-        )
-
-    def is_numbers(given: Any) -> bool:
-        return isinstance(given, Sequence | np.ndarray) and all(isinstance(one, int | np.integer) for one in given)
-
-    checks = [
-        (
-            isinstance(schedule, Schedule),
-            ("schedule is no schedule", "a lowtide.pipeline.Schedule", schedule),
-            'lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
-        ),
-        (
-            isinstance(mesh, Mesh),
-            ("mesh is no mesh of devices", "a jax.sharding.Mesh", mesh),
-            'jax.make_mesh((4,), ("stage",))',
-        ),
-        (
-            weight is None or callable(weight),
-            ("weight is no function", "a function of a microbatch, or None", weight),
-            'weight=lambda batch: jnp.sum(batch["labels"] >= 0)',
-        ),
-        (
-            isinstance(remat, bool) or callable(remat),
-            ("remat is no policy", "a boolean or a policy of jax.checkpoint", remat),
-            "remat=jax.checkpoint_policies.dots_saveable",
-        ),
-        (
-            layers_per_stage is None or is_numbers(layers_per_stage),
-            ("layers_per_stage is no list of numbers", "a number of layers for every stage", layers_per_stage),
-            "leave it out to divide the layers as evenly as can be",
-        ),
-        (
-            not isinstance(batch_axes, str),
-            ("batch_axes is no list of names", "names of axes", batch_axes),
-            f"batch_axes=[{batch_axes!r}]",
-        ),
-    ]
-    for is_right, (message, expected, got), hint in checks:
-        if not is_right:
-            raise ConfigError(message, expected=expected, got=repr(got), hint=hint)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
@@ -253,17 +154,19 @@ class Pipeline:
         Raises:
             ConfigError: for `layers_per_stage` that are not of this model.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
-            StructureError: for leaves that are no arrays, when the batch does not split, or when a function of the
-                stack returns what it should not.
+            StructureError: for leaves that are no arrays, when the batch does not split, also along `batch_axes`, or
+                when a function of the stack returns what it should not.
         """
         plan, trainable, frozen = self._prepared(outer, layers)
         check_differentiable(trainable)
-        batches, seeds = self._microbatches(batch, self.schedule.num_microbatches)
-        program = self._program(plan, trainable, frozen, batches)
+        self._refuse_undivided(batch)
         places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
-        loss, metrics, grads = self._mapped(
-            program.gradients, (places, places), (PartitionSpec(), PartitionSpec(), places)
-        )(trainable, frozen, batches, seeds)
+        with _saying_what_there_is(outer=outer, batch=batch):
+            batches, weights = self._microbatches(batch, self.schedule.num_microbatches)
+            program = self._program(plan, trainable, frozen, batches)
+            loss, metrics, grads = self._mapped(
+                program.gradients, (places, places), (PartitionSpec(), PartitionSpec(), places)
+            )(trainable, frozen, batches, fractions(weights))
         grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
         of_layers = grads["layers"]
         of_layers = plan.cleared(of_layers) if self.arranged else plan.restore(of_layers, self.mesh, self.axis)
@@ -272,22 +175,36 @@ class Pipeline:
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
         """The loss and the metrics without a backward pass; arguments and errors as of a call.
 
-        A batch with fewer rows is divided into fewer microbatches, as many as its rows divide into.
+        A batch may have any number of rows. Its microbatches have no more of them than it takes for the schedule's
+        number of microbatches; rows that are left over are one more, and count by weight, without one by rows.
         """
-        schedule = self.schedule.truncated(self._num_parts(batch))
-        plan, trainable, frozen = self._prepared(outer, layers)
-        batches, seeds = self._microbatches(batch, schedule.num_microbatches)
-        program = dataclasses.replace(self._program(plan, trainable, frozen, batches), schedule=schedule)
-        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
-        return self._mapped(program.evaluate, (places, places), (PartitionSpec(), PartitionSpec()))(
-            trainable, frozen, batches, seeds
-        )
+        arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
+        split_batch(arrays, 1)  # refuses leaves of different numbers of rows, which slices would hide
+        rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
+        size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
+        even = rows - rows % size
+        prepared = self._prepared(outer, layers)
+        with _saying_what_there_is(outer=outer, batch=batch):
+            means, weights = self._evaluated(prepared, batch, slice(0, even), even // size, 0)
+            if even == rows:
+                return means
+            rest, weight = self._evaluated(prepared, batch, slice(even, rows), 1, even // size)
+        part, other = fractions(jnp.stack([weights, weight]))
+        return jax.tree.map(lambda mean, one: part * mean + other * one, means, rest)
 
-    def _num_parts(self, batch: Tree) -> int:
-        """Microbatches of an evaluation: at most the schedule's."""
-        rows = next((leaf.shape[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)), 0)
-        most = self.schedule.num_microbatches
-        return next(number for number in range(most, 0, -1) if rows % number == 0)
+    def _evaluated(
+        self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, number: int, first: int
+    ) -> tuple[tuple[Any, Tree], Any]:
+        """Loss and metrics of some rows, which are so many microbatches from the `first` on, and what they weigh."""
+        plan, trainable, frozen = prepared
+        batch = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, batch)
+        batches, weights = self._microbatches(batch, number, first)
+        program = self._program(plan, trainable, frozen, batches)
+        program = dataclasses.replace(program, schedule=self.schedule.truncated(number))
+        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+        run = self._mapped(program.evaluate, (places, places), (PartitionSpec(), PartitionSpec()))
+        total = jnp.float32(rows.stop - rows.start) if self.weight is None else jnp.sum(weights)
+        return run(trainable, frozen, batches, fractions(weights)), total
 
     def report(self, outer: Tree, layers: Tree, batch: Tree, *, memory: MemoryReport | None = None) -> StageReport:
         """What every rank holds throughout the program, before anything is compiled.
@@ -310,24 +227,26 @@ class Pipeline:
             ...     last=lambda outer, h, batch: (jnp.mean(h**2), {}),
             ... )
             >>> one = schedule("1f1b", num_stages=1, num_microbatches=2)
-            >>> pipeline = value_and_grad(stack, one, mesh=jax.make_mesh((1,), ("stage",)))
+            >>> pipeline = value_and_grad(stack, one, mesh=jax.sharding.Mesh(jax.devices()[:1], ("stage",)))
             >>> report = pipeline.report({}, jnp.ones((3, 8, 8)), jnp.ones((4, 8)))
             >>> report.weight_bytes, report.gradient_bytes
             (768, 768)
         """
         shapes = jax.tree.map(_struct, (outer, layers, batch))
         plan, trainable, frozen = self._prepared(*shapes[:2])
-        batches, seeds = jax.eval_shape(lambda one: self._microbatches(one, self.schedule.num_microbatches), shapes[2])
-        program = self._program(plan, trainable, frozen, batches)
+        self._refuse_undivided(shapes[2])
         found: list[Held] = []
 
         def run(*arguments: Any) -> None:
             found.append(program.held(*arguments))
 
         places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
-        jax.eval_shape(self._mapped(run, (places, places), PartitionSpec()), trainable, frozen, batches, seeds)
+        with _saying_what_there_is(outer=outer, batch=batch):
+            split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
+            batches, seeds = jax.eval_shape(split, shapes[2])
+            program = self._program(plan, trainable, frozen, batches)
+            jax.eval_shape(self._mapped(run, (places, places), PartitionSpec()), trainable, frozen, batches, seeds)
         rows = next((leaf.shape[1] for leaf in jax.tree.leaves(batches) if len(leaf.shape) > 1), 0)
-        number = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
         return stage_report(
             found[0],
             plan,
@@ -335,10 +254,28 @@ class Pipeline:
             frozen,
             axis=self.axis,
             rows=rows,
-            num_parts=number,
+            num_parts=self._num_parts,
             num_devices=self.mesh.size // self.mesh.shape[self.axis],
             memory=memory,
         )
+
+    @property
+    def _num_parts(self) -> int:
+        """Into how many parts the rows of a microbatch are divided."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    def _refuse_undivided(self, batch: Tree) -> None:
+        """Raise where devices would all compute all rows."""
+        number = self.schedule.num_microbatches * self._num_parts
+        for path, leaf in leaves_with_paths(batch):
+            if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % number:
+                raise StructureError(
+                    f"batch leaf {path or '(root)'}: its rows cannot be divided along {', '.join(self.batch_axes)}",
+                    expected=f"a multiple of {number} ({self.schedule.num_microbatches} microbatches × "
+                    f"{self._num_parts} parts)",
+                    got=f"{leaf.shape[0]} rows",
+                    hint="choose another batch size; with batch_axes=() every device of a rank computes all rows",
+                )
 
     def layout(self, num_layers: int) -> Layout:
         """Which layers are where, of a stack of so many."""
@@ -428,18 +365,19 @@ class Pipeline:
 
     def _divided(self, leaf: Any) -> Any:
         """The rows of all microbatches, divided alike."""
-        number = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
-        if number == 1 or leaf.shape[1] % number:
+        if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the last rows of an evaluation
             return leaf
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
         return jax.lax.with_sharding_constraint(leaf, sharding)
 
-    def _microbatches(self, batch: Tree, number: int) -> tuple[Tree, Any]:
-        """The microbatches, and the part of each in the loss."""
+    def _microbatches(self, batch: Tree, number: int, first: int = 0) -> tuple[Tree, Any]:
+        """The microbatches and what each weighs; keys are those from the `first` on."""
         batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
         keys = jax.tree.map(
             lambda leaf: (
-                jax.vmap(functools.partial(jax.random.fold_in, leaf))(jnp.arange(number)) if _is_key(leaf) else None
+                jax.vmap(functools.partial(jax.random.fold_in, leaf))(first + jnp.arange(number))
+                if _is_key(leaf)
+                else None
             ),
             batch,
         )
@@ -448,6 +386,17 @@ class Pipeline:
             lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
         )
         return batches, microbatch_weights(self.weight, batches, number)
+
+
+@contextlib.contextmanager
+def _saying_what_there_is(**trees: Tree) -> Generator[None]:
+    """Of a name that a function of the stack, or `weight`, does not find: which there are."""
+    try:
+        yield
+    except KeyError as error:
+        for name, tree in trees.items():
+            error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
+        raise
 
 
 def _refuse_other_rows(layers: Tree, plan: Layout) -> None:

@@ -87,7 +87,8 @@ class Simulation:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         """The schedule in a terminal, as wide as it."""
-        yield views.terminal(self, options.max_width)
+        has_colours = console.color_system is not None and not console.no_color
+        yield views.terminal(self, options.max_width, has_colours=has_colours)
 
     def to_png(self, path: str | Path | None = None) -> bytes:
         """A picture of the schedule over time and of what each rank keeps.

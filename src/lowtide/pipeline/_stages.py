@@ -38,7 +38,7 @@ class RankBytes:
     gradient_bytes: int
     """Totals of what has gradients, float32 at least."""
     waiting_bytes: int
-    """Slots that it uses: of what passes leave to later ones, on the host too, and of activations from other ranks."""
+    """Slots that it uses in device memory: of what passes leave to later ones, and of activations from other ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,18 @@ class StageReport:
     """The buffers for what passes leave to later ones, by the pass that leaves it, dtype and shape of an entry; with
     ``host/`` those in host memory, for what a policy offloads."""
     message_bytes: int
-    """The buffer for activations and cotangents of other ranks."""
+    """The buffer for activations and cotangents of other ranks; with the others it is what waits."""
     hoisted_bytes: int
     """What is made of weights once for all microbatches: casts, transposes."""
+    num_padding_rows: int
+    """Rows of the layers, on all ranks, that make stages equally long."""
     memory: MemoryReport | None = None
     """Of the compiled program, if there is one."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Of the buffers those in device memory."""
-        return sum(self.buffers.values()) - self.host_bytes
+        """Room for what waits in device memory: buffers and messages."""
+        return sum(self.buffers.values()) - self.host_bytes + self.message_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -82,7 +84,7 @@ class StageReport:
     @property
     def held_bytes(self) -> int:
         """What is on a device throughout the program, beside the batch."""
-        return self.weight_bytes + self.gradient_bytes + self.waiting_bytes + self.message_bytes + self.hoisted_bytes
+        return self.weight_bytes + self.gradient_bytes + self.waiting_bytes + self.hoisted_bytes
 
     @property
     def other_bytes(self) -> int | None:
@@ -110,8 +112,8 @@ class StageReport:
         for number, rank in enumerate(self.ranks):
             sizes = (rank.weight_bytes, rank.gradient_bytes, rank.waiting_bytes)
             table.add_row(str(number), _runs(rank.stages), _runs(rank.layers), *map(format_bytes, sizes))
-        room = self.waiting_bytes + self.host_bytes + self.message_bytes
-        table.add_row("room", "", "", *map(format_bytes, (self.weight_bytes, self.gradient_bytes, room)))
+        room = (self.weight_bytes, self.gradient_bytes, self.waiting_bytes)
+        table.add_row("room", "", "", *map(format_bytes, room))
         table.add_section()
         rows = {"made of weights once": self.hoisted_bytes, "of what waits, on the host": self.host_bytes}
         if self.memory is not None and self.other_bytes is not None:
@@ -120,6 +122,12 @@ class StageReport:
         for name, size in rows.items():
             if size:
                 table.add_row(name, "", "", "", "", format_bytes(size))
+        if self.num_padding_rows:
+            # Its gradient is zero, but the weights are copies.
+            table.caption = (
+                f"{self.num_padding_rows} rows of padding: optimizers with norms of whole leaves (LAMB) count them"
+            )
+            table.caption_justify = "left"
         return table
 
 
@@ -180,7 +188,8 @@ def stage_report(
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
         layers = [layer for stage in stages for layer in range(begins[stage], begins[stage + 1])]
-        waiting = sum(size * held.used[name][rank] // max(held.used[name]) for name, size in kept.items())
+        on_device = {name: size for name, size in kept.items() if "/host/" not in name}
+        waiting = sum(size * held.used[name][rank] // max(held.used[name]) for name, size in on_device.items())
         waiting += messages * held.used["messages"][rank] // max(1, *held.used["messages"])
         ranks.append(
             RankBytes(
@@ -200,6 +209,7 @@ def stage_report(
         buffers=dict(sorted(kept.items(), key=lambda item: -item[1])),
         message_bytes=messages,
         hoisted_bytes=_hoisted_bytes(held, (trainable, frozen), per_rank, axis),
+        num_padding_rows=plan.num_rows - plan.num_layers,
         memory=memory,
     )
 

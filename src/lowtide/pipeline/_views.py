@@ -35,12 +35,13 @@ def _colour(simulation: Simulation, action: Action) -> str:
     return _COLOURS[action.kind][min(stages.index(action.stage), 1)]
 
 
-def terminal(simulation: Simulation, width: int) -> Text:
+def terminal(simulation: Simulation, width: int, *, has_colours: bool) -> Text:
     """A line for each rank, with the number of a microbatch where its pass begins.
 
     Args:
         simulation: what to draw.
         width: columns.
+        has_colours: whether colours tell passes apart; else their letters do, without numbers where there is no room.
 
     Returns:
         Text for `rich`.
@@ -54,9 +55,12 @@ def terminal(simulation: Simulation, width: int) -> Text:
         for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
             begin = min(round(start * scale), columns - 1)
             length = max(round(end * scale) - begin, 1)
-            number = str(action.microbatch)[-length:]
+            name = str(action.microbatch)[-length:]
+            if not has_colours:
+                name = f"{action.kind}{action.microbatch}"
+                name = name if len(name) <= length else str(action.kind)
             style = f"black on {_colour(simulation, action)}"
-            cells[begin : begin + length] = [(char, style) for char in number.ljust(length)[:length]]
+            cells[begin : begin + length] = [(char, style) for char in name.ljust(length)]
         text.append(f"rank {rank}".ljust(label))
         for char, style in cells[:columns]:
             text.append(char, style=style)

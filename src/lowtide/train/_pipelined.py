@@ -39,6 +39,11 @@ class PipelineStep(WholeStep):
         StructureError: for a model with other arrays.
     """
 
+    remedies = (
+        "a schedule of more microbatches, or of one that keeps less (v-half, v-min); "
+        "remat=True of lt.pipeline.value_and_grad, lt.offload.optimizer(tx), or a larger budget"
+    )
+
     def __init__(
         self, model: Tree, tx: optax.GradientTransformation, pipeline: Pipeline, sharding: ShardingRules
     ) -> None:
@@ -202,7 +207,6 @@ def make_pipeline(
         wrt = "**" if wrt is None else wrt
         made = value_and_grad(stack, given, mesh=sharding.mesh, axis=STAGE, wrt=wrt, weight=weight)
     else:
-        made = given
         if given.axis != STAGE:
             raise ConfigError(
                 "the trainer divides layers along another axis than the pipeline",
@@ -211,7 +215,7 @@ def make_pipeline(
                 hint=f'name the axis of the mesh "{STAGE}"',
             )
         sharding = sharding or ShardingRules(mesh=given.mesh, batch_axes=given.batch_axes)
-        _refuse_twice(given, wrt=wrt, weight=weight)
+        made = dataclasses.replace(given, **_said(given, wrt=("**", wrt), weight=(None, weight)))
         if given.mesh != sharding.mesh:
             raise ConfigError(
                 "the pipeline and sharding have different meshes",
@@ -246,12 +250,17 @@ def _mesh_of(num_ranks: int) -> Mesh:
     return make_mesh(stage=num_ranks)
 
 
-def _refuse_twice(pipeline: Pipeline, **given: Any) -> None:
-    for name, value in given.items():
-        if value is not None and value != getattr(pipeline, name):
+def _said(pipeline: Pipeline, **given: tuple[Any, Any]) -> dict[str, Any]:
+    """Of arguments that trainer and pipeline have both (default, the trainer's) what is said to either."""
+    found: dict[str, Any] = {}
+    for name, (default, value) in given.items():
+        theirs = getattr(pipeline, name)
+        if not (value is None or value == theirs or theirs == default):
             raise ConfigError(
                 f"{name} is said twice, to the trainer and to its pipeline",
-                expected=f"value_and_grad(..., {name}=...)",
-                got=f"{name}={value!r} for the trainer",
-                hint=f"pass {name} to lt.pipeline.value_and_grad alone",
+                expected=f"value_and_grad(..., {name}=...) or Trainer(..., {name}=...)",
+                got=f"{theirs!r} and {value!r}",
+                hint=f"pass {name} to one of them",
             )
+        found[name] = theirs if value is None else value
+    return found

@@ -76,7 +76,7 @@ def make_mesh(
             "the axes of the mesh do not multiply to the number of devices",
             expected=f"{len(devices)}, with at most one axis -1 for the rest",
             got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
-            hint="make_mesh(fsdp=-1) takes all devices",
+            hint="make_mesh(..., fsdp=-1) takes the rest, devices=jax.devices()[:n] some",
         )
     kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)

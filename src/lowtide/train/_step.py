@@ -68,6 +68,8 @@ class Step(Protocol):
 
     arrangement: list[int] | None
     """The layer of every row of its state, -1 for padding; None for the order of the model."""
+    remedies: str
+    """What to change when it needs too much memory."""
 
     def arranged(self, model: Tree) -> Tree:
         """A model in that order."""
@@ -122,6 +124,7 @@ class WholeStep:
     """
 
     arrangement: list[int] | None = None
+    remedies = "fewer rows a batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
 
     def __init__(
         self,
@@ -304,6 +307,7 @@ class LayerStep:
     """
 
     arrangement: list[int] | None = None
+    remedies = "fewer rows a batch, more num_microbatches of the layerwise step, or a larger budget"
 
     def __init__(self, model: Tree, loss_fn: LossFn, step: LayerwiseStep) -> None:
         sides(model, "a layerwise step")

@@ -255,10 +255,10 @@ class Trainer(Kept):
             Compiles; a step that is refused is compiled twice.
         """
         shapes = self._shapes(batch)
-        report = self._refuse_large(self._compile(shapes), batch)
+        compiled = self._compile(shapes)
         if isinstance(self._step, PipelineStep):
-            self.stages = self._step.report(combine(*self._parts), shapes, report)
-        return report
+            self.stages = self._step.report(combine(*self._parts), shapes, self._report(compiled))
+        return self._refuse_large(compiled, batch)
 
     def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
         report = self._report(compiled)
@@ -271,8 +271,8 @@ class Trainer(Kept):
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
         batch = self._shapes(batch)
         program = compile(self.step_fn, *self._arguments(batch))
-        hint = "fewer rows a batch, a larger num_microbatches, lt.offload.optimizer(tx), or a larger budget"
-        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=hint)
+        budget = self.budget_bytes
+        return shortage(program, when=when, roles=_ROLES, budget_bytes=budget, hint=self._step.remedies)
 
     def fit(
         self,
