@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -276,6 +277,31 @@ def test_effects_happen_as_often_as_without_a_split(is_recomputed: bool) -> None
         seen.clear()
     assert len(calls[0]) == 3 * (1 + is_recomputed)
     assert calls[1] == pytest.approx(calls[0])
+
+
+def test_what_an_effect_reads_is_made_for_it_and_nothing_waits_for_it() -> None:
+    seen: list[float] = []
+
+    def stage(w: Any, x: Any, has_effect: bool = True) -> Any:
+        @jax.checkpoint
+        def block(h: Any, w: Any) -> Any:
+            h = jnp.tanh(h @ w)
+            if has_effect:  # of a product that nothing else reads
+                jax.debug.callback(lambda norm: seen.append(float(norm)), jnp.sum(h @ w.T))
+            return h @ w
+
+        return jax.lax.scan(lambda h, w: (block(h, w), None), x, w)[0]
+
+    case = Case(stage, normal(0, 3, 8, 8), X)
+    found, wanted = (jax.jit(fn(case))(case.weights, case.x, X) for fn in (split_passes, plain))
+    jax.effects_barrier()
+    assert len(seen) == 12
+    assert jax.tree.all(jax.tree.map(lambda one, other: bool(jnp.allclose(one, other, atol=1e-6)), found, wanted))
+    with_effect, without = (
+        split_backward(partial(stage, has_effect=one)).trace(case.weights, X) for one in (True, False)
+    )
+    assert num_bytes(with_effect.residuals) == num_bytes(without.residuals)
+    assert num_bytes(with_effect.waiting) == num_bytes(without.waiting)
 
 
 def test_what_a_loop_makes_of_a_weight_in_every_iteration_is_made_once() -> None:

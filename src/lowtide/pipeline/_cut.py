@@ -265,11 +265,11 @@ class _Cut:
         # Capacities are 32-bit numbers there, and those of equal edges would add up beyond.
         begins, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
         network = coo_array((self._scaled(capacities), (begins, ends)), shape=(self.size, self.size)).tocsr()
-        flow = maximum_flow(network, 0, 1).flow
-        left = network - flow
+        found = maximum_flow(network, 0, 1)
+        assert found.flow_value < _ENDLESS, "an operation without any pass that it could be in"
+        left = network - found.flow
         left.eliminate_zeros()
         near = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        assert 1 not in near, "a node without any pass that it could be in"
         return {
             node: next((bound for bound in _BOUNDS if self.at(node, bound) in near), Pass.WEIGHT) for node in self.nodes
         }
@@ -284,8 +284,10 @@ class _Cut:
         self.edges.append((begin, end, _ENDLESS * 2**20))
 
     def _bounds(self) -> None:
-        forward = self.reach.ancestors([sink for sink in self.sinks if sink.at is Pass.FORWARD])
-        back = self.reach.ancestors([sink for sink in self.sinks if not sink.is_added])
+        effects = self._effects()
+        in_forward = [node for node, last in effects.items() if last is Pass.FORWARD]
+        forward = self.reach.ancestors([*in_forward, *(sink for sink in self.sinks if sink.at is Pass.FORWARD)])
+        back = self.reach.ancestors([*effects, *(sink for sink in self.sinks if not sink.is_added)])
         chain = (
             set[Node]() if any(sink.at is Pass.INPUT and not sink.is_added for sink in self.sinks) else self._chain()
         )
@@ -299,9 +301,8 @@ class _Cut:
                 first, last = Pass.HOISTED if node.is_added else node.at, node.at
             elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
                 last = Pass.FORWARD  # what is offloaded leaves the device at once
-            elif isinstance(node, Op) and node.has_effects:
-                # Nothing may read what it gives, and then a weight pass, which runs what is read, would leave it out.
-                last = Pass.INPUT if Source.COTANGENT in self.reach.ancestors([node]) else Pass.FORWARD
+            elif node in effects:
+                last = effects[node]
             elif isinstance(node, Op) and node.is_heavy and node not in forward:
                 first = Pass.INPUT if node in back or node in chain else Pass.WEIGHT
                 last = Pass.INPUT if node in chain else last
@@ -314,6 +315,21 @@ class _Cut:
             for value in self.reach.reads(node):
                 for bound in _BOUNDS:
                     self._always(self.at(node, bound), self.at(self.reach.producer[value], bound))
+
+    def _effects(self) -> dict[Node, Pass]:
+        """The last pass that operations with effects may be in: a weight pass leaves out what nobody reads.
+
+        They stay in the forward pass; their copies that are recomputed come after the first cotangent.
+        """
+        found: dict[Node, Pass] = {}
+        last = Pass.FORWARD
+        if any(isinstance(node, Op) and node.has_effects for node in self.nodes):
+            for node in self.nodes:
+                if last is Pass.FORWARD and isinstance(node, Op | Carry):
+                    last = Pass.INPUT if Source.COTANGENT in self.reach.ancestors([node]) else last
+                if isinstance(node, Op) and node.has_effects:
+                    found[node] = last
+        return found
 
     def _chain(self) -> set[Node]:
         """Where no gradient of the input is wanted: what hands a cotangent on to other matrix products."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -98,11 +99,10 @@ def _roomy(
     name: str, named: Named, sizes: tuple[int, int, int], placement: tuple[int, ...], costs: Costs, limits: list[float]
 ) -> Schedule:
     """The schedule within its own limits, or within the least larger ones that stages of different sizes need."""
-    while True:
-        try:
-            return _best(name, named, sizes, placement, costs, limits)
-        except ScheduleError:  # with room for all microbatches there is none
-            limits = [limit * 1.125 for limit in limits]
+    for factor in (1.125**power for power in range(40)):
+        with contextlib.suppress(ScheduleError):
+            return _best(name, named, sizes, placement, costs, [factor * limit for limit in limits])
+    return _best(name, named, sizes, placement, costs, [math.inf] * len(limits))
 
 
 def _best(

@@ -179,7 +179,8 @@ class Pipeline:
         number of microbatches; rows that are left over are one more, and count by weight, without one by rows.
         """
         arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
-        split_batch(arrays, 1)  # refuses leaves of different numbers of rows, which slices would hide
+        # Refuses leaves of different numbers of rows, which slices would hide.
+        split_batch(jax.tree.map(lambda leaf: leaf if jnp.ndim(leaf) else None, batch), 1)
         rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
         even = rows - rows % size
