@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -46,13 +49,27 @@ def test_the_lora_programs(bench: Any, name: str) -> None:
     assert rows["LoRA AdamW step", "temp"][1] <= MIB
 
 
-def test_gradients_of_thirty_four_layers_on_the_cpu(bench: Any) -> None:
-    model, x = [bench.lora_linear(16384, 16384) for _ in range(34)], bench.shape(16384)
-    naive, ours = bench.gradient_reports(model, x, "cpu")
+THIRTY_FOUR_LAYERS = """
+import json
+import frozen_gradients as bench
+model, x = [bench.lora_linear(16384, 16384) for _ in range(34)], bench.shape(16384)
+naive, ours = bench.gradient_reports(model, x, "cpu")
+print(json.dumps([naive.by_role["outputs"], ours.by_role["outputs"], ours.device.temp_bytes]))
+"""
+
+
+def test_gradients_of_thirty_four_layers_on_the_cpu() -> None:
+    # With XLA's own order of operations: that of the tests, which is another, needs 4 MiB.
+    environment = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(BENCHMARKS)}
+    found = subprocess.run(
+        [sys.executable, "-c", THIRTY_FOUR_LAYERS], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    naive, ours, temp_bytes = json.loads(found.stdout.splitlines()[-1])
     base_bytes, adapter_bytes = 34 * 2**30, 34 * 8 * MIB
-    assert naive.by_role["outputs"] == pytest.approx(base_bytes + adapter_bytes, abs=4096)
-    assert ours.by_role["outputs"] == pytest.approx(adapter_bytes, abs=4096)
-    assert ours.device.temp_bytes <= MIB
+    assert naive == pytest.approx(base_bytes + adapter_bytes, abs=4096)
+    assert ours == pytest.approx(adapter_bytes, abs=4096)
+    assert temp_bytes <= MIB
 
 
 @pytest.mark.slow

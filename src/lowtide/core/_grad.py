@@ -193,9 +193,8 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
         The batch with leaves of shape [num_microbatches, part, ...].
 
     Raises:
-        StructureError: when a leaf does not split, or two have different numbers of rows, with their paths.
+        StructureError: when a leaf does not split, with its path.
     """
-    rows: dict[int, str] = {}
 
     def split(path: Any, leaf: Any) -> Any:
         shape = jnp.shape(leaf)
@@ -205,15 +204,6 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
                 expected=f"a leading axis that is a multiple of {num_microbatches}",
                 got=f"shape {shape}",
                 hint="change num_microbatches or the batch size; pass what has no batch axis as a separate argument",
-            )
-        rows.setdefault(shape[0], path_str(path) or "(root)")
-        if len(rows) > 1:
-            (number, name), (other, other_name) = rows.items()
-            raise StructureError(
-                f"batch leaves {name} and {other_name} have different numbers of rows",
-                expected=f"{number} in all",
-                got=f"{other} of {other_name}",
-                hint="every leaf needs a row for each example, also what is alike in all of them",
             )
         return jnp.reshape(leaf, (num_microbatches, shape[0] // num_microbatches, *shape[1:]))
 

@@ -179,8 +179,7 @@ class Pipeline:
         number of microbatches; rows that are left over are one more, and count by weight, without one by rows.
         """
         arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
-        # Refuses leaves of different numbers of rows, which slices would hide.
-        split_batch(jax.tree.map(lambda leaf: leaf if jnp.ndim(leaf) else None, batch), 1)
+        _refuse_different_rows(batch)
         rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
         even = rows - rows % size
@@ -267,6 +266,7 @@ class Pipeline:
 
     def _refuse_undivided(self, batch: Tree) -> None:
         """Raise where devices would all compute all rows."""
+        _refuse_different_rows(batch)
         number = self.schedule.num_microbatches * self._num_parts
         for path, leaf in leaves_with_paths(batch):
             if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % number:
@@ -398,6 +398,22 @@ def _saying_what_there_is(**trees: Tree) -> Generator[None]:
         for name, tree in trees.items():
             error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
         raise
+
+
+def _refuse_different_rows(batch: Tree) -> None:
+    """Raise where microbatches would have a few rows of one leaf beside many of another."""
+    rows: dict[int, str] = {}
+    for path, leaf in leaves_with_paths(batch):
+        if jnp.ndim(leaf):
+            rows.setdefault(leaf.shape[0], path or "(root)")
+    if len(rows) > 1:
+        (number, name), (other, other_name), *_ = rows.items()
+        raise StructureError(
+            f"batch leaves {name} and {other_name} have different numbers of rows",
+            expected=f"{number} in all",
+            got=f"{other} of {other_name}",
+            hint="every leaf needs a row for each example, also what is alike in all of them",
+        )
 
 
 def _refuse_other_rows(layers: Tree, plan: Layout) -> None:

@@ -98,7 +98,6 @@ def refuse_arguments(
     model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any, pipeline: Any
 ) -> None:
     """Raise for what cannot be a model, an optimizer, a loss function, rules, a number, or a pipeline."""
-    refuse_consumed(model)
     # Who has such a model has imported its library.
     for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
         cls = getattr(sys.modules.get(library), kind, None)

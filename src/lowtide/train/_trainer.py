@@ -160,6 +160,7 @@ class Trainer(Kept):
             sharding=sharding,
             pipeline=pipeline,
         )
+        refuse_consumed(model)
         if sharding is not None:
             model = placed(model, sharding, step.arranged)
         state, frozen = step.init(model)
