@@ -26,7 +26,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 
@@ -259,6 +259,21 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     except (AttributeError, KeyError, TypeError):
         return None
     return [at for at in kept if at >= 0]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many inputs of a `scan` are the same in every iteration, and how many are its carry.
+
+    Args:
+        params: of the equation.
+
+    Returns:
+        The two numbers; the inputs that are left are sliced along their first axis.
+    """
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
 
 
 def policy_names(policy: Any) -> set[str]:

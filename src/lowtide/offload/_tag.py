@@ -32,6 +32,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from lowtide.core import SelectionError
+from lowtide.core._compat import scan_counts
 
 from ._trace import HIDING, trace
 
@@ -143,7 +144,7 @@ class _Namer:
         if primitive == "cond":
             made_of = made_of[1:]
         elif primitive == "scan":  # a carry is an activation, whatever it starts as
-            consts, carry = params["num_consts"], params["num_carry"]
+            consts, carry = scan_counts(params)
             made_of = [*made_of[:consts], *[()] * carry, *made_of[consts + carry :]]
         if any(len(jaxpr.invars) != len(made_of) for jaxpr in inner):
             return eqn

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex
 
+from lowtide.core._compat import scan_counts
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Value:
@@ -210,7 +212,7 @@ class _Reader:
 
     def _scan(self, eqn: Any, reads: list[Atom]) -> list[Value]:
         params = eqn.params
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = scan_counts(params)
         loop = Loop(params["length"], params["reverse"], params["unroll"], self.loop)
         consts, inits, stacked = reads[:num_consts], reads[num_consts:][:num_carry], reads[num_consts + num_carry :]
         avals = [var.aval for var in params["jaxpr"].jaxpr.invars]
