@@ -141,8 +141,9 @@ def test_a_weight_cast_stashed_per_microbatch(name: str) -> None:
 
     arguments = (shape(4, 2048, 2048), shape(8, 256, 2048, dtype=jnp.bfloat16))
     findings = found(lint(jax.grad(loss), *arguments, target=name), "residual-copy")
-    item = 4 if name == "cpu" else 2  # XLA's CPU compiler keeps half-precision stacks in float32
-    assert findings["0"] == 8 * 2048 * 2048 * item
+    # XLA's CPU compiler keeps half-precision stacks in float32, until JAX 0.11.
+    items = (2, 4) if name == "cpu" else (2,)
+    assert findings["0"] in [8 * 2048 * 2048 * item for item in items]
 
 
 @pytest.mark.tpu_aot

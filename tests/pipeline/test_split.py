@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from lowtide.core import SelectionError, StructureError
+from lowtide.core._compat import make_jaxpr
 from lowtide.models import LlamaConfig, init
 from lowtide.pipeline import split_backward
 
@@ -173,7 +174,7 @@ def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
 
 
 def count(fn: Callable[..., Any], *args: Any) -> int:
-    return sum(number for number, _ in products(jax.make_jaxpr(fn)(*args).jaxpr))
+    return sum(number for number, _ in products(make_jaxpr(fn)(*args)[0].jaxpr))
 
 
 def num_bytes(*trees: Any) -> int:

@@ -261,6 +261,86 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     return [at for at in kept if at >= 0]
 
 
+@contextlib.contextmanager
+def classic_remat() -> Generator[None]:
+    """Trace `jax.checkpoint` and `checkpoint_name` as JAX 0.10 does, whatever ``jax_remat3`` says.
+
+    What it traces otherwise holds neither a jaxpr that others can read, nor, on JAX 0.11.2, offloaded values that XLA
+    compiles: a `reduce_precision` of them runs in the host's memory.
+    """
+    from jax._src import config
+
+    with config.remat3(False) if hasattr(config, "remat3") else contextlib.nullcontext():
+        yield
+
+
+def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    """`jax.make_jaxpr` with shapes, with recomputation and names as operations that can be read.
+
+    Args:
+        fn: what `jax.make_jaxpr` takes.
+
+    Returns:
+        A function of its arguments, which gives the `ClosedJaxpr` and the shapes of the result.
+    """
+    import jax
+
+    def make(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        with classic_remat():
+            closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
+        return plain(closed), shapes  # what was given to jax.checkpoint before is still of the other kind
+
+    return make
+
+
+def plain(jaxpr: Any) -> Any:
+    """A jaxpr in which `jax.checkpoint` and `checkpoint_name` are operations with the parameters that they always had.
+
+    With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, whose jaxpr, policy and name nobody sees.
+
+    Args:
+        jaxpr: a `Jaxpr` or `ClosedJaxpr`.
+
+    Returns:
+        One that computes the same; the same object when there is nothing to replace.
+    """
+    from jax.extend import core as jex
+
+    if not isinstance(jaxpr, jex.Jaxpr):  # closed, where that is another class
+        inner = plain(jaxpr.jaxpr)
+        return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
+    eqns = [_plain_equation(eqn) for eqn in jaxpr.eqns]
+    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    is_high = any(eqn.primitive.name == "call_hi_primitive" for eqn in eqns)
+    return jaxpr.replace(eqns=eqns, is_high=is_high)
+
+
+def _plain_equation(eqn: Any) -> Any:
+    from jax.extend import core as jex
+    from jax.extend.core.primitives import name_p, remat_p
+
+    if eqn.primitive.name == "call_hi_primitive":
+        held = eqn.params["_prim"]
+        if type(held).__name__ == "RematTraced":
+            params = {"jaxpr": plain(held.jaxpr), "policy": held.policy, "prevent_cse": held.prevent_cse}
+            return eqn.replace(primitive=remat_p, params={**params, "differentiated": False})
+        if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd"):
+            return eqn.replace(primitive=name_p, params={"name": held.name})
+        return eqn
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
+            return plain(value)
+        if isinstance(value, tuple):
+            new = tuple(map(replaced, value))
+            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
+        return value
+
+    params = {key: replaced(value) for key, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(params[key] is not eqn.params[key] for key in params) else eqn
+
+
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many inputs of a `scan` are the same in every iteration, and how many are its carry.
 

@@ -28,7 +28,7 @@ from lowtide.core import (
     leaves_with_paths,
     on_host,
 )
-from lowtide.core._compat import argument_names, without_compilation_cache
+from lowtide.core._compat import argument_names, plain, without_compilation_cache
 
 from ._placement import place
 from ._proto import read_hlo
@@ -170,7 +170,7 @@ def compile(
     return Program(
         target=goal,
         lowered=lowered,
-        jaxpr=traced.jaxpr,
+        jaxpr=plain(traced.jaxpr),
         hlo=hlo,
         static=static,
         host_paths=host_paths,

@@ -7,8 +7,8 @@ Policies see names inside `jit`, `scan`, `cond`, `vmap` and other checkpoints. T
 function of a `custom_vjp` or `custom_jvp`: differentiation replaces it by the rule, whose own names they do see.
 
 Limits: a function is traced once more than by `jax.checkpoint` when a claim is a pattern, or not found at first sight,
-and the function has a custom derivative rule. JAX's experimental ``jax_remat3`` knows no offload; with it no name is
-found, which is an error here.
+and the function has a custom derivative rule. Also with ``jax_remat3`` the implementation is the one without it: XLA
+does not compile what the new one offloads (JAX 0.11.2).
 
 Source: `jax.checkpoint_policies.save_and_offload_only_these_names`.
 """
@@ -27,6 +27,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError
+from lowtide.core._compat import classic_remat
 
 from ._trace import NamedValue, Traced, has_custom_rule, named_values, names_under_differentiation, trace
 
@@ -91,9 +92,10 @@ def checkpoint(
     @functools.wraps(fn)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         # JAX remembers how a checkpointed function traced: doing so here costs no second trace of `fn`.
-        traced = trace(make(), args, kwargs)
-        where = getattr(fn, "__qualname__", type(fn).__name__)
-        return make(policy=_policy(*_decide(claims, traced, where)))(*args, **kwargs)
+        with classic_remat():
+            traced = trace(make(), args, kwargs)
+            where = getattr(fn, "__qualname__", type(fn).__name__)
+            return make(policy=_policy(*_decide(claims, traced, where)))(*args, **kwargs)
 
     return checkpointed
 

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 
 from lowtide.core import PlacementWarning
+from lowtide.core._compat import make_jaxpr
 
 _CALLS = frozenset(
     "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2".split()
@@ -157,7 +158,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -
         The program, and the tree structure of the function's result.
     """
     avals = jax.tree.map(_on_device, tuple(args))
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*avals)
+    closed, shapes = make_jaxpr(fn)(*avals)
     if closed.effects:
         warnings.warn(
             f"the update has effects, which a streamed update leaves out: {', '.join(map(str, closed.effects))}\n"

@@ -36,6 +36,7 @@ from lowtide.core import (
     memory_space,
     path_str,
 )
+from lowtide.core._compat import make_jaxpr
 
 from ._contract import check_running
 from ._slices import DEVICE, buffer, entry_shape, fetch, read, write
@@ -218,7 +219,7 @@ class Sweeps:
             return self.stack.last(outer, h, self.batch(0))
 
         try:
-            closed = jax.make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, wave))
+            closed, _ = make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, wave))
         except (TypeError, AttributeError) as error:
             if RunningGradient.__name__ not in str(error):
                 raise

@@ -15,12 +15,14 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from lowtide.core import Tree, leaves_with_paths
+from lowtide.core._compat import make_jaxpr
 
 HIDING: Mapping[str, str] = {
     "custom_vjp_call": "inside a function with a custom_vjp",
     "custom_jvp_call": "inside a function with a custom_jvp",
     "while": "inside a while loop, which reverse-mode differentiation does not enter",
     "pallas_call": "inside a Pallas kernel",
+    "call_hi_primitive": "inside a function with rules of its own for recomputation",
 }
 """Operations into which the policy of a `jax.checkpoint` does not see."""
 
@@ -53,7 +55,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         return fn(*positional, **keywords)
 
     arrays = tuple(leaves[i] for i in at)
-    closed, shape = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+    closed, shape = make_jaxpr(of_arrays)(*arrays)
     # A path starts with 0 or 1 (positional, keyword) and the argument's own position or name.
     paths = tuple("/".join(named[i][0].split("/")[2:]) for i in at)
     return Traced(closed, arrays, paths, jax.tree.structure(shape))
@@ -121,7 +123,7 @@ def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[s
 
     if any(floating):
         try:
-            jax.make_jaxpr(linearised)(*traced.arrays)
+            make_jaxpr(linearised)(*traced.arrays)
         except Exception:  # whatever keeps it from being differentiated is told when somebody differentiates it
             return set()
     return seen

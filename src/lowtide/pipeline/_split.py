@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lowtide.core._compat import make_jaxpr
+
 from ..core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
 from ._cut import Pass, Sink, Source, assign
 from ._graph import Value, graph, lift
@@ -293,7 +295,7 @@ def trace_split(
         )
     passes = _both_passes(stage, has_aux, (is_trainable, moves, dy_at), x_tree)
     dy = [dy_shape[i] for i in dy_at]
-    closed, shapes = jax.make_jaxpr(passes, return_shape=True)(weights, x_leaves, extras, dy)
+    closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
     both = graph(closed)
     inputs = iter(both.inputs)
     of_weights, of_x, of_extras, of_dy = (
