@@ -4,13 +4,18 @@ PYTHON ?= python3
 ARGS ?=
 # Arguments for pytest, for instance: make test PYTEST_ARGS="-k units"
 PYTEST_ARGS ?= -n 2
+# make test SLOW=1 runs the slow cases, too.
+SLOW ?=
 
 BIN := $(VENV)/bin
+# The versions that fit the Python: JAX 0.11 and newer need Python 3.12.
+CONSTRAINTS ?= $(shell $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -c \
+	'import sys; print("constraints/oldest.txt" if sys.version_info < (3, 12) else "constraints/newest.txt")')
 # Without --no-compile pip would compile every module of every package; Python compiles those it imports anyway.
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test pytest lint format docs peers bench clean
+.PHONY: help finetune test pytest lint format docs peers versions bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
@@ -18,10 +23,10 @@ help: ## Show this list.
 finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--steps 200" goes to `lowtide finetune`.
 	$(BIN)/lowtide finetune $(ARGS)
 
-test: lint pytest ## Lint, check types and room imports, and run the tests.
+test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW=1 with the slow ones.
 
 pytest: $(VENV)/.installed-dev ## Run the tests alone.
-	$(BIN)/python -m pytest -m "not peers and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not peers and not gpu$(if $(SLOW),, and not slow)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev ## Ruff, pyright and import-linter.
 	$(BIN)/ruff check .
@@ -39,6 +44,9 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; every warni
 peers: $(VENV)/.installed-peers ## Compare with torch, transformers and PEFT.
 	$(BIN)/python -m pytest -m peers $(PYTEST_ARGS)
 
+versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
+	$(BIN)/nox
+
 bench: $(VENV)/.installed-dev ## Run the benchmarks that need no accelerator.
 	$(BIN)/python benchmarks/frozen_gradients.py
 
@@ -52,12 +60,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp a purpose, so that `make finetune` installs no development tools and a second call installs nothing.
-$(VENV)/.installed-run: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-run: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python
 	@echo "Installing Lowtide into $(VENV) ..."
 	$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-%: pyproject.toml constraints/oldest.txt constraints/newest.txt | $(BIN)/python
 	@echo "Installing Lowtide with its $* tools into $(VENV) ..."
 	$(INSTALL) --editable ".[$(EXTRAS_$*)]"
 	@touch $@

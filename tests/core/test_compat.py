@@ -10,12 +10,62 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
 
 from lowtide.core import _compat
 
 CONFIG = "a description"
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+def test_the_parts_of_a_scan_are_counted() -> None:
+    def fn(a: Any, b: Any, init: Any, xs: Any) -> Any:
+        return jax.lax.scan(lambda carry, x: (carry * a + x @ b, None), init, xs)[0]
+
+    closed = jax.make_jaxpr(fn)(jnp.ones(2), jnp.ones((3, 2)), jnp.ones(2), jnp.ones((5, 3)))
+    (scan,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert _compat.scan_counts(scan.params) == (2, 1)
+
+
+@pytest.mark.parametrize("traced_before", [False, True], ids=["inside", "outside"])
+@pytest.mark.parametrize("is_new", [False, True], ids=["classic", "remat3"])
+def test_recomputation_and_names_are_read_in_one_way(is_new: bool, traced_before: bool) -> None:
+    from jax._src import config
+
+    def primitives(jaxpr: Any) -> list[str]:
+        inner = [jex.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
+        return [
+            name
+            for eqn, held in zip(jaxpr.eqns, inner, strict=True)
+            for name in (eqn.primitive.name, *(deeper for one in held for deeper in primitives(one)))
+        ]
+
+    def checkpointed() -> Any:
+        policy = jax.checkpoint_policies.save_only_these_names("sine", "other")
+        return jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x), "sine") ** 2, policy=policy)
+
+    with config.remat3(is_new):
+        made = checkpointed()
+
+        def fn(x: Any) -> Any:
+            return jax.lax.scan(lambda h, _: (made(h) if traced_before else checkpointed()(h), None), x, length=2)[0]
+
+        closed, shapes = _compat.make_jaxpr(fn)(jnp.ones(3))
+        found = primitives(closed.jaxpr)
+        assert {"remat2", "checkpoint"}.intersection(found), "the class of recomputation"
+        assert "name" in found
+        (scan,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
+        (body,) = jex.jaxprs_in_params(scan.params)
+        (remat,) = (eqn for eqn in body.eqns if eqn.primitive.name in ("remat2", "checkpoint"))
+        assert _compat.policy_names(remat.params["policy"]) == {"sine", "other"}
+        assert shapes.shape == (3,)
+        x = jnp.linspace(0.1, 1.0, 3)
+        gradient = jax.grad(lambda x: jex.jaxpr_as_fun(closed)(x)[0].sum())(x)
+        assert jnp.allclose(gradient, jax.grad(lambda x: (jnp.sin(jnp.sin(x) ** 2) ** 2).sum())(x), rtol=1e-5)
 
 
 def executable(path: Path) -> Path:

@@ -1,18 +1,22 @@
 """The only file that touches JAX outside its public, stable interface.
 
-| use | checked on | replaced by |
-|---|---|---|
-| `jax.stages.Traced.jaxpr.jaxpr.debug_info.arg_names` | jax 0.10.2 | a public list of the arguments that `jit` kept |
-| `jax.stages.Lowered._lowering.compile_args` | jax 0.10.2 | the same |
-| closures and attributes of `jax.checkpoint_policies` | jax 0.10.2 | policies that can be asked for their names |
-| `jax._src.compiler.compile_or_get_cached` | jax 0.10.2 | a public event with the program that is compiled |
-| `jax._src.compilation_cache.is_cache_used` | jax 0.10.2 | a public way to compile once without the persistent cache |
-| `jax.experimental.topologies.get_topology_desc` | jax 0.10.2 | a stable home for ahead-of-time topologies |
-| `jax.experimental.layout.with_layout_constraint` | jax 0.10.2 | a stable home for layouts |
-| `jax._src.lib.cuda_versions.cudnn_get_version` | jax 0.10.2 | a public way to ask for cuDNN |
-| `jax._src.hardware_utils.has_visible_nvidia_gpu` | jax 0.10.2 | GPU topologies without what only running needs |
-| `jax._src.distributed.global_state.client` | jax 0.10.2 | a public key-value store of `jax.distributed` |
-| `jax_plugins.xla_cuda13.initialize` (and 12) | jax-cuda13-plugin 0.10.2 | the same |
+Each use was checked on the versions of its row; where they differ, the code beside it says how.
+
+| use | 0.10.0, 0.10.2 | 0.11.2 | 0.12.0.1 | replaced by |
+|---|---|---|---|---|
+| `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
+| `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
+| parameters of a `scan` | `num_consts`, `num_carry` | `ft_in` | `ft_in` | a public way to ask for them |
+| `jax.checkpoint_policies` | closures | classes | closures | policies that can be asked for their names |
+| `jax._src.config.remat3`; what it traces | yes | yes | yes | its primitives in `jax.extend` |
+| `jax._src.compiler.compile_or_get_cached` | yes | yes | yes | a public event with the program that is compiled |
+| `jax._src.compilation_cache.is_cache_used` | yes | yes | yes | a public way to compile once without the cache |
+| `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable home for ahead-of-time topologies |
+| `jax.experimental.layout.with_layout_constraint` | yes | yes | yes | a stable home for layouts |
+| `jax._src.lib.cuda_versions.cudnn_get_version` | yes | yes | yes | a public way to ask for cuDNN |
+| `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
+| `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
+| `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 """
 
 from __future__ import annotations
@@ -323,8 +327,10 @@ def _plain_equation(eqn: Any) -> Any:
     if eqn.primitive.name == "call_hi_primitive":
         held = eqn.params["_prim"]
         if type(held).__name__ == "RematTraced":
-            params = {"jaxpr": plain(held.jaxpr), "policy": held.policy, "prevent_cse": held.prevent_cse}
-            return eqn.replace(primitive=remat_p, params={**params, "differentiated": False})
+            inner = plain(held.jaxpr)
+            params = {"jaxpr": getattr(inner, "jaxpr", inner), "policy": held.policy, "differentiated": False}
+            prevent_cse = getattr(held, "prevent_cse", True)  # 0.10 always does
+            return eqn.replace(primitive=remat_p, params={**params, "prevent_cse": prevent_cse})
         if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd"):
             return eqn.replace(primitive=name_p, params={"name": held.name})
         return eqn

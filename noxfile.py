@@ -1,0 +1,97 @@
+"""The versions that Lowtide is tested with: `nox` runs the quick tests on every Python that is here.
+
+    nox                                  the quick tests: oldest set on 3.11, newest on 3.12 to 3.14
+    nox -s tests-3.13 -- --all           with the slow ones; other arguments go to pytest
+    nox -s jax011                        Python 3.12 with JAX 0.11.2
+    nox -s remat3                        the same, with JAX's new implementation of recomputation
+    nox -s install                       a user's `pip install .`, without constraints, and two commands
+    nox -s rehearse                      the GPU day at toy size, on JAX and the list of wheels alone
+
+Warnings are errors in the tests, deprecations too. An interpreter that is not here is skipped, and nox says so.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+JAX_011 = "0.11.2"
+NEEDED = "jax jaxlib numpy scipy ml_dtypes opt_einsum"
+"""What JAX brings, which a machine for the GPU day has."""
+
+nox.options.sessions = ["tests"]
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_missing_interpreters = False
+
+
+def constraints(session: nox.Session) -> str:
+    """The set that fits the session's Python, as `make` chooses it."""
+    return "constraints/oldest.txt" if session.python == "3.11" else "constraints/newest.txt"
+
+
+def run_tests(session: nox.Session, **env: str) -> None:
+    """The quick tests, or all; two processes, which take at most 12 GiB together."""
+    given = [argument for argument in session.posargs if argument != "--all"]
+    left_out = "" if "--all" in session.posargs else " and not slow"
+    marked = ["-m", f"not peers and not gpu{left_out}"]
+    session.run("python", "-m", "pytest", "-n", "2", *marked, *given, env=env)
+
+
+def use_jax_011(session: nox.Session) -> None:
+    """The newest set with JAX 0.11.2 in place of its JAX; the plugins of other versions would not be loaded."""
+    folder = Path(session.create_tmp())
+    lines = Path("constraints/newest.txt").read_text(encoding="utf-8").splitlines()
+    own = ("jax==", "jaxlib==", "jax-cuda13-plugin==", "jax-cuda13-pjrt==")
+    changed = [f"{line.partition('==')[0]}=={JAX_011}" if line.startswith(own) else line for line in lines]
+    chosen = folder / "constraints.txt"
+    chosen.write_text("\n".join(changed) + "\n", encoding="utf-8")
+    session.install("--constraint", str(chosen), "--editable", ".[dev]")
+
+
+@nox.session(python=PYTHONS)
+def tests(session: nox.Session) -> None:
+    """The tests, on the set of versions that fits the Python."""
+    session.install("--constraint", constraints(session), "--editable", ".[dev]")
+    run_tests(session)
+
+
+@nox.session(python="3.12")
+def jax011(session: nox.Session) -> None:
+    """The tests with JAX 0.11.2, whose jaxprs, policies and recomputation are other ones."""
+    use_jax_011(session)
+    run_tests(session)
+
+
+@nox.session(python="3.12")
+def remat3(session: nox.Session) -> None:
+    """The same with ``jax_remat3``, which is on its way to the default."""
+    use_jax_011(session)
+    run_tests(session, JAX_REMAT3="1")
+
+
+@nox.session(python=PYTHONS)
+def install(session: nox.Session) -> None:
+    """What a user does: `pip install .` with whatever is newest, a run, and a step explained."""
+    session.install(".[tpu-aot]")
+    out = Path(session.create_tmp()) / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    env = {"JAX_PLATFORMS": "cpu"}
+    session.run("lowtide", "finetune", "--steps", "3", "--out", str(out), env=env)
+    job = "benchmarks/_programs.py:scan_remat_names"
+    session.run("lowtide", "explain", job, "--target", "v5e", env=env)
+    session.run("python", "-m", "pip", "check")
+
+
+@nox.session(python=PYTHONS)
+def rehearse(session: nox.Session) -> None:
+    """The GPU day at toy size, in an environment of JAX and the list of wheels alone."""
+    session.install("--constraint", constraints(session), *NEEDED.split())
+    wheels = Path(session.create_tmp()) / "wheels"
+    command = ["python", "benchmarks/gpu.py"]
+    session.run(*command, "--wheels", str(wheels), "--python", str(session.python))
+    session.install("--no-index", "--no-deps", *map(str, sorted(wheels.glob("*.whl"))))
+    session.run(*command, "--rehearse", "--out", str(wheels.parent / "results"))
