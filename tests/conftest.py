@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 # Set before JAX is imported. `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -58,6 +60,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in ("tpu_aot", "gpu_aot", "gpu", "peers"):
         if item.get_closest_marker(marker) and (reason := _reason_to_skip(marker)):
             pytest.skip(reason)
+
+
+MANY_MAPS = 20_000
+"""Memory maps of a process; Linux gives it 65,530, and XLA's CPU compiler ends in a segmentation fault beyond."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Drop compiled programs when there are many: each has up to dozens of memory maps."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 class Compilations:

@@ -1,0 +1,130 @@
+"""What newer versions of JAX and XLA need for the same programs: compiled bytes, beside one another.
+
+    python benchmarks/versions.py [--target cpu] [--target v5e] [--target h100] [--reports DIR] [--json FILE]
+    python benchmarks/versions.py --compare OLD.json NEW.json [--threshold 2]
+
+The first compiles every program of `measured_peak.py` with the JAX of this environment, each target in a process of its
+own, and writes `results/versions-jax-VERSION.json`; nothing runs. With `--reports` it leaves the full reports, too:
+`lowtide diff OLD/v5e-lora_8b.json NEW/v5e-lora_8b.json` names the arrays behind a difference.
+
+The second lists the programs whose device bytes differ by more than the threshold, and in which part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from _common import ROOT, header, mib, write
+from rich.console import Console
+from rich.table import Table
+
+import lowtide as lt
+from lowtide.core import PlacementWarning
+
+TARGETS = ("cpu", "v5e", "h100")
+PARTS = ("argument", "output", "alias", "temp", "code")
+NOT_COMPILED = ("attention_8192",)
+"""Takes minutes on a CPU, and is `attention_2048` with other sizes."""
+
+
+def measure(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
+    """Bytes of every program on one target; the error of one that does not compile."""
+    from measured_peak import STEPS
+
+    target, rows = lt.target(name), dict[str, dict[str, Any]]()
+    for program, make in STEPS.items():
+        if program in NOT_COMPILED:
+            continue
+        try:
+            job = make(target) if "target" in inspect.signature(make).parameters else make()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PlacementWarning)  # what this target cannot place is in the figures
+                report = lt.memory.analyze(
+                    job["fn"],
+                    *job["args"],
+                    target=target,
+                    roles=job["roles"],
+                    donate_argnums=job.get("donate_argnums", ()),
+                )
+        except Exception as error:  # kept as the result: another version may compile it
+            rows[program] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        else:
+            parts = {part: getattr(report.device, f"{part}_bytes") for part in PARTS}
+            rows[program] = {"device_bytes": report.device_bytes, "host_bytes": report.host_bytes, **parts}
+            if reports is not None:
+                reports.mkdir(parents=True, exist_ok=True)
+                report.to_json(reports / f"{name}-{program}.json")
+        print(f"{name}: {program}: {rows[program]}", file=sys.stderr, flush=True)
+    return rows
+
+
+def in_child(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
+    """The same in a process that ends: compilers keep memory."""
+    command = [sys.executable, __file__, "--child", name, *(["--reports", str(reports)] if reports else [])]
+    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def compare(old: Path, new: Path, threshold: float) -> None:
+    """Print what differs by more than so many percent."""
+    before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (old, new))
+    one, two = (content["versions"]["jax"] for content in (before, after))
+    table = Table(title=f"Device bytes that differ by more than {threshold:g} %: JAX {one} and {two}, MiB, compiled")
+    for column in ("target", "program"):
+        table.add_column(column)
+    for column in (one, two, "difference", *PARTS, "host"):
+        table.add_column(column, justify="right")
+    count = 0
+    for target, rows in after["targets"].items():
+        for program, row in rows.items():
+            was = before["targets"].get(target, {}).get(program)
+            if was is None:
+                continue
+            count += 1
+            if "error" in row or "error" in was:
+                if row != was:
+                    table.add_row(target, program, was.get("error", "compiles")[:40], row.get("error", "compiles")[:40])
+                continue
+            change = (row["device_bytes"] - was["device_bytes"]) / was["device_bytes"]
+            host = row["host_bytes"] - was["host_bytes"]
+            if 100 * abs(change) > threshold or 100 * abs(host) > threshold * max(was["host_bytes"], 1):
+                totals = (mib(was["device_bytes"]), mib(row["device_bytes"]), f"{change:+.1%}")
+                parts = (f"{(row[part] - was[part]) / 2**20:+,.2f}" if row[part] != was[part] else "" for part in PARTS)
+                table.add_row(target, program, *totals, *parts, f"{host / 2**20:+,.2f}" if host else "")
+    console = Console(width=150)
+    console.print(table)
+    console.print(f"{table.row_count} of {count} programs and targets.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", action="append", choices=TARGETS, help="only this one; repeatable")
+    parser.add_argument("--reports", type=Path, metavar="DIR", help="keep the full reports here")
+    parser.add_argument("--json", type=Path, help="raw result (default: results/versions-jax-VERSION.json)")
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="two raw results")
+    parser.add_argument("--threshold", type=float, default=2.0, help="percent (default: 2)")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compare:
+        compare(*options.compare, options.threshold)
+    elif options.child:
+        print(json.dumps(measure(options.child, options.reports)))
+    else:
+        targets = {name: in_child(name, options.reports) for name in options.target or TARGETS}
+        path = options.json or ROOT / "results" / f"versions-jax-{jax.__version__}.json"
+        write(path, {**header("python benchmarks/versions.py"), "label": "compiled", "targets": targets})
+
+
+if __name__ == "__main__":
+    main()
