@@ -1,0 +1,459 @@
+"""What the parts of a GPU day share: cases in processes of their own, results that survive a kill, and the clock.
+
+A part is a script that declares its cases and calls `main`:
+
+    def step(rehearsal: bool) -> dict[str, Any]:  # one JSON row
+        ...
+
+    if __name__ == "__main__":
+        main("lora", {"1b": step}, __doc__, minutes={"1b": 3}, needs={"peft": ["torch", "peft"]})
+
+The parent never starts a JAX backend, which would take the device's memory from its cases. Each case has a clean
+allocator and a time limit; the file is written again, as a whole, after each; a second call goes on where the first
+ended. Everything a parent started dies with it. Nothing outside the standard library is imported until a case runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+SRC = ROOT.parent / "src"
+RESULTS = ROOT / "results" / "gpu"
+MINUTES = 5.0
+"""The limit of a case that names none."""
+REHEARSAL_MINUTES = 2.0
+ENOUGH = 0.5
+"""A case starts while this share of its limit is left of the budget."""
+TAIL_LINES = 30
+MEASURED = ("src/lowtide", "benchmarks/*.py")
+DISTRIBUTIONS = (
+    *("lowtide", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
+    *("numpy", "optax", "flax", "equinox", "orbax-checkpoint", "torch", "transformers", "peft"),
+)
+
+if importlib.util.find_spec("lowtide") is None:
+    sys.path.insert(0, str(SRC))
+
+Case = Callable[[bool], dict[str, Any]]
+Interval = tuple[float, float]
+
+
+# --- what a result needs to be compared later ----------------------------------------------------------------------
+
+
+def gpu() -> dict[str, Any]:
+    """Name, driver and memory of the first GPU as `nvidia-smi` has them; empty where there is none."""
+    fields = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    if not lines:
+        return {}
+    return {**dict(zip(fields, (word.strip() for word in lines[0].split(",")), strict=False)), "count": len(lines)}
+
+
+def header(part: str, command: str, rehearsal: bool) -> dict[str, Any]:
+    """Hardware, versions, commit and date."""
+    found = {} if rehearsal else gpu()
+    pages = {name: os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES")}
+    return {
+        "part": part,
+        "command": command,
+        "rehearsal": rehearsal,
+        "complete": False,
+        **_moment(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in DISTRIBUTIONS if (version := _version(name))},
+        "device_kind": found.get("name", "cpu"),
+        "num_devices": found.get("count", 1),
+        "gpu": found,
+        "host": {
+            "num_cpus": os.cpu_count(),
+            "memory_bytes": pages["SC_PAGE_SIZE"] * pages["SC_PHYS_PAGES"],
+            "machine": platform.machine(),
+        },
+    }
+
+
+def folder(device_kind: str) -> Path:
+    """Where the measurements of a kind of device lie."""
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is absent or no result."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def missing(modules: Iterable[str]) -> list[str]:
+    """Those that cannot be imported here."""
+    return [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def _moment() -> dict[str, Any]:
+    now = datetime.datetime.now(tz=datetime.UTC)
+    return {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", *MEASURED)),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --- processes with a limit ----------------------------------------------------------------------------------------
+
+
+class Stopped(SystemExit):
+    """SIGINT or SIGTERM came: processes are ended on the way out, and the exit status says which."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into `Stopped`, so that `finally` runs."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def environment(rehearsal: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a process that runs a part: this checkout's library, and the device that is meant."""
+    paths = [str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]
+    platforms = "cpu" if rehearsal else os.environ.get("JAX_PLATFORMS", "cuda,cpu")
+    fixed = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": platforms, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **fixed, **(extra or {})}
+
+
+def run(command: Sequence[str], env: Mapping[str, str], seconds: float, errors: Path | None = None) -> int | None:
+    """Run to the end or the limit; the exit status, None for a process that was killed at its limit.
+
+    The process leads a group that is killed as a whole, and dies when this one does.
+    """
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(errors.open("wb")) if errors else None
+        process = subprocess.Popen(
+            list(command), env=dict(env), stderr=stderr, start_new_session=True, preexec_fn=_die_with_parent
+        )
+        stack.callback(_end, process)
+        try:
+            return process.wait(timeout=max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
+    """Ask first, so that a part ends its own case, then kill the whole group."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# --- the command line of a part ------------------------------------------------------------------------------------
+
+
+def main(
+    part: str,
+    cases: Mapping[str, Case],
+    doc: str | None,
+    *,
+    minutes: Mapping[str, float] | None = None,
+    needs: Mapping[str, Sequence[str]] | None = None,
+    env: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:
+    """Run the cases of a part, each in a process of its own, and keep what they return.
+
+    Args:
+        part: Its name; the file is ``results/gpu/<device>/<part>.json``.
+        cases: By name, in the order of worth. Each takes whether this is a rehearsal and returns one JSON row.
+        doc: The script's docstring.
+        minutes: Limits of single cases.
+        needs: Modules (peers) that a case needs; where they are missing its row says so and the part is complete.
+        env: What a case wants in its environment, such as ``XLA_PYTHON_CLIENT_PREALLOCATE``.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=list(cases), metavar="NAME", help="only this; repeatable")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the raw result")
+    parser.add_argument("--minutes", type=float, metavar="N", help="start nothing that cannot end within N minutes")
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--child", choices=list(cases), help=argparse.SUPPRESS)
+    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        _child(cases[options.child], options.rehearse, options.row)
+        return
+    with stoppable():
+        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, options).all())
+
+
+def _child(case: Case, rehearsal: bool, path: Path | None) -> None:
+    row = case(rehearsal)
+    if "jax" in sys.modules:
+        device = sys.modules["jax"].devices()[0]
+        if device.platform == "cpu" and not rehearsal:
+            raise RuntimeError("this ran on the CPU: a measurement needs a GPU, --rehearse does without")
+        row = {"device_kind": device.device_kind, **row}
+    if path is None:
+        print(json.dumps(row, indent=2))
+    else:
+        write(path, row)
+
+
+class _Part:
+    """One call of a part's script: which cases, what is there, how long there is."""
+
+    def __init__(
+        self,
+        part: str,
+        cases: Mapping[str, Case],
+        minutes: Mapping[str, float],
+        needs: Mapping[str, Sequence[str]],
+        env: Mapping[str, Mapping[str, str]],
+        options: argparse.Namespace,
+    ) -> None:
+        self.part, self.cases, self.minutes, self.needs, self.env = part, cases, minutes, needs, env
+        self.rehearsal: bool = options.rehearse
+        self.chosen: list[str] = [name for name in cases if not options.case or name in options.case]
+        self.deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+        self.script = str(Path(sys.argv[0]).resolve())
+        name = f"benchmarks/{Path(self.script).name}"
+        self.content = header(part, f"python {name}" + (" --rehearse" if self.rehearsal else ""), self.rehearsal)
+        temporary = Path(tempfile.gettempdir()) / f"lowtide-rehearsal-{os.getuid()}"
+        home = temporary if self.rehearsal else folder(self.content["device_kind"])
+        self.path: Path = options.json or home / f"{part}.json"
+        before = read(self.path)
+        same = before.get("rehearsal") == self.rehearsal and before.get("device_kind") == self.content["device_kind"]
+        kept = before.get("rows", {}) if same and not (self.rehearsal and not options.json) else {}
+        anew = self.chosen if options.again else []
+        self.rows = {k: row for k, row in kept.items() if k in cases and k not in anew}
+
+    def all(self) -> int:
+        """Run what is not there; the exit status."""
+        if not self.rehearsal and not self.content["gpu"] and "JAX_PLATFORMS" not in os.environ:
+            print(f"{self.part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
+            return 2
+        late: list[str] = []
+        self._save(late)
+        for name in self.chosen:
+            if self.rows.get(name, {}).get("ok"):
+                print(f"{self.part}/{name}: there already")
+            elif absent := missing(self.needs.get(name, ())):
+                self.rows[name] = {"ok": False, "not_here": absent}
+                print(f"{self.part}/{name}: not here: {', '.join(absent)}")
+            elif (left := self.deadline - time.monotonic()) < ENOUGH * self._limit(name):
+                late.append(name)
+                print(f"{self.part}/{name}: not started, {max(left, 0):.0f} s left of {self._limit(name):.0f}")
+            else:
+                self._one(name, left)
+            self._save(late)
+        self._show()
+        failed = [name for name in self.chosen if name in self.rows and not _is_settled(self.rows[name])]
+        return int(bool(failed or late))
+
+    def _limit(self, name: str) -> float:
+        minutes = self.minutes.get(name, MINUTES)
+        return 60 * (min(minutes, REHEARSAL_MINUTES) if self.rehearsal else minutes)
+
+    def _one(self, name: str, left: float) -> None:
+        limit, started = min(self._limit(name), left), time.monotonic()
+        shown = "" if left == float("inf") else f", {left:.0f} s left"
+        print(f"{self.part}/{name}: started (at most {limit:.0f} s{shown})", flush=True)
+        with tempfile.TemporaryDirectory() as directory:
+            row, errors = Path(directory) / "row.json", Path(directory) / "stderr"
+            words = [sys.executable, self.script, "--child", name, "--row", str(row)]
+            words += ["--rehearse"] if self.rehearsal else []
+            status = run(words, environment(self.rehearsal, self.env.get(name)), limit, errors)
+            found, tail = read(row), errors.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        seconds = round(time.monotonic() - started, 2)
+        at = {"seconds": seconds, **_moment()}
+        if status == 0 and found:
+            self.rows[name] = {"ok": True, **at, **found}
+        else:
+            why = f"killed at its limit of {limit:.0f} s" if status is None else f"exit status {status}"
+            self.rows[name] = {"ok": False, **at, "error": "\n".join([why, *tail])}
+        print(f"{self.part}/{name}: {'ok' if self.rows[name]['ok'] else f'FAILED, {why}'} after {seconds:.0f} s")
+        if not self.rows[name]["ok"]:
+            print("\n".join(f"    {line}" for line in tail[-8:]))
+
+    def _save(self, late: Sequence[str]) -> None:
+        rows = {name: self.rows[name] for name in self.cases if name in self.rows}
+        complete = all(_is_settled(rows.get(name)) for name in self.cases)
+        self.content |= {"complete": complete, "not_started": list(late), "rows": rows}
+        write(self.path, self.content)
+
+    def _show(self) -> None:
+        width = max(map(len, self.cases))
+        for name, row in self.content["rows"].items():
+            state = "ok" if row["ok"] else "not here" if "not_here" in row else "failed"
+            print(f"  {name:{width}}  {state:8}  {row.get('seconds', 0):7.1f} s  {_figures(row)}")
+        print(f"{self.part}: {'complete' if self.content['complete'] else 'not complete'}, {self.path}", flush=True)
+
+
+def _is_settled(row: Mapping[str, Any] | None) -> bool:
+    """Measured, or known to be impossible here."""
+    return row is not None and (bool(row.get("ok")) or "not_here" in row)
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    """The first few numbers of a row."""
+    plain = {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool) and k != "seconds"}
+    return ", ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in list(plain.items())[:4])
+
+
+# --- inside a case -------------------------------------------------------------------------------------------------
+
+
+def peak_bytes() -> int | None:
+    """The most that JAX's allocator held on the first device in this process; None on a CPU, which keeps no count."""
+    import jax
+
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def timed(step: Callable[[], Any], *, warmup: int, repeats: int) -> list[float]:
+    """Seconds by the clock of each call after the first few, each until its result is there."""
+    import jax
+
+    seconds: list[float] = []
+    for index in range(warmup + repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(step())
+        if index >= warmup:
+            seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def overlap(trace_dir: str | Path) -> dict[str, Any]:
+    """Seconds of kernels and of copies over the host link in a `jax.profiler` trace, and of copies under kernels.
+
+    Nothing for a trace without a GPU. Where several kernels or copies run at once, their time counts once. The figures
+    are sums over the GPUs of the trace.
+    """
+    from jax.profiler import ProfileData
+
+    total: dict[str, float] = {}
+    for path in sorted(Path(trace_dir).rglob("*.xplane.pb")):
+        for plane in ProfileData.from_file(str(path)).planes:
+            if plane.name.startswith("/device:GPU"):
+                events = [
+                    (event.name, event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9)
+                    for line in plane.lines
+                    if line.name.startswith("Stream")  # others repeat these by operation and module
+                    for event in line.events
+                ]
+                for name, value in hidden(events).items():
+                    total[name] = total.get(name, 0.0) + value
+    if copies := total.get("copy_seconds"):
+        total["hidden_share"] = total["copy_hidden_seconds"] / copies
+    return total
+
+
+def hidden(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
+    """Seconds of kernels and copies, and of copies while a kernel ran, from (name, start, end)."""
+    kinds: dict[str, list[Interval]] = {"kernel": [], "h2d": [], "d2h": []}
+    for name, start, end in events:
+        lower = name.lower()
+        if "memcpyh2d" in lower or "htod" in lower:
+            kinds["h2d"].append((start, end))
+        elif "memcpyd2h" in lower or "dtoh" in lower:
+            kinds["d2h"].append((start, end))
+        elif not lower.startswith(("memcpy", "memset")):
+            kinds["kernel"].append((start, end))
+    kinds["copy"] = kinds["h2d"] + kinds["d2h"]
+    merged = {kind: union(intervals) for kind, intervals in kinds.items()}
+    found = {f"{kind}_seconds": length(intervals) for kind, intervals in merged.items()}
+    for kind in ("h2d", "d2h", "copy"):
+        found[f"{kind}_hidden_seconds"] = length(common(merged[kind], merged["kernel"]))
+    return found
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same points, as intervals in order that do not touch."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The points in both of two unions."""
+    found: list[Interval] = []
+    i = j = 0
+    while i < len(one) and j < len(other):
+        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if start < end:
+            found.append((start, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Seconds in a union."""
+    return sum(end - start for start, end in intervals)
