@@ -176,7 +176,14 @@ def environment(rehearsal: bool, extra: Mapping[str, str] | None = None) -> dict
     return {**os.environ, **fixed, **(extra or {})}
 
 
-def run(command: Sequence[str], env: Mapping[str, str], seconds: float, errors: Path | None = None) -> int | None:
+def run(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    seconds: float,
+    *,
+    errors: Path | None = None,
+    patience: float = 3.0,
+) -> int | None:
     """Run to the end or the limit; the exit status, None for a process that was killed at its limit.
 
     The process leads a group that is killed as a whole, and dies when this one does.
@@ -186,7 +193,7 @@ def run(command: Sequence[str], env: Mapping[str, str], seconds: float, errors: 
         process = subprocess.Popen(
             list(command), env=dict(env), stderr=stderr, start_new_session=True, preexec_fn=_die_with_parent
         )
-        stack.callback(_end, process)
+        stack.callback(_end, process, patience)
         try:
             return process.wait(timeout=max(seconds, 0.0))
         except subprocess.TimeoutExpired:
@@ -198,7 +205,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _end(process: subprocess.Popen[bytes], patience: float = 10.0) -> None:
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
     """Ask first, so that a part ends its own case, then kill the whole group."""
     if process.poll() is None:
         process.terminate()
@@ -323,7 +330,7 @@ class _Part:
             row, errors = Path(directory) / "row.json", Path(directory) / "stderr"
             words = [sys.executable, self.script, "--child", name, "--row", str(row)]
             words += ["--rehearse"] if self.rehearsal else []
-            status = run(words, environment(self.rehearsal, self.env.get(name)), limit, errors)
+            status = run(words, environment(self.rehearsal, self.env.get(name)), limit, errors=errors)
             found, tail = read(row), errors.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         seconds = round(time.monotonic() - started, 2)
         at = {"seconds": seconds, **_moment()}
