@@ -29,10 +29,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from _overlap import overlap as overlap
 
 ROOT = Path(__file__).resolve().parent
 SRC = ROOT.parent / "src"
@@ -53,7 +56,6 @@ if importlib.util.find_spec("lowtide") is None:
     sys.path.insert(0, str(SRC))
 
 Case = Callable[[bool], dict[str, Any]]
-Interval = tuple[float, float]
 
 
 # --- what a result needs to be compared later ----------------------------------------------------------------------
@@ -227,6 +229,7 @@ def main(
     minutes: Mapping[str, float] | None = None,
     needs: Mapping[str, Sequence[str]] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,
+    together: bool = False,
 ) -> None:
     """Run the cases of a part, each in a process of its own, and keep what they return.
 
@@ -237,6 +240,7 @@ def main(
         minutes: Limits of single cases.
         needs: Modules (peers) that a case needs; where they are missing its row says so and the part is complete.
         env: What a case wants in its environment, such as ``XLA_PYTHON_CLIENT_PREALLOCATE``.
+        together: Whether a rehearsal runs all cases in one process, since a CPU has no allocator to keep clean.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list(cases), metavar="NAME", help="only this; repeatable")
@@ -244,27 +248,33 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE", help="the raw result")
     parser.add_argument("--minutes", type=float, metavar="N", help="start nothing that cannot end within N minutes")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--child", choices=list(cases), help=argparse.SUPPRESS)
-    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", action="append", choices=list(cases), help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        _child(cases[options.child], options.rehearse, options.row)
-        return
+        sys.exit(_child({name: cases[name] for name in options.child}, options.rehearse, options.rows))
     with stoppable():
-        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, options).all())
+        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
 
 
-def _child(case: Case, rehearsal: bool, path: Path | None) -> None:
-    row = case(rehearsal)
-    if "jax" in sys.modules:
-        device = sys.modules["jax"].devices()[0]
-        if device.platform == "cpu" and not rehearsal:
-            raise RuntimeError("this ran on the CPU: a measurement needs a GPU, --rehearse does without")
-        row = {"device_kind": device.device_kind, **row}
-    if path is None:
-        print(json.dumps(row, indent=2))
-    else:
-        write(path, row)
+def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:
+    """Run cases in this process, and leave a file for each: its row, or its error."""
+    failed = 0
+    for name, case in cases.items():
+        started = time.monotonic()
+        try:
+            row = case(rehearsal)
+            if "jax" in sys.modules:
+                device = sys.modules["jax"].devices()[0]
+                if device.platform == "cpu" and not rehearsal:
+                    raise RuntimeError("this ran on the CPU: a measurement needs a GPU, --rehearse does without")
+                row = {"device_kind": device.device_kind, **row}
+            write(directory / f"{name}.json", {"seconds": round(time.monotonic() - started, 2), **row})
+        except Exception:
+            failed = 1
+            traceback.print_exc()
+            (directory / f"{name}.error").write_text(traceback.format_exc(), encoding="utf-8")
+    return failed
 
 
 class _Part:
@@ -277,10 +287,12 @@ class _Part:
         minutes: Mapping[str, float],
         needs: Mapping[str, Sequence[str]],
         env: Mapping[str, Mapping[str, str]],
+        together: bool,
         options: argparse.Namespace,
     ) -> None:
         self.part, self.cases, self.minutes, self.needs, self.env = part, cases, minutes, needs, env
         self.rehearsal: bool = options.rehearse
+        self.together = together and options.rehearse
         self.chosen: list[str] = [name for name in cases if not options.case or name in options.case]
         self.deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
         self.script = str(Path(sys.argv[0]).resolve())
@@ -300,53 +312,68 @@ class _Part:
         if not self.rehearsal and not self.content["gpu"] and "JAX_PLATFORMS" not in os.environ:
             print(f"{self.part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
             return 2
-        late: list[str] = []
-        self._save(late)
-        for name in self.chosen:
-            if self.rows.get(name, {}).get("ok"):
-                print(f"{self.part}/{name}: there already")
-            elif absent := missing(self.needs.get(name, ())):
-                self.rows[name] = {"ok": False, "not_here": absent}
-                print(f"{self.part}/{name}: not here: {', '.join(absent)}")
-            elif (left := self.deadline - time.monotonic()) < ENOUGH * self._limit(name):
-                late.append(name)
-                print(f"{self.part}/{name}: not started, {max(left, 0):.0f} s left of {self._limit(name):.0f}")
+        self.late: list[str] = []
+        self._save()
+        due = [name for name in self.chosen if self._is_due(name)]
+        for names in [due] if self.together and due else [[name] for name in due]:
+            left = self.deadline - time.monotonic()
+            if left < ENOUGH * self._limit(names):
+                self.late += names
+                print(f"{self._label(names)}: not started, {max(left, 0):.0f} s left of {self._limit(names):.0f}")
             else:
-                self._one(name, left)
-            self._save(late)
+                self._run(names, left)
+            self._save()
+        self._save()
         self._show()
         failed = [name for name in self.chosen if name in self.rows and not _is_settled(self.rows[name])]
-        return int(bool(failed or late))
+        return int(bool(failed or self.late))
 
-    def _limit(self, name: str) -> float:
-        minutes = self.minutes.get(name, MINUTES)
+    def _is_due(self, name: str) -> bool:
+        """Whether a case is to be run: not where it is there, or cannot be."""
+        if self.rows.get(name, {}).get("ok"):
+            print(f"{self.part}/{name}: there already")
+            return False
+        if absent := missing(self.needs.get(name, ())):
+            self.rows[name] = {"ok": False, "not_here": absent}
+            print(f"{self.part}/{name}: not here: {', '.join(absent)}")
+            return False
+        return True
+
+    def _label(self, names: Sequence[str]) -> str:
+        return f"{self.part}/{names[0]}" if len(names) == 1 else f"{self.part}: {len(names)} cases"
+
+    def _limit(self, names: Sequence[str]) -> float:
+        minutes = sum(self.minutes.get(name, MINUTES) for name in names)
         return 60 * (min(minutes, REHEARSAL_MINUTES) if self.rehearsal else minutes)
 
-    def _one(self, name: str, left: float) -> None:
-        limit, started = min(self._limit(name), left), time.monotonic()
+    def _run(self, names: Sequence[str], left: float) -> None:
+        limit, started = min(self._limit(names), left), time.monotonic()
         shown = "" if left == float("inf") else f", {left:.0f} s left"
-        print(f"{self.part}/{name}: started (at most {limit:.0f} s{shown})", flush=True)
-        with tempfile.TemporaryDirectory() as directory:
-            row, errors = Path(directory) / "row.json", Path(directory) / "stderr"
-            words = [sys.executable, self.script, "--child", name, "--row", str(row)]
-            words += ["--rehearse"] if self.rehearsal else []
-            status = run(words, environment(self.rehearsal, self.env.get(name)), limit, errors=errors)
-            found, tail = read(row), errors.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-        seconds = round(time.monotonic() - started, 2)
-        at = {"seconds": seconds, **_moment()}
-        if status == 0 and found:
-            self.rows[name] = {"ok": True, **at, **found}
-        else:
+        print(f"{self._label(names)}: started (at most {limit:.0f} s{shown})", flush=True)
+        with tempfile.TemporaryDirectory() as text:
+            directory, errors = Path(text), Path(text) / "stderr"
+            words = [sys.executable, self.script, *(word for name in names for word in ("--child", name))]
+            words += ["--rows", str(directory), *["--rehearse"] * self.rehearsal]
+            status = run(words, environment(self.rehearsal, self.env.get(names[0])), limit, errors=errors)
+            seconds, moment = round(time.monotonic() - started, 2), _moment()
             why = f"killed at its limit of {limit:.0f} s" if status is None else f"exit status {status}"
-            self.rows[name] = {"ok": False, **at, "error": "\n".join([why, *tail])}
-        print(f"{self.part}/{name}: {'ok' if self.rows[name]['ok'] else f'FAILED, {why}'} after {seconds:.0f} s")
-        if not self.rows[name]["ok"]:
-            print("\n".join(f"    {line}" for line in tail[-8:]))
+            for name in names:
+                found = read(directory / f"{name}.json")
+                own = {"seconds": seconds} if len(names) == 1 else {}
+                if found:
+                    self.rows[name] = {"ok": True, **moment, **found, **own}
+                else:
+                    error = directory / f"{name}.error"
+                    tail = _tail(error if error.exists() else errors)
+                    self.rows[name] = {"ok": False, **moment, **own, "error": "\n".join([why, *tail])}
+                    print("\n".join([f"{self.part}/{name}: FAILED, {why}", *(f"    {line}" for line in tail[-8:])]))
+        done = sum(self.rows[name]["ok"] for name in names)
+        print(f"{self._label(names)}: {done} of {len(names)} ok after {seconds:.0f} s", flush=True)
 
-    def _save(self, late: Sequence[str]) -> None:
+    def _save(self) -> None:
         rows = {name: self.rows[name] for name in self.cases if name in self.rows}
         complete = all(_is_settled(rows.get(name)) for name in self.cases)
-        self.content |= {"complete": complete, "not_started": list(late), "rows": rows}
+        self.content |= {"complete": complete, "not_started": self.late, "rows": rows}
         write(self.path, self.content)
 
     def _show(self) -> None:
@@ -355,6 +382,10 @@ class _Part:
             state = "ok" if row["ok"] else "not here" if "not_here" in row else "failed"
             print(f"  {name:{width}}  {state:8}  {row.get('seconds', 0):7.1f} s  {_figures(row)}")
         print(f"{self.part}: {'complete' if self.content['complete'] else 'not complete'}, {self.path}", flush=True)
+
+
+def _tail(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
 
 
 def _is_settled(row: Mapping[str, Any] | None) -> bool:
@@ -389,78 +420,3 @@ def timed(step: Callable[[], Any], *, warmup: int, repeats: int) -> list[float]:
         if index >= warmup:
             seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def overlap(trace_dir: str | Path) -> dict[str, Any]:
-    """Seconds of kernels and of copies over the host link in a `jax.profiler` trace, and of copies under kernels.
-
-    Nothing for a trace without a GPU. Where several kernels or copies run at once, their time counts once. The figures
-    are sums over the GPUs of the trace.
-    """
-    from jax.profiler import ProfileData
-
-    total: dict[str, float] = {}
-    for path in sorted(Path(trace_dir).rglob("*.xplane.pb")):
-        for plane in ProfileData.from_file(str(path)).planes:
-            if plane.name.startswith("/device:GPU"):
-                events = [
-                    (event.name, event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9)
-                    for line in plane.lines
-                    if line.name.startswith("Stream")  # others repeat these by operation and module
-                    for event in line.events
-                ]
-                for name, value in hidden(events).items():
-                    total[name] = total.get(name, 0.0) + value
-    if copies := total.get("copy_seconds"):
-        total["hidden_share"] = total["copy_hidden_seconds"] / copies
-    return total
-
-
-def hidden(events: Iterable[tuple[str, float, float]]) -> dict[str, float]:
-    """Seconds of kernels and copies, and of copies while a kernel ran, from (name, start, end)."""
-    kinds: dict[str, list[Interval]] = {"kernel": [], "h2d": [], "d2h": []}
-    for name, start, end in events:
-        lower = name.lower()
-        if "memcpyh2d" in lower or "htod" in lower:
-            kinds["h2d"].append((start, end))
-        elif "memcpyd2h" in lower or "dtoh" in lower:
-            kinds["d2h"].append((start, end))
-        elif not lower.startswith(("memcpy", "memset")):
-            kinds["kernel"].append((start, end))
-    kinds["copy"] = kinds["h2d"] + kinds["d2h"]
-    merged = {kind: union(intervals) for kind, intervals in kinds.items()}
-    found = {f"{kind}_seconds": length(intervals) for kind, intervals in merged.items()}
-    for kind in ("h2d", "d2h", "copy"):
-        found[f"{kind}_hidden_seconds"] = length(common(merged[kind], merged["kernel"]))
-    return found
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same points, as intervals in order that do not touch."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The points in both of two unions."""
-    found: list[Interval] = []
-    i = j = 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if start < end:
-            found.append((start, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: Iterable[Interval]) -> float:
-    """Seconds in a union."""
-    return sum(end - start for start, end in intervals)
