@@ -315,7 +315,7 @@ class _Part:
         self.late: list[str] = []
         self._save()
         due = [name for name in self.chosen if self._is_due(name)]
-        for names in [due] if self.together and due else [[name] for name in due]:
+        for names in self._groups(due):
             left = self.deadline - time.monotonic()
             if left < ENOUGH * self._limit(names):
                 self.late += names
@@ -339,12 +339,19 @@ class _Part:
             return False
         return True
 
+    def _groups(self, due: Sequence[str]) -> list[list[str]]:
+        """What shares a process: a case with nothing, or in a rehearsal with those of its environment."""
+        groups: dict[Any, list[str]] = {}
+        for name in due:
+            groups.setdefault(str(self.env.get(name)) if self.together else name, []).append(name)
+        return list(groups.values())
+
     def _label(self, names: Sequence[str]) -> str:
         return f"{self.part}/{names[0]}" if len(names) == 1 else f"{self.part}: {len(names)} cases"
 
     def _limit(self, names: Sequence[str]) -> float:
         minutes = sum(self.minutes.get(name, MINUTES) for name in names)
-        return 60 * (min(minutes, REHEARSAL_MINUTES) if self.rehearsal else minutes)
+        return 60 * (min(minutes, REHEARSAL_MINUTES * min(len(names), 4)) if self.rehearsal else minutes)
 
     def _run(self, names: Sequence[str], left: float) -> None:
         limit, started = min(self._limit(names), left), time.monotonic()
