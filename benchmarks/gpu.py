@@ -50,7 +50,7 @@ PARTS = (
     Part("lora", "lora_peft.py", "LoRA on 1B and 8B shapes beside PEFT: tokens a second and peak", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
     Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
-    Part("trainer", "trainer_overhead.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),
+    Part("trainer", "trainer_time.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),
     Part("pipeline", "pipeline_time.py", "a pipeline of one stage beside plain accumulation", 5),
     Part("tests", "gpu_tests.py", "the tests marked gpu", 8),
 )
