@@ -269,11 +269,11 @@ def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:
                 if device.platform == "cpu" and not rehearsal:
                     raise RuntimeError("this ran on the CPU: a measurement needs a GPU, --rehearse does without")
                 row = {"device_kind": device.device_kind, **row}
-            write(directory / f"{name}.json", {"seconds": round(time.monotonic() - started, 2), **row})
+            write(directory / _file(name, "json"), {"seconds": round(time.monotonic() - started, 2), **row})
         except Exception:
             failed = 1
             traceback.print_exc()
-            (directory / f"{name}.error").write_text(traceback.format_exc(), encoding="utf-8")
+            (directory / _file(name, "error")).write_text(traceback.format_exc(), encoding="utf-8")
     return failed
 
 
@@ -365,12 +365,12 @@ class _Part:
             seconds, moment = round(time.monotonic() - started, 2), _moment()
             why = f"killed at its limit of {limit:.0f} s" if status is None else f"exit status {status}"
             for name in names:
-                found = read(directory / f"{name}.json")
+                found = read(directory / _file(name, "json"))
                 own = {"seconds": seconds} if len(names) == 1 else {}
                 if found:
                     self.rows[name] = {"ok": True, **moment, **found, **own}
                 else:
-                    error = directory / f"{name}.error"
+                    error = directory / _file(name, "error")
                     tail = _tail(error if error.exists() else errors)
                     self.rows[name] = {"ok": False, **moment, **own, "error": "\n".join([why, *tail])}
                     print("\n".join([f"{self.part}/{name}: FAILED, {why}", *(f"    {line}" for line in tail[-8:])]))
@@ -389,6 +389,10 @@ class _Part:
             state = "ok" if row["ok"] else "not here" if "not_here" in row else "failed"
             print(f"  {name:{width}}  {state:8}  {row.get('seconds', 0):7.1f} s  {_figures(row)}")
         print(f"{self.part}: {'complete' if self.content['complete'] else 'not complete'}, {self.path}", flush=True)
+
+
+def _file(name: str, ending: str) -> str:
+    return f"{name.replace('/', '.')}.{ending}"
 
 
 def _tail(path: Path) -> list[str]:
