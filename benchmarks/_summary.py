@@ -48,12 +48,14 @@ def smoke(rows: Rows) -> list[Line]:
 def peak(rows: Rows) -> list[Line]:
     """Compiled against measured."""
     errors = {name: abs(row["error"]) for name, row in rows.items() if row.get("error") is not None}
-    figure, aim = "peak of {}, compiled against measured", f"within {ERROR_AIM:.0%}, also the worst"
+    figure, aim = "peak of {}, compiled against measured", f"within {_percent(ERROR_AIM)}, also the worst"
     if not errors:
         return [Line(figure.format("programs of many kinds"), aim)]
     worst = max(errors, key=lambda name: errors[name])
     covered = sum(bool(row.get("covered")) for row in rows.values())
-    found = f"median error {statistics.median(errors.values()):.2%}, worst {errors[worst]:.2%} ({worst})"
+    found = (
+        f"median error {_percent(statistics.median(errors.values()), 2)}, worst {_percent(errors[worst], 2)} ({worst})"
+    )
     found += f"; {covered} of {covered + len(errors)} runs below the compiler's own peak" if covered else ""
     programs = {name.removesuffix("-growing") for name in errors}
     return [Line(figure.format(f"{len(programs)} programs"), aim, found, errors[worst] <= ERROR_AIM)]
@@ -98,7 +100,7 @@ def offload(rows: Rows) -> list[Line]:
         if (bytes_ := _ratio(host, device, "peak_bytes")) is not None:
             found += f", {bytes_:.2f} × the peak"
         if (share := host.get("overlap", {}).get("hidden_share")) is not None:
-            found += f", {share:.0%} of the copies under kernels"
+            found += f", {_percent(share)} of the copies under kernels"
         aim = f"at most {OFFLOAD_AIM:.2f} ×" if long else ""
         lines.append(Line(f"offloaded step, {name} tokens", aim, found, ratio <= OFFLOAD_AIM if long else None))
     if any(line.aim for line in lines):
@@ -120,8 +122,8 @@ def trainer(rows: Rows) -> list[Line]:
     """What fit adds."""
     row = rows.get("1b", {})
     share = row.get("overhead")
-    figure, aim = "Trainer.fit over the bare step, LoRA on 1B", f"at most {OVERHEAD_AIM:.0%}"
-    found = "" if share is None else _and(f"{share:+.2%}", _speed(row))
+    figure, aim = "Trainer.fit over the bare step, LoRA on 1B", f"at most {_percent(OVERHEAD_AIM)}"
+    found = "" if share is None else _and(_percent(share, 2), _speed(row))
     lines = [Line(figure, aim, found, None if share is None else share <= OVERHEAD_AIM)]
     return [*lines, Line("bytes of that step, predicted and measured", "", _predicted(rows.get("1b-peak", {})))]
 
@@ -189,14 +191,14 @@ def table(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 def block(results: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """README's table, with the comments around it."""
-    rows = [BEGIN, "| on a GPU | aim | figure | shown by |", "|---|---|---|---|"]
+    rows = [BEGIN, "", "| on a GPU | aim | figure | shown by |", "|---|---|---|---|"]
     for device, content in (results or {"": {}}).items():
         for part, line in lines(content):
             found = line.found + {True: ": met", False: ": **missed**", None: ""}[line.met] if line.found else ""
             figure = f"{line.figure} ({device})" if device and found else line.figure
             shown = f"`python benchmarks/{PARTS[part][1]}`"
             rows.append(f"| {figure} | {line.aim} | {found or 'not measured yet'} | {shown} |")
-    return "\n".join([*rows, END])
+    return "\n".join([*rows, "", END])
 
 
 def in_readme(text: str, new: str) -> str:
@@ -243,6 +245,10 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f} GiB"
 
 
+def _percent(share: float, digits: int = 0) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
 def _speed(row: Mapping[str, Any]) -> str:
     return f"{row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else ""
 
@@ -255,7 +261,7 @@ def _predicted(row: Mapping[str, Any]) -> str:
     predicted, measured = row.get("predicted_bytes"), row.get("measured_bytes") or row.get("peak_bytes")
     if not predicted or not measured:
         return ""
-    return f"{_gib(predicted)} and {_gib(measured)} ({predicted / measured - 1:+.2%})"
+    return f"{_gib(predicted)} and {_gib(measured)} ({_percent(predicted / measured - 1, 2)} off)"
 
 
 def _and(*words: str) -> str:
