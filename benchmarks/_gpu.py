@@ -370,8 +370,8 @@ class _Part:
                 if found:
                     self.rows[name] = {"ok": True, **moment, **found, **own}
                 else:
-                    error = directory / _file(name, "error")
-                    tail = _tail(error if error.exists() else errors)
+                    error = directory / _file(name, "error")  # of one of several; of one alone all that it said
+                    tail = _tail(error if len(names) > 1 and error.exists() else errors)
                     self.rows[name] = {"ok": False, **moment, **own, "error": "\n".join([why, *tail])}
                     print("\n".join([f"{self.part}/{name}: FAILED, {why}", *(f"    {line}" for line in tail[-8:])]))
         done = sum(self.rows[name]["ok"] for name in names)

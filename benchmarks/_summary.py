@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 GIB = 2**30
 SPEED_AIM, PEAK_AIM, OFFLOAD_AIM, ERROR_AIM, OVERHEAD_AIM = 1.3, 0.7, 1.10, 0.03, 0.02
-LONG_TOKENS = 65536
+LONG = "64k"
 
 Rows = Mapping[str, Mapping[str, Any]]
 
@@ -69,16 +69,18 @@ def lora(rows: Rows) -> list[Line]:
         ours = rows.get(f"{base}-lowtide", {})
         if not peer.startswith("peft"):
             continue
+        if theirs.get("out_of_memory") and _speed(ours):
+            pairs.append(Line(f"LoRA {base}", "", f"{_and(_speed(ours), _peak(ours))}; {peer} runs out of memory"))
         speed, size = _ratio(ours, theirs, "tokens_per_second"), _ratio(ours, theirs, "peak_bytes")
         if speed is not None:
             found = f"{speed:.2f} × ({ours['tokens_per_second']:,.0f} beside {theirs['tokens_per_second']:,.0f})"
             pairs.append(Line(f"LoRA {base}: tokens/s over {peer}'s", f"{SPEED_AIM} ×", found, speed >= SPEED_AIM))
-        if size is not None:
+        if speed is not None and size is not None:
             found = f"{size:.2f} × ({_gib(ours['peak_bytes'])} beside {_gib(theirs['peak_bytes'])})"
             pairs.append(Line(f"LoRA {base}: peak over {peer}'s", f"{PEAK_AIM} ×", found, size <= PEAK_AIM))
     beside = {line.figure.split(":")[0] for line in pairs}
     alone = [
-        Line(f"{figure}: tokens/s and peak", "", _and(_speed(ours), _peak(ours)))
+        Line(f"{figure}: tokens/s and peak", "", _speed_and_peak(ours))
         for name, ours in rows.items()
         if name.endswith("-lowtide") and ours and (figure := f"LoRA {name.rpartition('-')[0]}") not in beside
     ]
@@ -87,33 +89,42 @@ def lora(rows: Rows) -> list[Line]:
     return [Line("LoRA step over PEFT's: tokens/s and peak", f"{SPEED_AIM} × at {PEAK_AIM} ×"), *alone]
 
 
+OFFLOADED = {"activations": "device", "remat": "device", "opt_state": "remat", "parameters": "gradients"}
+"""What each kind of step is beside: the same with that on the device."""
+
+
 def offload(rows: Rows) -> list[Line]:
-    """Activations on the host."""
+    """Activations, state and parameters on the host."""
     lines: list[Line] = []
-    for name in dict.fromkeys(name.rpartition("-")[0] for name in rows):
-        device, host = rows.get(f"{name}-device", {}), rows.get(f"{name}-offloaded", {})
-        ratio = _over(host, device)
-        if ratio is None:
+    for name, row in rows.items():
+        size, _, kind = name.partition("-")
+        base = rows.get(f"{size}-{OFFLOADED.get(kind)}", {})
+        ratio = _over(row, base)
+        aimed = kind == "activations" and size == LONG
+        if ratio is not None:
+            found = f"{ratio:.2f} × the time"
+            if (peak := _ratio(row, base, "peak_bytes")) is not None:
+                found += f", {peak:.2f} × the peak"
+            if (share := row.get("overlap", {}).get("hidden_share")) is not None:
+                found += f", {_percent(share)} of the copies under kernels"
+        elif row.get("out_of_memory") or (base.get("out_of_memory") and _speed(row)):
+            found = _and(_speed_and_peak(row), *["runs out of memory on the device"] * bool(base.get("out_of_memory")))
+        else:
             continue
-        long = _tokens(name) >= LONG_TOKENS
-        found = f"{ratio:.2f} × the time"
-        if (bytes_ := _ratio(host, device, "peak_bytes")) is not None:
-            found += f", {bytes_:.2f} × the peak"
-        if (share := host.get("overlap", {}).get("hidden_share")) is not None:
-            found += f", {_percent(share)} of the copies under kernels"
-        aim = f"at most {OFFLOAD_AIM:.2f} ×" if long else ""
-        lines.append(Line(f"offloaded step, {name} tokens", aim, found, ratio <= OFFLOAD_AIM if long else None))
+        aim = f"at most {OFFLOAD_AIM:.2f} ×" if aimed else ""
+        met = ratio <= OFFLOAD_AIM if aimed and ratio is not None else None
+        lines.append(Line(f"{kind} over {OFFLOADED.get(kind, 'device')}, {size} tokens", aim, found, met))
     if any(line.aim for line in lines):
         return lines
-    return [Line("offloaded step, 64k tokens", f"at most {OFFLOAD_AIM:.2f} ×"), *lines]
+    return [Line("activations on the host over the device, 64k tokens", f"at most {OFFLOAD_AIM:.2f} ×"), *lines]
 
 
 def layerwise(rows: Rows) -> list[Line]:
     """Every parameter of an 8B model."""
     lines = [
-        Line(f"AdamW on every parameter, {name}", "", _and(_speed(row), _peak(row)))
+        Line(f"AdamW on all 8 B parameters, {name}", "", found)
         for name, row in rows.items()
-        if row.get("ok")
+        if (found := _speed_and_peak(row))
     ]
     return lines or [Line("AdamW on all 8 B parameters: tokens/s and peak")]
 
@@ -132,10 +143,11 @@ def pipeline(rows: Rows) -> list[Line]:
     """Beside plain accumulation."""
     lines: list[Line] = []
     for name, row in rows.items():
-        schedule, _, count = name.rpartition("-")
-        ratio = _over(row, rows.get(f"accumulate-{count}", {}))
+        count, blocks, schedule = [*name.split("-", 2), "", ""][:3]
+        ratio = _over(row, rows.get(f"{count}-{blocks}-accumulate", {}))
         if schedule != "accumulate" and ratio is not None:
-            lines.append(Line(f"pipeline {schedule}, {count} microbatches", "", f"{ratio:.2f} × plain accumulation"))
+            figure = f"pipeline of one stage, {schedule}, {count} microbatches, {blocks}"
+            lines.append(Line(figure, "", f"{ratio:.2f} × plain accumulation"))
     return lines or [Line("a pipeline of one stage beside plain accumulation")]
 
 
@@ -236,11 +248,6 @@ def _over(row: Mapping[str, Any], base: Mapping[str, Any]) -> float | None:
     return one / other if one and other else None
 
 
-def _tokens(name: str) -> int:
-    match = re.search(r"(\d+)(k?)", name)
-    return int(match[1]) * (1024 if match[2] else 1) if match else 0
-
-
 def _gib(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.2f} GiB"
 
@@ -255,6 +262,10 @@ def _speed(row: Mapping[str, Any]) -> str:
 
 def _peak(row: Mapping[str, Any]) -> str:
     return f"peak {_gib(row['peak_bytes'])}" if row.get("peak_bytes") else ""
+
+
+def _speed_and_peak(row: Mapping[str, Any]) -> str:
+    return "runs out of memory" if row.get("out_of_memory") else _and(_speed(row), _peak(row))
 
 
 def _predicted(row: Mapping[str, Any]) -> str:

@@ -318,14 +318,22 @@ def test_key_figures_beside_their_aims() -> None:
             "1b-8x2048-remat-peft": good(tokens_per_second=1000.0, peak_bytes=10 * 2**30),
             "8b-1x2048-plain-lowtide": good(tokens_per_second=100.0, peak_bytes=2**34),
             "8b-1x2048-plain-peft": {"ok": False, "not_here": ["peft"]},
+            "8b-16x2048-plain-lowtide": good(tokens_per_second=100.0, peak_bytes=2**34),
+            "8b-16x2048-plain-peft": good(out_of_memory=True, peak_bytes=2**37),
         },
         offload={
             "64k-device": good(seconds_per_step=[2.0, 2.0, 9.0]),
-            "64k-offloaded": good(seconds_per_step=[2.1, 2.1, 2.1], overlap={"hidden_share": 0.9}),
+            "64k-activations": good(seconds_per_step=[2.1, 2.1, 2.1], overlap={"hidden_share": 0.9}),
+            "64k-remat": good(seconds_per_step=2.4),
+            "16k-opt_state": good(seconds_per_step=2.4),
         },
-        layerwise={"8b-device": good(tokens_per_second=4000.0, peak_bytes=2**36), "8b-host": FAILED},
+        layerwise={
+            "4k-device": good(tokens_per_second=4000.0, peak_bytes=2**36),
+            "4k-host": FAILED,
+            "16k-device": good(out_of_memory=True),
+        },
         trainer={"1b": good(overhead=0.03, tokens_per_second=40000.0)},
-        pipeline={"accumulate-8": good(seconds_per_step=2.0), "zb-h1-8": good(seconds_per_step=2.2)},
+        pipeline={"8-remat-accumulate": good(seconds_per_step=2.0), "8-remat-zb-h1": good(seconds_per_step=2.2)},
         tests={"test_gpu.py": {**FAILED, "num_passed": 8, "num_failed": 1}},
     )
     assert state(found, "held-out loss") == ("met", "3.8000 → 3.2000 nats/token")
@@ -334,10 +342,16 @@ def test_key_figures_beside_their_aims() -> None:
     assert state(found, "LoRA 1b-8x2048-remat: tokens/s") == ("met", "1.40 × (1,400 beside 1,000)")
     assert state(found, "LoRA 1b-8x2048-remat: peak") == ("met", "0.60 × (6.00 GiB beside 10.00 GiB)")
     assert state(found, "LoRA 8b-1x2048-plain") == ("measured", "100 tokens/s, peak 16.00 GiB")
-    assert state(found, "offloaded step") == ("met", "1.05 × the time, 90 % of the copies under kernels")
-    assert state(found, "AdamW on every parameter, 8b-device")[0] == "measured"
+    assert state(found, "LoRA 8b-16x2048-plain")[1].endswith("16.00 GiB; peft runs out of memory")
+    assert state(found, "activations over device, 64k") == ("met", "1.05 × the time, 90 % of the copies under kernels")
+    assert state(found, "remat over device, 64k") == ("measured", "1.20 × the time")
+    assert state(found, "AdamW on all 8 B parameters, 4k-device")[1] == "4,000 tokens/s, peak 64.00 GiB"
+    assert state(found, "AdamW on all 8 B parameters, 16k-device")[1] == "runs out of memory"
     assert state(found, "Trainer.fit") == ("missed", "3.00 %, 40,000 tokens/s")
-    assert state(found, "pipeline zb-h1, 8 microbatches") == ("measured", "1.10 × plain accumulation")
+    assert state(found, "pipeline of one stage, zb-h1, 8 microbatches, remat") == (
+        "measured",
+        "1.10 × plain accumulation",
+    )
     assert state(found, "tests marked") == ("missed", "8 passed, 1 failed")
     table, block = _summary.table(found), _summary.block(found)
     assert "lora/8b-1x2048-plain-peft: not here: peft" in table and "peak/c: failed: ValueError: no" in table
