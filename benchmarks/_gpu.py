@@ -302,7 +302,8 @@ class _Part:
         home = temporary if self.rehearsal else folder(self.content["device_kind"])
         self.path: Path = options.json or home / f"{part}.json"
         before = read(self.path)
-        same = before.get("rehearsal") == self.rehearsal and before.get("device_kind") == self.content["device_kind"]
+        same = all(before.get(key) == self.content[key] for key in ("rehearsal", "device_kind"))
+        self.is_precious = not same and before.get("rehearsal") is False
         kept = before.get("rows", {}) if same and not (self.rehearsal and not options.json) else {}
         anew = self.chosen if options.again else []
         self.rows = {k: row for k, row in kept.items() if k in cases and k not in anew}
@@ -311,6 +312,9 @@ class _Part:
         """Run what is not there; the exit status."""
         if not self.rehearsal and not self.content["gpu"] and "JAX_PLATFORMS" not in os.environ:
             print(f"{self.part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
+            return 2
+        if self.is_precious:
+            print(f"{self.part}: {self.path} is a measurement of another device, and stays as it is")
             return 2
         self.late: list[str] = []
         self._save()

@@ -151,6 +151,26 @@ def test_a_kill_in_a_case_leaves_valid_results_and_no_process(stub: Stub, number
     assert stub.ran == ["good", "late", "late"]
 
 
+def test_a_measurement_says_of_what_and_no_rehearsal_takes_its_place(stub: Stub, tmp_path: Path) -> None:
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 143771 MiB, 700 W, 1980 MHz, 5'\n")
+    smi.chmod(0o755)
+    path = {"PATH": f"{smi.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [word for word in stub.command() if word != "--rehearse"]
+    env = {name: value for name, value in stub.environment(**path).items() if name != "JAX_PLATFORMS"}
+    subprocess.run(command, env=env, check=True)
+    content = stub.content
+    assert (content["device_kind"], content["rehearsal"], content["complete"]) == ("NVIDIA H200", False, True)
+    assert content["gpu"]["driver_version"] == "580.1" and content["gpu"]["memory.total"] == "143771 MiB"
+    assert not content["rows"]["good"]["rehearsal"]
+    assert "is a measurement of another device" in stub.run().stdout
+    assert stub.content == content
+    env.pop("PATH")
+    assert subprocess.run([*command, "--again"], env={**env, "PATH": str(tmp_path)}, check=False).returncode == 2
+    assert stub.content == content
+
+
 # --- all parts -----------------------------------------------------------------------------------------------------
 
 
@@ -281,6 +301,30 @@ def test_copies_are_hidden_where_a_kernel_runs() -> None:
             "copy_hidden_seconds": 1.5,
         }
     )
+
+
+PLANE = """
+planes {{ id: {id} name: "{name}"
+  lines {{ id: 1 name: "{line}" timestamp_ns: 1000
+    events {{ metadata_id: 1 offset_ps: 0 duration_ps: 3000000 }}
+    events {{ metadata_id: 2 offset_ps: 2000000 duration_ps: 2000000 }} }}
+  event_metadata {{ key: 1 value {{ id: 1 name: "loop_fusion" }} }}
+  event_metadata {{ key: 2 value {{ id: 2 name: "MemcpyD2H" }} }} }}
+"""
+
+
+def test_a_trace_is_read_by_the_streams_of_its_gpus(tmp_path: Path) -> None:
+    from jax.profiler import ProfileData
+
+    planes = [("/device:GPU:0", "Stream #7(Compute,MemcpyD2H)"), ("/device:GPU:0", "XLA Ops"), ("/host:CPU", "Stream")]
+    text = "".join(PLANE.format(id=at, name=name, line=line) for at, (name, line) in enumerate(planes))
+    folder = tmp_path / "plugins/profile/now"
+    folder.mkdir(parents=True)
+    (folder / "machine.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    found = _overlap.overlap(tmp_path)
+    assert found["kernel_seconds"] == pytest.approx(3e-6) and found["d2h_seconds"] == pytest.approx(2e-6)
+    assert found["hidden_share"] == pytest.approx(0.5)
+    assert _overlap.overlap(tmp_path / "nothing") == {}
 
 
 def test_intervals() -> None:
