@@ -143,10 +143,11 @@ def pipeline(rows: Rows) -> list[Line]:
     """Beside plain accumulation."""
     lines: list[Line] = []
     for name, row in rows.items():
-        count, blocks, schedule = [*name.split("-", 2), "", ""][:3]
-        ratio = _over(row, rows.get(f"{count}-{blocks}-accumulate", {}))
+        schedule, _, size = name.rpartition("-")
+        ratio = _over(row, rows.get(f"accumulate-{size}", {}))
         if schedule != "accumulate" and ratio is not None:
-            figure = f"pipeline of one stage, {schedule}, {count} microbatches, {blocks}"
+            count, _, blocks = size.partition("_")
+            figure = f"pipeline of one stage, {schedule}, {count} microbatches{', ' * bool(blocks)}{blocks}"
             lines.append(Line(figure, "", f"{ratio:.2f} × plain accumulation"))
     return lines or [Line("a pipeline of one stage beside plain accumulation")]
 
