@@ -82,15 +82,15 @@ def measure(parts: Sequence[Part], options: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     states = {part.name: _one(part, out, deadline, options) for part in parts}
     for part in parts:  # what found no time within its part's minutes, in whatever is left
-        if not options.again and read(out / f"{part.name}.json").get("not_started"):
-            states[part.name] = _one(part, out, deadline, options)
+        if late := read(out / f"{part.name}.json").get("not_started"):
+            states[part.name] = _one(part, out, deadline, options, late)
     width = max(map(len, states))
     print("\n".join(f"  {name:{width}}  {state}" for name, state in states.items()))
     return int(any(not state.startswith(("complete", "there")) for state in states.values()))
 
 
-def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace) -> str:
-    """Run one part unless it is there; what became of it."""
+def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, cases: Sequence[str] = ()) -> str:
+    """Run one part, or these cases of it, unless it is there; what became of it."""
     path, script = out / f"{part.name}.json", ROOT / part.script
     before = read(path)
     if before.get("complete") and before.get("rehearsal") == options.rehearse and not options.again:
@@ -105,6 +105,7 @@ def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace) ->
     print(f"=== {part.name}: {part.about} (at most {limit / 60:.1f} minutes{shown})", flush=True)
     words = [sys.executable, str(script), "--json", str(path), "--minutes", f"{limit / 60:.4f}"]
     words += ["--rehearse"] * options.rehearse + ["--again"] * options.again
+    words += [word for case in cases for word in ("--case", case)]
     started = time.monotonic()
     # The part looks at the clock itself; it is killed only when it does not.
     status = run(words, environment(options.rehearse), limit + 15, patience=10)

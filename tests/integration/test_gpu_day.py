@@ -209,6 +209,19 @@ def test_a_part_is_not_started_without_time(
     assert capfd.readouterr().out.count("not started: no time left") == 3
 
 
+def test_what_found_no_time_in_its_part_runs_at_the_end(
+    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BAD", "1")
+    out = tmp_path / "out"
+    short = parts[0]._replace(minutes=0.9)  # for `late`, not for `good`, nor for `bad`
+    assert gpu.measure([short, parts[2]], options(out=out, minutes=5)) == 1
+    printed = capfd.readouterr().out
+    assert printed.count("one/good: not started") == 2 and printed.count("one/late: started") == 1
+    assert printed.index("one/late: started") < printed.index("two/good: started")
+    assert json.loads((out / "one.json").read_text())["not_started"] == ["good", "bad"]
+
+
 def test_without_a_gpu_only_a_rehearsal_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
