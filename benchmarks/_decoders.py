@@ -84,7 +84,7 @@ def _drawn(path: str, shape: tuple[int, ...], config: LlamaConfig, seed: int, dt
     if "norm" in path:
         return np.ones(shape, dtype)
     std = 0.02 / math.sqrt(2 * config.num_layers) if "o_proj" in path or "down_proj" in path else 0.02
-    values, rows = np.empty((math.prod(shape[:-1]), shape[-1]), dtype), 8192
+    values, rows = np.empty((math.prod(shape[:-1]), shape[-1]), dtype), 1024
 
     def draw(begin: int) -> None:
         generator = np.random.default_rng((seed, zlib.crc32(path.encode()), begin))

@@ -228,7 +228,7 @@ def run_peft(side: str, model: str, batch_size: int, seq_len: int, remat: bool, 
         row |= {"out_of_memory": True, "error": str(error)[:1000]}
     else:
         row |= {"out_of_memory": False, **_against_ours(folder, row)}
-        if rehearsal and not (row["loss_difference"] is not None and row["loss_difference"] <= TOLERANCE):
+        if rehearsal and row["loss_difference"] is not None and not row["loss_difference"] <= TOLERANCE:
             raise AssertionError(f"losses differ: {row}")
     if not torch.cuda.is_available():
         return {"device_kind": "cpu", **row, "peak_bytes": None}
