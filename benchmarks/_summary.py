@@ -80,9 +80,10 @@ def lora(rows: Rows) -> list[Line]:
             pairs.append(Line(f"LoRA {base}: peak over {peer}'s", f"{PEAK_AIM} ×", found, size <= PEAK_AIM))
     beside = {line.figure.split(":")[0] for line in pairs}
     alone = [
-        Line(f"{figure}: tokens/s and peak", "", _speed_and_peak(ours))
+        Line(f"{figure}: tokens/s and peak", "", found)
         for name, ours in rows.items()
-        if name.endswith("-lowtide") and ours and (figure := f"LoRA {name.rpartition('-')[0]}") not in beside
+        if name.endswith("-lowtide") and (found := _speed_and_peak(ours))
+        if (figure := f"LoRA {name.rpartition('-')[0]}") not in beside
     ]
     if pairs:
         return [*pairs, *alone]
@@ -229,9 +230,15 @@ def _failed(content: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
     for part, result in content.items():
         for name, row in result.get("rows", {}).items():
             if not row.get("ok"):
-                last = row.get("error", "").strip().splitlines()[-1:] or [""]
-                why = f"not here: {', '.join(row['not_here'])}" if "not_here" in row else f"failed: {last[0]}"
+                why = f"not here: {', '.join(row['not_here'])}" if "not_here" in row else f"failed: {_reason(row)}"
                 yield f"  {part}/{name}: {why}"
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """The exception, which notes and hints may follow, or how the process ended."""
+    told = row.get("error", "").strip().splitlines()
+    named = [line for line in told if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (named[-1:] or told[:1] or ["?"])[0]
 
 
 def _ratio(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> float | None:

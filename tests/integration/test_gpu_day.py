@@ -368,7 +368,8 @@ def good(**fields: Any) -> dict[str, Any]:
     return {"ok": True, "seconds": 1.0, **fields}
 
 
-FAILED = {"ok": False, "error": "exit status 1\nValueError: no"}
+FAILED = {"ok": False, "error": "exit status 1\nValueError: no\n----\nFor simplicity, JAX has removed frames."}
+KILLED = {"ok": False, "error": "killed at its limit of 5 s"}
 
 
 def state(found: Any, figure: str) -> tuple[str, str]:
@@ -379,7 +380,13 @@ def state(found: Any, figure: str) -> tuple[str, str]:
 def test_key_figures_beside_their_aims() -> None:
     found = results(
         smoke={"finetune": good(loss_before=3.8, loss_after=3.2, predicted_bytes=2**30, measured_bytes=2**30)},
-        peak={"a": good(error=0.01), "a-growing": good(error=-0.04), "b": good(error=None, covered=True), "c": FAILED},
+        peak={
+            "a": good(error=0.01),
+            "a-growing": good(error=-0.04),
+            "b": good(error=None, covered=True),
+            "c": FAILED,
+            "d": KILLED,
+        },
         lora={
             "1b-8x2048-remat-lowtide": good(tokens_per_second=1400.0, peak_bytes=6 * 2**30),
             "1b-8x2048-remat-peft": good(tokens_per_second=1000.0, peak_bytes=10 * 2**30),
@@ -421,7 +428,8 @@ def test_key_figures_beside_their_aims() -> None:
     )
     assert state(found, "tests marked") == ("missed", "8 passed, 1 failed")
     table, block = _summary.table(found), _summary.block(found)
-    assert "lora/8b-1x2048-plain-peft: not here: peft" in table and "peak/c: failed: ValueError: no" in table
+    assert "lora/8b-1x2048-plain-peft: not here: peft" in table and "peak/c: failed: ValueError: no\n" in table
+    assert "peak/d: failed: killed at its limit of 5 s" in table
     assert "| Trainer.fit over the bare step, LoRA on 1B (NVIDIA H200) | at most 2 % | 3.00 %, 40,000" in block
     assert block.count("**missed**") == 3
 
