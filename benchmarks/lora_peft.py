@@ -40,7 +40,13 @@ RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY = 16, 32.0, 1e-4, 0.01
 LOSSES, WARMUP, REPEATS = 5, 2, 10
 TOLERANCE = 0.02
 """Nats by which two sides in bfloat16 may differ in a rehearsal."""
-ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+OURS = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}
+THEIRS = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # should any of their imports start JAX
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 # --- what both sides read ------------------------------------------------------------------------------------------
@@ -314,5 +320,5 @@ NEEDS = {name: ("torch", "transformers", "peft") for name in CASES if "peft" in 
 
 if __name__ == "__main__":
     limits = {name: 4.0 if name.startswith(("8b", "prepare-8b")) else 3.0 for name in CASES}
-    places = dict.fromkeys(CASES, ENVIRONMENT)
+    places = {} if "--rehearse" in sys.argv else {name: THEIRS if name in NEEDS else OURS for name in CASES}
     main(PART, CASES, __doc__, minutes=limits, needs=NEEDS, env=places, together=True)
