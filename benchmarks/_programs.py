@@ -20,10 +20,17 @@ from jax.sharding import PartitionSpec as P
 
 F32, BF16, I32 = jnp.float32, jnp.bfloat16, jnp.int32
 STEP_ROLES = {"params": 0, "opt_state": 1, "batch": 2}
+scale = 1
+"""What widths and lengths are divided by; a rehearsal sets more, and runs the same programs."""
 
 
 def shape(*dims: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def sized(*sizes: int) -> tuple[int, ...]:
+    """Widths and lengths at the scale of the day."""
+    return tuple(max(size // scale, 1) for size in sizes)
 
 
 def tokens(batch: int, length: int) -> dict[str, Any]:
@@ -51,9 +58,10 @@ def equinox_mlp() -> dict[str, Any]:
         updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
         return eqx.filter(eqx.apply_updates(model, updates), eqx.is_array), opt_state, loss
 
-    model = eqx.filter_eval_shape(lambda key: eqx.nn.MLP(1024, 1024, 4096, 4, key=key), jax.random.key(0))
+    dim, wide, rows = sized(1024, 4096, 2048)
+    model = eqx.filter_eval_shape(lambda key: eqx.nn.MLP(dim, dim, wide, 4, key=key), jax.random.key(0))
     opt_state = jax.eval_shape(tx.init, eqx.filter(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)))
-    batch = (shape(2048, 1024), shape(2048, 1024))
+    batch = (shape(rows, dim), shape(rows, dim))
     return {"fn": step, "args": (model, opt_state, batch), "roles": STEP_ROLES, "donate_argnums": (0, 1)}
 
 
@@ -61,7 +69,7 @@ def equinox_transformer() -> dict[str, Any]:
     """Blocks of eqx.nn attention and MLP in a Python loop, plain SGD with momentum, nothing donated."""
     import equinox as eqx
 
-    dim, heads, layers, length = 512, 8, 4, 512
+    heads, layers, (dim, length, vocabulary) = 8, 4, sized(512, 512, 8192)
 
     class Block(eqx.Module):
         attention: Any
@@ -86,9 +94,9 @@ def equinox_transformer() -> dict[str, Any]:
 
         def __init__(self, key: Any) -> None:
             keys = jax.random.split(key, layers + 2)
-            self.embedding = eqx.nn.Embedding(8192, dim, key=keys[0])
+            self.embedding = eqx.nn.Embedding(vocabulary, dim, key=keys[0])
             self.blocks = [Block(k) for k in keys[2:]]
-            self.head = eqx.nn.Linear(dim, 8192, use_bias=False, key=keys[1])
+            self.head = eqx.nn.Linear(dim, vocabulary, use_bias=False, key=keys[1])
 
         def __call__(self, ids: Any) -> Any:
             h = jax.vmap(self.embedding)(ids)
@@ -118,7 +126,7 @@ def nnx_transformer() -> dict[str, Any]:
     """Flax NNX's own modules, split into graph and state around a jitted step, nnx.Optimizer with AdamW."""
     from flax import nnx
 
-    dim, heads, layers, length = 512, 8, 4, 512
+    heads, layers, (dim, length, vocabulary) = 8, 4, sized(512, 512, 8192)
 
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
@@ -132,9 +140,9 @@ def nnx_transformer() -> dict[str, Any]:
 
     class Model(nnx.Module):
         def __init__(self, rngs: Any) -> None:
-            self.embedding = nnx.Embed(8192, dim, rngs=rngs)
+            self.embedding = nnx.Embed(vocabulary, dim, rngs=rngs)
             self.blocks = nnx.List([Block(rngs) for _ in range(layers)])
-            self.head = nnx.Linear(dim, 8192, use_bias=False, rngs=rngs)
+            self.head = nnx.Linear(dim, vocabulary, use_bias=False, rngs=rngs)
 
         def __call__(self, ids: Any) -> Any:
             h = self.embedding(ids)
@@ -169,14 +177,14 @@ def keras_model() -> dict[str, Any]:
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
-    dim, length = 256, 256
+    dim, length, vocabulary = sized(256, 256, 8192)
     ids = keras.Input((length,), dtype="int32")
-    h = keras.layers.Embedding(8192, dim)(ids)
+    h = keras.layers.Embedding(vocabulary, dim)(ids)
     for _ in range(2):
         normed = keras.layers.LayerNormalization()(h)
         h = h + keras.layers.MultiHeadAttention(4, dim // 4)(normed, normed, use_causal_mask=True)
         h = h + keras.layers.Dense(dim)(keras.layers.Dense(4 * dim, activation="gelu")(h))
-    model = keras.Model(ids, keras.layers.Dense(8192)(h))
+    model = keras.Model(ids, keras.layers.Dense(vocabulary)(h))
     optimizer = keras.optimizers.Adam(1e-3)
     optimizer.build(model.trainable_variables)
     loss_fn = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -224,14 +232,15 @@ def adam_loop() -> dict[str, Any]:
 
         return jax.lax.scan(step, (params, opt_state), batches)
 
-    params = _mlp_params(2048, 4)
-    batches = {name: shape(16, 1024, 2048) for name in ("x", "y")}
+    width, rows = sized(2048, 1024)
+    params = _mlp_params(width, 4)
+    batches = {name: shape(16, rows, width) for name in ("x", "y")}
     arguments = (params, jax.eval_shape(tx.init, params), batches)
     return {"fn": epoch, "args": arguments, "roles": STEP_ROLES, "donate_argnums": (0, 1)}
 
 
 def _scan_layers(policy: Any) -> dict[str, Any]:
-    layers, dim, length = 8, 1024, 1024
+    layers, (dim, length) = 8, sized(1024, 1024)
 
     def block(h: Any, layer: Any) -> Any:
         q, k, v = jnp.split(h @ layer["qkv"].astype(BF16), 3, axis=-1)
@@ -277,21 +286,11 @@ def scan_remat_names() -> dict[str, Any]:
     return _scan_layers(jax.checkpoint_policies.save_only_these_names("attn_out", "mlp_in"))
 
 
-def lora_8b() -> dict[str, Any]:
-    """A LoRA step of the project's decoder on Llama 8B shapes: bfloat16 base, 1 x 2048 tokens, layers recomputed."""
+def lora(config: Any, rows: int, length: int) -> dict[str, Any]:
+    """A LoRA step of the project's decoder over a bfloat16 base, layers recomputed."""
     import lowtide as lt
-    from lowtide.models import LlamaConfig, init, loss
+    from lowtide.models import init, loss
 
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope_theta=500000.0,
-    )
     base = jax.eval_shape(lambda key: init(config, key=key, dtype=BF16, compute_dtype=BF16), jax.random.key(0))
     model = lt.lora.add(base, lt.lora.Config(rank=16, targets="layers/**/*_proj"), key=jax.random.key(1))
     trainable, frozen = lt.partition(model, "**/lora_*")
@@ -303,8 +302,26 @@ def lora_8b() -> dict[str, Any]:
         return optax.apply_updates(trainable, updates), opt_state, value
 
     roles = {"trainable": 0, "opt_state": 1, "frozen": 2, "batch": 3}
-    arguments = (trainable, jax.eval_shape(tx.init, trainable), frozen, tokens(1, 2048))
+    arguments = (trainable, jax.eval_shape(tx.init, trainable), frozen, tokens(rows, length))
     return {"fn": step, "args": arguments, "roles": roles, "donate_argnums": (0, 1)}
+
+
+def lora_8b() -> dict[str, Any]:
+    """A LoRA step of the project's decoder on Llama 8B shapes: bfloat16 base, 1 x 2048 tokens, layers recomputed."""
+    from lowtide.models import LlamaConfig
+
+    vocabulary, hidden, intermediate, head, length, layers = sized(128256, 4096, 14336, 128, 2048, 32)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=head,
+        rope_theta=500000.0,
+    )
+    return lora(config, 1, length)
 
 
 def fsdp(target: Any) -> dict[str, Any]:
@@ -359,8 +376,9 @@ def _tutorial(policy: Any, params_on_host: bool, target: Any) -> dict[str, Any]:
     def place(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host) if params_on_host else leaf
 
-    params = jax.tree.map(place, (shape(10, 1024, 4096), shape(10, 4096, 1024)))
-    return {"fn": jax.grad(scanned), "args": (params, shape(2048, 1024)), "roles": {"params": 0, "batch": 1}}
+    dim, wide, rows = sized(1024, 4096, 2048)
+    params = jax.tree.map(place, (shape(10, dim, wide), shape(10, wide, dim)))
+    return {"fn": jax.grad(scanned), "args": (params, shape(rows, dim)), "roles": {"params": 0, "batch": 1}}
 
 
 def offload_base(target: Any) -> dict[str, Any]:

@@ -22,47 +22,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from _common import ROOT, header, write
+from _decoders import LLAMA_1B, LLAMA_8B
 from rich.console import Console
 from rich.table import Table
 
 import lowtide as lt
 from lowtide.core import format_bytes
-from lowtide.models import LlamaConfig, RopeScaling, init, loss
+from lowtide.models import init, loss
 from lowtide.train import analyze_naive, analyze_step
 
-SCALING = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=8192)
-MODELS = {
-    # meta-llama/Llama-3.2-1B and meta-llama/Llama-3.1-8B, config.json
-    "1b": (
-        LlamaConfig(
-            vocab_size=128256,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_layers=16,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=64,
-            rope_theta=500000.0,
-            rope_scaling=SCALING,
-            tie_embeddings=True,
-        ),
-        8,
-    ),
-    "8b": (
-        LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            rope_theta=500000.0,
-            rope_scaling=SCALING,
-        ),
-        1,
-    ),
-}
+MODELS = {"1b": (LLAMA_1B, 8), "8b": (LLAMA_8B, 1)}
 ROLES = {
     "frozen": "frozen weights",
     "trainable": "adapters",

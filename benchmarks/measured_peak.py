@@ -1,148 +1,136 @@
 """Predicted against measured peak of steps that really run on the accelerator at hand.
 
-    python benchmarks/measured_peak.py [--program NAME] [--json FILE]
+    python benchmarks/measured_peak.py [--case NAME ...] [--json FILE]
+    python benchmarks/measured_peak.py --rehearse
 
-Each step runs twice in processes of their own, with and without JAX's preallocation, on zeros of the arguments'
-shapes. `predicted` is the compiled step's device bytes; `measured` is the most that JAX's allocator held while the
-step ran (`peak_bytes_in_use`), the arguments included. A backend without that count (a CPU) leaves "not measured".
-The last line is the median of the absolute errors, and the worst step.
+Every program is compiled and run in a process of its own, as JAX comes (three quarters of the memory preallocated) and,
+as `NAME-growing`, without preallocation. `predicted` is the compiled step's device bytes; `measured` the most that
+JAX's allocator held (`peak_bytes_in_use`), the arguments included; `error` is their difference over what was measured.
+Arguments are made on the host, so that making them leaves no peak, of small numbers that differ. What compilation had
+allocated before, to find the fastest kernels, is `peak_before_bytes`: a step that needs no more has no error here
+(`covered`). The kernels found are kept in a temporary folder, so the second process of a program searches no more.
+Beside it all that the allocator counts, and what `nvidia-smi` says the process holds.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import inspect
+import math
 import os
-import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _programs
 import jax
-import jax.numpy as jnp
-from _common import ROOT, header, write
-from _programs import BF16, F32, PROGRAMS, shape
-from rich.console import Console
-from rich.table import Table
+import numpy as np
+from _gpu import main, peak_bytes
+from _peak_programs import MORE
+from _programs import PROGRAMS
 
 import lowtide as lt
-from lowtide.core import format_bytes
+
+REHEARSAL_SCALE = 16
+CONSTANT_BYTES = 2**26
+"""Larger arguments hold one number throughout: drawing them would take longer than the step."""
+STEPS = {**{name: make for name, make in PROGRAMS.items() if name != "fsdp"}, **MORE}
 
 
-def _attention(length: int) -> Callable[[], dict[str, Any]]:
-    def make() -> dict[str, Any]:
-        def loss(q: Any, k: Any, v: Any) -> Any:
-            return jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=True).astype(F32))
-
-        heads = [shape(1, length, 16, 64, dtype=BF16) for _ in range(3)]
-        return {"fn": jax.grad(loss, argnums=(0, 1, 2)), "args": tuple(heads), "roles": {"heads": (0, 1, 2)}}
-
-    return make
-
-
-STEPS: dict[str, Callable[..., dict[str, Any]]] = {
-    **{name: make for name, make in PROGRAMS.items() if name != "fsdp"},
-    "attention_2048": _attention(2048),
-    "attention_8192": _attention(8192),
-}
-
-
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, rehearsal: bool) -> dict[str, Any]:
     """Predict one step, run it, and read the allocator."""
+    _programs.scale = REHEARSAL_SCALE if rehearsal else 1
     target = lt.target("here")
     make = STEPS[name]
-    job = make(target) if name.startswith("offload") else make()
-    fn, args, roles = job["fn"], job["args"], job["roles"]
+    job = make(target) if "target" in inspect.signature(make).parameters else make()
     donate = job.get("donate_argnums", ())
-    predicted = lt.memory.analyze(fn, *args, target=target, roles=roles, donate_argnums=donate)
-    device = jax.local_devices()[0]
-    if (device.memory_stats() or {}).get("peak_bytes_in_use") is None:
-        return {"program": name, "predicted_bytes": predicted.device_bytes, "measured_bytes": None}
-    # Functions inside a module are no arguments of a compiled program.
-    constants = [jax.tree.map(lambda leaf: None if _is_shape(leaf) else leaf, arg) for arg in args]
-    arrays = jax.block_until_ready([jax.tree.map(_zeros, arg) for arg in args])
-
-    def step(*arrays: Any) -> Any:
-        return fn(*(lt.combine(array, held) for array, held in zip(arrays, constants, strict=True)))
-
-    jax.block_until_ready(jax.jit(step, donate_argnums=donate)(*arrays))
-    return {
-        "program": name,
-        "predicted_bytes": predicted.device_bytes,
-        "measured_bytes": device.memory_stats()["peak_bytes_in_use"],
-        "by_role": predicted.peak_by_role,
+    program = lt.memory.compile(job["fn"], *job["args"], target=target, donate_argnums=donate)
+    report = program.report(job["roles"])
+    before = peak_bytes()
+    # Functions inside a module are constants of the compiled program.
+    arrays = jax.block_until_ready([jax.tree.map(_filled, arg) for arg in job["args"]])
+    results = jax.block_until_ready(program.compiled(*arrays))
+    measured = peak_bytes()
+    counted = {key: value for key, value in (_device().memory_stats() or {}).items() if isinstance(value, int)}
+    covered = measured is not None and before is not None and before >= measured
+    row = {
+        "predicted_bytes": report.device_bytes,
+        "measured_bytes": measured,
+        "error": None if not measured or covered else (report.device_bytes - measured) / measured,
+        "allocator_adds_bytes": None if not measured else measured - report.device_bytes,
+        "peak_before_bytes": before,
+        "covered": covered,
+        "predicted": {
+            key: getattr(report.device, f"{key}_bytes") for key in ("argument", "output", "alias", "temp", "code")
+        },
+        "host_bytes": report.host_bytes,
+        "by_role": dict(report.peak_by_role),
+        "memory_stats": counted,
+        "nvidia_smi_bytes": _process_bytes(),
     }
+    del results
+    return row
 
 
-def _is_shape(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
+def _device() -> jax.Device:
+    return jax.local_devices()[0]
 
 
-def _zeros(leaf: Any) -> Any:
-    """Zeros where a program takes them: on the device, or in the host memory that the shape names."""
-    if not _is_shape(leaf):
+def _filled(leaf: Any) -> Any:
+    """An argument where the program takes it: on the device, or in the host memory that the shape names."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
         return None
-    zeros = jnp.zeros(leaf.shape, leaf.dtype)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0)
     kind = getattr(leaf.sharding, "memory_kind", None)
-    if kind is None or "host" not in kind:
-        return zeros
-    return jax.device_put(zeros, jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind=kind))
+    place = jax.sharding.SingleDeviceSharding(_device(), memory_kind=kind)
+    size = math.prod(leaf.shape)
+    if not jax.dtypes.issubdtype(leaf.dtype, np.floating):
+        return jax.device_put(np.ones(leaf.shape, leaf.dtype), place)
+    if size * leaf.dtype.itemsize > CONSTANT_BYTES:
+        return jax.device_put(np.broadcast_to(np.asarray(0.01, leaf.dtype), leaf.shape), place)
+    drawn = 0.02 * np.random.default_rng(0).standard_normal(min(size, 2**16), np.float32)
+    return jax.device_put(np.resize(drawn, leaf.shape).astype(leaf.dtype), place)
 
 
-def _in_child(name: str, preallocate: bool) -> dict[str, Any]:
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "true" if preallocate else "false"}
-    command = [sys.executable, __file__, "--child", name]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if child.returncode:
-        error = child.stderr.strip().splitlines()[-1:] or ["no message"]
-        return {"program": name, "preallocate": preallocate, "error": error[0]}
-    return {**json.loads(child.stdout.splitlines()[-1]), "preallocate": preallocate}
-
-
-def _error(row: dict[str, Any]) -> float | None:
-    if not row.get("measured_bytes"):
+def _process_bytes() -> int | None:
+    """What the driver says that this process holds, its context included; of the whole device where it knows none."""
+    query = ["nvidia-smi", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(
+            [*query, "--query-compute-apps=pid,used_memory"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout.splitlines()
+        own = [line.split(",")[1] for line in lines if line.split(",")[0].strip() == str(os.getpid())]
+        if not own:  # a container that does not see the driver's process numbers
+            command = [*query, "--query-gpu=memory.used"]
+            own = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+        return int(own[0]) * 2**20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
-    return (row["predicted_bytes"] - row["measured_bytes"]) / row["measured_bytes"]
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table(title=f"Peak bytes of one step on {jax.local_devices()[0].device_kind}")
-    for column in ("program", "preallocate", "predicted (compiled)", "measured", "error"):
-        table.add_column(column, justify="left" if column == "program" else "right")
-    for row in rows:
-        error, measured = _error(row), row.get("measured_bytes")
-        cells = (format_bytes(row["predicted_bytes"]), format_bytes(measured) if measured else "not measured")
-        cells = cells if "error" not in row else ("failed", row["error"][:60])
-        table.add_row(row["program"], str(row["preallocate"]), *cells, "" if error is None else f"{error:+.2%}")
-    console = Console(width=140)
-    console.print(table)
-    errors = {
-        f"{row['program']} (preallocate {row['preallocate']})": abs(e) for row in rows if (e := _error(row)) is not None
-    }
-    if errors:
-        worst = max(errors, key=lambda name: errors[name])
-        console.print(
-            f"median absolute error {statistics.median(errors.values()):.2%}, worst {worst} {errors[worst]:.2%}"
-        )
+def _environment(growing: bool) -> dict[str, str]:
+    kernels = Path(tempfile.gettempdir(), f"lowtide-kernels-{os.getuid()}")
+    kernels.mkdir(exist_ok=True)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_per_fusion_autotune_cache_dir={kernels}".strip()
+    return {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false" if growing else "true"}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--program", action="append", choices=list(STEPS), help="only this one; repeatable")
-    parser.add_argument("--json", type=Path, default=ROOT / "results" / "measured_peak.json")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(measure(options.child)))
-        return
-    rows = [_in_child(name, preallocate) for name in options.program or list(STEPS) for preallocate in (True, False)]
-    show(rows)
-    if any(row.get("measured_bytes") for row in rows):
-        device = jax.local_devices()[0].device_kind
-        write(options.json, {**header("python benchmarks/measured_peak.py"), "device": device, "rows": rows})
-
+GROWING = {f"{name}-growing": name for name in STEPS}
+if "--rehearse" in sys.argv:  # a CPU preallocates nothing: one is enough to see that the case works
+    GROWING = dict([*GROWING.items()][:1])
+CASES = {name: partial(measure, name) for name in STEPS}
+CASES |= {name: partial(measure, program) for name, program in GROWING.items()}
 
 if __name__ == "__main__":
-    main()
+    main(
+        "peak",
+        CASES,
+        __doc__,
+        minutes={name: 3.0 if "8b" in name else 1.5 for name in CASES},
+        needs={name: ["keras"] for name in CASES if name.startswith("keras")},
+        env={name: _environment(name in GROWING) for name in CASES},
+        together=True,
+    )

@@ -13,6 +13,8 @@ The overhead is the median over repeats of the difference in the same repeat. "H
 processor time of the thread that sends the steps: what a machine that is busy otherwise still shows. The program of the
 bare loop returns the norm of the gradients as well, as every record has it.
 
+`benchmarks/trainer_time.py` does the same on a GPU, with LoRA on 1B shapes beside this small step.
+
 The first step is timed in processes of their own: from the call of `fit` to the end of the first step, beside lowering,
 compiling and running the bare step.
 """
@@ -20,6 +22,7 @@ compiling and running the bare step.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -48,8 +51,8 @@ NUM_LAYERS, DIM, BATCH = 24, 160, 128
 Seconds = float
 
 
-def model() -> Any:
-    keys = jax.random.split(jax.random.key(0), NUM_LAYERS)
+def model(num_layers: int = NUM_LAYERS) -> Any:
+    keys = jax.random.split(jax.random.key(0), num_layers)
     weights = [jax.random.normal(key, (DIM, DIM)) / DIM**0.5 for key in keys]
     return {f"layer_{i:02}": {"w": w, "b": jnp.zeros((DIM,))} for i, w in enumerate(weights)}
 
@@ -68,24 +71,41 @@ def batches(count: int) -> list[Any]:
     return [some[i % len(some)] for i in range(count)]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What every subject trains."""
+
+    make: Callable[[], Any]
+    """A model whose trainable leaves are its own."""
+    loss_fn: Callable[..., Any]
+    """Its loss on a batch."""
+    tx: optax.GradientTransformation
+    """The optimizer."""
+    wrt: str = "**"
+    """What trains."""
+
+
+SMALL = Task(make=model, loss_fn=loss_fn, tx=optax.adamw(1e-3))
+
+
 class Bare:
     """The loop that people write: as fast as it gets."""
 
-    def __init__(self) -> None:
-        self.tx = optax.adamw(1e-3)
-        self.params = model()
-        self.state = self.tx.init(self.params)
+    def __init__(self, task: Task = SMALL) -> None:
+        self.task = task
+        self.params, self.frozen = lt.partition(task.make(), task.wrt)
+        self.state = task.tx.init(self.params)
         self.step = jax.jit(self._step, donate_argnums=(0, 1))
 
-    def _step(self, params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, state = self.tx.update(grads, state, params)
+    def _step(self, params: Any, state: Any, frozen: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: self.task.loss_fn(lt.combine(p, frozen), batch))(params)
+        updates, state = self.task.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, optax.tree.norm(grads)
 
     def run(self, data: list[Any]) -> list[float]:
         losses, pending = [], None
         for batch in data:
-            self.params, self.state, *values = self.step(self.params, self.state, batch)
+            self.params, self.state, *values = self.step(self.params, self.state, self.frozen, batch)
             if pending is not None:
                 losses.append([float(value) for value in pending])
             pending = values
@@ -96,8 +116,8 @@ class Bare:
 class Ours:
     """`Trainer.fit`."""
 
-    def __init__(self, on_nan: Any = "abort") -> None:
-        self.trainer = lt.Trainer(model(), loss_fn, optax.adamw(1e-3), on_nan=on_nan)
+    def __init__(self, task: Task = SMALL, on_nan: Any = "abort") -> None:
+        self.trainer = lt.Trainer(task.make(), task.loss_fn, task.tx, wrt=task.wrt, on_nan=on_nan)
 
     def run(self, data: list[Any]) -> list[float]:
         # The copy on the host is made once a run, not once a step: it is not what is measured.
@@ -117,16 +137,21 @@ class _From:
         return self.data[step - self.start]
 
 
-SUBJECTS: dict[str, Callable[[], Any]] = {"bare": Bare, "lowtide": Ours, "no guard": lambda: Ours("ignore")}
+SUBJECTS: dict[str, Callable[[Task], Any]] = {
+    "bare": Bare,
+    "lowtide": Ours,
+    "no guard": lambda task: Ours(task, "ignore"),
+}
 
 
-def paired(repeats: int, steps: int) -> tuple[dict[str, list[Seconds]], dict[str, list[Seconds]]]:
+def paired(
+    repeats: int, data: list[Any], task: Task = SMALL, rtol: float = 1e-5
+) -> tuple[dict[str, list[Seconds]], dict[str, list[Seconds]]]:
     """Seconds a step of each subject by repeat: by the clock, and of processor time of the main thread."""
-    data = batches(steps)
-    subjects = {name: make() for name, make in SUBJECTS.items()}
+    subjects = {name: make(task) for name, make in SUBJECTS.items()}
     first = {name: subject.run(data[:3]) for name, subject in subjects.items()}
     for values in first.values():
-        np.testing.assert_allclose(values, first["bare"], rtol=1e-5)
+        np.testing.assert_allclose(values, first["bare"], rtol=rtol)
     times: dict[str, list[Seconds]] = {name: [] for name in subjects}
     own: dict[str, list[Seconds]] = {name: [] for name in subjects}
     order = list(subjects)
@@ -135,9 +160,19 @@ def paired(repeats: int, steps: int) -> tuple[dict[str, list[Seconds]], dict[str
         for name in [*order[repeat % 3 :], *order[: repeat % 3]]:
             started = time.perf_counter(), time.thread_time()
             subjects[name].run(data)
-            times[name].append((time.perf_counter() - started[0]) / steps)
-            own[name].append((time.thread_time() - started[1]) / steps)
+            times[name].append((time.perf_counter() - started[0]) / len(data))
+            own[name].append((time.thread_time() - started[1]) / len(data))
     return times, own
+
+
+def summarise(times: dict[str, list[Seconds]], own: dict[str, list[Seconds]]) -> dict[str, dict[str, float]]:
+    """Each subject's step, and what it takes over the bare loop."""
+    bare, found = statistics.median(times["bare"]), {}
+    for name, values in times.items():
+        extra = over(times, name)
+        found[name] = {"step_seconds": statistics.median(values), "over_bare_seconds": extra, "share": extra / bare}
+        found[name] |= {"least_step_seconds": min(values), "host_over_bare_seconds": over(own, name)}
+    return found
 
 
 def over(times: dict[str, list[Seconds]], name: str) -> Seconds:
@@ -190,17 +225,13 @@ def main() -> None:
         print(json.dumps(first_step(options.first_step)))
         return
     load_before = os.getloadavg()
-    (times, own), firsts = paired(options.repeats, options.steps), first_steps(5)
-    bare = statistics.median(times["bare"])
+    (times, own), firsts = paired(options.repeats, batches(options.steps)), first_steps(5)
+    summary = summarise(times, own)
     table = Table("", "step, ms", "over bare, us", "%", "host alone over bare, us", "first step, s")
-    summary: dict[str, Any] = {}
-    for name, values in times.items():
-        extra, host = over(times, name), over(own, name)
-        summary[name] = {"step_seconds": statistics.median(values), "over_bare_seconds": extra, "share": extra / bare}
-        summary[name] |= {"least_step_seconds": min(values), "host_over_bare_seconds": host}
+    for name, row in summary.items():
         first = f"{statistics.median(firsts[name]):.2f}" if name in firsts else "-"
-        cells = [f"{statistics.median(values) * 1e3:.3f}", f"{extra * 1e6:.0f}", f"{extra / bare:.2%}"]
-        table.add_row(name, *cells, f"{host * 1e6:.0f}", first)
+        cells = [f"{row['step_seconds'] * 1e3:.3f}", f"{row['over_bare_seconds'] * 1e6:.0f}", f"{row['share']:.2%}"]
+        table.add_row(name, *cells, f"{row['host_over_bare_seconds'] * 1e6:.0f}", first)
     Console(width=120).print(table)
     Console(width=120).print(f"load average {load_before[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
     result = {**header("python benchmarks/trainer_overhead.py"), "num_cpus": os.cpu_count()}

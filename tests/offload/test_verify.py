@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError
 from lowtide.memory import Program, compile
-from lowtide.offload import scan, to_device, to_host, verify
+from lowtide.offload import checkpoint, scan, to_device, to_host, verify
 
 SIZE = 1024 * 1024 * 4
 EXPECTED: dict[str, Any] = {"0/*": "host", "1": "device"}
@@ -160,6 +161,17 @@ def test_a_compile_only_gpu_is_checked_by_what_was_declared() -> None:
         PlacementError, match=r"does not tell which arguments are on the host(.|\n)*hint: compile it with"
     ):
         verify(made.compiled, EXPECTED)
+
+
+@pytest.mark.gpu_aot
+def test_slices_that_a_gpu_copies_in_a_fusion_are_counted_in_the_text_too() -> None:
+    def layer(h: Any, w: Any) -> Any:
+        return jnp.tanh(checkpoint_name(h @ w, "up")), None
+
+    block = checkpoint(layer, offload=["up"], prevent_cse=False)
+    grad = jax.grad(lambda w, x: jnp.sum(jax.lax.scan(block, x, w)[0]))
+    made = compile(grad, shape(6, 512, 512), shape(1024, 512), target="h100")
+    assert verify(made.compiled, {}).num_moves == 2
 
 
 def test_leaves_that_are_not_read_are_noted() -> None:

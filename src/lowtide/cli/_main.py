@@ -8,12 +8,12 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import jax
 from rich.console import Console
 from rich.text import Text
 
+from .. import __version__
 from ..core import LowtideError
 from . import _diff, _explain, _finetune, _fits, _schedule, _targets
 from ._load import UserCodeError
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         interrupted.
     """
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
-    parser.add_argument("--version", action="version", version=f"lowtide {version('lowtide')}")
+    parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (_finetune, _explain, _fits, _diff, _schedule, _targets):
         module.register(commands)

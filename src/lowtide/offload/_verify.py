@@ -37,7 +37,9 @@ Space = Literal["host", "device"]
 
 _HOST_SPACE = 5  # what XLA's layouts call host memory: f32[8]{0:S(5)}
 _COPIES = ("copy", "copy-start", "async-start", "dynamic-slice", "dynamic-update-slice", "fusion", "custom-call")
-_COPY_IN_TEXT = re.compile(r"= (.*?) (?:copy|copy-start|async-start|dynamic-slice-start|dynamic-update-slice-start)\(")
+_COPY_IN_TEXT = re.compile(
+    r"= (.*?) (?:copy|copy-start|async-start|dynamic-slice-start|dynamic-update-slice-start|fusion-start)\("
+)
 _ENTRY_ARRAY = re.compile(r"\w+\[[\d,]*\](?:\{[^}]*\})?")
 _ALIAS = re.compile(r"\{ ?(\d*) ?\}: \((\d+), \{\}")
 _ARRAY_IN_TEXT = re.compile(r"\w+\[\d[\d,]*\]\{[^}]*\}")

@@ -1,0 +1,437 @@
+"""What the parts of a GPU day share: cases in processes of their own, results that survive a kill, and the clock.
+
+A part is a script that declares its cases and calls `main`:
+
+    def step(rehearsal: bool) -> dict[str, Any]:  # one JSON row
+        ...
+
+    if __name__ == "__main__":
+        main("lora", {"1b": step}, __doc__, minutes={"1b": 3}, needs={"peft": ["torch", "peft"]})
+
+The parent never starts a JAX backend, which would take the device's memory from its cases. Each case has a clean
+allocator and a time limit; the file is written again, as a whole, after each; a second call goes on where the first
+ended. Everything a parent started dies with it. Nothing outside the standard library is imported until a case runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import datetime
+import importlib.util
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from _overlap import overlap as overlap
+
+ROOT = Path(__file__).resolve().parent
+SRC = ROOT.parent / "src"
+RESULTS = ROOT / "results" / "gpu"
+MINUTES = 5.0
+"""The limit of a case that names none."""
+REHEARSAL_MINUTES = 2.0
+ENOUGH = 0.5
+"""A case starts while this share of its limit is left of the budget."""
+TAIL_LINES = 30
+MEASURED = ("src/lowtide", "benchmarks/*.py")
+DISTRIBUTIONS = (
+    *("lowtide", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
+    *("numpy", "optax", "flax", "equinox", "orbax-checkpoint", "torch", "transformers", "peft"),
+)
+
+if importlib.util.find_spec("lowtide") is None:
+    sys.path.insert(0, str(SRC))
+
+Case = Callable[[bool], dict[str, Any]]
+
+
+# --- what a result needs to be compared later ----------------------------------------------------------------------
+
+
+def gpu() -> dict[str, Any]:
+    """Name, driver and memory of the first GPU as `nvidia-smi` has them; empty where there is none."""
+    fields = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "pcie.link.gen.max")
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    if not lines:
+        return {}
+    return {**dict(zip(fields, (word.strip() for word in lines[0].split(",")), strict=False)), "count": len(lines)}
+
+
+def header(part: str, command: str, rehearsal: bool) -> dict[str, Any]:
+    """Hardware, versions, commit and date."""
+    found = {} if rehearsal else gpu()
+    pages = {name: os.sysconf(name) for name in ("SC_PAGE_SIZE", "SC_PHYS_PAGES")}
+    return {
+        "part": part,
+        "command": command,
+        "rehearsal": rehearsal,
+        "complete": False,
+        **_moment(),
+        "python": platform.python_version(),
+        "versions": {name: version for name in DISTRIBUTIONS if (version := _version(name))},
+        "device_kind": found.get("name", "cpu"),
+        "num_devices": found.get("count", 1),
+        "gpu": found,
+        "host": {
+            "num_cpus": os.cpu_count(),
+            "memory_bytes": pages["SC_PAGE_SIZE"] * pages["SC_PHYS_PAGES"],
+            "machine": platform.machine(),
+        },
+    }
+
+
+def folder(device_kind: str) -> Path:
+    """Where the measurements of a kind of device lie."""
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON as a whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where it is absent or no result."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def missing(modules: Iterable[str]) -> list[str]:
+    """Those that cannot be imported here."""
+    return [module for module in modules if importlib.util.find_spec(module) is None]
+
+
+def _moment() -> dict[str, Any]:
+    now = datetime.datetime.now(tz=datetime.UTC)
+    return {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--", *MEASURED)),
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+# --- processes with a limit ----------------------------------------------------------------------------------------
+
+
+class Stopped(SystemExit):
+    """SIGINT or SIGTERM came: processes are ended on the way out, and the exit status says which."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """Turn SIGINT and SIGTERM into `Stopped`, so that `finally` runs."""
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def environment(rehearsal: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a process that runs a part: this checkout's library, and the device that is meant."""
+    paths = [str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]
+    platforms = "cpu" if rehearsal else os.environ.get("JAX_PLATFORMS", "cuda,cpu")
+    fixed = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": platforms, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **fixed, **(extra or {})}
+
+
+def run(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    seconds: float,
+    *,
+    errors: Path | None = None,
+    patience: float = 3.0,
+) -> int | None:
+    """Run to the end or the limit; the exit status, None for a process that was killed at its limit.
+
+    The process leads a group that is killed as a whole, and dies when this one does.
+    """
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(errors.open("wb")) if errors else None
+        process = subprocess.Popen(
+            list(command), env=dict(env), stderr=stderr, start_new_session=True, preexec_fn=_die_with_parent
+        )
+        stack.callback(_end, process, patience)
+        try:
+            return process.wait(timeout=max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _end(process: subprocess.Popen[bytes], patience: float) -> None:
+    """Ask first, so that a part ends its own case, then kill the whole group."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=patience)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# --- the command line of a part ------------------------------------------------------------------------------------
+
+
+def main(
+    part: str,
+    cases: Mapping[str, Case],
+    doc: str | None,
+    *,
+    minutes: Mapping[str, float] | None = None,
+    needs: Mapping[str, Sequence[str]] | None = None,
+    env: Mapping[str, Mapping[str, str]] | None = None,
+    together: bool = False,
+) -> None:
+    """Run the cases of a part, each in a process of its own, and keep what they return.
+
+    Args:
+        part: Its name; the file is ``results/gpu/<device>/<part>.json``.
+        cases: By name, in the order of worth. Each takes whether this is a rehearsal and returns one JSON row.
+        doc: The script's docstring.
+        minutes: Limits of single cases.
+        needs: Modules (peers) that a case needs; where they are missing its row says so and the part is complete.
+        env: What a case wants in its environment, such as ``XLA_PYTHON_CLIENT_PREALLOCATE``.
+        together: Whether a rehearsal runs all cases in one process, since a CPU has no allocator to keep clean.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=list(cases), metavar="NAME", help="only this; repeatable")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the raw result")
+    parser.add_argument("--minutes", type=float, metavar="N", help="start nothing that cannot end within N minutes")
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--child", action="append", choices=list(cases), help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        sys.exit(_child({name: cases[name] for name in options.child}, options.rehearse, options.rows))
+    with stoppable():
+        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
+
+
+def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:
+    """Run cases in this process, and leave a file for each: its row, or its error."""
+    failed = 0
+    for name, case in cases.items():
+        started = time.monotonic()
+        try:
+            row = case(rehearsal)
+            if "jax" in sys.modules:
+                device = sys.modules["jax"].devices()[0]
+                if device.platform == "cpu" and not rehearsal:
+                    raise RuntimeError("this ran on the CPU: a measurement needs a GPU, --rehearse does without")
+                row = {"device_kind": device.device_kind, **row}
+            write(directory / _file(name, "json"), {"seconds": round(time.monotonic() - started, 2), **row})
+        except Exception:
+            failed = 1
+            traceback.print_exc()
+            (directory / _file(name, "error")).write_text(traceback.format_exc(), encoding="utf-8")
+    return failed
+
+
+class _Part:
+    """One call of a part's script: which cases, what is there, how long there is."""
+
+    def __init__(
+        self,
+        part: str,
+        cases: Mapping[str, Case],
+        minutes: Mapping[str, float],
+        needs: Mapping[str, Sequence[str]],
+        env: Mapping[str, Mapping[str, str]],
+        together: bool,
+        options: argparse.Namespace,
+    ) -> None:
+        self.part, self.cases, self.minutes, self.needs, self.env = part, cases, minutes, needs, env
+        self.rehearsal: bool = options.rehearse
+        self.together = together and options.rehearse
+        self.chosen: list[str] = [name for name in cases if not options.case or name in options.case]
+        self.deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+        self.script = str(Path(sys.argv[0]).resolve())
+        name = f"benchmarks/{Path(self.script).name}"
+        self.content = header(part, f"python {name}" + (" --rehearse" if self.rehearsal else ""), self.rehearsal)
+        temporary = Path(tempfile.gettempdir()) / f"lowtide-rehearsal-{os.getuid()}"
+        home = temporary if self.rehearsal else folder(self.content["device_kind"])
+        self.path: Path = options.json or home / f"{part}.json"
+        before = read(self.path)
+        same = all(before.get(key) == self.content[key] for key in ("rehearsal", "device_kind"))
+        self.is_precious = not same and before.get("rehearsal") is False
+        kept = before.get("rows", {}) if same and not (self.rehearsal and not options.json) else {}
+        anew = self.chosen if options.again else []
+        self.rows = {k: row for k, row in kept.items() if k in cases and k not in anew}
+
+    def all(self) -> int:
+        """Run what is not there; the exit status."""
+        if not self.rehearsal and not self.content["gpu"] and "JAX_PLATFORMS" not in os.environ:
+            print(f"{self.part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
+            return 2
+        if self.is_precious:
+            print(f"{self.part}: {self.path} is a measurement of another device, and stays as it is")
+            return 2
+        self.late: list[str] = []
+        self._save()
+        due = [name for name in self.chosen if self._is_due(name)]
+        for names in self._groups(due):
+            left = self.deadline - time.monotonic()
+            if left < ENOUGH * self._limit(names):
+                self.late += names
+                print(f"{self._label(names)}: not started, {max(left, 0):.0f} s left of {self._limit(names):.0f}")
+            else:
+                self._run(names, left)
+            self._save()
+        self._save()
+        self._show()
+        failed = [name for name in self.chosen if name in self.rows and not _is_settled(self.rows[name])]
+        return int(bool(failed or self.late))
+
+    def _is_due(self, name: str) -> bool:
+        """Whether a case is to be run: not where it is there, or cannot be."""
+        if self.rows.get(name, {}).get("ok"):
+            print(f"{self.part}/{name}: there already")
+            return False
+        if absent := missing(self.needs.get(name, ())):
+            self.rows[name] = {"ok": False, "not_here": absent}
+            print(f"{self.part}/{name}: not here: {', '.join(absent)}")
+            return False
+        return True
+
+    def _groups(self, due: Sequence[str]) -> list[list[str]]:
+        """What shares a process: a case with nothing, or in a rehearsal with those of its environment."""
+        groups: dict[Any, list[str]] = {}
+        for name in due:
+            groups.setdefault(str(self.env.get(name)) if self.together else name, []).append(name)
+        return list(groups.values())
+
+    def _label(self, names: Sequence[str]) -> str:
+        return f"{self.part}/{names[0]}" if len(names) == 1 else f"{self.part}: {len(names)} cases"
+
+    def _limit(self, names: Sequence[str]) -> float:
+        minutes = sum(self.minutes.get(name, MINUTES) for name in names)
+        return 60 * (min(minutes, REHEARSAL_MINUTES * min(len(names), 4)) if self.rehearsal else minutes)
+
+    def _run(self, names: Sequence[str], left: float) -> None:
+        limit, started = min(self._limit(names), left), time.monotonic()
+        shown = "" if left == float("inf") else f", {left:.0f} s left"
+        print(f"{self._label(names)}: started (at most {limit:.0f} s{shown})", flush=True)
+        with tempfile.TemporaryDirectory() as text:
+            directory, errors = Path(text), Path(text) / "stderr"
+            words = [sys.executable, self.script, *(word for name in names for word in ("--child", name))]
+            words += ["--rows", str(directory), *["--rehearse"] * self.rehearsal]
+            status = run(words, environment(self.rehearsal, self.env.get(names[0])), limit, errors=errors)
+            seconds, moment = round(time.monotonic() - started, 2), _moment()
+            why = f"killed at its limit of {limit:.0f} s" if status is None else f"exit status {status}"
+            for name in names:
+                found = read(directory / _file(name, "json"))
+                own = {"seconds": seconds} if len(names) == 1 else {}
+                if found:
+                    self.rows[name] = {"ok": True, **moment, **found, **own}
+                else:
+                    error = directory / _file(name, "error")  # of one of several; of one alone all that it said
+                    tail = _tail(error if len(names) > 1 and error.exists() else errors)
+                    self.rows[name] = {"ok": False, **moment, **own, "error": "\n".join([why, *tail])}
+                    print("\n".join([f"{self.part}/{name}: FAILED, {why}", *(f"    {line}" for line in tail[-8:])]))
+        done = sum(self.rows[name]["ok"] for name in names)
+        print(f"{self._label(names)}: {done} of {len(names)} ok after {seconds:.0f} s", flush=True)
+
+    def _save(self) -> None:
+        rows = {name: self.rows[name] for name in self.cases if name in self.rows}
+        complete = all(_is_settled(rows.get(name)) for name in self.cases)
+        self.content |= {"complete": complete, "not_started": self.late, "rows": rows}
+        write(self.path, self.content)
+
+    def _show(self) -> None:
+        width = max(map(len, self.cases))
+        for name, row in self.content["rows"].items():
+            state = "ok" if row["ok"] else "not here" if "not_here" in row else "failed"
+            print(f"  {name:{width}}  {state:8}  {row.get('seconds', 0):7.1f} s  {_figures(row)}")
+        print(f"{self.part}: {'complete' if self.content['complete'] else 'not complete'}, {self.path}", flush=True)
+
+
+def _file(name: str, ending: str) -> str:
+    return f"{name.replace('/', '.')}.{ending}"
+
+
+def _tail(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+
+
+def _is_settled(row: Mapping[str, Any] | None) -> bool:
+    """Measured, or known to be impossible here."""
+    return row is not None and (bool(row.get("ok")) or "not_here" in row)
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    """The first few numbers of a row."""
+    plain = {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool) and k != "seconds"}
+    return ", ".join(f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in list(plain.items())[:4])
+
+
+# --- inside a case -------------------------------------------------------------------------------------------------
+
+
+def peak_bytes() -> int | None:
+    """The most that JAX's allocator held on the first device in this process; None on a CPU, which keeps no count."""
+    import jax
+
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def timed(step: Callable[[], Any], *, warmup: int, repeats: int) -> list[float]:
+    """Seconds by the clock of each call after the first few, each until its result is there."""
+    import jax
+
+    seconds: list[float] = []
+    for index in range(warmup + repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(step())
+        if index >= warmup:
+            seconds.append(time.perf_counter() - started)
+    return seconds

@@ -1,0 +1,234 @@
+"""Measure everything that needs a GPU, with one command, in whatever time there is.
+
+    python benchmarks/gpu.py [--part NAME ...] [--minutes N] [--out DIR] [--again]
+    python benchmarks/gpu.py --rehearse     # the same at toy size on the CPU: writes to a temporary folder
+    python benchmarks/gpu.py --list | --summary | --readme | --missing | --wheels DIR [--python 3.12]
+
+The parts run in the order of worth, each a script of its own with a time limit. `benchmarks/results/gpu/<device>/` has
+a file for each, written anew after every case, so that a kill loses at most one; a second call skips what is there.
+`docs/internals/gpu-day.md` says how to use a machine without a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from _gpu import RESULTS, ROOT, environment, folder, gpu, read, run, stoppable
+from _summary import block, in_readme, table
+
+WHEELS = ROOT / "gpu-wheels.txt"
+README = ROOT.parent / "README.md"
+MAX_WHEEL_BYTES = 60 * 2**20
+PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+LEAST_SECONDS = 20.0
+"""With less than this left no part is started."""
+
+
+class Part(NamedTuple):
+    """A script and the time it may take on an H200."""
+
+    name: str
+    script: str
+    about: str
+    minutes: float
+
+
+PARTS = (
+    Part("smoke", "gpu_smoke.py", "the default finetune: predicted and measured bytes, held-out loss", 4),
+    Part("peak", "measured_peak.py", "compiled against measured peak of many programs", 5),
+    Part("lora", "lora_peft.py", "LoRA on 1B and 8B shapes beside PEFT: tokens a second and peak", 12),
+    Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
+    Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
+    Part("trainer", "trainer_time.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),
+    Part("pipeline", "pipeline_time.py", "a pipeline of one stage beside plain accumulation", 5),
+    Part("tests", "gpu_tests.py", "the tests marked gpu", 8),
+)
+
+
+# --- measuring -----------------------------------------------------------------------------------------------------
+
+
+def measure(parts: Sequence[Part], options: argparse.Namespace) -> int:
+    """Run the parts one after another; nonzero if one failed or had no time."""
+    found = {} if options.rehearse else gpu()
+    if not options.rehearse and not found:
+        print("no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
+        return 2
+    if importlib.util.find_spec("jax") is None:
+        print("JAX is not here, and nothing runs without it; beside it: gpu.py --missing")
+        return 2
+    if absent := lacking(WHEELS.read_text(encoding="utf-8")):
+        print(f"missing here, so some parts may fail: {' '.join(absent)}")
+    home = folder(found.get("name", "cpu"))
+    temporary = Path(tempfile.mkdtemp(prefix="lowtide-rehearsal-")) if options.rehearse and not options.out else None
+    out: Path = temporary or options.out or home
+    if not options.rehearse and out != home:
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(home.glob("*.json")):  # what is measured already counts here, too
+            if not (out / path.name).exists():
+                shutil.copy(path, out)
+    print(f"{'rehearsal on the CPU' if options.rehearse else found['name']}, results in {out}", flush=True)
+    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    states = {part.name: _one(part, out, deadline, options) for part in parts}
+    for part in parts:  # what found no time within its part's minutes, in whatever is left
+        if late := read(out / f"{part.name}.json").get("not_started"):
+            states[part.name] = _one(part, out, deadline, options, late)
+    width = max(map(len, states))
+    print("\n".join(f"  {name:{width}}  {state}" for name, state in states.items()))
+    return int(any(not state.startswith(("complete", "there")) for state in states.values()))
+
+
+def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, cases: Sequence[str] = ()) -> str:
+    """Run one part, or these cases of it, unless it is there; what became of it."""
+    path, script = out / f"{part.name}.json", ROOT / part.script
+    before = read(path)
+    if before.get("complete") and before.get("rehearsal") == options.rehearse and not options.again:
+        print(f"{part.name}: there already", flush=True)
+        return "there already"
+    left = deadline - time.monotonic()
+    if left < LEAST_SECONDS:
+        print(f"{part.name}: not started, {max(left, 0):.0f} s left", flush=True)
+        return "not started: no time left"
+    limit = min(60 * part.minutes, left)
+    shown = "" if left == float("inf") else f", {left / 60:.1f} minutes left of all"
+    print(f"=== {part.name}: {part.about} (at most {limit / 60:.1f} minutes{shown})", flush=True)
+    words = [sys.executable, str(script), "--json", str(path), "--minutes", f"{limit / 60:.4f}"]
+    words += ["--rehearse"] * options.rehearse + ["--again"] * options.again
+    words += [word for case in cases for word in ("--case", case)]
+    started = time.monotonic()
+    # The part looks at the clock itself; it is killed only when it does not.
+    status = run(words, environment(options.rehearse), limit + 15, patience=10)
+    seconds = time.monotonic() - started
+    after = read(path)
+    state = "complete" if status == 0 and after.get("complete") else "not complete" if after else "failed"
+    failed = [name for name, row in after.get("rows", {}).items() if not row["ok"] and "not_here" not in row]
+    late = after.get("not_started", [])
+    notes = [f"failed: {', '.join(failed)}"] * bool(failed) + [f"no time for: {', '.join(late)}"] * bool(late)
+    notes += ["killed at its limit"] * (status is None) + [f"exit status {status}"] * (not after and status is not None)
+    print(f"=== {part.name}: {state} after {seconds:.0f} s", flush=True)
+    return "; ".join([f"{state} after {seconds:.0f} s", *notes])
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def results(home: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Results by device and part, from a folder of devices or of one device."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in sorted([*home.glob("*.json"), *home.glob("*/*.json")]):
+        content = read(path)
+        if "part" in content:
+            found.setdefault(content["device_kind"], {})[content["part"]] = content
+    return found
+
+
+def rewrite_readme(readme: Path, home: Path) -> bool:
+    """Put the block that the results give in its place; whether anything changed."""
+    before = readme.read_text(encoding="utf-8")
+    after = in_readme(before, block(results(home)))
+    readme.write_text(after, encoding="utf-8")
+    return after != before
+
+
+# --- wheels for a machine without a network ------------------------------------------------------------------------
+
+
+def wanted(text: str, python: tuple[int, int]) -> list[str]:
+    """The ``name==version`` of a list that a Python needs, markers on ``python_version`` honoured."""
+    found: list[str] = []
+    for line in text.splitlines():
+        words = line.split("#")[0].strip()
+        if not words:
+            continue
+        requirement, _, marker = (word.strip() for word in words.partition(";"))
+        if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", requirement):
+            raise ValueError(f"{words!r} is not name==version")
+        if marker:
+            match = re.fullmatch(r"python_version\s*(<|>=)\s*[\"'](\d+)\.(\d+)[\"']", marker)
+            if match is None:
+                raise ValueError(f'{marker!r} is not python_version < "3.x" or python_version >= "3.x"')
+            below = python < (int(match[2]), int(match[3]))
+            if below != (match[1] == "<"):
+                continue
+        found.append(requirement)
+    return found
+
+
+def lacking(text: str) -> list[str]:
+    """What this Python does not have in any version."""
+    found: list[str] = []
+    for requirement in wanted(text, sys.version_info[:2]):
+        try:
+            metadata.version(requirement.split("==")[0])
+        except metadata.PackageNotFoundError:
+            found.append(requirement)
+    return found
+
+
+def total_bytes(paths: Iterable[Path]) -> int:
+    """Of the wheels together; an error over what may be carried."""
+    total = sum(path.stat().st_size for path in paths)
+    print(f"{total / 2**20:.1f} MiB of at most {MAX_WHEEL_BYTES / 2**20:.0f}")
+    if total > MAX_WHEEL_BYTES:
+        raise SystemExit("the wheels are too large")
+    return total
+
+
+def download(directory: Path, python: str) -> None:
+    """Fetch the wheels of the list for Linux on x86_64."""
+    major, minor = (int(number) for number in python.split("."))
+    words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    words += ["--dest", str(directory), "--implementation", "cp", "--python-version", python]
+    words += [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
+    subprocess.run([*words, *wanted(WHEELS.read_text(encoding="utf-8"), (major, minor))], check=True)
+    total_bytes(directory.glob("*.whl"))
+
+
+# --- command line --------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [part.name for part in PARTS]
+    parser.add_argument("--part", action="append", choices=names, metavar="NAME", help="only this; repeatable")
+    parser.add_argument("--minutes", type=float, metavar="N", help="for everything together")
+    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go, or where --summary finds them")
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--list", action="store_true", help="print the parts")
+    parser.add_argument("--summary", action="store_true", help="print key figures beside their aims")
+    parser.add_argument("--readme", action="store_true", help="rewrite README's block from the results")
+    parser.add_argument("--missing", action="store_true", help="print the wheels that this Python lacks")
+    parser.add_argument("--wheels", type=Path, metavar="DIR", help="download the wheels")
+    parser.add_argument("--python", default="3.12", metavar="X.Y", help="for --wheels (default: 3.12)")
+    options = parser.parse_args()
+    if options.list:
+        for part in PARTS:
+            print(f"{part.name:10} {part.minutes:3.0f} min  {part.script:20} {part.about}")
+    elif options.missing:
+        print("\n".join(lacking(WHEELS.read_text(encoding="utf-8"))))
+    elif options.wheels:
+        download(options.wheels, options.python)
+    elif options.summary:
+        print(table(results(options.out or RESULTS)))
+    elif options.readme:
+        print("README.md is rewritten" if rewrite_readme(README, options.out or RESULTS) else "nothing changed")
+    else:
+        with stoppable():
+            return measure([part for part in PARTS if not options.part or part.name in options.part], options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

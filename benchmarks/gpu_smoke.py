@@ -1,0 +1,70 @@
+"""The first thing to see on a GPU: the default finetune learns there, and holds what was predicted.
+
+    python benchmarks/gpu_smoke.py [--rehearse]
+
+`lowtide finetune` as it comes (the embedded model, the language reference that ships in Python, 300 steps of 8 x 128
+tokens), and a short run that tunes every parameter from the host. The measured peak is the whole run's, evaluation and
+samples included; the predicted bytes are the step's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from _gpu import ROOT, main
+
+README = ROOT.parent / "README.md"
+
+
+def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, Any]:
+    """Run the command in a folder of its own, and read what it left."""
+    small = ("--steps", "8", "--batch-size", "4", "--seq-len", "32", "--data", str(README))
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, "-m", "lowtide", "finetune", "--out", str(out), *flags]
+        command += small if rehearsal else ("--steps", str(steps))
+        if rehearsal:
+            config = Path(folder) / "config.toml"
+            config.write_text("eval_every = 1000\nsample_tokens = 0\n", encoding="utf-8")
+            command += ["--config", str(config)]
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
+        seconds = time.perf_counter() - started
+        memory = json.loads((out / "memory.json").read_text(encoding="utf-8"))
+        lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        adapters = [path.name for path in sorted(out.glob("*/*.safetensors"))]
+    records = [json.loads(line) for line in lines]
+    losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+    if not losses[-1] < losses[0]:
+        raise AssertionError(f"held-out loss went from {losses[0]} to {losses[-1]}")
+    steps_seconds = [record["seconds"] for record in records if "seconds" in record and "loss" in record]
+    return {
+        "loss_before": losses[0],
+        "loss_after": losses[-1],
+        "predicted_bytes": memory["device_bytes"],
+        "measured_bytes": memory["measured_peak_bytes"],
+        "host_bytes": memory["host_bytes"],
+        "by_role": memory["by_role"],
+        "target": memory["target"],
+        "chip": memory["chip"],
+        "run_seconds": round(seconds, 2),
+        "step_seconds": steps_seconds[-20:],
+        "files": adapters,
+    }
+
+
+if __name__ == "__main__":
+    main(
+        "smoke",
+        {"finetune": partial(finetune, (), 300), "full": partial(finetune, ("--full",), 30)},
+        __doc__,
+        minutes={"finetune": 3, "full": 2},
+    )
