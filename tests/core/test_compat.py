@@ -36,9 +36,6 @@ def test_the_parts_of_a_scan_are_counted() -> None:
 def test_recomputation_and_names_are_read_in_one_way(is_new: bool, traced_before: bool) -> None:
     from jax._src import config
 
-    if not hasattr(config, "remat3"):
-        pytest.skip("needs jax_remat3, which JAX 0.10.0 does not have")
-
     def primitives(jaxpr: Any) -> list[str]:
         inner = [jex.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
         return [

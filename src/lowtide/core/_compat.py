@@ -2,7 +2,7 @@
 
 Each use was checked on the versions of its row; where they differ, the code beside it says how.
 
-| use | 0.10.0, 0.10.2 | 0.11.2 | 0.12.0.1 | replaced by |
+| use | 0.10.2 | 0.11.2 | 0.12.0.1 | replaced by |
 |---|---|---|---|---|
 | `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
 | `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
