@@ -264,7 +264,7 @@ class _Cut:
         self._kept()
         # Capacities are 32-bit numbers there, and those of equal edges would add up beyond.
         begins, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
-        between = (begins.astype(np.int32), ends.astype(np.int32))  # SciPy before 1.15 takes no others
+        between = (begins.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 takes no others
         network = coo_array((self._scaled(capacities), between), shape=(self.size, self.size)).tocsr()
         found = maximum_flow(network, 0, 1)
         assert found.flow_value < _ENDLESS, "an operation without any pass that it could be in"
