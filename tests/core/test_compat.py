@@ -26,9 +26,34 @@ def test_the_parts_of_a_scan_are_counted() -> None:
     def fn(a: Any, b: Any, init: Any, xs: Any) -> Any:
         return jax.lax.scan(lambda carry, x: (carry * a + x @ b, None), init, xs)[0]
 
-    closed = jax.make_jaxpr(fn)(jnp.ones(2), jnp.ones((3, 2)), jnp.ones(2), jnp.ones((5, 3)))
-    (scan,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
-    assert _compat.scan_counts(scan.params) == (2, 1)
+    def counts(fn: Any) -> list[tuple[int, int]]:
+        eqns = jax.make_jaxpr(fn)(jnp.ones(2), jnp.ones((3, 2)), jnp.ones(2), jnp.ones((5, 3))).jaxpr.eqns
+        return [_compat.scan_counts(eqn.params) for eqn in eqns if eqn.primitive.name == "scan"]
+
+    assert counts(fn) == [(2, 1)]
+    # Forward and transposed; the latter carries the cotangent, and in the gradient of a, which both read, its total.
+    assert counts(jax.grad(lambda *args: fn(*args).sum(), argnums=2)) == [(2, 1), (1, 1)]
+
+
+def test_calls_of_traced_functions_are_looked_through() -> None:
+    def names(jaxpr: Any) -> list[str]:
+        inner = [(eqn, eqn.params.get(_compat.CALLS.get(eqn.primitive.name, ""))) for eqn in jaxpr.eqns]
+        return [
+            name
+            for eqn, held in inner
+            for name in ([eqn.primitive.name] if held is None else names(getattr(held, "jaxpr", held)))
+        ]
+
+    @jax.custom_vjp
+    def twice(x: Any) -> Any:
+        return 2 * x
+
+    twice.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
+    cubed = jax.custom_jvp(lambda x: x**3)
+    cubed.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
+    traced = jax.jit(jnp.sin).trace(jnp.ones(3))  # called in another function, an `eval_jaxpr` from JAX 0.11 on
+    jaxpr = jax.make_jaxpr(lambda x: traced(jax.checkpoint(jnp.cos)(twice(cubed(jax.jit(jnp.exp)(x))))))(jnp.ones(3))
+    assert names(jaxpr.jaxpr) == ["exp", "integer_pow", "mul", "cos", "sin"]
 
 
 @pytest.mark.parametrize("traced_before", [False, True], ids=["inside", "outside"])

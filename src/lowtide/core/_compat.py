@@ -7,8 +7,8 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
 | `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
 | parameters of a `scan` | `num_consts`, `num_carry` | `ft_in` | `ft_in` | a public way to ask for them |
-| `jax.checkpoint_policies` | closures | classes | closures | policies that can be asked for their names |
-| `jax._src.config.remat3`; what it traces | yes | yes | yes | its primitives in `jax.extend` |
+| names in `jax.checkpoint_policies` | attributes, closures | attributes | closures | a way to ask policies for them |
+| `jax._src.config.remat3`; what it traces | not in gradients | yes | yes | its primitives in `jax.extend` |
 | `jax._src.compiler.compile_or_get_cached` | yes | yes | yes | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | yes | yes | yes | a public way to compile once without the cache |
 | `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable home for ahead-of-time topologies |
@@ -263,6 +263,20 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     except (AttributeError, KeyError, TypeError):
         return None
     return [at for at in kept if at >= 0]
+
+
+CALLS: Mapping[str, str] = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+"""Operations that only group others, by the names of all versions, and which parameter holds their jaxpr."""
 
 
 @contextlib.contextmanager

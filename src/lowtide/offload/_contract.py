@@ -8,8 +8,7 @@ from typing import Any
 import jax
 
 from lowtide.core import ConfigError, LayerStack, SelectionError, StructureError, Tree, leaves_with_paths, match_path
-
-_CALLS = frozenset(("jit", "pjit", "closed_call", "checkpoint", "remat2"))
+from lowtide.core._compat import CALLS
 
 
 def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tree:
@@ -150,11 +149,12 @@ def _uses(jaxpr: Any, var: Any) -> int:
     count = 2 * sum(out is var for out in jaxpr.outvars)
     for eqn in jaxpr.eqns:
         at = [position for position, read in enumerate(eqn.invars) if read is var]
-        if at and eqn.primitive.name in _CALLS:
-            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        name = eqn.primitive.name
+        if at and name in CALLS and not name.startswith("custom_"):
+            inner = getattr(eqn.params[CALLS[name]], "jaxpr", eqn.params[CALLS[name]])
             count += sum(_uses(inner, inner.invars[position]) for position in at)
         elif at:
-            count += 1 if eqn.primitive.name.startswith("custom_vjp_call") and len(at) == 1 else 2
+            count += 1 if name.startswith("custom_vjp_call") and len(at) == 1 else 2
     return count
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from lowtide.core import StructureError, Tree, leaves_with_paths
+from lowtide.core._compat import CALLS
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
@@ -105,11 +106,12 @@ def _reach(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]
 
     for eqn in jaxpr.eqns:
         read = [of(var) for var in eqn.invars]
-        inner = [jax_ for jax_ in eqn.params.values() if hasattr(getattr(jax_, "jaxpr", None), "eqns")]
         whole = frozenset[int]().union(*read)
-        if eqn.primitive.name in ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call") and inner:
-            results = _reach(inner[0].jaxpr, read)
-        elif eqn.primitive.name == "cond":
+        name = eqn.primitive.name
+        if name in CALLS:
+            inner = eqn.params[CALLS[name]]
+            results = _reach(getattr(inner, "jaxpr", inner), read)
+        elif name == "cond":
             columns = zip(*(_reach(branch.jaxpr, read[1:]) for branch in eqn.params["branches"]), strict=True)
             results = [read[0].union(*column) for column in columns]
         else:

@@ -17,6 +17,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from lowtide.core import format_bytes, leaf_bytes
+from lowtide.core._compat import CALLS
 
 from ._flops import eqn_flops
 from ._trace import HIDING, trace
@@ -121,9 +122,6 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
     return Names(tuple(merged.values()))
 
 
-_INLINED = {"jit", "pjit", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-
-
 class _Graph:
     """Operations of one iteration, calls inlined: values are numbers, each made by one operation or there before."""
 
@@ -151,7 +149,7 @@ class _Graph:
             primitive = eqn.primitive.name
             inner = list(jex.jaxprs_in_params(eqn.params))
             inside = hidden or HIDING.get(primitive, "")
-            if primitive in _INLINED and len(inner) == 1 and len(inner[0].invars) == len(operands):
+            if primitive in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands):
                 results = self.add(inner[0], operands, inside)
             else:
                 self._bodies(eqn, inner, inside)

@@ -25,11 +25,8 @@ from typing import Any
 import jax
 
 from lowtide.core import PlacementWarning
-from lowtide.core._compat import make_jaxpr
+from lowtide.core._compat import CALLS, make_jaxpr
 
-_CALLS = frozenset(
-    "jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr checkpoint remat2".split()
-)
 _LOOPS = frozenset(("while", "scan"))
 _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
@@ -210,9 +207,8 @@ class _Inliner:
 
     def equation(self, eqn: Any, inputs: list[int]) -> list[int]:
         name = eqn.primitive.name
-        if name in _CALLS:
-            inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-            return self.closed(inner, inputs)
+        if name in CALLS:
+            return self.closed(eqn.params[CALLS[name]], inputs)
         if name == "cond" and self.host.intersection(inputs) and not any(map(_loops, eqn.params["branches"])):
             cases = [self.closed(branch, inputs[1:]) for branch in eqn.params["branches"]]
             return [self.select(inputs[0], column) for column in zip(*cases, strict=True)]

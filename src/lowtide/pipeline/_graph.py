@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex
 
-from lowtide.core._compat import scan_counts
+from lowtide.core._compat import CALLS, scan_counts
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -156,17 +156,6 @@ def lift(items: list[Op | Loop], given: set[Value]) -> None:
 
 
 TO_HOST = "to_host"
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-"""Calls that are dissolved, and where their jaxpr is."""
 
 
 class _Reader:
@@ -189,8 +178,8 @@ class _Reader:
 
         for eqn in jaxpr.eqns:
             reads = [atom(var) for var in eqn.invars]
-            if eqn.primitive.name in _CALLS and not _has_shardings(eqn):
-                results = self.read(eqn.params[_CALLS[eqn.primitive.name]], reads)
+            if eqn.primitive.name in CALLS and not _has_shardings(eqn):
+                results = self.read(eqn.params[CALLS[eqn.primitive.name]], reads)
             elif eqn.primitive.name == "scan":
                 results = self._scan(eqn, reads)
             else:
