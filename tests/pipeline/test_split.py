@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from lowtide.core import SelectionError, StructureError
-from lowtide.core._compat import make_jaxpr
+from lowtide.core._jaxprs import make_jaxpr
 from lowtide.models import LlamaConfig, init
 from lowtide.pipeline import split_backward
 

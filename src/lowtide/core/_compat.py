@@ -6,9 +6,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 |---|---|---|---|---|
 | `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
 | `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
-| parameters of a `scan` | `num_consts`, `num_carry` | `ft_in` | `ft_in` | a public way to ask for them |
-| names in `jax.checkpoint_policies` | attributes, closures | attributes | closures | a way to ask policies for them |
-| `jax._src.config.remat3`; what it traces | not in gradients | yes | yes | its primitives in `jax.extend` |
+| `jax._src.config.remat3` | yes | yes | yes | its primitives in `jax.extend` |
 | `jax._src.compiler.compile_or_get_cached` | yes | yes | yes | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | yes | yes | yes | a public way to compile once without the cache |
 | `jax.experimental.topologies.get_topology_desc` | yes | yes | yes | a stable home for ahead-of-time topologies |
@@ -30,7 +28,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 
@@ -265,20 +263,6 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     return [at for at in kept if at >= 0]
 
 
-CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-"""Operations that only group others, by the names of all versions, and which parameter holds their jaxpr."""
-
-
 @contextlib.contextmanager
 def classic_remat() -> Generator[None]:
     """Trace `jax.checkpoint` and `checkpoint_name` as JAX 0.10 does, whatever ``jax_remat3`` says.
@@ -290,109 +274,6 @@ def classic_remat() -> Generator[None]:
 
     with config.remat3(False) if hasattr(config, "remat3") else contextlib.nullcontext():
         yield
-
-
-def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
-    """`jax.make_jaxpr` with shapes, with recomputation and names as operations that can be read.
-
-    Args:
-        fn: what `jax.make_jaxpr` takes.
-
-    Returns:
-        A function of its arguments, which gives the `ClosedJaxpr` and the shapes of the result.
-    """
-    import jax
-
-    def make(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        with classic_remat():
-            closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-        return plain(closed), shapes  # what was given to jax.checkpoint before is still of the other kind
-
-    return make
-
-
-def plain(jaxpr: Any) -> Any:
-    """A jaxpr in which `jax.checkpoint` and `checkpoint_name` are operations with the parameters that they always had.
-
-    With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, whose jaxpr, policy and name nobody sees.
-
-    Args:
-        jaxpr: a `Jaxpr` or `ClosedJaxpr`.
-
-    Returns:
-        One that computes the same; the same object when there is nothing to replace.
-    """
-    from jax.extend import core as jex
-
-    if not isinstance(jaxpr, jex.Jaxpr):  # closed, where that is another class
-        inner = plain(jaxpr.jaxpr)
-        return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
-    eqns = [_plain_equation(eqn) for eqn in jaxpr.eqns]
-    if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    is_high = any(eqn.primitive.name == "call_hi_primitive" for eqn in eqns)
-    return jaxpr.replace(eqns=eqns, is_high=is_high)
-
-
-def _plain_equation(eqn: Any) -> Any:
-    from jax.extend import core as jex
-    from jax.extend.core.primitives import name_p, remat_p
-
-    if eqn.primitive.name == "call_hi_primitive":
-        held = eqn.params["_prim"]
-        if type(held).__name__ == "RematTraced":
-            inner = plain(held.jaxpr)
-            params = {"jaxpr": getattr(inner, "jaxpr", inner), "policy": held.policy, "differentiated": False}
-            prevent_cse = getattr(held, "prevent_cse", True)  # 0.10 always does
-            return eqn.replace(primitive=remat_p, params={**params, "prevent_cse": prevent_cse})
-        if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd"):
-            return eqn.replace(primitive=name_p, params={"name": held.name})
-        return eqn
-
-    def replaced(value: Any) -> Any:
-        if isinstance(value, (jex.Jaxpr, jex.ClosedJaxpr)):
-            return plain(value)
-        if isinstance(value, tuple):
-            new = tuple(map(replaced, value))
-            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
-        return value
-
-    params = {key: replaced(value) for key, value in eqn.params.items()}
-    return eqn.replace(params=params) if any(params[key] is not eqn.params[key] for key in params) else eqn
-
-
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many inputs of a `scan` are the same in every iteration, and how many are its carry.
-
-    Args:
-        params: of the equation.
-
-    Returns:
-        The two numbers; the inputs that are left are sliced along their first axis.
-    """
-    if "ft_in" in params:
-        consts, carry, _ = params["ft_in"].unpack()
-        return len(consts), len(carry)
-    return params["num_consts"], params["num_carry"]
-
-
-def policy_names(policy: Any) -> set[str]:
-    """The checkpoint names that a policy of `jax.checkpoint_policies` asks for.
-
-    Policies are opaque functions; JAX keeps their names in attributes or in the closure, which is read here.
-
-    Args:
-        policy: the policy of a `jax.checkpoint`.
-
-    Returns:
-        The names to save or to offload; empty for a policy without names.
-    """
-    held = [*vars(policy).values()] if hasattr(policy, "__dict__") else []
-    held += [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
-    # save_and_offload_only_these_names also closes over the two memory kinds: text, not sets of it.
-    names = {name for value in held if isinstance(value, (set, frozenset, list, tuple)) for name in value}
-    inner = [policy_names(value) for value in held if callable(value)]
-    return {name for name in names if isinstance(name, str)}.union(*inner)
 
 
 class Compilation:

@@ -28,7 +28,8 @@ from lowtide.core import (
     leaves_with_paths,
     on_host,
 )
-from lowtide.core._compat import argument_names, plain, without_compilation_cache
+from lowtide.core._compat import argument_names, without_compilation_cache
+from lowtide.core._jaxprs import plain
 
 from ._placement import place
 from ._proto import read_hlo

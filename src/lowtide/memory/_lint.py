@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lowtide.core import format_bytes, leaf_bytes, parse_bytes
-from lowtide.core._compat import policy_names
+from lowtide.core._jaxprs import policy_names
 
 from ._analyze import Role, examine
 from ._buffers import Buffer

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from lowtide.core import ConfigError, LayerStack, SelectionError, StructureError, Tree, leaves_with_paths, match_path
-from lowtide.core._compat import CALLS
+from lowtide.core._jaxprs import CALLS
 
 
 def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from lowtide.core import StructureError, Tree, leaves_with_paths
-from lowtide.core._compat import CALLS
+from lowtide.core._jaxprs import CALLS
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:

@@ -32,6 +32,7 @@ from lowtide.core import (
     memory_space,
     parse_bytes,
 )
+from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
 from ._rows import stream
@@ -331,7 +332,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
     replicated = jax.sharding.NamedSharding(first.mesh, jax.P()) if is_named else first
     of_leaf = _by_suffix(jax.tree.map(lambda leaf: leaf.sharding, params), params)
     # Only a jaxpr keeps memory spaces; jax.eval_shape does not.
-    traced, shapes = jax.make_jaxpr(tx.init, return_shape=True)(params)
+    traced, shapes = make_jaxpr(tx.init)(params)
     kinds = ["pinned_host" if aval.memory_space is HOST else "device" for aval in traced.out_avals]
     placed = [
         (of_leaf(path, leaf) or replicated).with_memory_kind(kind)

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from lowtide.core import PlacementWarning
-from lowtide.core._compat import CALLS, make_jaxpr
+from lowtide.core._jaxprs import CALLS, make_jaxpr
 
 _LOOPS = frozenset(("while", "scan"))
 _ELEMENTWISE = frozenset(

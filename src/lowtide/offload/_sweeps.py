@@ -36,7 +36,7 @@ from lowtide.core import (
     memory_space,
     path_str,
 )
-from lowtide.core._compat import make_jaxpr
+from lowtide.core._jaxprs import make_jaxpr
 
 from ._contract import check_running
 from ._slices import DEVICE, buffer, entry_shape, fetch, read, write

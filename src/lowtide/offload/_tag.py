@@ -32,7 +32,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from lowtide.core import SelectionError
-from lowtide.core._compat import scan_counts
+from lowtide.core._jaxprs import is_closed, scan_counts
 
 from ._trace import HIDING, trace
 
@@ -154,7 +154,7 @@ class _Namer:
         scope = (*scope, *_scopes(eqn), *([own] if own else []))
 
         def rewritten(value: Any) -> Any:
-            if isinstance(value, jex.ClosedJaxpr):
+            if is_closed(value):
                 return value.replace(jaxpr=self.jaxpr(value.jaxpr, made_of, scope))
             if isinstance(value, jex.Jaxpr):
                 return self.jaxpr(value, made_of, scope)

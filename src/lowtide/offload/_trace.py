@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from lowtide.core import Tree, leaves_with_paths
-from lowtide.core._compat import make_jaxpr
+from lowtide.core._jaxprs import make_jaxpr
 
 HIDING: Mapping[str, str] = {
     "custom_vjp_call": "inside a function with a custom_vjp",

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex
 
-from lowtide.core._compat import CALLS, scan_counts
+from lowtide.core._jaxprs import CALLS, close, is_closed, scan_counts
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -167,7 +167,7 @@ class _Reader:
     def read(self, jaxpr: Any, inputs: Sequence[Atom]) -> list[Atom]:
         """Add the operations of a jaxpr with these inputs; its outputs."""
         env: dict[Any, Atom] = {}
-        if isinstance(jaxpr, jex.ClosedJaxpr):
+        if is_closed(jaxpr):
             for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
                 env[var] = self._constant(var.aval, const)
             jaxpr = jaxpr.jaxpr
@@ -286,7 +286,7 @@ def _runner(eqn: Any) -> Callable[..., Sequence[Any]]:
 
     def run(*values: Any) -> Sequence[Any]:
         jaxpr = jex.Jaxpr([], variables, results, [eqn], eqn.effects, _DEBUG_INFO)
-        found = iter(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, []))(*(values[i] for i in at)))
+        found = iter(jex.jaxpr_as_fun(close(jaxpr))(*(values[i] for i in at)))
         return [None if isinstance(var, jex.DropVar) else next(found) for var in eqn.outvars]
 
     return run

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lowtide.core._compat import make_jaxpr
+from lowtide.core._jaxprs import make_jaxpr
 
 from ..core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
 from ._cut import Pass, Sink, Source, assign
