@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _gpu import ROOT, main
+from _gpu import ROOT, main, run_child
 
 README = ROOT.parent / "README.md"
 WATCHED = """
@@ -54,7 +54,7 @@ def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, A
             config.write_text("eval_every = 1000\nsample_tokens = 0\n", encoding="utf-8")
             command += ["--config", str(config)]
         started = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
+        run_child(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
         seconds = time.perf_counter() - started
         memory = json.loads((out / "memory.json").read_text(encoding="utf-8"))
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -25,7 +25,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _gpu import main, peak_bytes, timed
+from _gpu import main, peak_bytes, run_child, timed
 
 PART = "lora"
 RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY = 16, 32.0, 1e-4, 0.01
@@ -99,7 +98,7 @@ def ensure(model: str, rehearsal: bool) -> Path:
     if not (folder / "complete").is_file():
         words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
         with tempfile.TemporaryDirectory() as rows:
-            subprocess.run([*words, "--rows", rows], check=True)
+            run_child([*words, "--rows", rows], check=True)
     return folder
 
 
