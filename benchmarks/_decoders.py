@@ -135,6 +135,12 @@ def compiled(row: dict[str, Any], fn: Callable[..., Any], *args: Any, **options:
     return program
 
 
+def placed(found: lt.offload.Placement) -> dict[str, Any]:
+    """What `lowtide.offload.verify` counted."""
+    keys = ("num_moves", "host_argument_bytes", "host_temp_bytes")
+    return {"placed": {key: getattr(found, key) for key in keys}}
+
+
 def step_peak_bytes(step: Callable[[], Any]) -> int | None:
     """The most that the allocator held while a step was taken, by asking it all the time: at least so much.
 

@@ -10,32 +10,35 @@ A part is a script that declares its cases and calls `main`:
 
 The parent never starts a JAX backend, which would take the device's memory from its cases. Each case has a clean
 allocator and a time limit; the file is written again, as a whole, after each; a second call goes on where the first
-ended. Everything a parent started dies with it. Nothing outside the standard library is imported until a case runs.
+ended. What a parent started dies with it, and what a case starts with `run_child`. Nothing outside the standard
+library is imported until a case runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
 import datetime
 import importlib.util
 import json
+import math
 import os
 import platform
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from _overlap import overlap as overlap
+from _processes import Stopped as Stopped
+from _processes import run as run
+from _processes import run_child as run_child
+from _processes import stoppable as stoppable
 
 ROOT = Path(__file__).resolve().parent
 SRC = ROOT.parent / "src"
@@ -45,6 +48,8 @@ MINUTES = 5.0
 REHEARSAL_MINUTES = 2.0
 ENOUGH = 0.5
 """A case starts while this share of its limit is left of the budget."""
+TIRED = 2
+"""A case that failed so often is left for the end."""
 TAIL_LINES = 30
 MEASURED = ("src/lowtide", "benchmarks/*.py")
 DISTRIBUTIONS = (
@@ -119,17 +124,53 @@ def read(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
+def read_result(path: Path) -> dict[str, Any]:
+    """What a part left; a file that is no result is moved aside and said."""
+    if not path.exists() or _is_result(content := read(path)):
+        return content if path.exists() else {}
+    aside = path.with_name(f"{path.name}.damaged")
+    path.replace(aside)
+    print(f"{path} is damaged, and moved to {aside.name}", file=sys.stderr)
+    return {}
+
+
+def _is_result(content: Mapping[str, Any]) -> bool:
+    texts = isinstance(content.get("part"), str) and isinstance(content.get("device_kind"), str)
+    rows = content.get("rows", {})
+    return texts and isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values())
+
+
+def is_complete(content: Mapping[str, Any]) -> bool:
+    """Whether a part has nothing left to do: what a case lacked and is here now, it has."""
+    rows = content.get("rows", {}).values()
+    return bool(content.get("complete")) and all(missing(row["not_here"]) for row in rows if "not_here" in row)
+
+
+def positive(text: str) -> float:
+    """A number of minutes on a command line."""
+    number = float(text)  # argparse tells of a ValueError
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
+    return number
+
+
 def missing(modules: Iterable[str]) -> list[str]:
     """Those that cannot be imported here."""
     return [module for module in modules if importlib.util.find_spec(module) is None]
 
 
 def _moment() -> dict[str, Any]:
-    now = datetime.datetime.now(tz=datetime.UTC)
+    """Date, commit, the last commit that changed what is measured, and whether there is more; None is unknown.
+
+    A copy without Git takes its commit from ``LOWTIDE_COMMIT``.
+    """
+    now, given = datetime.datetime.now(tz=datetime.UTC), os.environ.get("LOWTIDE_COMMIT")
+    changes = _git("status", "--porcelain", "--", *MEASURED)
     return {
         "date": now.isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", *MEASURED)),
+        "commit": given or _git("rev-parse", "HEAD"),
+        "code_commit": None if given else _git("log", "-1", "--format=%H", "--", *MEASURED) or None,
+        "uncommitted_changes": None if changes is None else bool(changes),
     }
 
 
@@ -148,74 +189,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-# --- processes with a limit ----------------------------------------------------------------------------------------
-
-
-class Stopped(SystemExit):
-    """SIGINT or SIGTERM came: processes are ended on the way out, and the exit status says which."""
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Turn SIGINT and SIGTERM into `Stopped`, so that `finally` runs."""
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def environment(rehearsal: bool, extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Of a process that runs a part: this checkout's library, and the device that is meant."""
     paths = [str(SRC), *filter(None, [os.environ.get("PYTHONPATH")])]
-    platforms = "cpu" if rehearsal else os.environ.get("JAX_PLATFORMS", "cuda,cpu")
+    inherited = os.environ.get("JAX_PLATFORMS", "")
+    platforms = "cpu" if rehearsal else inherited if {"cuda", "gpu"} & {*inherited.split(",")} else "cuda,cpu"
     fixed = {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": platforms, "PYTHONUNBUFFERED": "1"}
     return {**os.environ, **fixed, **(extra or {})}
-
-
-def run(
-    command: Sequence[str],
-    env: Mapping[str, str],
-    seconds: float,
-    *,
-    errors: Path | None = None,
-    patience: float = 3.0,
-) -> int | None:
-    """Run to the end or the limit; the exit status, None for a process that was killed at its limit.
-
-    The process leads a group that is killed as a whole, and dies when this one does.
-    """
-    with contextlib.ExitStack() as stack:
-        stderr = stack.enter_context(errors.open("wb")) if errors else None
-        process = subprocess.Popen(
-            list(command), env=dict(env), stderr=stderr, start_new_session=True, preexec_fn=_die_with_parent
-        )
-        stack.callback(_end, process, patience)
-        try:
-            return process.wait(timeout=max(seconds, 0.0))
-        except subprocess.TimeoutExpired:
-            return None
-
-
-def _die_with_parent() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
-def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Ask first, so that a part ends its own case, then kill the whole group."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=patience)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 # --- the command line of a part ------------------------------------------------------------------------------------
@@ -230,6 +210,7 @@ def main(
     needs: Mapping[str, Sequence[str]] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,
     together: bool = False,
+    finish: Callable[[], None] | None = None,
 ) -> None:
     """Run the cases of a part, each in a process of its own, and keep what they return.
 
@@ -241,20 +222,26 @@ def main(
         needs: Modules (peers) that a case needs; where they are missing its row says so and the part is complete.
         env: What a case wants in its environment, such as ``XLA_PYTHON_CLIENT_PREALLOCATE``.
         together: Whether a rehearsal runs all cases in one process, since a CPU has no allocator to keep clean.
+        finish: Called when all cases of a measurement are there.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list(cases), metavar="NAME", help="only this; repeatable")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the raw result")
-    parser.add_argument("--minutes", type=float, metavar="N", help="start nothing that cannot end within N minutes")
+    parser.add_argument("--minutes", type=positive, metavar="N", help="start no case of which less than half would fit")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--leave", action="append", default=[], choices=list(cases), help=argparse.SUPPRESS)
     parser.add_argument("--child", action="append", choices=list(cases), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         sys.exit(_child({name: cases[name] for name in options.child}, options.rehearse, options.rows))
     with stoppable():
-        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
+        state = _Part(part, cases, minutes or {}, needs or {}, env or {}, together, options)
+        status = state.all()
+        if finish and state.content["complete"] and not state.rehearsal:
+            finish()
+        sys.exit(status)
 
 
 def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:
@@ -301,24 +288,28 @@ class _Part:
         temporary = Path(tempfile.gettempdir()) / f"lowtide-rehearsal-{os.getuid()}"
         home = temporary if self.rehearsal else folder(self.content["device_kind"])
         self.path: Path = options.json or home / f"{part}.json"
-        before = read(self.path)
+        self.before = before = read_result(self.path)
         same = all(before.get(key) == self.content[key] for key in ("rehearsal", "device_kind"))
         self.is_precious = not same and before.get("rehearsal") is False
         kept = before.get("rows", {}) if same and not (self.rehearsal and not options.json) else {}
-        anew = self.chosen if options.again else []
-        self.rows = {k: row for k, row in kept.items() if k in cases and k not in anew}
+        self.anew: set[str] = {*self.chosen} if options.again else set()
+        self.leave: list[str] = [name for name in self.chosen if name in options.leave]
+        self.rows = {name: row for name, row in kept.items() if name in cases}
+        self.spent: float = before.get("spent_seconds", 0.0) if kept and not options.again else 0.0
+        self.ran = not kept
 
     def all(self) -> int:
         """Run what is not there; the exit status."""
-        if not self.rehearsal and not self.content["gpu"] and "JAX_PLATFORMS" not in os.environ:
+        if not self.rehearsal and not self.content["gpu"]:
             print(f"{self.part}: no GPU here (nvidia-smi finds none); --rehearse runs toy sizes on the CPU")
             return 2
         if self.is_precious:
             print(f"{self.part}: {self.path} is a measurement of another device, and stays as it is")
             return 2
-        self.late: list[str] = []
-        self._save()
         due = [name for name in self.chosen if self._is_due(name)]
+        self.late: list[str] = [name for name in due if name in self.leave]
+        self._save()
+        due = sorted((name for name in due if name not in self.leave), key=self._is_tired)
         for names in self._groups(due):
             left = self.deadline - time.monotonic()
             if left < ENOUGH * self._limit(names):
@@ -330,18 +321,23 @@ class _Part:
         self._save()
         self._show()
         failed = [name for name in self.chosen if name in self.rows and not _is_settled(self.rows[name])]
+        failed += [name for name in self.chosen if "again" in self.rows.get(name, {})]
         return int(bool(failed or self.late))
 
     def _is_due(self, name: str) -> bool:
         """Whether a case is to be run: not where it is there, or cannot be."""
-        if self.rows.get(name, {}).get("ok"):
+        if self.rows.get(name, {}).get("ok") and name not in self.anew:
             print(f"{self.part}/{name}: there already")
             return False
         if absent := missing(self.needs.get(name, ())):
-            self.rows[name] = {"ok": False, "not_here": absent}
+            if not self.rows.get(name, {}).get("ok"):
+                self.rows[name] = {"ok": False, "not_here": absent}
             print(f"{self.part}/{name}: not here: {', '.join(absent)}")
             return False
         return True
+
+    def _is_tired(self, name: str) -> bool:
+        return self.rows.get(name, {}).get("failures", 0) >= TIRED
 
     def _groups(self, due: Sequence[str]) -> list[list[str]]:
         """What shares a process: a case with nothing, or in a rehearsal with those of its environment."""
@@ -366,31 +362,53 @@ class _Part:
             words = [sys.executable, self.script, *(word for name in names for word in ("--child", name))]
             words += ["--rows", str(directory), *["--rehearse"] * self.rehearsal]
             status = run(words, environment(self.rehearsal, self.env.get(names[0])), limit, errors=errors)
-            seconds, moment = round(time.monotonic() - started, 2), _moment()
+            seconds = round(time.monotonic() - started, 2)
+            self.ran, self.spent = True, self.spent + seconds
             why = f"killed at its limit of {limit:.0f} s" if status is None else f"exit status {status}"
             for name in names:
                 found = read(directory / _file(name, "json"))
                 own = {"seconds": seconds} if len(names) == 1 else {}
                 if found:
-                    self.rows[name] = {"ok": True, **moment, **found, **own}
+                    self._keep(name, {"ok": True, **self._made(), **found, **own})
+                elif status is None and limit < self._limit(names):
+                    self.late.append(name)
+                    print(f"{self.part}/{name}: cut after {seconds:.0f} s of {self._limit(names):.0f}: no time left")
                 else:
                     error = directory / _file(name, "error")  # of one of several; of one alone all that it said
                     tail = _tail(error if len(names) > 1 and error.exists() else errors)
-                    self.rows[name] = {"ok": False, **moment, **own, "error": "\n".join([why, *tail])}
+                    self._keep(name, {"ok": False, **self._made(), **own, "error": "\n".join([why, *tail])})
                     print("\n".join([f"{self.part}/{name}: FAILED, {why}", *(f"    {line}" for line in tail[-8:])]))
-        done = sum(self.rows[name]["ok"] for name in names)
+        done = sum(self.rows.get(name, {}).get("ok", False) for name in names)
         print(f"{self._label(names)}: {done} of {len(names)} ok after {seconds:.0f} s", flush=True)
 
+    def _made(self) -> dict[str, Any]:
+        """With what and when a row was measured, which may be others than the file's latest."""
+        driver = self.content["gpu"].get("driver_version")
+        return {**_moment(), "versions": self.content["versions"], "driver": driver}
+
+    def _keep(self, name: str, row: dict[str, Any]) -> None:
+        """Take a new row; one that failed beside a measurement is noted in it."""
+        before = self.rows.get(name, {})
+        if not row["ok"] and before.get("ok"):
+            self.rows[name] = {**before, "again": row}
+            return
+        failures = 0 if row["ok"] else before.get("failures", 0) + 1
+        self.rows[name] = {**row, "failures": failures} if failures else row
+
     def _save(self) -> None:
+        """Write the file, with its own header where nothing ran since."""
         rows = {name: self.rows[name] for name in self.cases if name in self.rows}
         complete = all(_is_settled(rows.get(name)) for name in self.cases)
-        self.content |= {"complete": complete, "not_started": self.late, "rows": rows}
-        write(self.path, self.content)
+        own = {"complete": complete, "not_started": self.late, "spent_seconds": round(self.spent, 2)}
+        self.content |= {**own, "cases": list(self.cases), "rows": rows}
+        kept = self.content if self.ran else {**self.before, **own, "cases": list(self.cases), "rows": rows}
+        if kept != self.before:
+            write(self.path, kept)
 
     def _show(self) -> None:
         width = max(map(len, self.cases))
         for name, row in self.content["rows"].items():
-            state = "ok" if row["ok"] else "not here" if "not_here" in row else "failed"
+            state = "ok" if row.get("ok") else "not here" if "not_here" in row else "failed"
             print(f"  {name:{width}}  {state:8}  {row.get('seconds', 0):7.1f} s  {_figures(row)}")
         print(f"{self.part}: {'complete' if self.content['complete'] else 'not complete'}, {self.path}", flush=True)
 

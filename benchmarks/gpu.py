@@ -6,6 +6,7 @@
 
 The parts run in the order of worth, each a script of its own with a time limit. `benchmarks/results/gpu/<device>/` has
 a file for each, written anew after every case, so that a kill loses at most one; a second call skips what is there.
+With `--minutes` a case starts while half of its limit is left; what the end cuts short runs with the next call.
 `docs/internals/gpu-day.md` says how to use a machine without a network.
 """
 
@@ -19,24 +20,39 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _gpu import RESULTS, ROOT, environment, folder, gpu, read, run, stoppable
+from _gpu import (
+    RESULTS,
+    ROOT,
+    TIRED,
+    environment,
+    folder,
+    gpu,
+    is_complete,
+    positive,
+    read_result,
+    run,
+    stoppable,
+)
 from _summary import block, in_readme, table
 
 WHEELS = ROOT / "gpu-wheels.txt"
 README = ROOT.parent / "README.md"
+PROJECT = ROOT.parent / "pyproject.toml"
 MAX_WHEEL_BYTES = 60 * 2**20
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+SPENT = "its minutes are spent, the rest at the end"
 LEAST_SECONDS = 20.0
 """With less than this left no part is started."""
 
 
 class Part(NamedTuple):
-    """A script and the time it may take on an H200."""
+    """A script and the minutes that it may take before the parts after it, over all calls."""
 
     name: str
     script: str
@@ -82,37 +98,45 @@ def measure(parts: Sequence[Part], options: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
     states = {part.name: _one(part, out, deadline, options) for part in parts}
     for part in parts:  # what found no time within its part's minutes, in whatever is left
-        if late := read(out / f"{part.name}.json").get("not_started"):
-            states[part.name] = _one(part, out, deadline, options, late)
+        if states[part.name] == SPENT or read_result(out / f"{part.name}.json").get("not_started"):
+            states[part.name] = _one(part, out, deadline, options, last=True)
     width = max(map(len, states))
     print("\n".join(f"  {name:{width}}  {state}" for name, state in states.items()))
     return int(any(not state.startswith(("complete", "there")) for state in states.values()))
 
 
-def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, cases: Sequence[str] = ()) -> str:
-    """Run one part, or these cases of it, unless it is there; what became of it."""
+def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, last: bool = False) -> str:
+    """Run one part unless it is there, at last without regard to its own minutes; what became of it."""
     path, script = out / f"{part.name}.json", ROOT / part.script
-    before = read(path)
-    if before.get("complete") and before.get("rehearsal") == options.rehearse and not options.again:
+    before = read_result(path)
+    again = options.again and not last
+    if is_complete(before) and before.get("rehearsal") == options.rehearse and not again:
         print(f"{part.name}: there already", flush=True)
         return "there already"
     left = deadline - time.monotonic()
     if left < LEAST_SECONDS:
         print(f"{part.name}: not started, {max(left, 0):.0f} s left", flush=True)
         return "not started: no time left"
-    limit = min(60 * part.minutes, left)
+    minutes = part.minutes - (0 if again else before.get("spent_seconds", 0) / 60)
+    if not last and minutes <= 0:
+        print(f"{part.name}: {SPENT}", flush=True)
+        return SPENT
+    limit = left if last else min(60 * minutes, left)
     shown = "" if left == float("inf") else f", {left / 60:.1f} minutes left of all"
     print(f"=== {part.name}: {part.about} (at most {limit / 60:.1f} minutes{shown})", flush=True)
-    words = [sys.executable, str(script), "--json", str(path), "--minutes", f"{limit / 60:.4f}"]
-    words += ["--rehearse"] * options.rehearse + ["--again"] * options.again
-    words += [word for case in cases for word in ("--case", case)]
+    words = [sys.executable, str(script), "--json", str(path), "--minutes", f"{min(limit / 60, 1e6):.4f}"]
+    words += ["--rehearse"] * options.rehearse + ["--again"] * again
+    late = before.get("not_started", []) if last else []
+    words += [word for case in late for word in ("--case", case)]
+    tired = [name for name, row in before.get("rows", {}).items() if row.get("failures", 0) >= TIRED and not last]
+    words += [word for case in tired for word in ("--leave", case)]
     started = time.monotonic()
     # The part looks at the clock itself; it is killed only when it does not.
     status = run(words, environment(options.rehearse), limit + 15, patience=10)
     seconds = time.monotonic() - started
-    after = read(path)
+    after = read_result(path)
     state = "complete" if status == 0 and after.get("complete") else "not complete" if after else "failed"
-    failed = [name for name, row in after.get("rows", {}).items() if not row["ok"] and "not_here" not in row]
+    failed = [name for name, row in after.get("rows", {}).items() if not row.get("ok") and "not_here" not in row]
     late = after.get("not_started", [])
     notes = [f"failed: {', '.join(failed)}"] * bool(failed) + [f"no time for: {', '.join(late)}"] * bool(late)
     notes += ["killed at its limit"] * (status is None) + [f"exit status {status}"] * (not after and status is not None)
@@ -127,8 +151,7 @@ def results(home: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Results by device and part, from a folder of devices or of one device."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for path in sorted([*home.glob("*.json"), *home.glob("*/*.json")]):
-        content = read(path)
-        if "part" in content:
+        if content := read_result(path):
             found.setdefault(content["device_kind"], {})[content["part"]] = content
     return found
 
@@ -166,14 +189,39 @@ def wanted(text: str, python: tuple[int, int]) -> list[str]:
 
 
 def lacking(text: str) -> list[str]:
-    """What this Python does not have in any version."""
-    found: list[str] = []
+    """What this Python does not have, or in a version that is older than Lowtide needs."""
+    found, least = list[str](), least_versions()
     for requirement in wanted(text, sys.version_info[:2]):
+        name = requirement.split("==")[0]
         try:
-            metadata.version(requirement.split("==")[0])
+            is_old = _is_older(metadata.version(name), least.get(_normal(name), "0"))
         except metadata.PackageNotFoundError:
+            is_old = True
+        if is_old:
             found.append(requirement)
     return found
+
+
+def least_versions() -> dict[str, str]:
+    """The lower bounds of `pyproject.toml`, by normal name."""
+    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+    matches = [re.match(r"([\w.-]+)(?:\[.*?\])?>=([\w.]+)", line) for group in groups for line in group]
+    return {_normal(match[1]): match[2] for match in matches if match}
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _is_older(version: str, bound: str) -> bool:
+    try:
+        from packaging.version import Version
+    except ImportError:
+        one, other = ([int(word) for word in re.findall(r"\d+", text.partition("+")[0])] for text in (version, bound))
+        longest = max(len(one), len(other))
+        return one + [0] * (longest - len(one)) < other + [0] * (longest - len(other))
+    return Version(version) < Version(bound)
 
 
 def total_bytes(paths: Iterable[Path]) -> int:
@@ -198,11 +246,18 @@ def download(directory: Path, python: str) -> None:
 # --- command line --------------------------------------------------------------------------------------------------
 
 
+def python_version(text: str) -> str:
+    """For instance ``3.12``."""
+    if not re.fullmatch(r"\d+\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version such as 3.12")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
     parser.add_argument("--part", action="append", choices=names, metavar="NAME", help="only this; repeatable")
-    parser.add_argument("--minutes", type=float, metavar="N", help="for everything together")
+    parser.add_argument("--minutes", type=positive, metavar="N", help="for everything together")
     parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results go, or where --summary finds them")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
@@ -211,7 +266,9 @@ def main() -> int:
     parser.add_argument("--readme", action="store_true", help="rewrite README's block from the results")
     parser.add_argument("--missing", action="store_true", help="print the wheels that this Python lacks")
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="download the wheels")
-    parser.add_argument("--python", default="3.12", metavar="X.Y", help="for --wheels (default: 3.12)")
+    parser.add_argument(
+        "--python", type=python_version, default="3.12", metavar="X.Y", help="for --wheels (default: 3.12)"
+    )
     options = parser.parse_args()
     if options.list:
         for part in PARTS:

@@ -4,7 +4,7 @@
 
 `lowtide finetune` as it comes (the embedded model, the language reference that ships in Python, 300 steps of 8 x 128
 tokens), and a short run that tunes every parameter from the host. The measured peak is the whole run's, evaluation and
-samples included; the predicted bytes are the step's.
+samples included; the predicted bytes are the step's. What was held when the first step began is `peak_before_bytes`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _gpu import ROOT, main
+from _gpu import ROOT, main, run_child
 
 README = ROOT.parent / "README.md"
+WATCHED = """
+import json, sys
+import lowtide
+from lowtide.cli import main
+from lowtide.train._table import measured_peak_bytes
+
+fit, path = lowtide.Trainer.fit, sys.argv.pop(1)
+
+def watched(self, *args, **options):
+    with open(path, "w") as file:
+        json.dump(measured_peak_bytes(), file)
+    return fit(self, *args, **options)
+
+lowtide.Trainer.fit = watched
+raise SystemExit(main())
+"""
+"""The `lowtide` command, which leaves the allocator's peak before the first step in a file."""
 
 
 def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, Any]:
@@ -29,18 +46,22 @@ def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, A
     small = ("--steps", "8", "--batch-size", "4", "--seq-len", "32", "--data", str(README))
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        command = [sys.executable, "-m", "lowtide", "finetune", "--out", str(out), *flags]
+        before = Path(folder) / "before.json"
+        command = [sys.executable, "-c", WATCHED, str(before), "finetune", "--out", str(out), *flags]
         command += small if rehearsal else ("--steps", str(steps))
         if rehearsal:
             config = Path(folder) / "config.toml"
             config.write_text("eval_every = 1000\nsample_tokens = 0\n", encoding="utf-8")
             command += ["--config", str(config)]
         started = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
+        run_child(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"})
         seconds = time.perf_counter() - started
         memory = json.loads((out / "memory.json").read_text(encoding="utf-8"))
         lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        peak_before = json.loads(before.read_text(encoding="utf-8"))
         adapters = [path.name for path in sorted(out.glob("*/*.safetensors"))]
+    if not rehearsal:
+        check_place(memory)
     records = [json.loads(line) for line in lines]
     losses = [record["eval_loss"] for record in records if "eval_loss" in record]
     if not losses[-1] < losses[0]:
@@ -51,6 +72,7 @@ def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, A
         "loss_after": losses[-1],
         "predicted_bytes": memory["device_bytes"],
         "measured_bytes": memory["measured_peak_bytes"],
+        "peak_before_bytes": peak_before,
         "host_bytes": memory["host_bytes"],
         "by_role": memory["by_role"],
         "target": memory["target"],
@@ -59,6 +81,12 @@ def finetune(flags: tuple[str, ...], steps: int, rehearsal: bool) -> dict[str, A
         "step_seconds": steps_seconds[-20:],
         "files": adapters,
     }
+
+
+def check_place(memory: dict[str, Any]) -> None:
+    """Raise unless the run was on a GPU: a CPU's allocator keeps no count."""
+    if not memory["measured_peak_bytes"] or "cpu" in str(memory["chip"]).lower():
+        raise RuntimeError(f"the run was on {memory['chip']} ({memory['target']}): a measurement needs a GPU")
 
 
 if __name__ == "__main__":

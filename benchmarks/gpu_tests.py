@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _gpu import ROOT, main
+from _gpu import ROOT, main, run_child
 
 TESTS = ROOT.parent / "tests"
 FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text("utf-8"))]
@@ -43,7 +42,7 @@ def run(path: Path, rehearsal: bool) -> dict[str, Any]:
         # A warning of a driver is no reason to lose a day's results.
         command = [sys.executable, "-m", "pytest", str(path), *words, "-W", "default"]
         env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        done = subprocess.run(command, cwd=ROOT.parent, env=env, capture_output=True, text=True, check=False)
+        done = run_child(command, cwd=ROOT.parent, env=env, capture_output=True, text=True, check=False)
         if not report.exists():
             raise RuntimeError(f"pytest ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-2000:]}")
         return outcomes(report)

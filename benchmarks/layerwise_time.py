@@ -38,6 +38,7 @@ from _decoders import (
     keep,
     memory_may_run_out,
     num_parameters,
+    placed,
     sampled,
     step_peak_bytes,
     toy,
@@ -79,7 +80,7 @@ def layerwise(row: dict[str, Any], kind: str, model: Any, batch: Tree, num_micro
     jax.block_until_ready(state)
     row["init_seconds"] = round(time.perf_counter() - started, 2)
     program = compiled(row, step, state, frozen, batch, donate_argnums=0)
-    row["verified"] = verified(kind, program)
+    row |= verified(kind, program)
     held = [state]
     del state, model
 
@@ -113,7 +114,7 @@ def plain(row: dict[str, Any], model: Any, batch: Tree) -> Stepper:
     return one, lambda: held[0]
 
 
-def verified(kind: str, program: Any) -> str:
+def verified(kind: str, program: Any) -> dict[str, Any]:
     """What `lowtide.offload.verify` says of the compiled step."""
     places = {
         "device": {},
@@ -123,8 +124,8 @@ def verified(kind: str, program: Any) -> str:
     try:
         found = lt.offload.verify(program, places[kind])
     except lt.LowtideError as error:
-        return str(error)[:2000]
-    return f"{found.num_moves} moves, {found.host_argument_bytes} argument and {found.host_temp_bytes} temporary bytes"
+        return {"verified": False, "verify_error": str(error)[:2000]}
+    return {"verified": True, **placed(found)}
 
 
 def run(word: str, kind: str, rehearsal: bool) -> dict[str, Any]:

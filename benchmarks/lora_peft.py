@@ -25,7 +25,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,13 +32,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _gpu import main, peak_bytes, timed
+from _gpu import main, peak_bytes, run_child, timed
 
 PART = "lora"
 RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY = 16, 32.0, 1e-4, 0.01
 LOSSES, WARMUP, REPEATS = 5, 2, 10
 TOLERANCE = 0.02
-"""Nats by which two sides in bfloat16 may differ in a rehearsal."""
+"""Nats by which two sides in bfloat16 may differ in a rehearsal; of measurements the summary judges."""
 OURS = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}
 THEIRS = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # should any of their imports start JAX
@@ -99,7 +98,7 @@ def ensure(model: str, rehearsal: bool) -> Path:
     if not (folder / "complete").is_file():
         words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
         with tempfile.TemporaryDirectory() as rows:
-            subprocess.run([*words, "--rows", rows], check=True)
+            run_child([*words, "--rows", rows], check=True)
     return folder
 
 
@@ -174,13 +173,22 @@ def run_lowtide(model: str, batch_size: int, seq_len: int, remat: bool, rehearsa
 # --- transformers and peft -----------------------------------------------------------------------------------------
 
 
+def device_of(torch: Any, rehearsal: bool) -> str:
+    """The GPU; in a rehearsal the CPU will do, in a measurement not."""
+    if rehearsal:
+        return "cpu"
+    if not torch.cuda.is_available():
+        raise RuntimeError("PyTorch finds no GPU here: a measurement needs one, --rehearse does without")
+    return "cuda"
+
+
 def peft(row: dict[str, Any], folder: Path, remat: bool, rehearsal: bool) -> None:
     """The same in PyTorch."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_of(torch, rehearsal)
     in_bf16 = row["side"] == "peft_bf16"
     torch.set_float32_matmul_precision("high")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa").to(device)
@@ -236,7 +244,7 @@ def run_peft(side: str, model: str, batch_size: int, seq_len: int, remat: bool, 
         row |= {"out_of_memory": False, **_against_ours(folder, row)}
         if rehearsal and row["loss_difference"] is not None and not row["loss_difference"] <= TOLERANCE:
             raise AssertionError(f"losses differ: {row}")
-    if not torch.cuda.is_available():
+    if rehearsal:
         return {"device_kind": "cpu", **row, "peak_bytes": None}
     return {
         "device_kind": torch.cuda.get_device_name(),

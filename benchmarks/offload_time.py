@@ -14,7 +14,8 @@ loss. For 4,096, 16,384 and 65,536 tokens a step:
 
 `again` repeats a step of `device` in another process: what a GPU's own order of additions changes. Each row has the
 largest difference of losses and of sampled parameters (or gradients) from `device` (`gradients`), what XLA predicts,
-the allocator's peak, `lowtide.offload.verify`'s verdict, and from a profile how much of the copies ran under kernels.
+the allocator's peak, whether `lowtide.offload.verify` agrees, and from a profile how much of the copies ran under
+kernels.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from _decoders import (
     keep,
     memory_may_run_out,
     num_parameters,
+    placed,
     sampled,
     step_peak_bytes,
     toy,
@@ -95,15 +97,22 @@ def step_of(kind: str, stack: lt.LayerStack, tx: Any) -> Callable[..., Any]:
     return update if tx is not None else gradients
 
 
-def verified(kind: str, program: Any) -> str:
-    """What `lowtide.offload.verify` says of the compiled step."""
+def saved_bytes(config: Any, num_tokens: int) -> int:
+    """What the names keep of a step in bfloat16: queries, keys, values, gate and up of every token and layer."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return 2 * num_tokens * config.num_layers * (heads * config.head_dim + 2 * config.intermediate_size)
+
+
+def verified(kind: str, program: Any, saved: int) -> dict[str, Any]:
+    """What `lowtide.offload.verify` says of the compiled step; half of what is saved must be on the host."""
     places = {"opt_state": {"1/0/{mu,nu}/**": "host"}, "parameters": {"0/1/*/**": "host"}}
     try:
         # Stacked vectors are on the host, too: all of the layers' leaves were put there.
-        found = lt.offload.verify(program, places.get(kind, {}), host_temp_bytes=int(kind == "activations"))
+        least = saved // 2 if kind == "activations" else 0
+        found = lt.offload.verify(program, places.get(kind, {}), host_temp_bytes=least)
     except lt.LowtideError as error:
-        return str(error)[:2000]
-    return f"{found.num_moves} moves, {found.host_argument_bytes} argument and {found.host_temp_bytes} temporary bytes"
+        return {"verified": False, "verify_error": str(error)[:2000]}
+    return {"verified": True, **placed(found)}
 
 
 def run(num_tokens: int, kind: str, rehearsal: bool) -> dict[str, Any]:
@@ -163,7 +172,8 @@ def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree,
 
         losses = [float(step()) for _ in range(3)]
         values = sampled(held[0])
-    row |= {"verified": verified(kind, program), "losses": losses}
+    row |= {"losses": losses, "saved_bytes": saved_bytes(config, row["tokens"])}
+    row |= verified(kind, program, row["saved_bytes"])
     if kind in REFERENCES:
         row |= compare(PART, name + "-" + REFERENCES[kind], losses, values)
     else:

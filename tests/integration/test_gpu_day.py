@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` loses nothing: resumed, killed, out of time, without packages; and what README says of it."""
+"""`benchmarks/gpu.py` loses nothing: resumed, killed, out of time, without packages."""
 
 from __future__ import annotations
 
@@ -171,6 +171,99 @@ def test_a_measurement_says_of_what_and_no_rehearsal_takes_its_place(stub: Stub,
     assert stub.content == content
 
 
+def test_again_erases_nothing_before_it_is_measured(stub: Stub) -> None:
+    stub.run()
+    before = stub.content
+    stub.run("--again", "--minutes", "0.3")  # enough for none
+    assert stub.content["rows"] == before["rows"] and stub.content["date"] == before["date"]
+    done = stub.run("--again", "--case", "late", SLEEP="60", LIMIT="0.01")
+    row = stub.content["rows"]["late"]
+    assert done.returncode == 1 and row["ok"] and not row.pop("again")["ok"] and row == before["rows"]["late"]
+
+
+def test_a_case_that_the_end_cuts_short_is_taken_up_again(stub: Stub) -> None:
+    done = stub.run("--case", "late", "--minutes", "0.05", SLEEP="60", LIMIT="0.08")
+    assert done.returncode == 1 and "stub/late: cut after" in done.stdout
+    assert "late" not in stub.content["rows"] and stub.content["not_started"] == ["late"]
+    assert stub.run("--case", "late").returncode == 0 and stub.content["rows"]["late"]["ok"]
+
+
+def test_a_case_that_failed_twice_goes_to_the_end(stub: Stub) -> None:
+    stub.run("--case", "bad", BAD="1")
+    stub.run("--case", "bad", BAD="1")
+    assert stub.content["rows"]["bad"]["failures"] == 2
+    printed = stub.run(BAD="1").stdout
+    assert printed.index("stub/late: started") < printed.index("stub/bad: started")
+
+
+def test_each_row_says_with_what_it_was_made(stub: Stub) -> None:
+    stub.run(LOWTIDE_COMMIT="abc")
+    row = stub.content["rows"]["good"]
+    assert (row["commit"], row["code_commit"], row["driver"]) == ("abc", None, None)
+    assert row["versions"]["jax"] == stub.content["versions"]["jax"]
+
+
+def test_an_unknown_commit_says_nothing_of_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gpu, "_git", lambda *arguments: None)
+    moment = _gpu._moment()
+    assert (moment["commit"], moment["uncommitted_changes"]) == (None, None)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", "nan", "inf", "x"])
+def test_minutes_are_positive_numbers(stub: Stub, minutes: str) -> None:
+    done = stub.run(f"--minutes={minutes}")
+    assert done.returncode == 2 and "argument --minutes" in done.stderr and not stub.json.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"part": "stub", "dev', '{"part": "stub", "device_kind": "cpu", "rows": []}', '{"rows": {}}']
+)
+def test_a_damaged_file_is_moved_aside(stub: Stub, text: str, tmp_path: Path) -> None:
+    stub.json.write_text(text)
+    assert gpu.results(tmp_path) == {} and not stub.json.exists()
+    stub.json.write_text(text)
+    done = stub.run()
+    assert done.returncode == 0 and "is damaged" in done.stderr
+    assert (tmp_path / "stub.json.damaged").read_text() == text
+
+
+def test_what_a_case_lacked_and_is_here_now_is_due() -> None:
+    rows = {"a": {"ok": True}, "b": {"ok": False, "not_here": ["no_such_module"]}}
+    assert _gpu.is_complete({"complete": True, "rows": rows})
+    rows["b"]["not_here"] = ["json"]
+    assert not _gpu.is_complete({"complete": True, "rows": rows})
+
+
+def test_a_measurement_is_not_sent_to_the_cpu(stub: Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for inherited, found in (("cpu", "cuda,cpu"), ("", "cuda,cpu"), ("cuda", "cuda")):
+        monkeypatch.setenv("JAX_PLATFORMS", inherited)
+        assert _gpu.environment(False)["JAX_PLATFORMS"] == found
+    command = [word for word in stub.command() if word != "--rehearse"]
+    env = stub.environment(JAX_PLATFORMS="cpu", PATH=str(tmp_path))
+    assert subprocess.run(command, env=env, check=False).returncode == 2 and not stub.json.exists()
+
+
+def test_what_a_case_started_dies_with_a_killed_part(tmp_path: Path) -> None:
+    script = tmp_path / "deep.py"
+    child = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(60)"
+    script.write_text(f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from _gpu import main, run_child
+
+def deep(rehearsal):
+    run_child([sys.executable, "-c", {child!r}])
+
+main("deep", {{"deep": deep}}, __doc__)
+""")
+    process = subprocess.Popen([sys.executable, str(script), "--rehearse", "--json", str(tmp_path / "deep.json")])
+    pid = tmp_path / "pid"
+    until(lambda: pid.exists() and pid.read_text().endswith(" "))
+    process.kill()
+    process.wait()
+    until(lambda: is_gone(int(pid.read_text())))
+
+
 # --- all parts -----------------------------------------------------------------------------------------------------
 
 
@@ -217,9 +310,22 @@ def test_what_found_no_time_in_its_part_runs_at_the_end(
     short = parts[0]._replace(minutes=0.9)  # for `late`, not for `good`, nor for `bad`
     assert gpu.measure([short, parts[2]], options(out=out, minutes=5)) == 1
     printed = capfd.readouterr().out
-    assert printed.count("one/good: not started") == 2 and printed.count("one/late: started") == 1
+    assert printed.count("one/good: not started") == 1 and printed.count("one/late: started") == 1
     assert printed.index("one/late: started") < printed.index("two/good: started")
-    assert json.loads((out / "one.json").read_text())["not_started"] == ["good", "bad"]
+    assert printed.index("two/good: started") < printed.index("one/good: started")  # with all that is left
+    content = json.loads((out / "one.json").read_text())
+    assert content["not_started"] == [] and content["rows"]["good"]["ok"] and content["rows"]["bad"]["failures"] == 1
+
+
+def test_minutes_of_a_part_count_once_over_calls(
+    parts: list[gpu.Part], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    content = {"part": "one", "device_kind": "cpu", "rehearsal": True, "complete": False, "spent_seconds": 301.0}
+    _gpu.write(tmp_path / "out/one.json", {**content, "rows": {"late": {"ok": True}}})
+    assert gpu.measure([parts[0], parts[2]], options(out=tmp_path / "out", minutes=9)) == 0
+    printed = capfd.readouterr().out
+    assert "one: its minutes are spent" in printed
+    assert printed.index("two/good: started") < printed.index("one/good: started")
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(
@@ -235,7 +341,10 @@ def test_what_was_measured_before_counts_in_another_folder(
 ) -> None:
     monkeypatch.setattr(gpu, "gpu", lambda: {"name": "NVIDIA H200"})
     monkeypatch.setattr(gpu, "folder", lambda kind: tmp_path / "results" / kind)
-    _gpu.write(tmp_path / "results/NVIDIA H200/one.json", {"complete": True, "rehearsal": False, "part": "one"})
+    _gpu.write(
+        tmp_path / "results/NVIDIA H200/one.json",
+        {"complete": True, "rehearsal": False, "part": "one", "device_kind": "x"},
+    )
     assert gpu.measure(parts[:1], options(rehearse=False, out=tmp_path / "back")) == 0
     assert "one: there already" in capfd.readouterr().out
     assert (tmp_path / "back/one.json").is_file()
@@ -293,6 +402,22 @@ def test_the_list_agrees_with_the_constraints_and_has_what_lowtide_requires() ->
     assert block is not None
     required = set(re.findall(r'"([\w-]+)>=', block[1])) - {"jax", "numpy", "scipy"}  # the last two come with JAX
     assert {normal(name) for name in required} <= {line.split("==")[0] for line in listed}
+
+
+def test_a_version_below_the_bound_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"optax": "0.2.7", "rich": "14.10"}
+    monkeypatch.setattr(gpu.metadata, "version", versions.__getitem__)
+    for packaging in (True, False):
+        if not packaging:
+            monkeypatch.setitem(sys.modules, "packaging.version", None)
+        assert gpu.lacking("optax==0.2.8\nrich==15.0.0") == ["optax==0.2.8"]
+        assert not gpu._is_older("14.2.0", "14.2") and gpu._is_older("0.9", "0.10")
+
+
+def test_a_python_without_its_second_number_is_refused() -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--wheels", "x", "--python", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "'3' is not a version such as 3.12" in done.stderr
 
 
 def test_wheels_that_are_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,117 +480,6 @@ def test_intervals() -> None:
     assert _overlap.common([(0, 2), (3, 4)], [(1, 3.5), (3.7, 9)]) == [(1, 2), (3, 3.5), (3.7, 4)]
     assert _overlap.common([], [(0, 1)]) == []
     assert _overlap.length([(0, 2), (3, 4.5)]) == 3.5
-
-
-# --- summary and README --------------------------------------------------------------------------------------------
-
-
-def results(**parts: dict[str, dict[str, Any]]) -> Any:
-    return {"NVIDIA H200": {name: {"part": name, "rows": rows} for name, rows in parts.items()}}
-
-
-def good(**fields: Any) -> dict[str, Any]:
-    return {"ok": True, "seconds": 1.0, **fields}
-
-
-FAILED = {"ok": False, "error": "exit status 1\nValueError: no\n----\nFor simplicity, JAX has removed frames."}
-KILLED = {"ok": False, "error": "killed at its limit of 5 s"}
-
-
-def state(found: Any, figure: str) -> tuple[str, str]:
-    (line,) = [line for _, line in _summary.lines(found["NVIDIA H200"]) if line.figure.startswith(figure)]
-    return line.state, line.found
-
-
-def test_key_figures_beside_their_aims() -> None:
-    found = results(
-        smoke={"finetune": good(loss_before=3.8, loss_after=3.2, predicted_bytes=2**30, measured_bytes=2**30)},
-        peak={
-            "a": good(error=0.01),
-            "a-growing": good(error=-0.04),
-            "b": good(error=None, covered=True),
-            "c": FAILED,
-            "d": KILLED,
-        },
-        lora={
-            "1b-8x2048-remat-lowtide": good(tokens_per_second=1400.0, peak_bytes=6 * 2**30),
-            "1b-8x2048-remat-peft": good(tokens_per_second=1000.0, peak_bytes=10 * 2**30),
-            "8b-1x2048-plain-lowtide": good(tokens_per_second=100.0, peak_bytes=2**34),
-            "8b-1x2048-plain-peft": {"ok": False, "not_here": ["peft"]},
-            "8b-16x2048-plain-lowtide": good(tokens_per_second=100.0, peak_bytes=2**34),
-            "8b-16x2048-plain-peft": good(out_of_memory=True, peak_bytes=2**37),
-        },
-        offload={
-            "64k-device": good(seconds_per_step=[2.0, 2.0, 9.0]),
-            "64k-activations": good(seconds_per_step=[2.1, 2.1, 2.1], overlap={"hidden_share": 0.9}),
-            "64k-remat": good(seconds_per_step=2.4),
-            "16k-opt_state": good(seconds_per_step=2.4),
-        },
-        layerwise={
-            "4k-device": good(tokens_per_second=4000.0, peak_bytes=2**36),
-            "4k-host": FAILED,
-            "16k-device": good(out_of_memory=True),
-        },
-        trainer={"1b": good(overhead=0.03, tokens_per_second=40000.0)},
-        pipeline={"accumulate-8_remat": good(seconds_per_step=2.0), "zb-h1-8_remat": good(seconds_per_step=2.2)},
-        tests={"test_gpu.py": {**FAILED, "num_passed": 8, "num_failed": 1}},
-    )
-    assert state(found, "held-out loss") == ("met", "3.8000 → 3.2000 nats/token")
-    assert state(found, "peak of 1 programs")[0] == "missed"
-    assert "median error 2.50 %, worst 4.00 % (a-growing); 1 of 3 runs" in state(found, "peak of 1 programs")[1]
-    assert state(found, "LoRA 1b-8x2048-remat: tokens/s") == ("met", "1.40 × (1,400 beside 1,000)")
-    assert state(found, "LoRA 1b-8x2048-remat: peak") == ("met", "0.60 × (6.00 GiB beside 10.00 GiB)")
-    assert state(found, "LoRA 8b-1x2048-plain") == ("measured", "100 tokens/s, peak 16.00 GiB")
-    assert state(found, "LoRA 8b-16x2048-plain")[1].endswith("16.00 GiB; peft runs out of memory")
-    assert state(found, "activations over device, 64k") == ("met", "1.05 × the time, 90 % of the copies under kernels")
-    assert state(found, "remat over device, 64k") == ("measured", "1.20 × the time")
-    assert state(found, "AdamW on all 8 B parameters, 4k-device")[1] == "4,000 tokens/s, peak 64.00 GiB"
-    assert state(found, "AdamW on all 8 B parameters, 16k-device")[1] == "runs out of memory"
-    assert state(found, "Trainer.fit") == ("missed", "3.00 %, 40,000 tokens/s")
-    assert state(found, "pipeline of one stage, zb-h1, 8 microbatches, remat") == (
-        "measured",
-        "1.10 × plain accumulation",
-    )
-    assert state(found, "tests marked") == ("missed", "8 passed, 1 failed")
-    table, block = _summary.table(found), _summary.block(found)
-    assert "lora/8b-1x2048-plain-peft: not here: peft" in table and "peak/c: failed: ValueError: no\n" in table
-    assert "peak/d: failed: killed at its limit of 5 s" in table
-    assert "| Trainer.fit over the bare step, LoRA on 1B (NVIDIA H200) | at most 2 % | 3.00 %, 40,000" in block
-    assert block.count("**missed**") == 3
-
-
-def test_without_results_every_line_says_so() -> None:
-    for found in ({}, results(lora={"1b-8x2048-remat-lowtide": FAILED, "x": good()}, peak={"a": good()}, trainer={})):
-        block = _summary.block(found)
-        rows = [line for line in block.splitlines() if line.startswith("| ")][1:]
-        assert len(rows) >= 10 and all("not measured yet" in row for row in rows)
-
-
-def test_a_rehearsal_is_refused(tmp_path: Path) -> None:
-    content = {"part": "peak", "rehearsal": True, "device_kind": "cpu", "rows": {}}
-    _gpu.write(tmp_path / "cpu/peak.json", content)
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{_summary.BEGIN}\n{_summary.END}\nafter\n")
-    with pytest.raises(ValueError, match="peak is a rehearsal on cpu"):
-        gpu.rewrite_readme(readme, tmp_path)
-    with pytest.raises(ValueError, match="peak is a rehearsal on cpu"):
-        _summary.table(gpu.results(tmp_path))
-
-
-def test_the_block_is_rewritten_in_its_place(tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{_summary.BEGIN}\nold\n{_summary.END}\nafter\n")
-    assert gpu.rewrite_readme(readme, tmp_path / "nothing")
-    text = readme.read_text()
-    assert text.startswith(f"before\n{_summary.BEGIN}\n") and text.endswith(f"{_summary.END}\nafter\n")
-    assert "old" not in text and not gpu.rewrite_readme(readme, tmp_path / "nothing")
-    with pytest.raises(ValueError, match="expected one block"):
-        _summary.in_readme("no comments", "new")
-
-
-def test_readme_shows_what_the_results_give() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert _summary.in_readme(text, _summary.block(gpu.results(_gpu.RESULTS))) == text, "run benchmarks/gpu.py --readme"
 
 
 # --- the whole -----------------------------------------------------------------------------------------------------
