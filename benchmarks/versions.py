@@ -86,11 +86,11 @@ def compare(old: Path, new: Path, threshold: float) -> None:
     for column in (one, two, "difference", *PARTS, "host"):
         table.add_column(column, justify="right")
     count = 0
-    for target, rows in after["targets"].items():
-        for program, row in rows.items():
-            was = before["targets"].get(target, {}).get(program)
-            if was is None:
-                continue
+    absent = {"error": "not compiled"}
+    for target in sorted({*before["targets"], *after["targets"]}):
+        olds, news = (content["targets"].get(target, {}) for content in (before, after))
+        for program in sorted({*olds, *news}):
+            was, row = olds.get(program, absent), news.get(program, absent)
             count += 1
             if "error" in row or "error" in was:
                 if row != was:
