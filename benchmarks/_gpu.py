@@ -10,8 +10,8 @@ A part is a script that declares its cases and calls `main`:
 
 The parent never starts a JAX backend, which would take the device's memory from its cases. Each case has a clean
 allocator and a time limit; the file is written again, as a whole, after each; a second call goes on where the first
-ended. What a parent started dies with it, and what a case starts with `run_child`. Nothing outside the standard
-library is imported until a case runs.
+ended. What a parent started dies with it, and what a case starts with `run_child`. This file imports the standard
+library alone.
 """
 
 from __future__ import annotations

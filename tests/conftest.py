@@ -63,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 MANY_MAPS = 20_000
-"""Memory maps of a process; Linux gives it 65,530, and XLA's CPU compiler ends in a segmentation fault beyond."""
+"""Memory maps of a process; Linux gives it 65,530, and XLA's CPU compiler ends the process at the limit."""
 
 
 @pytest.fixture(scope="module", autouse=True)
