@@ -210,7 +210,6 @@ def main(
     needs: Mapping[str, Sequence[str]] | None = None,
     env: Mapping[str, Mapping[str, str]] | None = None,
     together: bool = False,
-    finish: Callable[[], None] | None = None,
 ) -> None:
     """Run the cases of a part, each in a process of its own, and keep what they return.
 
@@ -222,7 +221,6 @@ def main(
         needs: Modules (peers) that a case needs; where they are missing its row says so and the part is complete.
         env: What a case wants in its environment, such as ``XLA_PYTHON_CLIENT_PREALLOCATE``.
         together: Whether a rehearsal runs all cases in one process, since a CPU has no allocator to keep clean.
-        finish: Called when all cases of a measurement are there.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=list(cases), metavar="NAME", help="only this; repeatable")
@@ -237,11 +235,7 @@ def main(
     if options.child:
         sys.exit(_child({name: cases[name] for name in options.child}, options.rehearse, options.rows))
     with stoppable():
-        state = _Part(part, cases, minutes or {}, needs or {}, env or {}, together, options)
-        status = state.all()
-        if finish and state.content["complete"] and not state.rehearsal:
-            finish()
-        sys.exit(status)
+        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
 
 
 def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:

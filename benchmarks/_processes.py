@@ -7,7 +7,8 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +46,7 @@ def run(
     """
     with contextlib.ExitStack() as stack:
         stderr = stack.enter_context(errors.open("wb")) if errors else None
-        process = subprocess.Popen(
-            list(command), env=dict(env), stderr=stderr, start_new_session=True, preexec_fn=dying_with_parent()
-        )
+        process = subprocess.Popen(_dying_with_parent(command), env=dict(env), stderr=stderr, start_new_session=True)
         stack.callback(_end, process, patience)
         try:
             return process.wait(timeout=max(seconds, 0.0))
@@ -57,20 +56,16 @@ def run(
 
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run` for what a case starts itself, which dies with the case."""
-    return subprocess.run(list(command), preexec_fn=dying_with_parent(), **options)
+    return subprocess.run(_dying_with_parent(command), **options)
 
 
-def dying_with_parent() -> Callable[[], None]:
-    """What a child calls first: it is killed when this process ends, also by a kill, and had it ended before."""
-    parent = os.getpid()
+def _dying_with_parent(command: Sequence[str]) -> list[str]:
+    """A command that is killed when this process ends, also by a kill, and does not begin had it ended before.
 
-    def ask() -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask
+    This file, run as a script, asks for it and becomes the command: ``preexec_fn`` would run Python between fork and
+    exec, which is not safe in a process with threads, such as one that runs JAX.
+    """
+    return [sys.executable, "-S", "-E", os.path.abspath(__file__), str(os.getpid()), *command]
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
@@ -82,3 +77,12 @@ def _end(process: subprocess.Popen[bytes], patience: float) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+if __name__ == "__main__":
+    _, parent, *words = sys.argv
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, which exec keeps
+    if os.getppid() != int(parent):
+        sys.exit(1)
+    os.execvp(words[0], words)
