@@ -5,7 +5,8 @@
 Both sides read the same files: random bfloat16 weights of Llama 3.2 1B's or Llama 3 8B's shapes, written once to a
 scratch folder with `lowtide.models.save`, and rank-16 adapters on all projections, float32, from `lowtide.lora.save`.
 Both train the adapters with AdamW (1e-4, betas 0.9 and 0.999, weight decay 0.01) on one batch of random tokens, so the
-losses of the first five steps should agree but for rounding. `remat` recomputes each layer in the backward pass.
+losses of the first five steps should agree but for rounding. `remat` recomputes each layer in the backward pass. The
+files (17 GiB, in `LOWTIDE_SCRATCH` or the system's temporary folder) stay for the next call; delete them when done.
 
     lowtide       the decoder of this library: cuDNN's attention on a GPU (the row says which), chunked loss
     peft          bfloat16 base, SDPA, fused AdamW, non-reentrant checkpointing, under `torch.autocast` as the Trainer
@@ -21,6 +22,7 @@ JAX: neither takes memory that is the other's.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -57,11 +59,23 @@ def place(model: str, rehearsal: bool) -> Path:
     return Path(home, f"lowtide-lora-{os.getuid()}", f"{model}{'-toy' * rehearsal}")
 
 
+def fingerprint() -> str:
+    """Of what decides the files' contents: other code never trains on weights that an earlier one left."""
+    sources = [Path(__file__), Path(__file__).with_name("_decoders.py")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether this code wrote all files of a model."""
+    mark = folder / "complete"
+    return mark.is_file() and mark.read_text(encoding="utf-8") == fingerprint()
+
+
 def prepare(model: str, rehearsal: bool) -> dict[str, Any]:
     """Write weights and adapters; nothing where they are already."""
     model = "1b" if rehearsal else model
     folder = place(model, rehearsal)
-    started, there = time.perf_counter(), (folder / "complete").is_file()
+    started, there = time.perf_counter(), is_complete(folder)
     if not there:
         _write(model, rehearsal, folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -82,7 +96,7 @@ def _write(model: str, rehearsal: bool, folder: Path) -> None:
     lt.models.save(made, folder)
     adapted = lt.lora.add(made, adapters(), key=jax.random.key(1))
     lt.lora.save(adapted, folder / "adapter", base_model_name_or_path=str(folder))
-    (folder / "complete").touch()
+    (folder / "complete").write_text(fingerprint(), encoding="utf-8")
 
 
 def adapters() -> Any:
@@ -95,7 +109,7 @@ def adapters() -> Any:
 def ensure(model: str, rehearsal: bool) -> Path:
     """The folder of a model, written by another process if need be: this one may have another framework on the GPU."""
     folder = place(model, rehearsal)
-    if not (folder / "complete").is_file():
+    if not is_complete(folder):
         words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
         with tempfile.TemporaryDirectory() as rows:
             run_child([*words, "--rows", rows], check=True)
