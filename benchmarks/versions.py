@@ -4,8 +4,9 @@
     python benchmarks/versions.py --compare OLD.json NEW.json [--threshold 2]
 
 The first compiles every program of `measured_peak.py` with the JAX of this environment, each target in a process of its
-own, and writes `results/versions-jax-VERSION.json` as each ends (with `--target` the others stay); nothing runs. With `--reports` it leaves the full reports, too:
-`lowtide diff OLD/v5e-lora_8b.json NEW/v5e-lora_8b.json` names the arrays behind a difference.
+own, and writes `results/versions-jax-VERSION.json` as each ends (with `--target` the others stay); nothing runs. With
+`--reports` it leaves the full reports, too: `lowtide diff OLD/v5e-lora_8b.json NEW/v5e-lora_8b.json` names the arrays
+behind a difference.
 
 The second lists the programs whose device bytes differ by more than the threshold, and in which part.
 """
