@@ -89,8 +89,8 @@ def compare(old: Path, new: Path, threshold: float) -> None:
         table.add_column(column, justify="right")
     count = 0
     absent = {"error": "not compiled"}
-    for target in sorted({*before["targets"], *after["targets"]}):
-        olds, news = (content["targets"].get(target, {}) for content in (before, after))
+    for target in sorted({*before["targets"]} & {*after["targets"]}):
+        olds, news = (content["targets"][target] for content in (before, after))
         for program in sorted({*olds, *news}):
             was, row = olds.get(program, absent), news.get(program, absent)
             count += 1
@@ -107,6 +107,8 @@ def compare(old: Path, new: Path, threshold: float) -> None:
     console = Console(width=150)
     console.print(table)
     console.print(f"{table.row_count} of {count} programs and targets.")
+    if alone := sorted({*before["targets"]} ^ {*after["targets"]}):
+        console.print(f"In one of the two alone: {', '.join(alone)}.")
 
 
 def main() -> None:
