@@ -7,6 +7,7 @@ role, path (or scope, or operation without its number) and type. Several buffers
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,6 +206,9 @@ def signed(num_bytes: int) -> str:
 
 _Key = tuple[str, str, str]
 
+# What a scope calls the body of a loop: JAX 0.11 and newer, and older ones.
+_BODY = re.compile(r"\beval_jaxpr\b")
+
 
 def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffRow]:
     # A report without buffers knows no owners: then both are compared by role.
@@ -232,7 +236,8 @@ def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffR
 def _by_owner(buffers: Iterable[Buffer], by_role: bool, total: int) -> dict[_Key, tuple[int, int]]:
     found: dict[_Key, tuple[int, int]] = {}
     for buffer in buffers:
-        key = (buffer.role, buffer.role, "") if by_role else (buffer.role, owner_name(buffer), buffer.dtype)
+        owner = owner_name(buffer) if buffer.path else _BODY.sub("closed_call", owner_name(buffer))
+        key = (buffer.role, buffer.role, "") if by_role else (buffer.role, owner, buffer.dtype)
         num_bytes, count = found.get(key, (0, 0))
         found[key] = (num_bytes + buffer.num_bytes, count + 1)
     rest = total - sum(num_bytes for num_bytes, _ in found.values())
