@@ -21,6 +21,7 @@ from ._executable import ArgumentLeaf
 from ._graph import Graph, Value
 from ._heap import DEVICE_COLOR, HOST_COLOR, Segment, peak_position, segments
 from ._matching import match_outputs
+from ._passes import first_scope
 from ._proto import element_type
 
 _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
@@ -242,8 +243,12 @@ class _Finder:
             role, path = "gradients", self.leaves[gradient].path
         elif flow.is_activation(value):
             role = "activations"
+        elif not scope:
+            role = "unattributed"
+        elif flow.is_scratch(value):
+            role = "workspaces"
         else:
-            role = "temporaries" if scope else "unattributed"
+            role = {"backward": "cotangents", "recompute": "recomputed"}.get(flow.phase(value), "temporaries")
         return Buffer(
             space=space,
             role=role,
@@ -356,7 +361,7 @@ def _total(buffers: Sequence[Buffer]) -> int:
 
 def _readable(scope: str) -> str:
     """A scope without the parts that every operation has."""
-    return re.sub(r"^jit\([^/()]*\)/", "", scope.partition(";")[0])
+    return re.sub(r"^jit\([^/()]*\)/", "", first_scope(scope))
 
 
 def _short(source: str) -> str:

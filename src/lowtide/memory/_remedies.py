@@ -29,6 +29,8 @@ from ._report import MemoryReport
 from ._targets import Target
 
 _LOSS_CHUNKS = 8
+_COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+"""Roles of what a step computes of its batch."""
 _SHARE = 0.01
 """Remedies below this share of the device bytes are not worth a line."""
 
@@ -332,7 +334,7 @@ def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
         elements = 1
         for dim in buffer.shape:
             elements *= dim
-        made = buffer.role in ("activations", "temporaries")
+        made = buffer.role in _COMPUTED
         return made and widest in buffer.shape and elements in sizes
 
     estimate = saving(report, lambda b: (1 - 1 / _LOSS_CHUNKS) * is_logits(b))
@@ -416,7 +418,7 @@ def _smaller_batch(
         elements = 1
         for dim in buffer.shape:
             elements *= dim
-        made = buffer.role in ("activations", "temporaries") and buffer.phase != "update"
+        made = buffer.role in _COMPUTED and buffer.phase != "update"
         return made and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weights
 
     apply = None
