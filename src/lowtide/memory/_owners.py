@@ -53,6 +53,8 @@ class Owners:
     """The output leaf that every array of the entry's result is."""
     replaced: Mapping[Value, int]
     """The argument leaf that an array of the entry's result replaces, or is the gradient of."""
+    uncounted: tuple[Buffer, ...]
+    """Constants that the compiler's figures leave out, as a CPU's do; they are no part of `buffers`."""
     in_place: frozenset[Value]
     """Results that are written into an argument's buffer."""
 
@@ -99,6 +101,7 @@ class _Finder:
             tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries
         }
         self.flow = Dataflow(self.graph, self.parameters)
+        self.uncounted = list[Buffer]()
         self.replaced = self._replaced()
         self.flow.follow_gradients(self.replaced)
         self.places = {
@@ -143,6 +146,7 @@ class _Finder:
             parameters=self.parameters,
             results=self.results,
             replaced=self.replaced,
+            uncounted=tuple(self.uncounted),
             in_place=frozenset(value for value in self.results if value[1] in self.in_place),
         )
 
@@ -318,6 +322,7 @@ class _Finder:
         rest = argument_bytes - _total(arguments) + output_bytes - _total(results) + temp_bytes - heap_bytes
         if rest < _total(constants):
             # They lie in the code, or nowhere that the compiler reports.
+            self.uncounted += constants
             constants.clear()
         rest -= _total(constants)
         return [
