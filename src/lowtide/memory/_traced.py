@@ -137,7 +137,7 @@ class _Formulas:
         # In order, so that nothing has to be called within itself, however long the program.
         for equation in jaxpr.eqns:
             inputs = tuple(self._number(variable) for variable in equation.invars)
-            params = tuple((key, id(p) if _is_program(p) else str(p)) for key, p in sorted(equation.params.items()))
+            params = tuple((key, _comparable(value)) for key, value in sorted(equation.params.items()))
             made = (equation.primitive.name, params, inputs)
             self._numbers.update({variable: hash((made, at)) for at, variable in enumerate(equation.outvars)})
             if any(not _is_literal(variable) and variable in self._made for variable in equation.invars):
@@ -155,6 +155,13 @@ class _Formulas:
 
 def _is_literal(variable: Any) -> bool:
     return hasattr(variable, "val")
+
+
+def _comparable(value: Any) -> object:
+    """A parameter of an operation; programs inside are equal when they are one, as of a jitted function called twice."""
+    if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
+        return tuple(map(id, value))
+    return id(value) if _is_program(value) else str(value)
 
 
 def _is_program(value: Any) -> bool:
