@@ -158,7 +158,7 @@ def _is_literal(variable: Any) -> bool:
 
 
 def _comparable(value: Any) -> object:
-    """A parameter of an operation; programs inside are equal when they are one, as of a jitted function called twice."""
+    """A parameter of an operation; programs inside are compared by identity, as a jitted function's are one."""
     if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
         return tuple(map(id, value))
     return id(value) if _is_program(value) else str(value)
