@@ -1,9 +1,11 @@
-"""How much of a program's memory has an owner: thirteen steps in ten styles, compiled for four kinds of hardware.
+"""How much of a program's memory has an owner: steps in many styles, compiled for four kinds of hardware.
 
     python benchmarks/attribution.py [--program NAME] [--target NAME] [--out FILE]
 
 For each: the owners at the peak add up to XLA's total exactly; `device_bytes` is argument + output - alias + temp (+
-code); how much is unattributed, and how much of the heap is fragmentation. Every target runs in a process of its own,
+code); how much is unattributed, how much only a temporary, and how much of the heap is fragmentation. The programs of
+`_nested_programs.py` (nested gradients, pooling, graphs, adjoints) go through the CPU's compiler and, with `--target`,
+any other one. Every target runs in a process of its own,
 since a process that compiled for a TPU keeps much memory. Every figure is compiled; nothing runs.
 """
 
@@ -25,17 +27,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 from _common import ROOT, header, write
-from _programs import PROGRAMS
+from _nested_programs import NESTED
+from _programs import PROGRAMS as STEPS
 from rich.console import Console
 from rich.table import Table
 
 import lowtide as lt
 from lowtide.core import format_bytes
 
+PROGRAMS = {**STEPS, **NESTED}
 TARGETS = ("cpu", "v5e:2x2", "v5p:2x2x1", "h100")
 EIGHT_DEVICES = {"v5e:2x2": "v5e:2x4", "v5p:2x2x1": "v5p:2x2x2", "h100": "h100:8"}
 """What the sharded step is compiled for instead."""
 MAX_UNATTRIBUTED = 0.02
+MAX_TEMPORARIES = 0.25
+"""Of nested programs, what may be unattributed or a temporary of the peak."""
 MAX_DIFFERENCE = 0.001
 
 
@@ -65,6 +71,7 @@ def measure(name: str, target_name: str) -> dict[str, Any]:
         "xla_total_bytes": None if stats is None else _total(stats),
         "difference": abs(report.device_bytes - device.code_bytes - expected) / report.device_bytes,
         "unattributed": roles_at_peak.get("unattributed", 0) / report.device_bytes,
+        "temporaries": roles_at_peak.get("temporaries", 0) / report.device_bytes,
         "fragmentation": roles_at_peak.get("fragmentation", 0) / report.device_bytes,
         "by_role": roles_at_peak,
         "num_buffers": len(report.buffers),
@@ -98,12 +105,25 @@ def problems(row: dict[str, Any]) -> list[str]:
         found.append("not argument + output - alias + temp")
     if row["unattributed"] > MAX_UNATTRIBUTED:
         found.append("too much unattributed")
+    if row["program"] in NESTED and row["unattributed"] + row["temporaries"] > MAX_TEMPORARIES:
+        found.append("too many temporaries")
     return found
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     table = Table(title="Owners of the bytes at the peak (compiled)")
-    columns = ("program", "target", "device", "host", "unattributed", "fragmentation", "compile", "owners", "holds")
+    columns = (
+        "program",
+        "target",
+        "device",
+        "host",
+        "unattributed",
+        "temporaries",
+        "fragmentation",
+        "compile",
+        "owners",
+        "holds",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in ("program", "target", "holds") else "right")
     for row in rows:
@@ -113,6 +133,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             format_bytes(row["device_bytes"]) + ("" if row["fits"] is not False else " (too much)"),
             format_bytes(row["host_bytes"]),
             f"{row['unattributed']:.3%}",
+            f"{row['temporaries']:.1%}",
             f"{row['fragmentation']:.2%}",
             f"{row['compile_seconds']:.1f} s",
             f"{row['owners_seconds']:.1f} s",

@@ -38,7 +38,7 @@ def bench() -> Any:
         yield module
     finally:
         sys.path.remove(str(BENCHMARKS))
-        for loaded in ("_common", "_programs"):
+        for loaded in ("_common", "_programs", "_nested_programs"):
             sys.modules.pop(loaded, None)
 
 

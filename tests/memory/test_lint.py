@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import ConfigError
+from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import Finding, lint
 from lowtide.memory._lint import RULES
 
@@ -278,3 +279,121 @@ def test_clipping_what_trains_is_clean_beside_a_batch_of_the_same_shape() -> Non
 
     w = {"a": shape(1024, 1024), "b": shape(1024, 1024)}
     assert lint(step, w, jax.eval_shape(tx.init, w), shape(1024, 1024), donate_argnums=(0, 1)) == ()
+
+
+# --- what is held at once ------------------------------------------------------------------------------------------
+
+WIDE = {"one": shape(512, 512), "two": shape(512, 512)}
+
+
+def rules_of(fn: Any, *args: Any, **options: Any) -> list[tuple[str, str]]:
+    return [(finding.rule, finding.path) for finding in lint(fn, *args, target="cpu", **options)]
+
+
+def descent(params: Any, x: Any) -> Any:
+    grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["one"]) @ p["two"]) ** 2))(params)
+    return jax.tree.map(lambda leaf, grad: leaf - 0.1 * grad, params, grads)
+
+
+@pytest.mark.parametrize(("decay", "found"), [(0.99, ["2/one", "2/two"]), (0.999, [])])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_two_averages_that_are_one(decay: float, found: list[str], jitted: bool) -> None:
+    def averaged(average: Any, params: Any, decay: float) -> Any:
+        return jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, average, params)
+
+    update = jax.jit(averaged, static_argnums=2) if jitted else averaged
+
+    def step(params: Any, average: Any, another: Any, x: Any) -> Any:
+        params = descent(params, x)
+        return params, update(average, params, 0.99), update(another, params, decay)
+
+    expected = [("duplicated-average", path) for path in found]
+    assert rules_of(step, WIDE, WIDE, WIDE, shape(64, 512), donate_argnums=(0, 1, 2)) == expected
+
+
+def test_two_optimizers_are_no_duplicates() -> None:
+    tx = optax.adam(1e-3)
+
+    def step(params: Any, state: Any, x: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["one"]) @ p["two"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    args = (WIDE, jax.eval_shape(tx.init, WIDE), shape(64, 512))
+    assert rules_of(step, *args, donate_argnums=(0, 1)) == []
+
+
+def test_gradients_of_all_microbatches_at_once() -> None:
+    def gradient(params: Any, x: Any) -> Any:
+        return jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["one"]) @ p["two"]) ** 2))(params)
+
+    def stacked(params: Any, xs: Any) -> Any:
+        _, grads = jax.lax.scan(lambda carry, x: (carry, gradient(params, x)), 0, xs)
+        return jax.tree.map(lambda leaf, grad: leaf - grad.mean(0), params, grads)
+
+    def carried(params: Any, xs: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, _ = jax.lax.scan(lambda sums, x: (jax.tree.map(jnp.add, sums, gradient(params, x)), None), zeros, xs)
+        return jax.tree.map(lambda leaf, grad: leaf - grad / 8, params, grads)
+
+    args = (WIDE, shape(8, 64, 512))
+    found = lint(stacked, *args, target="cpu", donate_argnums=0)
+    assert {(f.rule, f.path) for f in found} == {("stacked-gradients", "0/one"), ("stacked-gradients", "0/two")}
+    assert {f.num_bytes for f in found} == {7 * 512 * 512 * 4}
+    assert rules_of(carried, *args, donate_argnums=0) == []
+
+
+@pytest.mark.parametrize("chunks", [1, 8])
+def test_whole_logits(chunks: int) -> None:
+    def loss(params: Any, tokens: Any, labels: Any) -> Any:
+        h = jnp.tanh(params["embed"][tokens].reshape(-1, 64))
+        if chunks == 1:
+            return optax.softmax_cross_entropy_with_integer_labels(h @ params["head"].T, labels.reshape(-1)).mean()
+        return chunked_cross_entropy(h, params["head"], labels.reshape(-1), chunk_size=128).mean()
+
+    params = {"embed": shape(8192, 64), "head": shape(8192, 64)}
+    ids = shape(4, 256, dtype=jnp.int32)
+    found = [rule for rule, _ in rules_of(jax.grad(loss), params, ids, ids)]
+    assert ("whole-logits" in found) == (chunks == 1)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_table_that_the_function_closes_over(nested: bool) -> None:
+    table = jnp.ones((8, 2**17))
+
+    def look_up(x: Any) -> Any:
+        return jnp.tanh(x @ table).sum()
+
+    def looped(x: Any) -> Any:
+        return jax.lax.scan(lambda total, _: (total + jax.jit(look_up)(x), None), 0.0, None, length=3)[0]
+
+    assert rules_of(looped if nested else look_up, shape(8, 8)) == [("large-constant", "float32[8, 131072]")]
+
+
+@pytest.mark.parametrize("asked", [("post",), ("pre", "post"), ()])
+def test_names_that_no_policy_asks_for(asked: tuple[str, ...]) -> None:
+    def block(h: Any, w: Any) -> Any:
+        return checkpoint_name(jnp.tanh(checkpoint_name(h @ w, "pre")), "post")
+
+    def loss(w: Any, x: Any) -> Any:
+        policy = jax.checkpoint_policies.save_only_these_names(*asked) if asked else None
+        return jax.checkpoint(block, policy=policy)(x, w).sum()
+
+    expected = [("checkpoint-name-unused", "pre")] if asked == ("post",) else []
+    assert rules_of(jax.grad(loss), shape(512, 512), shape(1024, 512)) == expected
+
+
+def test_what_a_model_makes_of_its_input_is_no_state() -> None:
+    def layers(ws: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+    def residual(w: Any, x: Any) -> Any:
+        return x + jnp.tanh(x @ w)
+
+    def cached(cache: Any, x: Any) -> Any:
+        cache = jax.lax.dynamic_update_slice(cache, x, (0, 0))
+        return cache, jnp.tanh(x @ cache.T)
+
+    assert rules_of(layers, shape(4, 512, 512), shape(1024, 512)) == []
+    assert rules_of(residual, shape(512, 512), shape(1024, 512)) == []
+    assert rules_of(cached, shape(1024, 512), shape(1, 512)) == [("undonated-state", "0")]

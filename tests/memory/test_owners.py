@@ -11,9 +11,9 @@ import pytest
 
 from lowtide.memory import Buffer, Program, compile
 from lowtide.memory._analyze import examine
-from lowtide.memory._dataflow import scope_phase
 from lowtide.memory._graph import Graph
 from lowtide.memory._heap import segments
+from lowtide.memory._passes import scope_phase
 
 LAYERS, WIDTH, ROWS = 8, 2048, 8192
 MIB = 2**20

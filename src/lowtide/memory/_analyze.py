@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, TargetError, leaves_with_paths
+from lowtide.core import ConfigError, TargetError, format_bytes, leaves_with_paths
 from lowtide.core._compat import has_cudnn
 
 from ._buffers import DERIVED_ROLES, Buffer, Space
@@ -31,6 +31,8 @@ from ._targets import Target, resolve_target
 Role = int | str | Sequence[int | str]
 """Which arguments a role covers: a position, a keyword, or several."""
 
+_NOTABLE_BYTES = 2**20
+"""Below this, constants outside of the figures need no note."""
 _RESERVED = ("other", *DERIVED_ROLES)
 
 
@@ -274,6 +276,7 @@ def _examine(
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
         outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(numbers)]
         found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals() if facts.has_totals else None)
+        notes = (*notes, *_uncounted(found))
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
     names = [*(roles or {}), "other"]
@@ -293,6 +296,20 @@ def _examine(
         notes=notes,
     )
     return report, found
+
+
+def _uncounted(owners: Owners) -> tuple[str, ...]:
+    """A note on constants that are in no figure."""
+    total = sum(buffer.num_bytes for buffer in owners.uncounted)
+    if total < _NOTABLE_BYTES:
+        return ()
+    largest = max(owners.uncounted, key=lambda buffer: buffer.num_bytes)
+    array = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
+    where = f" used at {largest.source}" if largest.source else ""
+    return (
+        f"{format_bytes(total)} of constants that the function closes over are part of the program, and in none of "
+        f"this compiler's figures (the largest: {array}{where}); as arguments they would be counted",
+    )
 
 
 def _check_platform(compiled: Any, goal: Target) -> None:

@@ -13,6 +13,9 @@ DERIVED_ROLES = (
     "activations",
     "gradients",
     "copies",
+    "cotangents",
+    "recomputed",
+    "workspaces",
     "temporaries",
     "outputs",
     "constants",
@@ -37,10 +40,12 @@ class Buffer:
     """The memory it lies in."""
     role: str
     """For an argument the caller's role. Otherwise one of `DERIVED_ROLES`: ``activations`` are made in the forward pass
-    and read in the backward pass; ``gradients`` are cotangents of arguments; ``copies`` hold nothing but the data of
-    one argument (cast, transposed, sliced, gathered from other devices); ``temporaries`` everything else that the
-    program computes; ``fragmentation`` is heap that no value can use at the peak; ``unattributed`` has no known
-    owner."""
+    and read in the backward pass; ``gradients`` are cotangents of arguments, also for each example or microbatch;
+    ``copies`` hold nothing but the data of one argument (cast, transposed, sliced, gathered from other devices);
+    ``cotangents`` are what else the backward pass computes, ``recomputed`` the activations that it computes anew;
+    ``workspaces`` are what an operation needs beside its operands and results (a kernel's scratch, indices, steps of
+    what the compiler makes of it); ``temporaries`` everything else that the program computes; ``fragmentation`` is heap
+    that no value can use at the peak; ``unattributed`` has no known owner."""
     path: str = ""
     """The tree path of the argument or output that it is, holds a copy of, or is the gradient of; else empty."""
     phase: Phase = "argument"

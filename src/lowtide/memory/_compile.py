@@ -138,13 +138,7 @@ def compile(
             hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
         )
     if not is_jitted and hasattr(fn, "lower"):
-        raise StructureError(
-            f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
-            "cannot name",
-            expected="a plain function, or one that jax.jit returned",
-            got=type(fn).__name__,
-            hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates",
-        )
+        raise _foreign_jit(fn)
     static = positions("static_argnums", static_argnums, len(args))
     donated = positions("donate_argnums", donate_argnums, len(args))
     # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
@@ -178,6 +172,17 @@ def compile(
         argument_names=tuple(argument_names(traced)),
         error=error,
         _compiled=compiled,
+    )
+
+
+def _foreign_jit(fn: Any) -> StructureError:
+    return StructureError(
+        f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
+        "cannot name",
+        expected="a plain function, or one that jax.jit returned",
+        got=type(fn).__name__,
+        hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates; "
+        "of an NNX module, split it and merge it inside (lowtide.ext.nnx)",
     )
 
 
@@ -245,6 +250,8 @@ def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Ta
         # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
         with jax.default_device(goal.devices()[0]):
             traced = jitted.trace(*args, **kwargs)
+            if not hasattr(traced, "jaxpr"):
+                raise _foreign_jit(jitted)
             platform = "cuda" if goal.platform == "gpu" else goal.platform
             lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
         return traced, lowered

@@ -10,62 +10,25 @@ edges of the graph:
 - the **gradient** of a leaf is what the backward pass hands to the output that replaces the leaf, found from that
   output through values of as many elements.
 
-Known limits: a scatter into zeros counts as computed; the gradient of a leaf that is updated in another shape (Muon's
-reshapes are fine, a sharded update after reduce-scatter is not) stays a temporary of the backward pass.
+Known limits: a scatter into zeros counts as computed; the gradient of a leaf that is updated in another shape than its
+own stays a cotangent.
 """
 
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
 
 from ._graph import Edge, Graph, Value
-
-Pass = Literal["forward", "recompute", "backward", "update"]
+from ._passes import Pass, Passes
 
 # What may happen to a cotangent inside the backward pass without making it another value's.
 _ELEMENTWISE = {"add", "all-reduce", "all-reduce-start", "divide", "multiply", "negate", "select", "subtract"}
+# What adds up the parts of a gradient that devices hold.
+_COLLECTIVES = {"all-reduce", "all-reduce-start", "reduce-scatter"}
+_REDUCTIONS = {"reduce", "reduce-window"}
 # Operations whose result of equal size is another thing than their operand.
 _MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "scatter", "sort", "triangular-solve"}
-# Transformations that JAX writes around each other: vmap(transpose(jvp(mlp))).
-_TRANSFORMED = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
-
-
-def scope_phase(scope: str) -> Pass | None:
-    """The pass that a scope of JAX names; None when it names none.
-
-    Examples:
-        >>> scope_phase("jit(step)/transpose(jvp(mlp))/dot_general"), scope_phase("jit(step)/jvp()/transpose")
-        ('backward', 'forward')
-        >>> scope_phase("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/tanh")
-        'recompute'
-    """
-    # The compiler joins the scopes of operations that it merges with a semicolon; the last part is the primitive.
-    parts = _segments(scope.partition(";")[0])[:-1]
-    made = {name for part in parts for name in _transformations(part)}
-    if "transpose" in made:
-        return "recompute" if "rematted_computation" in parts else "backward"
-    return "forward" if "jvp" in made else None
-
-
-def _transformations(part: str) -> Iterator[str]:
-    """The transformations around a part of a scope, the outermost first."""
-    while found := _TRANSFORMED.fullmatch(part):
-        yield found[1]
-        part = found[2]
-
-
-def _segments(scope: str) -> list[str]:
-    """The parts between slashes that stand in no bracket."""
-    parts, depth, begin = list[str](), 0, 0
-    for at, char in enumerate(scope):
-        depth += (char in "([") - (char in ")]")
-        if char == "/" and depth == 0:
-            parts.append(scope[begin:at])
-            begin = at + 1
-    return [*parts, scope[begin:]]
 
 
 class Dataflow:
@@ -87,16 +50,20 @@ class Dataflow:
         for value, sources in self._sources.items():
             for source, edge in sources:
                 self.users.setdefault(source, []).append((value, edge))
-        self._named: dict[int, Pass | None] = {at: scope_phase(graph.scope(at)) for at in graph.instructions}
-        self.phases = self._phases()
+        self._scopes = {at: graph.scope(at) for at in graph.instructions}
         self._copies = self._origins()
+        self._named = self._named_passes()
+        self.phases = self._phases()
         self._read_backward = self._reads()
         self._differentiated = self._computed_with()
         self._gradients: dict[Value, int] = {}
 
     def phase(self, value: Value) -> Pass:
         """The pass that makes a value."""
-        return self.phases.get(value, "forward")
+        if value in self.phases:
+            return self.phases[value]
+        at = self._named_by(value)  # a table of arrays
+        return (self._named[at] if at is not None else None) or "forward"
 
     def copy_of(self, value: Value) -> int | None:
         """The leaf whose data a value holds and nothing else."""
@@ -122,6 +89,16 @@ class Dataflow:
     def is_constant(self, value: Value) -> bool:
         """Whether a value holds no data of any argument, such as zeros."""
         return self._copies.get(value) == "none"
+
+    def is_scratch(self, value: Value) -> bool:
+        """Whether the compiler made it of its own for an operation: workspaces, indices, parts of an expansion."""
+        graph, made = self.graph, self._made_as(value)
+        if graph.instructions[made[0]].opcode == "custom-call" and any(made[1]):
+            return graph.is_bytes(made)
+        if not graph.is_floating(value) and (self.phase(value) == "backward" or self.is_constant(value)):
+            return True
+        is_nameless = not (self._scopes[made[0]] or self._scopes[value[0]])
+        return is_nameless and self._maker(value) == made
 
     def standing_for(self, value: Value) -> Value:
         """The value that tells what a buffer is for.
@@ -178,31 +155,61 @@ class Dataflow:
         Of one that was only moved (stacked by a loop, copied to another memory), those of the operation that computed
         its data; of a nameless one, those of what it is made of or goes into.
         """
+        at = self._named_by(value)
+        return (self._scopes[at], self.graph.source(at)) if at is not None else ("", "")
+
+    def _named_by(self, value: Value) -> int | None:
+        """The instruction whose scope tells what a value is; None when there is none near or far."""
         maker = self._maker(value)
-        if maker is not None and (scope := self.graph.scope(maker[0])):
-            return scope, self.graph.source(maker[0])
-        for step in (self._sources.get, self.users.get):
-            seen, border = {value}, [value]
-            for _ in range(8):
-                for at, _ in border:
-                    if scope := self.graph.scope(at):
-                        return scope, self.graph.source(at)
-                border = [new for old in border for new, _ in step(old) or () if new not in seen]
-                seen.update(border)
-        return "", ""
+        for found in (maker, value):
+            if found is not None and self._scopes[found[0]]:
+                return found[0]
+        # What a compiler makes of one operation ends in that operation, and its helpers hold no data before; what it
+        # moves is what it comes from.
+        start = maker or value
+        ways = [([start], self._sources), (self.graph.results(start[0]), self.users)]
+        if maker is not None or self.is_constant(value):
+            ways.reverse()
+        return next((at for border, step in ways if (at := self._nearest_scope(border, step)) is not None), None)
+
+    def _nearest_scope(self, border: list[Value], step: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
+        """The first instruction with a scope among those that a step leads to; None when it leads to none."""
+        seen = set(border)
+        while border:
+            border = list(dict.fromkeys(new for old in border for new, _ in step.get(old, ()) if new not in seen))
+            seen.update(border)
+            if (found := next((at for at, _ in border if self._scopes[at]), None)) is not None:
+                return found
+        return None
 
     def _maker(self, value: Value) -> Value | None:
         """The operation that computed the data of a value, behind moves and other names; None for an argument's."""
-        seen, border = {value}, collections.deque([value])
-        while border:
-            found = border.popleft()
+        seen, border, starts = {value}, collections.deque([value]), collections.deque[Value]()
+        while border or starts:
+            found = border.popleft() if border else starts.popleft()
             sources = self._sources.get(found, ())
             if any(edge == Edge.COMPUTE for _, edge in sources) and not self.is_constant(found):
                 return found
             new = [s for s, edge in sources if edge != Edge.COMPUTE and s not in seen and not self.is_constant(s)]
             seen.update(new)
+            if self.graph.is_loop_state(found):
+                # What a loop makes in each turn comes before what it began with.
+                begin = {source for source, _ in sources[:1]}
+                starts.extend(one for one in new if one in begin)
+                new = [one for one in new if one not in begin]
             border.extend(new)
         return None
+
+    def _named_passes(self) -> dict[int, Pass | None]:
+        """The pass that the scope of each instruction names."""
+        passes = Passes(self._scopes.values())
+        named: dict[int, Pass | None] = {at: passes.phase(scope) for at, scope in self._scopes.items()}
+        if inner := {at for at, scope in self._scopes.items() if passes.is_open(scope)}:
+            # It belongs to the forward pass around it if that pass goes on with it.
+            late = (v for v in self._values if named[v[0]] in ("backward", "recompute") and v[0] not in inner)
+            needed = {at for at, _ in self._spread(late, lambda value: self._sources[value])}
+            named |= {at: "forward" for at in inner & needed}
+        return named
 
     def _phases(self) -> dict[Value, Pass]:
         named = self._named
@@ -215,13 +222,21 @@ class Dataflow:
             # A fusion is named after one of its operations; each result belongs to the one that makes it.
             made = self._made_as(value)
             own = named[made[0]]
-            if own is None and not self.graph.scope(made[0]) and (moved := self._moved_from(made)):
-                own = named[moved[0]]  # a compiler's copy belongs to what it copies
-            if own is None and not self.graph.scope(made[0]):
-                own = named[value[0]]  # a branch without a scope belongs to its conditional
+            if own is None and not self._scopes[made[0]]:
+                own = self._pass_of_nameless(value, made)
+            elif own is None and (maker := self._maker(made)) not in (None, made):
+                own = named[maker[0]]  # what a loop stacks belongs to what made it
             default: Pass = "update" if value in late else "forward"
             phases[value] = default if own is None else own
         return phases
+
+    def _pass_of_nameless(self, value: Value, made: Value) -> Pass | None:
+        """The pass of what the compiler made: of what it copies, of a branch's conditional, of what it is made for."""
+        moved = self._moved_from(made)
+        for at in (moved[0] if moved else None, value[0], self._named_by(value)):
+            if at is not None and (found := self._named[at]) is not None:
+                return found
+        return None
 
     def _made_as(self, value: Value) -> Value:
         """The operation behind a value's other names; of the state of a loop, what the loop makes of it if anything."""
@@ -242,7 +257,7 @@ class Dataflow:
         while sources := [s for s, edge in self._sources.get(value, ()) if edge != Edge.COMPUTE and s not in seen]:
             value = sources[0]
             seen.add(value)
-            if self.graph.scope(value[0]):
+            if self._scopes[value[0]]:
                 return value
         return None
 
@@ -282,7 +297,7 @@ class Dataflow:
         readers = {source for value in self._values if self.phases[value] in late for source, _ in self._sources[value]}
         # A compiler fuses forward operations that it repeats into the backward ones that read them.
         for at, instruction in self.graph.instructions.items():
-            if instruction.opcode == "fusion" and scope_phase(self.graph.scope(at)) in late:
+            if instruction.opcode == "fusion" and self._named[at] in late:
                 readers.update((operand, ()) for operand in instruction.proto.operand_ids)
         return self._spread(readers, lambda value: [e for e in self._sources.get(value, ()) if e[1] != Edge.COMPUTE])
 
@@ -316,11 +331,48 @@ class Dataflow:
                     self._gradients.setdefault(value, leaf)
                 for source, edge in self._sources.get(value, ()):
                     same_size = self.graph.num_elements(source) == size
-                    sums = same_size and self.graph.instructions[value[0]].opcode in _ELEMENTWISE
+                    opcode = self.graph.instructions[value[0]].opcode
+                    sums = (same_size and opcode in _ELEMENTWISE) or opcode in _COLLECTIVES
                     follows = edge != Edge.COMPUTE or sums if backward else same_size
                     if follows and source not in seen and not self._is_argument_data(source):
                         seen.add(source)
                         border.append(source)
+        for value, leaf in list(self._gradients.items()):
+            self._gradients.update({one: leaf for one in self._summands(value) if one not in self._gradients})
+
+    def _summands(self, total: Value) -> set[Value]:
+        """Gradients of one leaf for many examples, tasks or microbatches at once, where a value is their sum.
+
+        The cotangent of an activation looks the same where a weight is added to each example; but that one goes on into
+        products of the backward pass.
+        """
+        many = total
+        # A compiler may reduce in two steps.
+        while (made := self._made_as(many)) and self.graph.instructions[made[0]].opcode in _REDUCTIONS:
+            many = (self.graph.instructions[made[0]].proto.operand_ids[made[1][0] if made[1] else 0], ())
+        if many == total or sum(dim > 1 for dim in self.graph.shape(total).dimensions) < 2:
+            return set()
+
+        def alike(step: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[tuple[Value, Edge]]:
+            return [e for e in step.get(value, ()) if self._is_summand(e[0], many)]
+
+        def made_of(value: Value) -> list[tuple[Value, Edge]]:
+            return [] if self.graph.instructions[value[0]].opcode in _MIXING else alike(self._sources, value)
+
+        parts = self._spread([many], made_of)
+        readers = self._spread(parts, lambda value: alike(self.users, value))
+        goes_on = any(
+            self.graph.instructions[user[0]].opcode in _MIXING and self.phases[user] == "backward"
+            for value in readers
+            for user, _ in self.users.get(value, ())
+            if user not in parts
+        )
+        return set() if goes_on else parts
+
+    def _is_summand(self, value: Value, like: Value) -> bool:
+        graph = self.graph
+        late = self.phases[value] in ("backward", "update") and not self._is_argument_data(value)
+        return late and graph.num_elements(value) == graph.num_elements(like)
 
     def _summed(self) -> set[Value]:
         """Values of the update that are made of cotangents and nothing else: accumulators, clipped gradients."""
@@ -330,7 +382,8 @@ class Dataflow:
             return [
                 e
                 for e in self.users.get(value, ())
-                if self.phases.get(e[0]) == "update" and self.graph.num_elements(e[0]) == size
+                if self.phases.get(e[0]) == "update"
+                and (self.graph.num_elements(e[0]) == size or self.graph.instructions[e[0][0]].opcode in _REDUCTIONS)
             ]
 
         made = [v for v in self._values if self.graph.num_elements(v) > 1 and not self.is_constant(v)]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _GOOD_FIT = 0.05
 """The error at the size that was held out, as a share of the growth, up to which a fit counts as good."""
+_STRAIGHT = 0.002
+"""The same, up to which a line needs no second look: a curve that is small there is large far away."""
 _MORE_SIZES = 3
 """How often the largest size is doubled when the fit is poor or flat: small sizes may be padding alone."""
 _FARTHEST = 2**40
@@ -159,7 +161,9 @@ class Extrapolation:
         if self.fit.residual is None:
             return f"{text} (two sizes: the fit was not checked)"
         verdict = "" if self.fit.is_good else ": a poor fit, the search relied on compiling"
-        return f"{text} ({100 * self.fit.residual:.1f} % of the growth off at the size that was held out{verdict})"
+        off = abs(self.predicted_bytes - self.report.device_bytes) / self.report.device_bytes
+        held_out = f"{100 * self.fit.residual:.1f} % of the growth off at the size that was held out"
+        return f"{text} ({held_out}{verdict}; {100 * off:.1f} % off at the answer)"
 
     def __repr__(self) -> str:
         fits = f"{self.variable} {self.answer:,} fits {self.target.name}: {format_bytes(self.report.device_bytes)} of "
@@ -274,7 +278,7 @@ def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
         residual = abs(guess - last_bytes) / max(abs(last_bytes - rest[0][1]), 1)
         bends_down = degree == 2 and _polynomial(points, 2)[2] < 0
         # A parabola has to earn its third coefficient: both of them fit a line.
-        if best is None or (best[0] > _GOOD_FIT and residual < best[0] and not bends_down):
+        if best is None or (best[0] > _STRAIGHT and residual < best[0] / 2 and not bends_down):
             best = residual, degree
     residual, degree = best or (None, 1)
     return ByteFit(coefficients=_polynomial(points, degree), residual=residual)
@@ -322,7 +326,9 @@ class _Search:
         for _ in range(_MORE_SIZES if len(sizes) >= 3 else 0):
             too_large = self.most is not None and 2 * largest > self.most * self.multiple_of
             grows = self.points[largest].device_bytes > smallest.device_bytes
-            if (fits[0].is_good and grows) or too_large or not self.points[largest].fits:
+            # Three sizes cannot tell a line from a parabola.
+            is_certain = fits[0].is_good and ((fits[0].residual or 0) <= _STRAIGHT or len(self.points) > 3)
+            if (is_certain and grows) or too_large or not self.points[largest].fits:
                 break
             largest *= 2
             self.measure(largest)

@@ -11,6 +11,8 @@ import dataclasses
 import enum
 import functools
 import math
+import os
+import pathlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +75,9 @@ _HOLDERS = {
     "tuple",
     "while",
 }
+# Files that are not the user's: installed packages, and this one, wherever it stands.
+_INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
+_HERE = str(pathlib.Path(__file__).parents[1]) + os.sep
 _OPENED = {"fusion", "call", "while", "conditional", "async-start"}
 
 
@@ -137,6 +142,10 @@ class Graph:
         """Whether the items of an array are floating-point numbers."""
         name = element_type(self.shape(value).element_type)[0]
         return name.startswith(("f", "bf", "c"))
+
+    def is_bytes(self, value: Value) -> bool:
+        """Whether the items of an array are bytes, as of what a library's kernel works in."""
+        return element_type(self.shape(value).element_type)[0] in ("s8", "u8")
 
     def name(self, value: Value) -> str:
         """The operation that writes a value, in XLA's words: ``fusion loop_multiply_fusion.2``."""
@@ -212,16 +221,17 @@ class Graph:
             return [((operands[0], index), Edge.ALIAS)]
         if opcode in _MOVES or instruction.proto.custom_call_target in _MOVING_CALLS:
             moved = slice(None) if opcode in ("all-to-all", "custom-call") else slice(0, 1)
-            return [(source, Edge.MOVE) for o in operands[moved] for source in self._arrays(o)]
+            return [(source, Edge.MOVE) for o in operands[moved] for source in self.results(o)]
         moved = _MOVED_OPERANDS.get(opcode, slice(0, 0))
-        edges = [(source, Edge.MOVE) for o in operands[moved] for source in self._arrays(o)]
+        edges = [(source, Edge.MOVE) for o in operands[moved] for source in self.results(o)]
         if opcode in _MOVED_OPERANDS:
             return edges
         if opcode == "scatter":  # in place
             return [((o, ()), Edge.MOVE if at == 0 else Edge.COMPUTE) for at, o in enumerate(operands)]
-        return [(source, Edge.COMPUTE) for o in operands for source in self._arrays(o)]
+        return [(source, Edge.COMPUTE) for o in operands for source in self.results(o)]
 
-    def _arrays(self, at: int) -> list[Value]:
+    def results(self, at: int) -> list[Value]:
+        """The arrays that an instruction makes."""
         return [(at, index) for index in _leaf_indices(self.instructions[at].proto.shape)]
 
     def _branches(self, instruction: Instruction) -> list[int]:
@@ -234,6 +244,10 @@ class Graph:
             return None
         callers = self._callers.get(instruction.computation, ())
         return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
+
+    def is_loop_state(self, value: Value) -> bool:
+        """Whether a value is carried by a loop: made of what it begins with, and of what the body returns."""
+        return self.instructions[value[0]].opcode == "while" or self.loop_of(value) is not None
 
     def _from_callers(self, parameter: Instruction, index: tuple[int, ...]) -> list[tuple[Value, Edge]]:
         number = parameter.proto.parameter_number
@@ -332,7 +346,7 @@ class Graph:
             file = index.file_names[location.file_name_id - 1]
             lines.append((file, location.line, index.function_names[location.function_name_id - 1]))
             frame = entry.parent_frame_id
-        own = [line for line in lines if not re.search(r"[/\\](site-packages|dist-packages)[/\\]", line[0])]
+        own = [line for line in lines if not (_INSTALLED.search(line[0]) or line[0].startswith(_HERE))]
         if not lines:
             return ""
         file, line, function = (own or lines)[0]

@@ -8,62 +8,27 @@ means that the bytes are really there.
 from __future__ import annotations
 
 import collections
-import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lowtide.core import format_bytes, leaf_bytes, parse_bytes
-from lowtide.core._jaxprs import policy_names
 
 from ._analyze import Role, examine
 from ._buffers import Buffer
 from ._compile import Program, compile
 from ._executable import ArgumentLeaf
+from ._finding import RULES as RULES
+from ._finding import Finding as Finding
 from ._graph import Value
 from ._owners import Owners
 from ._report import MemoryReport
 from ._targets import Target
+from ._traced import constants, duplicated_averages, equations, unmatched_names, unused_names
 
-RULES = {
-    "undonated-state": "an argument that the step replaces is not donated, so that two copies of it live",
-    "donation-not-used": "a donated buffer is not reused for any output",
-    "returned-unchanged": "an output is a copy of an argument",
-    "checkpoint-name-unmatched": "a checkpoint policy asks for a name that no checkpoint_name gives",
-    "offload-moved-nothing": "something is to be offloaded, and nothing is in host memory",
-    "optimizer-over-frozen": "optimizer state or an accumulator of a leaf that gets no gradient",
-    "norm-over-frozen": "the gradient of a leaf that does not train is computed for a norm",
-    "residual-copy": "a copy of an argument is kept for the backward pass",
-    "replicated": "a large argument is on every device of the mesh in full",
-    "padded": "a large buffer is mostly padding",
-}
-"""The rules and what each means."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that costs bytes without need.
-
-    Examples:
-        >>> print(Finding(rule="undonated-state", path="0/w", num_bytes=2**20, remedy="donate argument 0"))
-        undonated-state: 0/w, 1.00 MiB: an argument that the step replaces is not donated, so that two copies of it live
-          hint: donate argument 0
-    """
-
-    rule: str
-    """One of `RULES`."""
-    path: str
-    """The tree path of the argument or output, or the checkpoint name, it is about."""
-    num_bytes: int
-    """Bytes on one device that it costs."""
-    remedy: str
-    """What to do about it."""
-    detail: str = ""
-    """More about this one."""
-
-    def __str__(self) -> str:
-        detail = f" ({self.detail})" if self.detail else ""
-        text = f"{self.rule}: {self.path}, {format_bytes(self.num_bytes)}: {RULES[self.rule]}{detail}"
-        return f"{text}\n  hint: {self.remedy}"
+_PRODUCTS = {"convolution", "custom-call", "dot"}
+_NOTABLE = 0.01
+"""Below this share of the device bytes, logits are no finding."""
 
 
 def lint(
@@ -113,8 +78,12 @@ def lint_program(
     """The findings of a program that is compiled already; arguments as of `lint`."""
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
-    found = [*_unmatched_names(program.jaxpr), *_offload(program, report)]
-    found += lint_owners(owners, report) if owners is not None else _padded(report)
+    found = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_offload(program, report)]
+    found += constants(program.jaxpr)
+    if owners is not None:
+        found += [*lint_owners(owners, report), *duplicated_averages(program.jaxpr, owners)]
+    else:
+        found += _padded(report)
     kept = [f for f in found if f.num_bytes >= limit or f.rule in ("checkpoint-name-unmatched",)]
     return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
 
@@ -129,12 +98,15 @@ def lint_owners(owners: Owners, report: MemoryReport) -> list[Finding]:
 
 def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     told = set[int]()  # one buffer serves one output
+    trains = "backward" in owners.dataflow.phases.values()
     for output, at in owners.replaced.items():
         leaf = owners.leaves[at]
         if leaf.donated or at in told or output in owners.in_place or not _follows(owners, output, at):
             continue
         if owners.dataflow.copy_of(output) == at:
             continue  # returned unchanged
+        if not trains and _is_output_of_a_model(owners, output, at):
+            continue
         told.add(at)
         yield Finding(
             rule="undonated-state",
@@ -197,6 +169,28 @@ def _same_items(owners: Owners, value: Value, leaf: int) -> bool:
 def _follows(owners: Owners, output: Value, leaf: int) -> bool:
     """Whether an output is computed from a leaf element by element, as a new state from the old one."""
     return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size(output))
+
+
+def _is_output_of_a_model(owners: Owners, output: Value, leaf: int) -> bool:
+    """Whether an output of an argument's shape is what a model makes of it, not the argument's next value.
+
+    An input goes through products on its way; a state is replaced element by element or in slices, or has the name of
+    what replaces it.
+    """
+    path, name = owners.outputs[owners.results[output]].path, owners.leaves[leaf].path.partition("/")[2]
+    if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
+        return False
+    flow = owners.dataflow
+    seen, border = {(output, False)}, [(output, False)]
+    while border:
+        value, mixed = border.pop()
+        if flow.copy_of(value) == leaf and mixed:
+            return True
+        mixed = mixed or flow.graph.instructions[value[0]].opcode in _PRODUCTS
+        new = [(source, mixed) for source, _ in flow.sources(value) if (source, mixed) not in seen]
+        seen.update(new)
+        border.extend(new)
+    return False
 
 
 # --- frozen leaves -------------------------------------------------------------------------------------------------
@@ -312,46 +306,69 @@ def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         )
 
 
-# --- names, host, mesh ---------------------------------------------------------------------------------------------
+# --- what is held at once ------------------------------------------------------------------------------------------
 
 
-def _unmatched_names(jaxpr: Any) -> Iterator[Finding]:
-    tags, asked = dict[str, int](), set[str]()
-    for equation, runs in _equations(jaxpr.jaxpr, 1):
-        if equation.primitive.name == "name":
-            name = equation.params["name"]
-            tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
-        elif "policy" in equation.params and equation.params["policy"] is not None:
-            asked |= policy_names(equation.params["policy"])
-    missed = {name: size for name, size in tags.items() if name not in asked}
-    for name in sorted(asked - set(tags)):
-        listed = ", ".join(f"{tag} ({format_bytes(size)})" for tag, size in sorted(missed.items())) or "none"
+def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    sizes = {leaf.path: leaf.num_bytes for leaf in owners.leaves}
+    largest: dict[str, Buffer] = {}
+    for buffer in report.peak:
+        is_many = buffer.role == "gradients" and buffer.num_bytes >= 2 * sizes.get(buffer.path, buffer.num_bytes) > 0
+        if is_many and (buffer.path not in largest or buffer.num_bytes > largest[buffer.path].num_bytes):
+            largest[buffer.path] = buffer
+    for path, buffer in largest.items():
         yield Finding(
-            rule="checkpoint-name-unmatched",
-            path=name,
-            num_bytes=sum(missed.values()),
-            detail=f"names that are given and not asked for: {listed}",
-            remedy="spell the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
+            rule="stacked-gradients",
+            path=path,
+            num_bytes=buffer.num_bytes - sizes[path],
+            detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
+            remedy="add each one to a total: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that carries "
+            "the sum",
         )
 
 
-def _equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
-    """All equations of a jaxpr and of those inside, with how often each runs."""
-    for equation in jaxpr.eqns:
-        yield equation, runs
-        times = runs * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner, times)
+def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
+    """How many columns logits have, and whether a buffer is logits: a row for each token, a column for each word."""
+    graph = owners.dataflow.graph
+    tokens, widths = set[int](), set[int]()
+    for value, at in owners.parameters.items():
+        dims = graph.shape(value).dimensions
+        if not graph.is_floating(value) and len(dims) >= 1:
+            tokens.add(graph.num_elements(value))
+        elif owners.dataflow.is_differentiated(at) and len(dims) >= 2:
+            widths.add(max(dims))
+    widest = max(widths, default=0)
+    sizes = {count * widest for count in tokens if count > 1}
+
+    def is_logits(buffer: Buffer) -> bool:
+        made = buffer.role in ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+        return made and widest in buffer.shape and math.prod(buffer.shape) in sizes
+
+    return widest, is_logits
+
+
+def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    columns, is_logits = logits(owners)
+    found = [buffer for buffer in report.peak if is_logits(buffer)]
+    total = sum(buffer.num_bytes for buffer in found)
+    if found and total >= _NOTABLE * report.device_bytes:
+        yield Finding(
+            rule="whole-logits",
+            path=found[0].label,
+            num_bytes=total,
+            detail=f"{len(found)} × {found[0].dtype}{list(found[0].shape)}, {found[0].source or 'no line known'}",
+            remedy=f"compute the loss in chunks of tokens: lowtide.losses.chunked_cross_entropy ({columns} columns)",
+        )
+
+
+# --- names, host, mesh ---------------------------------------------------------------------------------------------
 
 
 def _offload(program: Program, report: MemoryReport) -> Iterator[Finding]:
     if report.host_bytes or program.target.platform == "cpu":
         return  # the CPU has one memory, and proves nothing
     wanted = 0
-    for equation, runs in _equations(program.jaxpr.jaxpr, 1):
+    for equation, runs in equations(program.jaxpr.jaxpr, 1):
         if equation.primitive.name == "device_put":
             outs = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
             wanted += runs * sum(leaf_bytes(v.aval) for v in outs)
@@ -396,5 +413,7 @@ _RULES_OF_OWNERS = (
     _optimizer_over_frozen,
     _norms,
     _residual_copies,
+    _stacked_gradients,
+    _whole_logits,
     _replicated,
 )

@@ -21,6 +21,7 @@ from ._executable import ArgumentLeaf
 from ._graph import Graph, Value
 from ._heap import DEVICE_COLOR, HOST_COLOR, Segment, peak_position, segments
 from ._matching import match_outputs
+from ._passes import first_scope
 from ._proto import element_type
 
 _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
@@ -52,6 +53,8 @@ class Owners:
     """The output leaf that every array of the entry's result is."""
     replaced: Mapping[Value, int]
     """The argument leaf that an array of the entry's result replaces, or is the gradient of."""
+    uncounted: tuple[Buffer, ...]
+    """Constants that the compiler's figures leave out, as a CPU's do; they are no part of `buffers`."""
     in_place: frozenset[Value]
     """Results that are written into an argument's buffer."""
 
@@ -98,6 +101,7 @@ class _Finder:
             tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries
         }
         self.flow = Dataflow(self.graph, self.parameters)
+        self.uncounted = list[Buffer]()
         self.replaced = self._replaced()
         self.flow.follow_gradients(self.replaced)
         self.places = {
@@ -142,6 +146,7 @@ class _Finder:
             parameters=self.parameters,
             results=self.results,
             replaced=self.replaced,
+            uncounted=tuple(self.uncounted),
             in_place=frozenset(value for value in self.results if value[1] in self.in_place),
         )
 
@@ -242,8 +247,12 @@ class _Finder:
             role, path = "gradients", self.leaves[gradient].path
         elif flow.is_activation(value):
             role = "activations"
+        elif not scope:
+            role = "unattributed"
+        elif flow.is_scratch(value):
+            role = "workspaces"
         else:
-            role = "temporaries" if scope else "unattributed"
+            role = {"backward": "cotangents", "recompute": "recomputed"}.get(flow.phase(value), "temporaries")
         return Buffer(
             space=space,
             role=role,
@@ -313,6 +322,7 @@ class _Finder:
         rest = argument_bytes - _total(arguments) + output_bytes - _total(results) + temp_bytes - heap_bytes
         if rest < _total(constants):
             # They lie in the code, or nowhere that the compiler reports.
+            self.uncounted += constants
             constants.clear()
         rest -= _total(constants)
         return [
@@ -356,7 +366,7 @@ def _total(buffers: Sequence[Buffer]) -> int:
 
 def _readable(scope: str) -> str:
     """A scope without the parts that every operation has."""
-    return re.sub(r"^jit\([^/()]*\)/", "", scope.partition(";")[0])
+    return re.sub(r"^jit\([^/()]*\)/", "", first_scope(scope))
 
 
 def _short(source: str) -> str:

@@ -87,6 +87,13 @@ def _shape(path: Any, leaf: Any, mover: _Mover, mesh: Mesh | None, strict: bool)
         aval = jax.typeof(leaf)
         shape, dtype = aval.shape, aval.dtype
     except (TypeError, AttributeError) as error:
+        if isinstance(leaf, jax.ShapeDtypeStruct) and not all(isinstance(dim, int) for dim in leaf.shape):
+            raise StructureError(
+                f"{describe(path)}: a shape whose dimensions are no whole numbers",
+                expected="whole numbers that are not negative",
+                got=repr(tuple(leaf.shape)),
+                hint="settings on the command line are text where they are no numbers: --set batch=8",
+            ) from error
         if not strict:
             return leaf
         raise StructureError(

@@ -23,12 +23,15 @@ from ._analyze import Role, examine
 from ._buffers import Buffer, live_bytes
 from ._compile import Program, compile
 from ._executable import ArgumentLeaf
-from ._lint import Finding, lint_owners
+from ._finding import Finding
+from ._lint import lint_owners, logits
 from ._owners import Owners
 from ._report import MemoryReport
 from ._targets import Target
 
 _LOSS_CHUNKS = 8
+_COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+"""Roles of what a step computes of its batch."""
 _SHARE = 0.01
 """Remedies below this share of the device bytes are not worth a line."""
 
@@ -306,8 +309,30 @@ def _recompute(report: MemoryReport) -> Iterable[Remedy]:
             action=f"recompute what {where} keeps for the backward pass ({shapes}): jax.checkpoint around it, "
             "or checkpoint_name and offload it",
             # All that the function keeps, at any time: before the peak the same arrays have other names.
-            estimated_bytes=saving(report, lambda b, w=where: float(b.role == "activations" and _maker(b) == w)),
+            estimated_bytes=max(saving(report, lambda b, w=where: _is_kept(b, w)) - _still_kept(buffers), 0),
         )
+
+
+def _is_kept(buffer: Buffer, where: str) -> float:
+    return float(buffer.role == "activations" and _maker(buffer) == where)
+
+
+def _still_kept(buffers: Sequence[Buffer]) -> int:
+    """Bytes that recomputation needs itself: what the function begins with, and one layer's largest array.
+
+    What it begins with is taken to be the smallest of what it keeps in each layer, as a block's input is.
+    """
+    kinds: dict[object, list[Buffer]] = {}
+    for buffer in buffers:
+        # A loop's stack holds all layers; else each layer has a buffer of its own.
+        is_stack = buffer.operation.startswith(("while", "parameter"))
+        kinds.setdefault(buffer if is_stack else (buffer.scope, buffer.source, buffer.shape), []).append(buffer)
+    if len(kinds) < 2:
+        return 0
+    layers = [(kind[0].shape[:1] or (1,))[0] if key is kind[0] else len(kind) for key, kind in kinds.items()]
+    sizes = [sum(buffer.num_bytes for buffer in kind) for kind in kinds.values()]
+    floating = [size for size, kind in zip(sizes, kinds.values(), strict=True) if kind[0].dtype[:1] in ("f", "b", "c")]
+    return min(floating, default=0) + max(size // max(count, 1) for size, count in zip(sizes, layers, strict=True))
 
 
 def _maker(buffer: Buffer) -> str:
@@ -316,25 +341,7 @@ def _maker(buffer: Buffer) -> str:
 
 
 def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
-    """Logits: as many rows as there are tokens, as many columns as a weight has."""
-    graph = owners.dataflow.graph
-    tokens, widths = set[int](), set[int]()
-    for value, at in owners.parameters.items():
-        dims = graph.shape(value).dimensions
-        if not graph.is_floating(value) and len(dims) >= 1:
-            tokens.add(graph.num_elements(value))
-        elif owners.dataflow.is_differentiated(at) and len(dims) >= 2:
-            widths.add(max(dims))
-    widest = max(widths, default=0)
-    sizes = {count * widest for count in tokens if count > 1}
-
-    def is_logits(buffer: Buffer) -> bool:
-        elements = 1
-        for dim in buffer.shape:
-            elements *= dim
-        made = buffer.role in ("activations", "temporaries")
-        return made and widest in buffer.shape and elements in sizes
-
+    widest, is_logits = logits(owners)
     estimate = saving(report, lambda b: (1 - 1 / _LOSS_CHUNKS) * is_logits(b))
     if estimate:
         yield Remedy(
@@ -416,7 +423,7 @@ def _smaller_batch(
         elements = 1
         for dim in buffer.shape:
             elements *= dim
-        made = buffer.role in ("activations", "temporaries") and buffer.phase != "update"
+        made = buffer.role in _COMPUTED and buffer.phase != "update"
         return made and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weights
 
     apply = None

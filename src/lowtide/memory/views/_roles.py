@@ -37,6 +37,9 @@ _FIXED = {
     "activations": Style(color="#d0661a"),
     "gradients": Style(color="#d0436f", texture="/"),
     "copies": Style(color="#6b83c9", texture="\\"),
+    "cotangents": Style(color="#dc3018", texture="x"),
+    "recomputed": Style(color="#996666", texture="\\"),
+    "workspaces": Style(color="#2371e7", texture="x"),
     "temporaries": Style(color="#a97f1c", texture="\\"),
     "outputs": Style(color="#2b8f45", texture="/"),
     "constants": Style(color="#a0705c"),
@@ -60,7 +63,7 @@ _SPARE = (
     Style(color="#3f78b5", texture="x"),
 )
 _FIRST = ("constants", "code")
-_LAST = ("copies", "gradients", "activations", "temporaries", "outputs")
+_LAST = ("copies", "gradients", "activations", "recomputed", "cotangents", "workspaces", "temporaries", "outputs")
 _TOP = ("unattributed", "fragmentation")
 
 

@@ -1,0 +1,124 @@
+"""Which pass of a differentiation makes an operation, from the scopes that JAX records.
+
+JAX writes the transformations that made an operation around each other, the outermost first: ``jvp`` for the forward
+pass of a gradient, ``transpose(jvp)`` for its backward pass. Where gradients are nested (MAML, a gradient penalty, a
+PINN), the outermost one decides: the inner gradient as a whole belongs to its forward pass. A ``jvp`` that nothing
+transposes is forward-mode differentiation (a Hessian-vector product as `jvp` of `grad`); then the next one decides.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+Pass = Literal["forward", "recompute", "backward", "update"]
+
+# Transformations that JAX writes around each other: vmap(transpose(jvp(mlp))).
+_TRANSFORMED = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
+_FORWARD, _BACKWARD = "f", "b"
+
+
+class Passes:
+    """The passes of a program.
+
+    Args:
+        scopes: of all its operations; they tell which forward passes have a backward pass.
+
+    Examples:
+        >>> inner = "jit(step)/jvp(transpose(jvp()))/mul"
+        >>> Passes([inner]).phase(inner), Passes([inner, "jit(step)/transpose(jvp(transpose(jvp())))/mul"]).phase(inner)
+        ('backward', 'forward')
+    """
+
+    def __init__(self, scopes: Iterable[str]) -> None:
+        self._found = {levels for scope in set(scopes) if (levels := _levels(scope))}
+        self._known: dict[str, Pass | None] = {}
+
+    def phase(self, scope: str) -> Pass | None:
+        """The pass that a scope names; None when it names none."""
+        if scope not in self._known:
+            self._known[scope] = self._phase(scope)
+        return self._known[scope]
+
+    def is_open(self, scope: str) -> bool:
+        """Whether an inner gradient may belong to an outer forward pass, of which the scopes alone do not tell.
+
+        Such a gradient is not differentiated itself: of first-order MAML, or a curvature beside the gradient.
+        """
+        levels = _levels(scope)
+        inner = levels.find(_BACKWARD)
+        outer = any(other.startswith(levels[:at] + _BACKWARD) for other in self._found for at in range(inner))
+        return inner > 0 and outer and not self._is_transposed(levels, inner)
+
+    def _phase(self, scope: str) -> Pass | None:
+        levels = _levels(scope)
+        inner = levels.find(_BACKWARD)
+        if inner < 0:
+            return "forward" if levels else None
+        if self._is_transposed(levels, inner):
+            return "forward"
+        return "recompute" if "rematted_computation" in _parts(scope) else "backward"
+
+    def _is_transposed(self, levels: str, inner: int) -> bool:
+        """Whether the gradient at a level is differentiated in reverse by one around it."""
+        transposed = [levels[:at] + _BACKWARD + levels[at + 1 : inner + 1] for at in range(inner)]
+        return any(other.startswith(one) for one in transposed for other in self._found)
+
+
+def scope_phase(scope: str) -> Pass | None:
+    """The pass that a scope of JAX names, of a program with no other one; None when it names none.
+
+    Examples:
+        >>> scope_phase("jit(step)/transpose(jvp(mlp))/dot_general"), scope_phase("jit(step)/jvp()/transpose")
+        ('backward', 'forward')
+        >>> scope_phase("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/tanh")
+        'recompute'
+    """
+    return Passes([scope]).phase(scope)
+
+
+@functools.lru_cache(maxsize=4096)
+def _levels(scope: str) -> str:
+    """The differentiations around an operation, the outermost first, a letter each."""
+    levels = ""
+    for part in _parts(scope):
+        transposed = False
+        for name in _transformations(part):
+            if name == "transpose":
+                levels, transposed = levels + _BACKWARD, True
+            elif name == "jvp":
+                levels, transposed = levels if transposed else levels + _FORWARD, False
+    return levels
+
+
+def first_scope(scope: str) -> str:
+    """The first of several scopes: a compiler joins those of operations that it merges, ``a;b`` or ``(a:b)``.
+
+    Examples:
+        >>> first_scope("jit(f)/mul;jit(f)/add"), first_scope("(jit(f)/mul:jit(f)/add)"), first_scope("jit(f)/mul")
+        ('jit(f)/mul', 'jit(f)/mul', 'jit(f)/mul')
+    """
+    if scope.startswith("(") and ":" in scope:
+        scope = scope[1:].partition(":")[0]
+    return scope.partition(";")[0]
+
+
+def _transformations(part: str) -> Iterator[str]:
+    """The transformations around a part of a scope, the outermost first."""
+    while found := _TRANSFORMED.fullmatch(part):
+        yield found[1]
+        part = found[2]
+
+
+def _parts(scope: str) -> list[str]:
+    """The parts between slashes that stand in no bracket, without the primitive at the end."""
+    scope = first_scope(scope)
+    parts, depth, begin = list[str](), 0, 0
+    for at, char in enumerate(scope):
+        depth += (char in "([") - (char in ")]")
+        if char == "/" and depth == 0:
+            parts.append(scope[begin:at])
+            begin = at + 1
+    return parts

@@ -1,0 +1,107 @@
+"""What strangers bring: other libraries' jit, settings that are text, closed-over tables, stacks of loops."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lowtide.core import StructureError
+from lowtide.losses import chunked_cross_entropy
+from lowtide.memory import analyze, compile, extrapolate, remedies
+from lowtide.memory._extrapolate import fit_bytes
+
+LAYERS, DIM, ROWS = 6, 64, 512
+
+
+def shape(*dims: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def test_nnx_jit_is_refused_by_name() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    with pytest.raises(StructureError, match=r"wrapped by flax's own jit(.|\n)*hint: .*__wrapped__"):
+        compile(nnx.jit(lambda x: x * 2), shape(4))
+
+
+def test_a_shape_of_text_is_said_to_be_one() -> None:
+    with pytest.raises(StructureError, match=r"no whole numbers(.|\n)*got: \('abc', 4\)\nhint: .*--set batch=8"):
+        compile(lambda x: x * 2, shape("abc", 4))
+
+
+def test_lines_inside_of_lowtide_are_not_shown_as_the_user_s() -> None:
+    def loss(head: Any, h: Any, labels: Any) -> Any:
+        return jnp.mean(chunked_cross_entropy(h, head, labels))
+
+    report = analyze(jax.grad(loss), shape(1024, DIM), shape(ROWS, DIM), shape(ROWS, dtype=jnp.int32), target="cpu")
+    sources = {b.source for b in report.buffers if b.source}
+    assert sources
+    assert all("test_strangers.py" in source for source in sources)
+
+
+def test_constants_outside_of_the_compiler_s_figures_are_noted() -> None:
+    table = np.random.default_rng(0).normal(size=(8, 2**18)).astype(np.float32)
+    report = analyze(lambda x: jnp.tanh(x @ table), shape(8, 8), target="cpu")
+    assert any("8.00 MiB of constants" in note and "f32[8,262144]" in note for note in report.notes)
+    assert sum(b.num_bytes for b in report.peak) == report.device_bytes
+    assert analyze(lambda x: x + 1.5, shape(8, 8), target="cpu").notes == ()
+
+
+def stacked(wide: int, remat: bool) -> tuple[Any, Any, Any]:
+    """The gradient of a loop over blocks behind an embedding."""
+
+    def block(h: Any, w: Any) -> Any:
+        return h + jax.nn.gelu(jnp.tanh(h @ w["a"])) @ w["b"]
+
+    def embed(x: Any, table: Any) -> Any:
+        return jnp.sin(x @ table)
+
+    def loss(params: Any, x: Any) -> Any:
+        run = jax.checkpoint(block) if remat else block
+        h, _ = jax.lax.scan(lambda h, w: (run(h, w), None), embed(x, params["embed"]), params["layers"])
+        return jnp.mean(h**2)
+
+    layers = {"a": shape(LAYERS, DIM, wide), "b": shape(LAYERS, wide, DIM)}
+    return jax.grad(loss), {"embed": shape(DIM, DIM), "layers": layers}, shape(ROWS, DIM)
+
+
+def test_a_stack_of_a_loop_is_named_after_what_the_loop_makes() -> None:
+    report = analyze(*stacked(DIM, False), target="cpu")
+    stacks = [b for b in report.peak if b.role == "activations" and b.shape == (LAYERS, ROWS, DIM)]
+    assert len(stacks) >= 4
+    assert all("(stacked.<locals>.block)" in b.source for b in stacks)
+
+
+@pytest.mark.parametrize("wide", [DIM, 4 * DIM])
+def test_recomputing_a_block_saves_about_what_is_estimated(wide: int) -> None:
+    before, after = (analyze(*stacked(wide, remat), target="cpu").device_bytes for remat in (False, True))
+    found = remedies(*stacked(wide, False), target="cpu", verify=False)
+    estimate = next(r.estimated_bytes for r in found if r.kind == "recompute" and "block" in r.action)
+    assert estimate == pytest.approx(before - after, rel=0.08)
+
+
+def test_a_small_curve_is_a_curve() -> None:
+    def bytes_at(n: int) -> int:
+        return 10_000 + 4_000 * n + 30 * n * n
+
+    line = fit_bytes([(n, bytes_at(n)) for n in (2, 3, 4)])
+    assert len(line.coefficients) == 2 and line.residual is not None and 0.002 < line.residual < 0.05
+    curve = fit_bytes([(n, bytes_at(n)) for n in (2, 3, 4, 8)])
+    assert curve.predict(100) == pytest.approx(bytes_at(100), rel=1e-3)
+
+
+def test_a_small_curve_is_looked_at_twice() -> None:
+    def make(n: int) -> Any:  # a line, and a little more for every pair
+        return lambda x, pairs: (jnp.negative(x), jnp.negative(pairs)), (shape(n, 4096), shape(n, n, 32))
+
+    found = extrapolate(make, limit="24 MiB", target="cpu")
+    assert len(found.fit.coefficients) == 3
+    assert found.predicted_bytes == pytest.approx(found.report.device_bytes, rel=0.002)
+    out = io.StringIO()
+    found.print(Console(file=out, width=200))
+    assert "0.0 % off at the answer" in out.getvalue()
