@@ -36,8 +36,8 @@ from lowtide.core import PlacementWarning
 TARGETS = ("cpu", "v5e", "h100")
 PARTS = ("argument", "output", "alias", "temp", "code")
 NOT_COMPILED = {"attention_8192": TARGETS, **dict.fromkeys(("attention_2048", "fourier", "factorisation"), ("v5e",))}
-"""What takes minutes to compile: the first is `attention_2048` with other sizes; a TPU's compiler needs two to more than
-ten for each of the others."""
+"""What takes minutes to compile: the first is `attention_2048` with other sizes; a TPU's compiler needs two to
+more than ten for each of the others."""
 
 
 def measure(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
