@@ -299,7 +299,7 @@ def test_a_link_inside_of_the_folder_is_read(good, tmp_path):
 def test_a_file_larger_than_its_kind_is_not_read(tmp_path):
     with open(tmp_path / "config.json", "wb") as file:
         file.truncate(2**40)
-    with pytest.raises(LowtideError, match=r"config.json: too large(.|\n)*1 TiB(.|\n)*hint:"):
+    with pytest.raises(LowtideError, match=r"config.json: too large(.|\n)*1.00 TiB(.|\n)*hint:"):
         read_input(tmp_path / "config.json", most_bytes=100)
 
 

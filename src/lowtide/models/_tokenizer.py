@@ -9,6 +9,7 @@ second for a small vocabulary, and one reading more for a large one.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,8 +95,11 @@ def _try_elsewhere(content: bytes, where: str) -> None:
     most_bytes = 8 * 1024**3 + 100 * len(content)
     where_from = str(Path(tokenizers.__file__).parents[1])
     command = [sys.executable, "-I", "-S", "-c", _GUARD, where_from, str(_MOST_SECONDS), str(most_bytes), _PROBE]
+    alone = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # threads take address space
     try:
-        done = subprocess.run(command, input=content, capture_output=True, timeout=_MOST_SECONDS, check=False)
+        done = subprocess.run(
+            command, input=content, env=alone, capture_output=True, timeout=_MOST_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired as error:
         got = f"it was not read in {_MOST_SECONDS} s"
         raise ModelFileError(f"{where}: not a tokenizer", got=got, hint=_AGAIN) from error
