@@ -295,7 +295,7 @@ class TestBadFiles:
 
     @pytest.mark.parametrize(
         ("text", "match"),
-        [("{", "cannot be read as JSON"), ("[]", "not a JSON object"), ("{}", "not a LoRA .*\n.*\n.*'r'")],
+        [("{", "not readable as JSON"), ("[]", "not a JSON object"), ("{}", "not a LoRA configuration: r is missing")],
     )
     def test_garbled_config(self, directory, text, match):
         (directory / "adapter_config.json").write_text(text)
@@ -315,10 +315,44 @@ class TestBadFiles:
         edit_config(directory, **changes)
         self.refuse(directory, r"adapter_config.json: not a LoRA configuration")
 
-    @pytest.mark.parametrize("changes", [{"r": 0}, {"rank_pattern": {"q_proj": -1}}, {"lora_alpha": float("nan")}])
-    def test_values_out_of_range(self, directory, changes):
+    @pytest.mark.parametrize(
+        ("changes", "match"),
+        [
+            ({"r": 0}, r"r has an unusable value(.|\n)*greater than or equal to 1"),
+            ({"r": 2**40}, r"r has an unusable value"),
+            ({"rank_pattern": {"q_proj": -1}}, r"rank_pattern.q_proj has an unusable value(.|\n)*got: -1"),
+            ({"lora_alpha": float("nan")}, "NaN is no finite number"),
+            ({"lora_alpha": 10**400}, "an integer of 401 digits"),
+            ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj has an unusable value"),
+            ({"use_rslora": "false"}, r"use_rslora has an unusable value(.|\n)*'false'"),
+            ({"layers_to_transform": 0}, "option 'layers_to_transform' is not supported"),
+            ({"target_modules": ["q_proj", 3]}, "target_modules.1 has an unusable value"),
+        ],
+    )
+    def test_values_out_of_range(self, directory, changes, match):
         edit_config(directory, **changes)
-        self.refuse(directory, r"a rank below 1, or an alpha that is not finite")
+        self.refuse(directory, match)
+
+    @pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+    def test_a_regular_expression_that_needs_forever_is_given_up(self, directory, name, monkeypatch):
+        monkeypatch.setattr("lowtide.adapters.lora._patterns.MOST_SECONDS", 0.2)
+        endless = r"(([a-z]|[a-z._0-9])+)+[!?]"
+        edit_config(directory, **{name: {endless: 2} if name.endswith("pattern") else endless})
+        self.refuse(directory, r"adapter_config.json: a regular expression takes too long")
+
+    @pytest.mark.parametrize(
+        "pattern", ["(" * 5000, "q{e<=2}_proj", "[[:alpha:]]_proj", "a{9,1}", "(?P<a>x)(?P<a>y)", "*"]
+    )
+    def test_what_is_no_regular_expression_of_python_is_refused(self, directory, pattern):
+        edit_config(directory, target_modules=pattern)
+        self.refuse(directory, r"adapter_config.json: not a LoRA configuration")
+
+    def test_tensors_that_are_not_finite(self, directory):
+        path = directory / "adapter_model.safetensors"
+        tensors = load_file(path)
+        name = sorted(tensors)[0]
+        save_file(tensors | {name: np.full_like(tensors[name], np.nan)}, path)
+        self.refuse(directory, rf"tensor {name} has values that are no finite numbers")
 
     @pytest.mark.parametrize(
         ("option", "value"),

@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import re
 
+import bracex
 import jax.numpy as jnp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lowtide.core import SelectionError, mask_tree, match_names, match_path, select
+from lowtide.core._braces import alternatives
 
 TREE = {
     "embed": {"weight": 1.0},
@@ -102,6 +106,49 @@ def test_a_selection_of_nothing_says_what_there_is(where: object, text: str, hin
     with pytest.raises(SelectionError, match=re.escape(text)) as error:
         select(TREE, where)
     assert f"hint: {hint}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "part", "near"),
+    [
+        ("**/{q,z}_proj/*", "z", "q_proj"),
+        ("{embed,layer}/**", "layer", "layers"),
+        (["**", "!**/{up,dwn}_proj/*"], "dwn", "_proj"),
+        ("layers/{attn/{q,k}_proj,mlp/*}/weight", "k", "q_proj"),
+        ("layers/{attn,mlp}/{q,v,up,gate}_proj/*", "gate", "layers/attn"),
+        ("{embed,layers/{attn,mpl}/*}/weight", "mpl", "mlp"),
+        ("**/{q,v,}_proj/*", "", "q_proj"),
+    ],
+)
+def test_an_alternative_that_matches_nothing_is_named(where: object, part: str, near: str) -> None:
+    with pytest.raises(SelectionError, match=rf"the alternative '{part}' of pattern(.|\n)*hint:.*{near}"):
+        select(TREE, where)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "layers/{attn,mlp}/{q,v,up}_proj/weight",  # in no more than one combination each
+        "{embed,layers/{attn,mlp}/*}/weight",
+        "**/{q,v}_proj/{weight,lora_a}",
+        "**/{weight,lora_{a..a},lora_a}",
+    ],
+)
+def test_alternatives_may_match_in_any_combination(where: object) -> None:
+    assert selected(where)
+
+
+@pytest.mark.parametrize("where", ["{0..99999}", "{a,b}" * 12])
+def test_a_pattern_that_stands_for_too_many_is_refused(where: str) -> None:
+    with pytest.raises(SelectionError, match=r"stands for too many(.|\n)*hint:"):
+        match_names(["a", "b"], where)
+
+
+@given(st.text(alphabet="ab{},.1${\\", max_size=14))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_alternatives_stand_for_what_the_whole_pattern_stands_for(pattern: str) -> None:
+    for part, alone in alternatives(pattern):
+        assert set(bracex.expand(alone)) <= set(bracex.expand(pattern)), (part, alone)
 
 
 def test_a_predicate_is_named() -> None:

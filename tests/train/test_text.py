@@ -1,10 +1,12 @@
+import gzip
 import json
+import os
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models, processors
 
-from lowtide.core import ConfigError, DataError
+from lowtide.core import ConfigError, DataError, ModelFileError
 from lowtide.train import read_documents, text_data
 
 
@@ -60,6 +62,108 @@ def test_unusable_data_is_named(tmp_path):
     (tmp_path / "bad.jsonl").write_bytes(b'{"text": "caf\xe9"}')
     with pytest.raises(DataError, match=r"bad.jsonl: not UTF-8(.|\n)*hint:"):
         read_documents(tmp_path / "bad.jsonl")
+
+
+_ROW = {"prompt": "why?", "completion": "so."}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "fields"),
+    [
+        ("d.csv", "prompt,completion\nwhy?,so.\n", "a table", "prompt, completion"),
+        ("d.CSV", "\ufeffprompt;completion\nwhy?;so.\n", "a table", "prompt, completion"),
+        ("d.tsv", "prompt\tcompletion\n", "a table", "prompt, completion"),
+        ("d.json", json.dumps([_ROW, _ROW], indent=1), "JSON", "prompt, completion"),
+        ("d.json", json.dumps(_ROW), "JSON", "prompt, completion"),
+        ("d.json", "[" * 10**5, "JSON", None),
+        ("d.ndjson", json.dumps(_ROW), "JSON lines", "prompt, completion"),
+        ("d.JSONL", json.dumps(_ROW), "JSON lines", "prompt, completion"),
+        ("d.txt", json.dumps(_ROW) + "\n" + json.dumps(_ROW), "JSON lines", "prompt, completion"),
+        ("d", json.dumps(_ROW), "JSON lines", "prompt, completion"),
+        ("d.parquet", b"PAR1\0\1", "a table", None),
+        ("train", b"PAR1\0\1", "a table", None),
+        ("d.arrow", b"\xff\xff\xff\xff\1\0", "a table", None),
+        ("d.jsonl", gzip.compress(b"{}"), "compressed", None),
+        ("d.jsonl.gz", gzip.compress(b"{}"), "compressed", None),
+        ("d.zst", b"\x28\xb5\x2f\xfd\0", "compressed", None),
+        ("d.zip", b"PK\x03\x04", "an archive", None),
+        ("d.pdf", b"%PDF-1.7", "a PDF", None),
+        ("d.txt", "the tide goes out".encode("utf-16"), "text in UTF-16", None),
+        ("d.txt", "the tide goes out".encode("utf-16-le"), "text in UTF-16", None),
+        ("d.txt", "the tide goes out".encode("utf-16-be"), "text in UTF-16", None),
+    ],
+)
+def test_what_is_no_text_is_refused_by_what_it_is(tmp_path, name, content, what, fields):
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=rf"{name}: {what}(.|\n)*not read yet(.|\n)*hint:") as caught:
+        read_documents(path)
+    assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
+
+
+@pytest.mark.parametrize(
+    ("files", "fields"),
+    [
+        ({"a.jsonl": json.dumps(_ROW) * 3, "README.md": "rows"}, "prompt, completion"),
+        ({"a.csv": "prompt,completion\n" * 9, "README.md": "rows"}, "prompt, completion"),
+        ({"train/0.parquet": "PAR1" * 9, "README.md": "rows"}, None),
+    ],
+)
+def test_a_folder_of_records_is_refused_by_what_it_holds(tmp_path, files, fields):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=r"a folder of records, which --data does not read yet(.|\n)*hint:") as caught:
+        read_documents(tmp_path)
+    assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
+
+
+def test_a_source_tree_may_hold_a_few_records(tmp_path):
+    (tmp_path / "package.json").write_text("{}")
+    (tmp_path / "main.py").write_text("print('the tide')")
+    assert len(read_documents(tmp_path)) == 2
+
+
+def test_text_that_begins_like_something_else_is_text(tmp_path):
+    for name, text in {"a.py": "{1: 2}\n[3]\n", "b.txt": "a,b\n1,2\n", "c.md": "\ufeff{see}"}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert read_documents(tmp_path / name) == [text.removeprefix("\ufeff")]
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "data.txt")
+    for path in (tmp_path / "data.txt", "/dev/zero"):
+        with pytest.raises(DataError, match=r"not a regular file(.|\n)*hint:"):
+            read_documents(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "\\ud800"}', "the text is no Unicode"),
+        ("[" * 10**5, "not JSON"),
+        ('{"prompt": 1, "completion": 2}', r"no text(.|\n)*an object of 'prompt', 'completion'"),
+        ("3", r"no text(.|\n)*got: 3"),
+        ('{"text": ' + "9" * 5000 + "}", "not JSON"),
+    ],
+)
+def test_a_line_that_is_no_document_is_named(tmp_path, line, message):
+    (tmp_path / "d.jsonl").write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(DataError, match=rf"d.jsonl:2: {message}(.|\n)*hint:"):
+        read_documents(tmp_path / "d.jsonl")
+
+
+def test_a_tokenizer_that_cannot_encode_the_data_is_named():
+    tokenizer = Tokenizer(models.WordLevel({"tide": 0}, unk_token="<unk>"))
+    with pytest.raises(ModelFileError, match=r"cannot encode the data(.|\n)*UNK(.|\n)*hint:"):
+        _data(["no such word"], tokenizer)
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused():
+    tokenizer = Tokenizer(models.WordLevel({"tide": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 99)])
+    with pytest.raises(ModelFileError, match=r"not in its vocabulary(.|\n)*id 99(.|\n)*hint:"):
+        _data(["tide"] * 40, tokenizer)
 
 
 def test_labels_are_the_next_tokens_and_nothing_is_lost(tokenizer):

@@ -23,6 +23,12 @@ from ._grad import fractions as fractions
 from ._grad import microbatch_weights as microbatch_weights
 from ._grad import split_batch as split_batch
 from ._grad import value_and_grad as value_and_grad
+from ._inputs import input_file as input_file
+from ._inputs import parse_json as parse_json
+from ._inputs import read_input as read_input
+from ._inputs import shortened as shortened
+from ._inputs import shown as shown
+from ._inputs import validate as validate
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
 from ._naming import ExternalNames as ExternalNames
@@ -83,6 +89,7 @@ __all__ = [
     "dividing",
     "format_bytes",
     "if_active",
+    "input_file",
     "is_array_like",
     "leaf_bytes",
     "leaves_with_paths",
@@ -96,12 +103,17 @@ __all__ = [
     "num_layers",
     "on_host",
     "parse_bytes",
+    "parse_json",
     "partition",
     "path_str",
+    "read_input",
     "select",
     "shared_leaves",
+    "shortened",
+    "shown",
     "split_batch",
     "tree_bytes",
+    "validate",
     "value_and_grad",
     "write_files",
 ]

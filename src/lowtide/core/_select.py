@@ -2,7 +2,8 @@
 
 Globs follow the shell's rules on ``/``-separated paths (`*` within a segment, `**` any number of segments, `{a,b}`
 alternatives, `?`, `[...]`), matched by wcmatch against the whole path. A leading ``!`` excludes. Nothing is silent:
-a pattern that matches no leaf is an error that lists near misses.
+a pattern that matches no leaf is an error that lists near misses, and so is one alternative in braces that matches
+none.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import bracex
 import jax
 from wcmatch import glob
 
+from ._braces import alternatives
 from ._errors import SelectionError
 from ._paths import Tree, is_array_like, leaves_with_paths
 
@@ -52,7 +55,7 @@ def select(tree: Tree, where: Where) -> list[bool]:
         One boolean a leaf.
 
     Raises:
-        SelectionError: when a pattern matches no leaf, or nothing at all is selected.
+        SelectionError: when a pattern, or an alternative in its braces, matches no leaf, or nothing at all is selected.
 
     Examples:
         >>> select({"a": 1.0, "b": {"lora_a": 2.0}}, "**/lora_*")
@@ -84,7 +87,8 @@ def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
         The selected names, in their given order.
 
     Raises:
-        SelectionError: when `where` is empty, a pattern matches nothing, or the exclusions leave nothing.
+        SelectionError: when `where` is empty, a pattern or an alternative in its braces matches nothing, or the
+            exclusions leave nothing.
     """
     given: Any = where
     patterns: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
@@ -100,22 +104,39 @@ def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
         raise SelectionError(
             "no pattern to select with", got=repr(where), hint='give at least one glob; "**" selects every leaf'
         )
-    hits: dict[str, set[str]] = {}
-    for pattern in patterns:
-        hits[pattern] = {name for name in names if match_path(name, pattern.removeprefix("!"))}
-        if not hits[pattern]:
-            raise SelectionError(
-                f"pattern {pattern!r} matches nothing",
-                expected="a glob on whole paths, segments separated by '/'",
-                got=f"{len(names)} candidates: {_some(names)}",
-                hint=_near_misses(pattern.removeprefix("!"), names),
-            )
+    hits = {pattern: _hits(pattern, names) for pattern in patterns}
     selected = set[str]().union(*(hits[p] for p in includes)).difference(*(hits[p] for p in patterns if p[:1] == "!"))
     if not selected:
         raise SelectionError(
             "the exclusions leave nothing selected", got=repr(where), hint="narrow the patterns that start with '!'"
         )
     return [name for name in names if name in selected]
+
+
+def _hits(pattern: str, names: Sequence[str]) -> set[str]:
+    """The names that a pattern matches, to which each alternative of its braces has to contribute."""
+    glob_only = pattern.removeprefix("!")
+    try:
+        bracex.expand(glob_only)
+    except (bracex.ExpansionLimitException, ValueError) as error:
+        raise SelectionError(
+            f"pattern {pattern!r} stands for too many",
+            got=str(error),
+            hint="write ** or [0-9]* in place of the numbers",
+        ) from error
+    hits = {name for name in names if match_path(name, glob_only)}
+    tried = [(glob_only, "")] if not hits else [(alone, part) for part, alone in alternatives(glob_only)]
+    for alone, part in tried:
+        if not any(match_path(name, alone) for name in names):
+            raise SelectionError(
+                f"the alternative {part!r} of pattern {pattern!r} matches nothing"
+                if hits
+                else f"pattern {pattern!r} matches nothing",
+                expected="a glob on whole paths, segments separated by '/'",
+                got=f"{len(names)} candidates: {_some(names)}",
+                hint=_near_misses(alone, names),
+            )
+    return hits
 
 
 def mask_tree(tree: Tree, where: Where) -> Tree:

@@ -6,12 +6,12 @@ from ._generate import generate as generate
 from ._hf import base_path as base_path
 from ._hf import load as load
 from ._hf import load_config as load_config
-from ._hf import load_tokenizer as load_tokenizer
 from ._hf import save as save
 from ._llama import Llama as Llama
 from ._llama import init as init
 from ._llama import logits as logits
 from ._llama import loss as loss
+from ._tokenizer import load_tokenizer as load_tokenizer
 
 __all__ = [
     "Llama",

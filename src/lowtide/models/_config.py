@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
-from ..core import ConfigError, ModelFileError
+from ..core import ConfigError, ModelFileError, shortened, shown, validate
+
+if TYPE_CHECKING:
+    from ._schema import ConfigFile, RopeEntry
 
 ARCHITECTURES = ("LlamaForCausalLM",)
+_SILU = ("silu", "swish")
+_AGAIN = "a Llama config.json has the sizes of the model; copy it from the model's source again"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,64 +106,54 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
         The configuration.
 
     Raises:
-        ModelFileError: for an unknown architecture, activation or RoPE type, or a missing or impossible entry.
+        ModelFileError: for an unknown architecture, activation or RoPE type, a missing or impossible entry, or a
+            field that asks for what Lowtide does not compute.
     """
-    named: Any = raw.get("architectures") or []
-    architectures: list[str] = [named] if isinstance(named, str) else [str(name) for name in named]
-    known = [name for name in architectures if name in ARCHITECTURES]
-    if not known and not (raw.get("model_type") == "llama" and not architectures):
+    from ._schema import ConfigFile, unhandled
+
+    _refuse_other_models(raw, where)
+    file = validate(ConfigFile, raw, where, hint=_AGAIN)
+    rope = _rope(file, where)
+    unknown = unhandled(file)
+    if unknown:
+        name, value = next(iter(unknown.items()))
         raise ModelFileError(
-            f"{where}: unknown architecture {', '.join(architectures) or raw.get('model_type')!r}",
-            expected=f"one of {', '.join(ARCHITECTURES)}",
-            hint="Lowtide reads Llama decoders; check that --model names the right folder",
+            f"{where}: {shown(name)} is nothing that Lowtide computes",
+            expected="the fields of a Llama model; others have to be null, false or absent",
+            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items())),
+            hint=f"if {shortened(name, 80)} changes nothing that the model computes, remove it from the file",
         )
-    if raw.get("hidden_act", "silu") != "silu":
-        raise ModelFileError(
-            f"{where}: unknown activation {raw['hidden_act']!r}", expected="silu", hint="Llama's MLP is SwiGLU"
+    if file.attention_dropout:
+        warnings.warn(
+            f"{where}: attention_dropout {file.attention_dropout} is not applied; training goes on without dropout",
+            stacklevel=3,
         )
-    if raw.get("quantization_config"):
-        raise ModelFileError(
-            f"{where}: the checkpoint is quantised",
-            got="quantization_config",
-            hint="load the unquantised checkpoint; Lowtide reads float32, float16 and bfloat16 weights",
-        )
-    rope: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ModelFileError(f"{where}: rope_scaling is not an object", got=repr(rope), hint="copy config.json again")
+    heads = file.num_attention_heads
+    ends = _token_ids(file, "eos_token_id", where)
     try:
-        ends: Any = _token_ids(raw, "eos_token_id")
         return LlamaConfig(
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
-            num_layers=int(raw["num_hidden_layers"]),
-            num_heads=int(raw["num_attention_heads"]),
-            num_kv_heads=int(raw.get("num_key_value_heads") or raw["num_attention_heads"]),
-            head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // int(raw["num_attention_heads"])),
-            rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(cast("Mapping[str, Any]", rope), where),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
-            mlp_bias=bool(raw.get("mlp_bias", False)),
-            max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-            bos_token_id=_token_ids(raw, "bos_token_id")[0],
-            eos_token_id=ends if len(ends) > 1 else ends[0],
+            vocab_size=file.vocab_size,
+            hidden_size=file.hidden_size,
+            intermediate_size=file.intermediate_size,
+            num_layers=file.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=file.num_key_value_heads or heads,
+            head_dim=file.head_dim or file.hidden_size // heads,
+            rope_theta=rope.rope_theta or file.rope_theta or 10000.0,
+            rope_scaling=_rope_scaling(rope, where),
+            rms_norm_eps=file.rms_norm_eps,
+            tie_embeddings=bool(file.tie_word_embeddings),
+            attention_bias=bool(file.attention_bias),
+            mlp_bias=bool(file.mlp_bias),
+            max_position_embeddings=file.max_position_embeddings,
+            bos_token_id=_token_ids(file, "bos_token_id", where)[0],
+            eos_token_id=ends if len(ends) > 1 else ends[0],  # pyright: ignore[reportArgumentType]
         )
-    except KeyError as error:
-        raise ModelFileError(
-            f"{where}: {error.args[0]} is missing",
-            hint="a Llama config.json has the sizes of the model; copy it from the model's source again",
-        ) from error
     except ModelFileError:
         raise
     except ConfigError as error:
         raise ModelFileError(
             f"{where}: {error.message}", expected=error.expected, got=error.got, hint=error.hint
-        ) from error
-    except (TypeError, ValueError) as error:
-        raise ModelFileError(
-            f"{where}: an entry has an unusable value", got=str(error), hint="compare the file with the model's source"
         ) from error
 
 
@@ -201,29 +197,93 @@ def config_to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _rope_scaling(rope: Mapping[str, Any], where: str) -> RopeScaling | None:
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+def _refuse_other_models(raw: Mapping[str, Any], where: str) -> None:
+    """Say of another model that it is one, not which of its fields are strange."""
+    named, kind = raw.get("architectures") or [], raw.get("model_type")
+    architectures: list[Any] = named if isinstance(named, list) else [named]  # pyright: ignore[reportUnknownVariableType]
+    known = any(name in ARCHITECTURES for name in architectures)
+    if kind not in (None, "llama") or not (known or (kind and not architectures)):
+        names = [shown(kind)] if known or not architectures else [shown(name) for name in architectures]
+        raise ModelFileError(
+            f"{where}: unknown architecture {shortened(', '.join(names))}",
+            expected=f"one of {', '.join(ARCHITECTURES)}, with model_type 'llama'",
+            hint="Lowtide reads Llama decoders; check that --model names the right folder",
+        )
+    if raw.get("hidden_act") not in (None, *_SILU):
+        raise ModelFileError(
+            f"{where}: unknown activation {shown(raw['hidden_act'])}", expected="silu", hint="Llama's MLP is SwiGLU"
+        )
+    if raw.get("quantization_config"):
+        raise ModelFileError(
+            f"{where}: the checkpoint is quantised",
+            got=f"quantization_config={shown(raw['quantization_config'])}",
+            hint="load the unquantised checkpoint; Lowtide reads float32, float16 and bfloat16 weights",
+        )
+
+
+def _rope(file: ConfigFile, where: str) -> RopeEntry:
+    """What the file says about rotary embeddings, which it may say in two places and two spellings."""
+    from ._schema import RopeEntry, unhandled
+
+    given = [
+        entry for entry in (file.rope_parameters, file.rope_scaling) if entry is not None and entry.model_fields_set
+    ]
+    rope = given[0] if given else RopeEntry()
+    other = given[-1] if given else rope
+    for entry in given:
+        rest = unhandled(entry)
+        if rest:
+            raise ModelFileError(
+                f"{where}: rope_scaling has {shown(next(iter(rest)))}, which Lowtide does not compute",
+                got=shortened(rest),
+                hint="computing with another frequency rule would give wrong logits, so nothing was loaded",
+            )
+    said = {
+        "rope_parameters and rope_scaling": (
+            rope.model_dump(exclude={"rope_theta"}),
+            other.model_dump(exclude={"rope_theta"}),
+        ),
+        "rope_type and type": (rope.rope_type or rope.type, rope.type or rope.rope_type),
+        "rope_theta": (rope.rope_theta or file.rope_theta, file.rope_theta or rope.rope_theta),
+    }
+    for what, (one, two) in said.items():
+        if one != two:
+            raise ModelFileError(
+                f"{where}: it says two things about {what}",
+                got=shortened(f"{one} and {two}"),
+                hint="keep the one that the model was trained with",
+            )
+    return rope
+
+
+def _rope_scaling(rope: RopeEntry, where: str) -> RopeScaling | None:
+    rope_type = rope.rope_type or rope.type or "default"
     if rope_type == "default":
         return None
     if rope_type not in ("linear", "llama3"):
         raise ModelFileError(
-            f"{where}: unknown RoPE scaling {rope_type!r}",
+            f"{where}: unknown RoPE scaling {shown(rope_type)}",
             expected="default, linear or llama3",
             hint="computing with another frequency rule would give wrong logits, so nothing was loaded",
         )
-    if "factor" not in rope:
-        raise ModelFileError(f"{where}: rope_scaling has no factor", got=dict(rope), hint="copy config.json again")
-    length = "original_max_position_embeddings"
-    numbers = {name: float(rope[name]) for name in ("factor", "low_freq_factor", "high_freq_factor") if name in rope}
-    return RopeScaling(rope_type=rope_type, **numbers, **({length: int(rope[length])} if length in rope else {}))
+    if rope.factor is None:
+        got = shortened(rope.model_dump(exclude_none=True))
+        raise ModelFileError(f"{where}: rope_scaling has no factor", got=got, hint="copy config.json again")
+    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    rest = {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
+    return RopeScaling(rope_type=rope_type, factor=rope.factor, **rest)
 
 
-def _token_ids(raw: Mapping[str, Any], name: str) -> tuple[int | None, ...]:
+def _token_ids(file: ConfigFile, name: str, where: str) -> tuple[int | None, ...]:
     """The ids of a special token, which may be absent, a number or a list; each inside the vocabulary."""
-    value: Any = raw.get(name)
-    ids = [int(each) for each in (value if isinstance(value, (list, tuple)) else [] if value is None else [value])]
+    value: Any = getattr(file, name)
+    ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]
     for each in ids:
-        if not 0 <= each < int(raw["vocab_size"]):
-            size = raw["vocab_size"]
-            raise ConfigError(f"{name} is no token", expected=f"0 to {size} - 1", got=each, hint="check config.json")
+        if each >= file.vocab_size:
+            raise ModelFileError(
+                f"{where}: {name} is no token",
+                expected=f"0 to {file.vocab_size} - 1",
+                got=each,
+                hint="check config.json",
+            )
     return tuple(ids) or (None,)

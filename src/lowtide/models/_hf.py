@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer
 
 from ..core import (
     ConfigError,
@@ -28,14 +28,22 @@ from ..core import (
     Tree,
     Where,
     format_bytes,
+    input_file,
     leaves_with_paths,
+    parse_json,
     path_str,
+    read_input,
     select,
+    shortened,
+    shown,
+    validate,
 )
 from ._config import LlamaConfig, config_from_hf, config_to_hf
 from ._llama import EXTERNAL, Llama, parameter_shapes
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
+_AGAIN = "copy the file from the model's source again"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -116,44 +124,13 @@ def load_config(directory: str | Path) -> LlamaConfig:
     Raises:
         ModelFileError: when `config.json` is missing, malformed, or not of a Llama decoder.
     """
-    path = Path(directory) / "config.json"
-    if not path.is_file():
-        raise ModelFileError(
-            f"{path}: no such file",
-            expected="a Hugging Face model directory with config.json and model.safetensors",
-            hint="give a local folder that holds the model; nothing is downloaded",
-        )
-    return config_from_hf(_json(path), str(path))
-
-
-def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Read the tokenizer of a model directory.
-
-    Args:
-        directory: the folder with `tokenizer.json`.
-
-    Returns:
-        The tokenizer, of the `tokenizers` library, with the truncation and padding that the file may ask for off.
-
-    Raises:
-        ModelFileError: when `tokenizer.json` is missing or damaged.
-    """
-    path = Path(directory) / "tokenizer.json"
-    if not path.is_file():
-        raise ModelFileError(
-            f"{path}: no such file",
-            hint="save the tokenizer in the fast format: transformers' AutoTokenizer(...).save_pretrained writes it",
-        )
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        # A file may carry the truncation and padding of whoever saved it; text would silently be cut or filled up.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        return tokenizer
-    except Exception as error:  # the tokenizers library raises bare Exception
-        raise ModelFileError(
-            f"{path}: not a tokenizer", got=str(error), hint="the file is damaged; copy it from its source again"
-        ) from error
+    path = input_file(
+        directory,
+        "config.json",
+        expected="a Hugging Face model directory with config.json and model.safetensors",
+        hint="give a local folder that holds the model; nothing is downloaded",
+    )
+    return config_from_hf(_json(path, _MOST_CONFIG_BYTES), str(path))
 
 
 def base_path() -> Path:
@@ -286,12 +263,23 @@ def _flat_shapes(config: LlamaConfig) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    if (directory / _INDEX).is_file():
-        weight_map = _json(directory / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values() or [None]):
-            raise ModelFileError(f"{directory / _INDEX}: no weight_map", hint="copy the index from its source again")
-        return [directory / name for name in sorted(set(weight_map.values()))]
-    return [directory / _SINGLE]
+    """The safetensors files of a folder; none of them elsewhere."""
+    from ._schema import IndexFile
+
+    names = [_SINGLE]
+    if os.path.lexists(directory / _INDEX):
+        path = input_file(directory, _INDEX, hint=_AGAIN)
+        index = validate(IndexFile, _json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
+        names = sorted(set(index.weight_map.values()))
+    return [
+        input_file(
+            directory,
+            name,
+            expected=f"{_SINGLE}, or the shards that {_INDEX} lists",
+            hint="Lowtide reads safetensors only; convert pickled weights with transformers' save_pretrained",
+        )
+        for name in names
+    ]
 
 
 @contextlib.contextmanager
@@ -300,21 +288,22 @@ def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None,
     with contextlib.ExitStack() as stack:
         tensors: dict[str, tuple[Path, Any]] = {}
         for file in files:
-            if not file.is_file():
-                raise ModelFileError(
-                    f"{file}: no such file",
-                    expected=f"{_SINGLE}, or the shards that {_INDEX} lists",
-                    hint="Lowtide reads safetensors only; convert pickled weights with transformers' save_pretrained",
-                )
             try:
                 handle = stack.enter_context(safe_open(file, framework="numpy"))
-            except SafetensorError as error:
+            except (SafetensorError, OSError) as error:
                 raise ModelFileError(
                     f"{file}: not a complete safetensors file",
-                    got=f"{error} ({format_bytes(file.stat().st_size)} on disk)",
+                    got=f"{shortened(error)} ({format_bytes(file.stat().st_size)} on disk)",
                     hint="the file is truncated or damaged; download it again",
                 ) from error
-            tensors |= dict.fromkeys(handle.keys(), (file, handle))
+            names = handle.keys()
+            for name in tensors.keys() & set(names):
+                raise ModelFileError(
+                    f"{file}: {shown(name)} is in another shard, too",
+                    got=f"{tensors[name][0].name} and {file.name}",
+                    hint="shards of two models are in one folder; download it again",
+                )
+            tensors |= dict.fromkeys(names, (file, handle))
         yield tensors
 
 
@@ -335,7 +324,7 @@ def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, di
     for name in sorted(tensors):
         if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq"):
             raise ModelFileError(
-                f"{directory}: the weights hold {name}, which config.json has no place for",
+                f"{directory}: the weights hold {shortened(name)}, which config.json has no place for",
                 hint="config.json and weights are of different models",
             )
     for name, shape in expected.items():
@@ -362,13 +351,5 @@ def _is_floating(name: Any) -> bool:
         return False
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelFileError(
-            f"{path}: not readable as JSON", got=str(error), hint="copy the file from the model's source again"
-        ) from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path}: not a JSON object", got=type(value).__name__, hint="copy the file again")
-    return value
+def _json(path: Path, most_bytes: int) -> dict[str, Any]:
+    return parse_json(read_input(path, most_bytes=most_bytes), str(path))

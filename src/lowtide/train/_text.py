@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, DataError
+from ..core import ConfigError, DataError, ModelFileError, shortened, shown
+from ._formats import refuse_folder_of_records, refuse_other_formats
 
 IGNORE = -100
 _ENCODE_AT_ONCE = 256
@@ -45,7 +46,7 @@ def read_documents(path: str | Path | None) -> list[str]:
     """Read documents from a text file, a folder of text or source, or JSONL; or the built-in corpus.
 
     Args:
-        path: a file (``.jsonl``: one object with a ``text`` field a line; anything else: one document), a folder
+        path: a file (``.jsonl``: one object with a ``text`` field a line; other text: one document), a folder
             (every UTF-8 file below it is a document, in sorted order; hidden and binary files are left out), or
             None for the language reference that ships inside Python (`pydoc_data.topics`).
 
@@ -53,7 +54,9 @@ def read_documents(path: str | Path | None) -> list[str]:
         The documents that are not blank.
 
     Raises:
-        DataError: when the path does not exist, cannot be read, or holds no text.
+        DataError: when the path does not exist, cannot be read, holds no text, or holds records in a format that is
+            not read (CSV, JSON, Parquet and others, compressed files, folders of JSON lines): they would be trained
+            on as text.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -62,16 +65,20 @@ def read_documents(path: str | Path | None) -> list[str]:
     path = Path(path)
     if path.is_dir():
         files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f.relative_to(path))]
+        refuse_folder_of_records(path, files)
         documents = [text for file in files if (text := _utf8(file)) is not None]
     elif not path.exists():
         raise DataError(f"{path}: no such file or folder", hint="--data takes a text file, a folder, or a .jsonl file")
-    elif path.suffix == ".jsonl":
-        documents = list(_jsonl(path))
     else:
+        refuse_other_formats(path)
         text = _utf8(path)
         if text is None:
-            raise DataError(f"{path}: not UTF-8 text", hint="convert it, or give a folder or a .jsonl file")
-        documents = [text]
+            raise DataError(
+                f"{path}: not UTF-8 text",
+                expected="text, or JSON lines, in UTF-8",
+                hint="convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file",
+            )
+        documents = list(_jsonl(path, text)) if path.suffix == ".jsonl" else [text]
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise DataError(
@@ -150,11 +157,33 @@ def _tokenise(
     pieces: list[np.ndarray] = []
     end = [] if end_token is None else [end_token]
     for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        encodings = tokenizer.encode_batch_fast(documents[start : start + _ENCODE_AT_ONCE])
+        encodings = _encode(tokenizer, documents[start : start + _ENCODE_AT_ONCE])
         pieces.extend(np.asarray(encoding.ids + end, np.int32) for encoding in encodings)
         if on_progress is not None:
             on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
-    return np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
+    stream = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if stream.max(initial=-1) > max(largest, -1 if end_token is None else end_token):
+        raise ModelFileError(
+            "the tokenizer gives tokens that are not in its vocabulary",
+            expected=f"ids up to {largest}",
+            got=f"id {stream.max()}",
+            hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
+        )
+    return stream
+
+
+def _encode(tokenizer: Tokenizer, documents: list[str]) -> Any:
+    try:
+        return tokenizer.encode_batch_fast(documents)
+    except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelFileError(
+            "the tokenizer cannot encode the data",
+            got=shortened(error),
+            hint="tokenizer.json lacks characters that the data has, or is damaged",
+        ) from error
 
 
 def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:
@@ -183,24 +212,35 @@ def _utf8(path: Path) -> str | None:
     if b"\0" in data:
         return None
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8").removeprefix("\ufeff")  # a mark that some editors write, and no text
     except UnicodeDecodeError:
         return None
 
 
-def _jsonl(path: Path) -> Iterator[str]:
-    text = _utf8(path)
-    if text is None:
-        raise DataError(f"{path}: not UTF-8 text", expected="JSON lines in UTF-8", hint="convert the file")
+def _jsonl(path: Path, text: str) -> Iterator[str]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}:{number}: not JSON", got=str(error), hint="one JSON object a line") from error
-        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        except (ValueError, RecursionError) as error:
             raise DataError(
-                f"{path}:{number}: no text", expected='an object with a string field "text"', hint="one object a line"
+                f"{path}:{number}: not JSON", got=shortened(error), hint="one JSON object a line"
+            ) from error
+        if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+            fields = f"an object of {', '.join(map(shown, record))}" if isinstance(record, dict) else shown(record)
+            raise DataError(
+                f"{path}:{number}: no text",
+                expected='an object with a string field "text"',
+                got=shortened(fields, 300),
+                hint='one object a line, such as {"text": "..."}; other fields are not read',
             )
+        try:
+            record["text"].encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{path}:{number}: the text is no Unicode",
+                got=str(error),
+                hint="half of a surrogate pair (\\ud800 to \\udfff) is no character; write the file again",
+            ) from error
         yield record["text"]

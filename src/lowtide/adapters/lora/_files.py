@@ -15,11 +15,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from ...core import ModelFileError, StructureError, Tree, write_files
+from ...core import ModelFileError, StructureError, Tree, input_file, shortened, write_files
 from ._model import attach
 from ._peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, describe, read_config, tensor_names
 from ._sites import Site, adapted_sites, layer_names, replace, sites
 from ._weight import LoRAWeight
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def save(
@@ -122,7 +124,12 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """
     folder = Path(directory)
     config = read_config(folder)
-    path = folder / WEIGHTS_FILE
+    path = input_file(
+        folder,
+        WEIGHTS_FILE,
+        expected=f"{CONFIG_FILE} and {WEIGHTS_FILE} in one directory",
+        hint="save the adapter with safe_serialization=True (PEFT's default) or with lt.lora.save",
+    )
     names = _names_by_site(model)
     by_index = {site.index: site for site in sites(model)}
     try:
@@ -131,16 +138,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             chosen = {index: names[index] for index in names if _is_chosen(names[index], config, keys, path)}
             _check_keys(path, keys, {key for group in chosen.values() for name in group for key in tensor_names(name)})
             nodes = {index: _read_node(file, path, by_index[index], chosen[index], config) for index in chosen}
-    except FileNotFoundError as error:
-        raise ModelFileError(
-            f"{path}: no such file",
-            expected=f"{CONFIG_FILE} and {WEIGHTS_FILE} in one directory",
-            got=", ".join(sorted(entry.name for entry in folder.iterdir())),
-            hint="save the adapter with safe_serialization=True (PEFT's default) or with lt.lora.save",
-        ) from error
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
-            f"{path}: truncated or no safetensors file", got=str(error), hint="copy or write the adapter again"
+            f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
         ) from error
     _check_present(adapted_sites(model), nodes)
     return replace(model, nodes)
@@ -222,14 +222,22 @@ def _read_node(file: Any, path: Path, site: Site, names: Sequence[str], config: 
 
 def _read_tensor(file: Any, path: Path, key: str, shape: tuple[int, int]) -> np.ndarray:
     found = file.get_slice(key)
-    if tuple(found.get_shape()) != shape or not found.get_dtype().startswith(("F", "BF")):
+    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
         raise ModelFileError(
             f"{path}: tensor {key} does not fit",
             expected=f"a floating-point tensor of shape {list(shape)}",
             got=f"{found.get_dtype()}{list(found.get_shape())}",
             hint="load it into the model that it was made for, with the configuration it was saved with",
         )
-    return np.asarray(file.get_tensor(key), np.float32)
+    with np.errstate(over="ignore"):  # float64 has larger numbers
+        values = np.asarray(file.get_tensor(key), np.float32)
+    if not np.isfinite(values).all():
+        raise ModelFileError(
+            f"{path}: tensor {key} has values that are no finite numbers",
+            got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
+            hint="the file is damaged, or the training that wrote it had diverged",
+        )
+    return values
 
 
 def _check_present(present: Sequence[Site], nodes: Mapping[int, LoRAWeight]) -> None:
@@ -248,4 +256,4 @@ def _check_present(present: Sequence[Site], nodes: Mapping[int, LoRAWeight]) -> 
 
 
 def _some(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f", … ({len(names) - most} more)" if len(names) > most else "")
+    return shortened(", ".join(names[:most]), 500) + (f", … ({len(names) - most} more)" if len(names) > most else "")

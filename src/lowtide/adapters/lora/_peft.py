@@ -10,7 +10,6 @@ of `rank_pattern` and `alpha_pattern` are regular expressions for the end of a n
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import warnings
@@ -19,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core import ModelFileError
+from ...core import ModelFileError, input_file, parse_json, read_input, shortened, shown, validate
+from ._patterns import Matcher
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+_MOST_BYTES = 16 * 1024**2
 
 # Options that say nothing about the values a loaded adapter computes with.
 _NO_EFFECT = frozenset(
@@ -60,21 +61,29 @@ class PeftConfig:
     """Which modules have an adapter; None when the file does not say."""
     exclude_modules: str | Sequence[str] | None = None
     """Which of them have none after all."""
+    matcher: Matcher = dataclasses.field(default_factory=lambda: Matcher(CONFIG_FILE), compare=False)
+    """What matches the patterns."""
+
+    def check_patterns(self) -> None:
+        """Raise for what is no regular expression, whether or not a module is looked for with it."""
+        texts = [text for text in (self.target_modules, self.exclude_modules) if isinstance(text, str)]
+        for pattern in (*texts, *map(_end_of, (*self.rank_pattern, *self.alpha_pattern))):
+            self.matcher.matches(pattern, "")
 
     def rank_of(self, module: str) -> int:
         """The rank of a module."""
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module), self.rank)
+        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module, self.matcher), self.rank)
 
     def alpha_of(self, module: str) -> float:
         """The alpha with which ``alpha / rank`` is the scale that the file asks for."""
-        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module), self.alpha)
+        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module, self.matcher), self.alpha)
         return float(alpha * math.sqrt(self.rank_of(module))) if self.use_rslora else float(alpha)
 
     def targets(self, module: str) -> bool:
         """Whether a module has an adapter; True when the file does not say."""
-        if self.exclude_modules and _matches(self.exclude_modules, module):
+        if self.exclude_modules and _matches(self.exclude_modules, module, self.matcher):
             return False
-        return self.target_modules is None or _matches(self.target_modules, module)
+        return self.target_modules is None or _matches(self.target_modules, module, self.matcher)
 
 
 def describe(
@@ -128,62 +137,37 @@ def read_config(directory: Path) -> PeftConfig:
         ModelFileError: when it is missing, no JSON object, lacks or garbles a value, or asks for something that would
             change the result and is not supported.
     """
-    path = directory / CONFIG_FILE
-    raw = _read_json(path)
+    from ._schema import AdapterFile
+
+    path = input_file(
+        directory,
+        CONFIG_FILE,
+        expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
+        hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
+    )
+    raw = parse_json(read_input(path, most_bytes=_MOST_BYTES), str(path))
     _refuse_unsupported(path, raw)
-    try:
-        config = PeftConfig(
-            rank=int(raw["r"]),
-            alpha=float(raw["lora_alpha"]),
-            rank_pattern={str(key): int(rank) for key, rank in (raw.get("rank_pattern") or {}).items()},
-            alpha_pattern={str(key): float(alpha) for key, alpha in (raw.get("alpha_pattern") or {}).items()},
-            use_rslora=bool(raw.get("use_rslora", False)),
-            target_modules=_names(raw.get("target_modules")),
-            exclude_modules=_names(raw.get("exclude_modules")),
-        )
-        for pattern in (*config.rank_pattern, *config.alpha_pattern):
-            re.compile(pattern)
-        for pattern in (config.target_modules, config.exclude_modules):
-            re.compile(pattern if isinstance(pattern, str) else "")
-    except (KeyError, TypeError, ValueError, AttributeError, re.error) as error:
-        raise ModelFileError(
-            f"{path}: not a LoRA configuration",
-            expected="r, lora_alpha, target_modules and optional patterns, as PEFT writes them",
-            got=f"{type(error).__name__}: {error}",
-            hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",
-        ) from error
-    alphas = (config.alpha, *config.alpha_pattern.values())
-    if min(config.rank, *config.rank_pattern.values(), 1) < 1 or not all(map(math.isfinite, alphas)):
-        raise ModelFileError(
-            f"{path}: a rank below 1, or an alpha that is not finite",
-            got=f"r {config.rank}, rank_pattern {config.rank_pattern}, lora_alpha {config.alpha}",
-            hint="write the adapter again with PEFT's save_pretrained or with lt.lora.save",
-        )
-    if raw.get("lora_dropout"):
+    file = validate(
+        AdapterFile, raw, f"{path}: not a LoRA configuration", hint="write it again with PEFT or with lt.lora.save"
+    )
+    config = PeftConfig(
+        rank=file.r,
+        alpha=file.lora_alpha,
+        rank_pattern=file.rank_pattern or {},
+        alpha_pattern=file.alpha_pattern or {},
+        use_rslora=bool(file.use_rslora),
+        target_modules=file.target_modules,
+        exclude_modules=file.exclude_modules,
+        matcher=Matcher(str(path)),
+    )
+    config.check_patterns()
+    if file.lora_dropout:
         warnings.warn(
-            f"{path}: lora_dropout {raw['lora_dropout']} is not applied; results are those of PEFT's eval mode, and "
+            f"{path}: lora_dropout {file.lora_dropout} is not applied; results are those of PEFT's eval mode, and "
             "training goes on without dropout",
             stacklevel=3,
         )
     return config
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelFileError(
-            f"{path}: no such file",
-            expected=f"a directory with {CONFIG_FILE} and {WEIGHTS_FILE}",
-            hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelFileError(
-            f"{path}: cannot be read as JSON", got=str(error), hint="copy or write the adapter again"
-        ) from error
-    if not isinstance(raw, dict):
-        raise ModelFileError(f"{path}: not a JSON object", got=type(raw).__name__, hint="copy the adapter again")
-    return raw  # pyright: ignore[reportReturnType]
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
@@ -196,29 +180,29 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
     if raw.get("init_lora_weights") not in _PURE_INITS:
         wrong["init_lora_weights"] = raw["init_lora_weights"]
     wrong |= {name: value for name, value in raw.items() if value and name not in _NO_EFFECT | _READ}
+    if raw.get("layers_to_transform") == 0:  # the first layer alone, which is no "off"
+        wrong["layers_to_transform"] = 0
     if wrong:
         raise ModelFileError(
-            f"{path}: option {next(iter(wrong))!r} is not supported",
+            f"{path}: option {shown(next(iter(wrong)))} is not supported",
             expected="a plain or rank-stabilised LoRA adapter without biases",
-            got=", ".join(f"{name}={value!r}" for name, value in wrong.items()),
+            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in wrong.items())),
             hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
         )
 
 
-def _names(value: Any) -> str | tuple[str, ...] | None:
-    if value is None or isinstance(value, str):
-        return value
-    return tuple(str(name) for name in value)
-
-
-def _matches(patterns: str | Sequence[str], module: str) -> bool:
+def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bool:
     if isinstance(patterns, str):
-        return re.fullmatch(patterns, module) is not None
+        return matcher.matches(patterns, module)
     return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
-def _pattern_key(patterns: Mapping[str, Any], module: str) -> str:
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), module)
+def _pattern_key(patterns: Mapping[str, Any], module: str, matcher: Matcher) -> str:
+    return next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
+
+
+def _end_of(key: str) -> str:
+    return rf"(.*\.)?({key})$"
 
 
 def _integral(number: float) -> float:
@@ -234,8 +218,8 @@ def _short_names(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
 
 
 def _target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str] | str:
-    names = _short_names(adapted, modules)
-    if {name for name in (*adapted, *modules) if _matches(names, name)} == set(adapted):
+    names, matcher = _short_names(adapted, modules), Matcher(CONFIG_FILE, is_trusted=True)
+    if {name for name in (*adapted, *modules) if _matches(names, name, matcher)} == set(adapted):
         return names
     # A full name that is the end of another one: only a regular expression tells the two apart.
     return "|".join(re.escape(name) for name in sorted(adapted))
@@ -250,6 +234,7 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
             names = _short_names([name for name in values if values[name] == value], list(values))
             pattern |= dict.fromkeys(names, value)
     pattern = {name: pattern[name] for name in sorted(pattern, key=lambda name: (-len(name), name))}
-    if all(pattern.get(_pattern_key(pattern, name), default) == value for name, value in values.items()):
+    matcher = Matcher(CONFIG_FILE, is_trusted=True)
+    if all(pattern.get(_pattern_key(pattern, name, matcher), default) == value for name, value in values.items()):
         return default, pattern
     return default, {name: values[name] for name in sorted(values, key=lambda name: (-len(name), name))}

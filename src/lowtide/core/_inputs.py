@@ -1,0 +1,273 @@
+"""Files that come from elsewhere: found without leaving their folder, read within limits, checked against a schema.
+
+Whoever loads a model opens files that strangers wrote. The steps are the same for all of them, and nothing is
+allocated by what a file says before the last one:
+
+1. `input_file`: a regular file, where it says it is. A link may lead to a file of the same folder or, where the folder
+   is a snapshot of a Hugging Face cache (``<repository>/snapshots/<revision>``), to the blobs of the same repository
+   (``<repository>/blobs``). Any other link is refused: a folder that was unpacked from an archive reads what is in
+   the archive. The folder itself may be reached through links, since whoever names it chose it.
+2. `read_input`: at most so many bytes.
+3. `parse_json`: JSON as its standard has it, in which no name stands twice, no number is without a value, and nothing
+   is nested deeper than `MAX_DEPTH`.
+4. `validate`: types and ranges of a pydantic model, strictly: text is no number and no truth value.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ._errors import ModelFileError
+from ._units import format_bytes
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+Schema = TypeVar("Schema", bound="BaseModel")
+
+MAX_DEPTH = 64
+"""Arrays and objects inside of each other; the deepest files of today have about ten."""
+MAX_DIGITS = 40
+"""Of an integer."""
+_OURS = Path(__file__).parents[1].resolve()  # installers may link what a package holds to a store of theirs
+
+
+def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | None = None, hint: str) -> Path:
+    """The path of a file in a folder, if it is a regular file that belongs there.
+
+    Args:
+        folder: the folder, as the user named it.
+        name: of the file, without a folder.
+        expected: what the folder should hold, for the message that the file is not there.
+        hint: the remedy then.
+
+    Returns:
+        The path, links not resolved: messages name what the user sees.
+
+    Raises:
+        ModelFileError: when the name leads elsewhere, nothing is there, it is a link out of the folder (see above), or
+            it is no regular file (a pipe or a device would be read for ever).
+    """
+    path = Path(folder) / name
+    if not name or name in (".", "..") or "\0" in name or Path(name).name != name or "\\" in name:
+        raise ModelFileError(
+            f"{folder}: {shown(name)} is no name of a file in this folder",
+            expected="a plain file name",
+            hint="the files of a model stand in one folder; copy it from its source again",
+        )
+    try:
+        real, home = path.resolve(strict=True), Path(folder).resolve(strict=True)
+        mode = real.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        raise ModelFileError(
+            f"{shortened(path)}: no such file" if missing else f"{shortened(path)}: cannot be read",
+            expected=expected,
+            got=None if missing else shortened(error),
+            hint=hint if missing else "check the file's name, and its and its folder's permissions",
+        ) from error
+    if not (home.is_relative_to(_OURS) or any(real.is_relative_to(place) for place in (home, *_blobs(home)))):
+        raise ModelFileError(
+            f"{path}: a link that leaves the folder",
+            expected="a file of the folder, or in a Hugging Face cache a blob of the same repository",
+            got=str(real),
+            hint="if you trust it, put the file itself there (cp -L), or give the folder that it leads to",
+        )
+    if not stat.S_ISREG(mode):
+        raise ModelFileError(
+            f"{path}: not a regular file",
+            expected="a file",
+            got=_kind_of(mode),
+            hint="pipes and devices have no end to read to; write the content into a file",
+        )
+    return path
+
+
+def read_input(path: Path, *, most_bytes: int) -> bytes:
+    """The content of a file that `input_file` found.
+
+    Args:
+        path: the file.
+        most_bytes: a larger one is refused before it is read.
+
+    Raises:
+        ModelFileError: when it is larger, or cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = file.read(most_bytes + 1) if size <= most_bytes else b""
+    except OSError as error:
+        raise ModelFileError(
+            f"{path}: cannot be read", got=str(error), hint="check the file's permissions, or copy it again"
+        ) from error
+    if max(size, len(content)) > most_bytes:
+        raise ModelFileError(
+            f"{path}: too large",
+            expected=f"at most {format_bytes(most_bytes)}",
+            got=format_bytes(max(size, len(content))),
+            hint="this is not the file that its name says; copy it from its source again",
+        )
+    return content
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """A JSON object, with nothing in it that JSON's standard leaves open.
+
+    Args:
+        content: the bytes of the file.
+        where: its name, for messages.
+
+    Raises:
+        ModelFileError: when it is no JSON object, says a name twice, or has a number without a finite value, half a
+            surrogate pair, or more levels than `MAX_DEPTH`.
+    """
+    try:
+        value = json.loads(
+            content.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_constant=_number,
+            parse_float=_number,
+            parse_int=_integer,
+        )
+        _check_values(value)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(
+            f"{where}: not readable as JSON", got=shortened(error), hint="copy the file from its source again"
+        ) from error
+    if not isinstance(value, dict):
+        raise ModelFileError(
+            f"{where}: not a JSON object", got=type(value).__name__, hint="copy the file from its source again"
+        )
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema:
+    """What a parsed file says, if it says what the schema asks for.
+
+    Args:
+        schema: the pydantic model.
+        raw: the parsed file.
+        where: its name, for messages.
+        hint: the remedy.
+
+    Raises:
+        ModelFileError: naming the first entries that are missing or unusable.
+    """
+    from pydantic import ValidationError  # takes a quarter of a second; `import lowtide` does not need it
+
+    try:
+        return schema.model_validate(raw)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        # Of an entry that may have several types, say what is wrong with the one that got furthest.
+        tried = [each for each in found[:9] if each["loc"][:1] == found[0]["loc"][:1]]
+        first = max(tried, key=lambda each: _entry(raw, each["loc"]).count("."))
+        name = _entry(raw, first["loc"])
+        others = sorted({_entry(raw, each["loc"]) for each in found[:9] if each not in tried})
+        remedy = f"also look at {shortened(', '.join(others))}; {hint}" if others else hint
+        if first["type"] == "missing":
+            raise ModelFileError(f"{where}: {name} is missing", hint=remedy) from error
+        expected = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a JSON object", first["msg"])
+        raise ModelFileError(
+            f"{where}: {name} has an unusable value",
+            expected=expected.removeprefix("Input should be ").removeprefix("Value error, "),
+            got=shown(first["input"]),
+            hint=remedy,
+        ) from error
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _repr(value))
+
+
+def shortened(value: Any, most: int = 200) -> str:
+    """Text for a message, without half characters and not longer than a few lines."""
+    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
+    """The name of an entry; pydantic's locations also hold which type of several was tried."""
+    parts: list[str] = []
+    for part in location:
+        try:
+            raw = raw[part]
+        except (KeyError, IndexError, TypeError):
+            if part != location[-1] or parts:
+                continue
+        parts.append(shortened(part, 80))
+    return ".".join(parts) or "the file"
+
+
+def _kind_of(mode: int) -> str:
+    """What a path is that is no regular file."""
+    kinds = {
+        stat.S_ISDIR: "a folder",
+        stat.S_ISFIFO: "a pipe",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+        stat.S_ISSOCK: "a socket",
+    }
+    return next((name for test, name in kinds.items() if test(mode)), "something else")
+
+
+def _blobs(home: Path) -> list[Path]:
+    """Where a Hugging Face cache keeps the content of a snapshot's files."""
+    snapshots = [parent for parent in home.parents if parent.name == "snapshots"]
+    return [(snapshots[0].parent / "blobs").resolve()] if snapshots else []
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"{shown(counts.most_common(1)[0][0])} stands twice in one object")
+    return found
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shortened(text, 40)} is no finite number")
+    return number
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)
+
+
+def _check_values(value: Any) -> None:
+    """Walk without recursion: what is nested too deeply, or no Unicode text, would fail in somebody else's code."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, str):
+                each.encode("utf-8")  # raises for half a surrogate pair
+            elif isinstance(each, dict):
+                below += each.keys()
+                below += each.values()
+            elif isinstance(each, list):
+                below += each
+        if not below:
+            return
+        level = below
+    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):  # an integer with more digits than Python writes
+        return type(value).__name__

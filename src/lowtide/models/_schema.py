@@ -1,0 +1,178 @@
+"""What the files of a Hugging Face folder may say: types, ranges, and the fields that change the mathematics.
+
+A field of `config.json` that Lowtide does not know is refused by its name when it is switched on (any value but null,
+false, zero, an empty text, list or object): the logits would silently be those of another model. Three tables say which
+fields are known: those of `ConfigFile` are read, those of `HARMLESS` say nothing about what a forward pass computes
+(metadata, text generation, training losses, output switches; from `LlamaConfig` and `PretrainedConfig` of transformers
+4 and 5), and those of `NEUTRAL` may only have the value with which they do nothing.
+
+This module needs pydantic, which takes a quarter of a second to import: only functions that read files import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_MOST_LAYERS = 10_000
+_MOST_TOKENS = 2**24
+
+Size = Annotated[int, Field(ge=1, le=2**22)]
+TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
+Length = Annotated[int, Field(ge=1, le=2**40)]
+Stretch = Annotated[float, Field(ge=1e-3, le=1e6)]
+
+
+class _File(BaseModel):
+    """Strict: text is no number, a number is no truth value, and every number is finite."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+
+class RopeEntry(_File):
+    """``rope_scaling`` or ``rope_parameters``; ``type`` is the older name of ``rope_type``."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: Annotated[float, Field(ge=1, le=1e15)] | None = None
+    factor: Stretch | None = None
+    low_freq_factor: Stretch | None = None
+    high_freq_factor: Stretch | None = None
+    original_max_position_embeddings: Length | None = None
+
+
+class ConfigFile(_File):
+    """The fields of `config.json` that Lowtide reads."""
+
+    architectures: Annotated[list[str], Field(max_length=16)] | str | None = None
+    model_type: str | None = None
+    vocab_size: Annotated[int, Field(ge=1, le=_MOST_TOKENS)]
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Annotated[int, Field(ge=1, le=_MOST_LAYERS)]
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    hidden_act: str | None = None
+    rope_theta: Annotated[float, Field(ge=1, le=1e15)] | None = None
+    rope_scaling: RopeEntry | None = None
+    rope_parameters: RopeEntry | None = None
+    rms_norm_eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    max_position_embeddings: Length = 2048
+    bos_token_id: TokenId | list[TokenId] | None = None
+    eos_token_id: TokenId | list[TokenId] | None = None
+    quantization_config: Any = None
+
+
+HARMLESS = frozenset(
+    # what the file is about
+    "architectures model_type transformers_version torch_dtype dtype name_or_path tokenizer_class finetuning_task "
+    "task_specific_params id2label label2id num_labels problem_type prefix unsloth_version unsloth_fixed "
+    "is_llama_config transformers.js_config license license_name "
+    # initial values, losses, and how rather than what to compute
+    "initializer_range use_cache pretraining_tp attn_implementation use_flash_attn gradient_checkpointing "
+    "use_bfloat16 torchscript tf_legacy_loss chunk_size_feed_forward is_decoder "
+    # what is returned, and other tokens
+    "return_dict output_attentions output_hidden_states pad_token_id sep_token_id unk_token_id cls_token_id "
+    "mask_token_id decoder_start_token_id "
+    # the length that a tokenizer or a server cuts to
+    "max_sequence_length model_max_length max_seq_len max_length min_length "
+    # text generation
+    "do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id "
+    "remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens".split()
+)
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "hidden_activation": ("silu", "swish"),
+    "rope_type": ("default",),
+    "partial_rotary_factor": (1.0,),
+    "rotary_pct": (1.0,),
+    "rope_interleaved": (False,),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "scale_emb": (1.0,),
+    "position_embedding_type": ("rope", "rotary"),
+    "norm_type": ("rmsnorm", "rms_norm"),
+}
+
+
+def unhandled(file: _File) -> dict[str, Any]:
+    """The fields that are switched on and would compute something else than Lowtide does, by name."""
+    others: Mapping[str, Any] = file.model_extra or {}
+    harmless = HARMLESS
+    if others.get("use_sliding_window") is False:  # the sizes of a window that is off
+        harmless = harmless | {"sliding_window", "max_window_layers"}
+    return {
+        name: value
+        for name, value in others.items()
+        if name not in harmless and not name.startswith("_") and not _is_off(name, value)
+    }
+
+
+def _is_off(name: str, value: Any) -> bool:
+    if name in NEUTRAL:
+        neutral = NEUTRAL[name]
+        return value is None or any(value == each and (value is True) == (each is True) for each in neutral)
+    if name == "layer_types":
+        return not value or (isinstance(value, list) and all(each == "full_attention" for each in value))  # pyright: ignore[reportUnknownVariableType]
+    return not value
+
+
+def _file_name(name: str) -> str:
+    if not name.endswith(".safetensors") or any(c in name for c in "/\\\0") or not name.isprintable():
+        raise ValueError("the name of a .safetensors file in the same folder")
+    return name
+
+
+ShardName = Annotated[str, Field(max_length=255), AfterValidator(_file_name)]
+
+
+class IndexFile(_File):
+    """`model.safetensors.index.json`: which shard holds which tensor."""
+
+    weight_map: Annotated[dict[str, ShardName], Field(min_length=1, max_length=2**20)]
+
+
+class _AddedToken(_File):
+    id: TokenId
+    content: Annotated[str, Field(max_length=2**16)]
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = True
+    special: bool = False
+
+
+# JSON has lists only; a strict tuple would be refused.
+_Piece = Annotated[tuple[str, float], Field(strict=False)]
+_Pair = Annotated[tuple[str, str], Field(strict=False)]
+
+
+class _TokenizerModel(_File):
+    type: Literal["BPE", "WordPiece", "WordLevel", "Unigram"] | None = None
+    vocab: dict[str, TokenId] | list[_Piece]
+    merges: list[str | _Pair] | None = None
+
+
+class TokenizerFile(_File):
+    """`tokenizer.json`, as far as its sizes go; the rest is for the tokenizers library to read."""
+
+    version: str | None = None
+    truncation: dict[str, Any] | None = None
+    padding: dict[str, Any] | None = None
+    added_tokens: list[_AddedToken] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+    decoder: dict[str, Any] | None = None
+    model: _TokenizerModel

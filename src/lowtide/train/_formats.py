@@ -1,0 +1,189 @@
+"""What a file of data is, by its name and its first bytes, and what is refused because it is no plain text.
+
+Everything that is UTF-8 could be trained on as text, and a table or an archive of records would be: the loss falls, the
+run reports success, and the model has learned commas. So files whose records Lowtide does not read are named as what
+they are, with the fields of their first record.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import DataError, format_bytes, shortened, shown
+
+_HEAD_BYTES = 1024**2
+_AS_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
+_UNPACK = "unpack it first"
+
+_BY_SUFFIX = {
+    ".csv": ("a table (CSV)", _AS_LINES),
+    ".tsv": ("a table (TSV)", _AS_LINES),
+    ".json": ("JSON", _AS_LINES),
+    ".jsonl": ("JSON lines", "put all lines into one .jsonl file (cat folder/*.jsonl > data.jsonl), and give that"),
+    ".ndjson": ("JSON lines", "name it .jsonl"),
+    ".jl": ("JSON lines", "name it .jsonl"),
+    ".parquet": ("a table (Parquet)", _AS_LINES),
+    ".arrow": ("a table (Arrow)", _AS_LINES),
+    ".feather": ("a table (Arrow)", _AS_LINES),
+    ".avro": ("a table (Avro)", _AS_LINES),
+    ".orc": ("a table (ORC)", _AS_LINES),
+    ".xlsx": ("a spreadsheet", _AS_LINES),
+    ".docx": ("a Word document", "save it as plain text"),
+    ".pdf": ("a PDF document", "take its text out first (pdftotext)"),
+    ".gz": ("compressed (gzip)", _UNPACK),
+    ".zst": ("compressed (Zstandard)", _UNPACK),
+    ".bz2": ("compressed (bzip2)", _UNPACK),
+    ".xz": ("compressed (xz)", _UNPACK),
+    ".zip": ("an archive (zip)", _UNPACK),
+    ".7z": ("an archive (7z)", _UNPACK),
+    ".tar": ("an archive (tar)", _UNPACK),
+    ".tgz": ("an archive (tar, gzip)", _UNPACK),
+}
+_BY_HEAD = (
+    (b"PAR1", _BY_SUFFIX[".parquet"]),
+    (b"ARROW1", _BY_SUFFIX[".arrow"]),
+    (b"Obj\x01", _BY_SUFFIX[".avro"]),
+    (b"\x1f\x8b", _BY_SUFFIX[".gz"]),
+    (b"\x28\xb5\x2f\xfd", _BY_SUFFIX[".zst"]),
+    (b"BZh", _BY_SUFFIX[".bz2"]),
+    (b"\xfd7zXZ\0", _BY_SUFFIX[".xz"]),
+    (b"PK\x03\x04", _BY_SUFFIX[".zip"]),
+    (b"7z\xbc\xaf\x27\x1c", _BY_SUFFIX[".7z"]),
+    (b"%PDF-", _BY_SUFFIX[".pdf"]),
+)
+_TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
+_UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
+
+
+def refuse_other_formats(path: Path) -> None:
+    """Raise for one file that is neither plain text nor JSON lines.
+
+    Args:
+        path: the file, which exists.
+
+    Raises:
+        DataError: saying what it is, and the fields of its first record.
+    """
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise DataError(
+                f"{path}: not a regular file",
+                expected="a text file, a folder, or a .jsonl file",
+                got="a pipe" if stat.S_ISFIFO(mode) else "a device or a socket",
+                hint="a run reads its data again when it is resumed; write the content into a file",
+            )
+    except OSError:
+        return  # whoever reads the file says what is wrong
+    head = _head(path)
+    suffix = path.suffix.lower()
+    known = next((kind for start, kind in _BY_HEAD if head.startswith(start)), None)
+    if known is None and _is_utf16(head):
+        known = _UTF16
+    if known is None and path.suffix != ".jsonl":
+        known = _BY_SUFFIX.get(suffix)
+        if known is None and _is_json_lines(head):
+            known = (_BY_SUFFIX[".jsonl"][0], "name it .jsonl")
+        elif suffix == ".jsonl":
+            known = (_BY_SUFFIX[".jsonl"][0], "name it .jsonl, in small letters")
+    if known is not None:
+        what, hint = known
+        fields = first_fields(head, suffix)
+        raise DataError(
+            f"{path}: {what}, which --data does not read yet",
+            expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
+            got=f"fields {shortened(', '.join(map(str, fields)), 300)}" if fields else None,
+            hint=hint,
+        )
+
+
+def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
+    """Raise for a folder that is records more than text; a source tree may hold a few.
+
+    Args:
+        folder: as the user named it.
+        files: those of its files that would be read.
+
+    Raises:
+        DataError: when half of the bytes or more are in files that `refuse_other_formats` would refuse for their names.
+    """
+    sizes = {file: file.stat().st_size for file in files}
+    records = [file for file in files if file.suffix.lower() in _BY_SUFFIX]
+    num_bytes = sum(sizes[file] for file in records)
+    if not records or 2 * num_bytes < sum(sizes.values()):
+        return
+    first, suffix = records[0], records[0].suffix.lower()
+    what, hint = _BY_SUFFIX[suffix]
+    fields = first_fields(_head(first), suffix) if suffix in _TEXTS else []
+    raise DataError(
+        f"{folder}: a folder of records, which --data does not read yet",
+        expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
+        got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} such files; "
+        f"{first.name} is {what}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
+        hint=hint,
+    )
+
+
+def first_fields(head: bytes, suffix: str) -> list[str]:
+    """The fields of the first record: a table's columns, or an object's keys; empty where it cannot be told.
+
+    Args:
+        head: the beginning of the file.
+        suffix: of its name, in small letters.
+    """
+    text = head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip()
+    if suffix in (".csv", ".tsv"):
+        line = text.split("\n", 1)[0]
+        mark = max(",;\t|", key=line.count)
+        try:
+            return [shown(name).strip("'") for name in next(csv.reader([line], delimiter=mark), [])]
+        except csv.Error:
+            return []
+    record = _first_object(text)
+    return [shown(name).strip("'") for name in record] if isinstance(record, dict) else []
+
+
+def _head(path: Path) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError:  # whoever reads all of it says what is wrong
+        return b""
+
+
+def _first_object(text: str) -> Any:
+    """The first JSON object of a text that begins with one, or with a list of them."""
+    start = len(text) - len(text.removeprefix("[").lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(text, start)[0]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_json_lines(head: bytes) -> bool:
+    """Whether the first lines, or the only one, are JSON objects."""
+    lines = [line for line in head.removeprefix(b"\xef\xbb\xbf").split(b"\n")[:8] if line.strip()][:2]
+    return bool(lines) and all(line.startswith(b"{") and isinstance(_parsed(line), dict) for line in lines)
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_utf16(head: bytes) -> bool:
+    """Whether the bytes begin with UTF-16's mark, or every other one is zero as in Western text."""
+    some = head[:4096]
+    halves = (some[::2], some[1::2])
+    return head.startswith((b"\xff\xfe", b"\xfe\xff")) or (
+        len(some) >= 8
+        and any(half.count(0) > 0.7 * len(half) for half in halves)
+        and not all(0 in half for half in halves)
+    )
