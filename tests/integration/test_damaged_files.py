@@ -78,7 +78,7 @@ def good(tmp_path_factory, tiny_model_dir):
     sizes = {"vocab_size": 300, "hidden_size": 8, "intermediate_size": 8, "num_layers": 2}
     config = LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=4, eos_token_id=(1, 2))
     model = init(config, key=jax.random.key(0))
-    save(model, folder, max_shard_bytes=10_000, tokenizer=f"{tiny_model_dir}/tokenizer.json")
+    save(model, folder, max_shard_bytes=16_000, tokenizer=f"{tiny_model_dir}/tokenizer.json")
     assert (folder / SHARD).exists()
     lora.save(lora.add(model, lora.Config(rank=2), key=jax.random.key(1)), folder)
     (folder / LINES).write_text('{"text": "the tide"}\n{"text": "goes out", "id": 3}\n')
