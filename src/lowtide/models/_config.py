@@ -116,7 +116,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
     rope = _rope(file, where)
     unknown = unhandled(file)
     if unknown:
-        name, value = next(iter(unknown.items()))
+        name = next(iter(unknown))
         raise ModelFileError(
             f"{where}: {shown(name)} is nothing that Lowtide computes",
             expected="the fields of a Llama model; others have to be null, false or absent",
@@ -146,7 +146,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
             attention_bias=bool(file.attention_bias),
             mlp_bias=bool(file.mlp_bias),
             max_position_embeddings=file.max_position_embeddings,
-            bos_token_id=_token_ids(file, "bos_token_id", where)[0],
+            bos_token_id=next(iter(_token_ids(file, "bos_token_id", where))),
             eos_token_id=ends if len(ends) > 1 else ends[0],  # pyright: ignore[reportArgumentType]
         )
     except ModelFileError:
@@ -282,7 +282,7 @@ def _token_ids(file: ConfigFile, name: str, where: str) -> tuple[int | None, ...
         if each >= file.vocab_size:
             raise ModelFileError(
                 f"{where}: {name} is no token",
-                expected=f"0 to {file.vocab_size} - 1",
+                expected=f"0 to {file.vocab_size - 1}",
                 got=each,
                 hint="check config.json",
             )
