@@ -147,7 +147,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
             mlp_bias=bool(file.mlp_bias),
             max_position_embeddings=file.max_position_embeddings,
             bos_token_id=next(iter(_token_ids(file, "bos_token_id", where))),
-            eos_token_id=ends if len(ends) > 1 else ends[0],  # pyright: ignore[reportArgumentType]
+            eos_token_id=ends if len(ends) > 1 else next(iter(ends)),  # pyright: ignore[reportArgumentType]
         )
     except ModelFileError:
         raise
