@@ -13,6 +13,7 @@ Warnings are errors in the tests, deprecations too. An interpreter that is not h
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import nox
@@ -38,7 +39,9 @@ def run_tests(session: nox.Session, **env: str) -> None:
     given = [argument for argument in session.posargs if argument != "--all"]
     left_out = "" if "--all" in session.posargs else " and not slow"
     marked = ["-m", f"not peers and not gpu{left_out}"]
-    session.run("python", "-m", "pytest", "-n", "2", *marked, *given, env=env)
+    # Outside of this folder, as everywhere: pytest shows the tests that tests write by their paths in its root.
+    outside = {"TMPDIR": tempfile.gettempdir()}
+    session.run("python", "-m", "pytest", "-n", "2", *marked, *given, env={**outside, **env})
 
 
 def use_jax_011(session: nox.Session) -> None:
