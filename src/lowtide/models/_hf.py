@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -192,9 +193,11 @@ def save(
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_shards(params, model.config, directory, max_shard_bytes)
+        weights = _write_shards(params, model.config, directory, max_shard_bytes)
         dtype = jnp.dtype(model.outer["embed"]["weight"].dtype).name
         (directory / "config.json").write_text(json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n")
+        for name in weights:  # safetensors lets nobody but the owner read them, whatever the umask says
+            shutil.copymode(directory / "config.json", directory / name)
         if tokenizer is not None:
             (directory / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
     except OSError as error:
@@ -203,7 +206,8 @@ def save(
         ) from error
 
 
-def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_bytes: int) -> None:
+def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_bytes: int) -> set[str]:
+    """Write the weights; returns the files' names."""
     shards: list[list[tuple[str, Any, int | None]]] = [[]]
     size = total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -226,6 +230,7 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return set(weight_map.values())
 
 
 def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, index: Any = ()) -> np.ndarray:
@@ -313,6 +318,10 @@ def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None,
                     f"{file}: not a complete safetensors file",
                     got=f"{error} ({format_bytes(file.stat().st_size)} on disk)",
                     hint="the file is truncated or damaged; download it again",
+                ) from error
+            except OSError as error:
+                raise ModelFileError(
+                    f"{file}: cannot be read", got=error.strerror or error, hint="check the file's permissions"
                 ) from error
             tensors |= dict.fromkeys(handle.keys(), (file, handle))
         yield tensors
