@@ -35,8 +35,10 @@ CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
     "memory.json",
     "data.json",
 )
-_FREE = {"model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"}
-_FREE |= {"num_microbatches", "offload", "remat"}
+_FREE = (
+    *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
+    *("num_microbatches", "offload", "remat"),
+)
 """Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
 
 
