@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -240,10 +243,29 @@ def test_an_unwritable_folder_is_named(finetune, data):
 
 def test_resume_with_another_config_is_refused(finetune, tmp_path):
     assert finetune()[0] == 0
-    _error(
-        finetune("--resume", "--steps", "9"), "--resume with another configuration", "num_steps = 4", "num_steps = 9"
-    )
+    for flag, name, was, now in [("--steps", "num_steps", 4, 3), ("--batch-size", "batch_size", 4, 5)]:
+        got = finetune("--resume", flag, str(now))
+        _error(
+            got, "--resume with another configuration", f"{name} = {was}", f"{name} = {now}", "only --steps may be more"
+        )
     _error(finetune("--resume", out="never"), "no run to resume")
+    status, printed, _ = finetune("--resume", "--steps", "6")
+    assert (
+        status == 0
+        and "4 of 6 done" in printed
+        and "from step 4 on the learning rate stays" in " ".join(printed.split())
+    )
+    records = [record for record in _records(tmp_path / "run") if "loss" in record]
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[4]["learning_rate"] == records[5]["learning_rate"] < records[3]["learning_rate"]
+
+
+@pytest.mark.parametrize("flag", ["--data", "--model", "--out", "--config"])
+def test_an_unset_variable_of_a_script_is_no_path(flag, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["finetune", "--steps", "1", flag, ""]) == 2
+    assert f"{flag.strip('-')} is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_unknown_settings_are_named(finetune, tmp_path):
@@ -290,3 +312,21 @@ def test_an_empty_offload_is_no_offload_and_none_is_a_word(finetune, capfd):
         finetune("--offload", "")
     assert "no word; `none` keeps everything on the device" in capfd.readouterr().err
     assert _words("none") == () and _words("optimizer, activations") == ("optimizer", "activations")
+
+
+def test_a_second_interrupt_ends_what_the_first_waits_for_without_a_traceback(monkeypatch):
+    """The first has ended the command, and the process waits for threads that write."""
+
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    ended, before = [], signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    monkeypatch.setattr("lowtide.cli._finetune.run", interrupted)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    try:
+        assert main(["finetune"]) == 130
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [130]

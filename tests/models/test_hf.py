@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -170,6 +171,27 @@ def test_an_unwritable_folder_is_named(model, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"file/m: cannot write the model(.|\n)*hint:"):
         save(model, tmp_path / "file" / "m")
+
+
+@pytest.mark.parametrize("sizes", [10**9, 10**4])
+def test_who_may_read_what_is_saved_is_said_by_the_umask(model, tmp_path, sizes):
+    before = os.umask(0o027)
+    try:
+        save(model, tmp_path / "model", max_shard_bytes=sizes)
+        lora.save(lora.add(model, lora.Config(rank=2), key=jax.random.key(0)), tmp_path / "adapter")
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) > 3 and set(modes.values()) == {"0o640"}, modes
+
+
+def test_weights_that_may_not_be_read_are_named(directory, monkeypatch):
+    def refuse(file, **options):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr("lowtide.models._hf.safe_open", refuse)
+    with pytest.raises(ModelFileError, match=r"safetensors: cannot be read(.|\n)*Permission denied(.|\n)*hint:"):
+        load(directory)
 
 
 def test_the_tokenizer_is_copied(model, tiny_model_dir, tmp_path):

@@ -1,8 +1,17 @@
+import json
+import os
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import lowtide as lt
 from lowtide.core import ConfigError, OutputError
-from lowtide.train import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config
-from lowtide.train._runs import MetricsFile, check_checkpoint, check_same_data, read_records, write_config
+from lowtide.train import Callback, FinetuneConfig, JsonlLogger, config_from_dict, config_to_toml, open_run, read_config
+from lowtide.train._finetune import _schedule
+from lowtide.train._runs import MetricsFile, check_checkpoint, check_same_run, read_records, write_config
 
 
 def test_toml_round_trips(tmp_path):
@@ -103,10 +112,85 @@ def test_nothing_to_resume_is_an_error(tmp_path):
 
 
 def test_resume_over_other_data_is_refused(tmp_path):
-    check_same_data(tmp_path, "a")
-    check_same_data(tmp_path, "a")
+    check_same_run(tmp_path, FinetuneConfig(), "a")
+    check_same_run(tmp_path, FinetuneConfig(), "a")
     with pytest.raises(ConfigError, match=r"data or the tokenizer changed(.|\n)*hint:"):
-        check_same_data(tmp_path, "b")
+        check_same_run(tmp_path, FinetuneConfig(), "b")
+    (tmp_path / "data.json").write_text('{"sha256_of_tokens": "a"}')  # as earlier versions wrote it
+    check_same_run(tmp_path, FinetuneConfig(seed=3), "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", 5), ("seq_len", 64), ("targets", ("**/q_proj",)), ("learning_rate", 1e-3), ("num_steps", 400)],
+)
+def test_a_configuration_that_was_edited_by_hand_is_refused(tmp_path, name, value):
+    check_same_run(tmp_path, FinetuneConfig(), "a")
+    with pytest.raises(
+        ConfigError, match=r"config.toml was changed(.|\n)*= (.|\n)*hint: put it back.*--resume --steps"
+    ):
+        check_same_run(tmp_path, FinetuneConfig(**{name: value}), "a")
+    free = {"model": "moved", "data": "moved", "eval_every": 7, "checkpoint_every": 7, "sample_tokens": 0}
+    check_same_run(tmp_path, FinetuneConfig(**free), "a")
+
+
+def test_a_run_is_extended_and_its_learning_rate_goes_on(tmp_path):
+    write_config(tmp_path, FinetuneConfig(num_steps=7))
+    check_same_run(tmp_path, FinetuneConfig(num_steps=7), "a")
+    longer = open_run(tmp_path, {"num_steps": 9}, "flags", resume=True)
+    assert (longer.num_steps, longer.schedule_steps) == (9, 7)
+    check_same_run(tmp_path, longer, "a")
+    write_config(tmp_path, longer)
+    longest = open_run(tmp_path, {"num_steps": 12}, "flags", resume=True)
+    assert (longest.num_steps, longest.schedule_steps) == (12, 7)
+    rates = [
+        [float(_schedule(config)(step)) for step in range(12)] for config in (FinetuneConfig(num_steps=7), longest)
+    ]
+    assert rates[0] == rates[1] and len({*rates[1][7:]}) == 1 and rates[1][7] < rates[1][5]
+    with pytest.raises(ConfigError, match=r"another configuration(.|\n)*num_steps = 9(.|\n)*num_steps = 8"):
+        open_run(tmp_path, {"num_steps": 8}, "flags", resume=True)
+
+
+@pytest.mark.parametrize("name", ["model", "data"])
+def test_an_empty_path_is_not_the_folder_one_is_in(tmp_path, name):
+    with pytest.raises(ConfigError, match=rf"{name} is empty(.|\n)*hint: leave {name} out"):
+        open_run(tmp_path / "run", {name: ""}, "flags", resume=False)
+
+
+def test_a_folder_that_nobody_may_look_into_is_named(tmp_path, monkeypatch):
+    def refuse(path, **options):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(pathlib.Path, "is_dir", refuse)
+    monkeypatch.setattr(pathlib.Path, "is_file", refuse)
+    for resume in (False, True):
+        with pytest.raises(OutputError, match=r"run: cannot be read(.|\n)*Permission denied(.|\n)*hint: .*--out"):
+            open_run(tmp_path / "run", {}, "flags", resume=resume)
+
+
+def test_metrics_are_on_the_disk_before_a_checkpoint_is(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(
+        os, "fsync", lambda handle: (synced.append(os.readlink(f"/proc/self/fd/{handle}")), fsync(handle))
+    )
+    metrics, logger = MetricsFile(tmp_path / "metrics.jsonl", None), JsonlLogger(tmp_path / "log.jsonl")
+    seen = []
+
+    class Saves(Callback):
+        def on_checkpoint(self, trainer, step):
+            seen.append((step, {os.path.basename(name) for name in synced}))
+
+    ours = lt.Trainer(
+        {"w": jnp.zeros(2)}, lambda m, x: jnp.sum(m["w"] * x), optax.sgd(0.1), checkpoint_dir=tmp_path / "c"
+    )
+    save = ours.checkpoints.save
+    monkeypatch.setattr(ours.checkpoints, "save", lambda *a, **k: (synced.append("begun"), save(*a, **k))[1])
+    options = {"callbacks": [logger, metrics, Saves()], "on_record": metrics.append, "progress": False}
+    ours.fit([np.ones(2)] * 2, num_steps=2, **options)
+    metrics.close()
+    first = synced.index("begun")
+    assert {str(tmp_path / "metrics.jsonl"), str(tmp_path / "log.jsonl")} <= {*synced[:first]} and seen[0][0] == 2
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 
 def test_metrics_continue_after_the_last_checkpoint(tmp_path):
@@ -158,6 +242,6 @@ def test_an_ended_run_without_its_checkpoints_is_not_begun_again(tmp_path):
 def test_damaged_files_of_a_run_are_named(tmp_path):
     (tmp_path / "data.json").write_text("{")
     with pytest.raises(OutputError, match=r"data.json: damaged(.|\n)*hint:"):
-        check_same_data(tmp_path, "a")
+        check_same_run(tmp_path, FinetuneConfig(), "a")
     (tmp_path / "metrics.jsonl").write_text('[1]\n{"step": 1}\n\n3\n')
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}]

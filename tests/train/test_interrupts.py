@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError, StateError
 from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
+from lowtide.train._rollback import Terminated
 
 
 def trainer(tx: Any = None, **options: Any) -> lt.Trainer:
@@ -303,3 +305,60 @@ def test_a_second_signal_does_not_wait_for_checkpoints(tmp_path: Any) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert ours.step == 3 and calls[:3] == ["waiting", "handled", "waited"]
+
+
+class Hangs:
+    """Batches, of which one never comes: a signal does."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.given = at, 0
+
+    def __iter__(self) -> Hangs:
+        return self
+
+    def __next__(self) -> Any:
+        if self.given == self.at:
+            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            threading.Event().wait(60)
+            raise AssertionError("nothing ended the wait")
+        self.given += 1
+        return np.float32(1)
+
+
+@pytest.mark.parametrize("where", ["data", "evaluation"])
+def test_a_signal_ends_a_wait_for_data(where: str, tmp_path: Any) -> None:
+    calls: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append(1))
+    ours = trainer(checkpoint_dir=tmp_path)
+    try:
+        if where == "data":
+            ours.fit(Hangs(2), num_steps=8, progress=False)
+        else:
+            ours.fit([np.float32(1)] * 8, num_steps=8, eval_data=Hangs(4), eval_every=2, progress=False)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == [1] and ours.checkpoints is not None
+    if where == "data":
+        assert ours.step == ours.checkpoints.latest_step() == 2
+        assert ours.position is not None and ours.position["in_epoch"] == 2
+    else:
+        assert ours.step == 0
+
+
+def test_of_several_processes_a_second_signal_ends_a_wait(monkeypatch: Any) -> None:
+    """One of them cannot leave the others at the first."""
+    calls: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: calls.append("handled"))
+
+    def wait() -> str:
+        for _ in range(2):
+            calls.append("sent")
+            signal.raise_signal(signal.SIGTERM)
+        return "done"
+
+    try:
+        with Terminated(is_alone=False) as terminated:
+            assert terminated.waited(wait) == "done" and terminated.has_come
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == ["sent", "sent", "handled"]

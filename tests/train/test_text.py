@@ -42,6 +42,51 @@ def test_files_folders_and_json_lines_are_read(tmp_path):
     assert read_documents(tmp_path / "d.jsonl") == ["one \u2028 two", "three"]
 
 
+def test_a_folder_is_read_whole_or_not_at_all(tmp_path, monkeypatch):
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for folder in (data / "deep" / "deeper", elsewhere):
+        folder.mkdir(parents=True)
+    (data / "a.txt").write_text("first")
+    (data / "deep" / "b.txt").write_text("second")
+    (elsewhere / "c.txt").write_text("third")
+    (data / "linked").symlink_to(elsewhere)
+    (data / "twice").symlink_to(elsewhere)
+    (data / "deep" / "deeper" / "around").symlink_to(data)
+    assert read_documents(data) == ["first", "second", "third"]
+    (data / "z.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"z.txt: a link to nothing(.|\n)*hint:"):
+        read_documents(data)
+    (data / "z.txt").unlink()
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("deeper"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        DataError, match=r"deeper: cannot be read(.|\n)*got: Permission denied(.|\n)*hint: .*permissions"
+    ):
+        read_documents(data)
+
+
+@pytest.mark.parametrize("name", ["one.txt", "many.jsonl", "folder"])
+def test_data_that_may_not_be_read_is_named(tmp_path, monkeypatch, name):
+    path, stat = tmp_path / name, os.stat
+
+    def refuse(at, **options):
+        if str(at).endswith(name):
+            raise PermissionError(13, "Permission denied", str(at))
+        return stat(at, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(DataError, match=rf"{name}: cannot be read(.|\n)*Permission denied(.|\n)*hint:"):
+        read_documents(path)
+    with pytest.raises(DataError, match=r"path of the data is empty(.|\n)*hint:"):
+        read_documents("")
+
+
 def test_unusable_data_is_named(tmp_path):
     with pytest.raises(DataError, match=r"gone.txt: no such file or folder(.|\n)*hint:"):
         read_documents(tmp_path / "gone.txt")

@@ -89,6 +89,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, quiet=not is_first)
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
+    for flag in ("config", "out"):
+        if getattr(args, flag) == "":  # not the default, where a variable of a script is unset
+            raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
     values |= {field: value for field in (*_FLAGS, "full") if (value := getattr(args, field)) is not None}
     if args.out is None and not _distributed.is_alone():
@@ -187,7 +190,8 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_how(config, table),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
-        + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else ""),
+        + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
+        + _at_the_end(config),
         **_distributed.described(job.trainer.sharding),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
@@ -220,6 +224,12 @@ def _how(config: Any, table: Any) -> dict[str, str]:
     if config.full and config.offload is None:
         return {**trained, "host": "layers, optimizer, activations"}
     return {**trained, "host": ", ".join(config.offload)} if config.offload else trained
+
+
+def _at_the_end(config: Any) -> str:
+    """What becomes of the learning rate in steps that it was not made for."""
+    steps = config.schedule_steps or config.num_steps
+    return f"; from step {steps} on the learning rate stays at a tenth of its peak" if steps < config.num_steps else ""
 
 
 def _on_the_host(report: Any) -> str:

@@ -6,7 +6,9 @@ import argparse
 import glob
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 import jax
@@ -43,15 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LowtideError as error:
         errors.print(Text("error ", style="bold red") + Text(str(error)))
         return 2
+    except PermissionError as error:
+        errors.print(
+            Text("error ", style="bold red") + Text(f"{error.filename or 'a file'}: {error.strerror or error}")
+        )
+        errors.print("hint: check the permissions of that file or folder, and of those above it")
+        return 2
     except UserCodeError as error:
         errors.print(Text("error ", style="bold red") + Text(str(error)))
         return 1
     except KeyboardInterrupt:
+        _end_quietly()
         errors.print(Text("interrupted", style="bold red"))
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _end_quietly() -> None:
+    """After an interrupt, wait for files that are being written, until another one.
+
+    The first may have ended threads and coroutines in the middle, whose complaints say nothing to the user.
+    """
+    sys.unraisablehook = lambda _: None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 
 def _print_what_can_be_printed() -> None:

@@ -38,6 +38,7 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
         for temporary, final in list(staged.items()):
             os.replace(temporary, final)
             del staged[temporary]
+        _sync(folder)
     except OSError as error:
         raise OutputError(
             f"{folder}: cannot write {', '.join(contents)}",
@@ -49,3 +50,13 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
         for temporary in staged:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder survive a power cut, where its file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -169,9 +170,11 @@ def save(
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        _write_shards(params, model.config, directory, max_shard_bytes)
+        weights = _write_shards(params, model.config, directory, max_shard_bytes)
         dtype = jnp.dtype(model.outer["embed"]["weight"].dtype).name
         (directory / "config.json").write_text(json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n")
+        for name in weights:  # safetensors lets nobody but the owner read them, whatever the umask says
+            shutil.copymode(directory / "config.json", directory / name)
         if tokenizer is not None:
             (directory / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
     except OSError as error:
@@ -180,7 +183,8 @@ def save(
         ) from error
 
 
-def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_bytes: int) -> None:
+def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_bytes: int) -> set[str]:
+    """Write the weights; returns the files' names."""
     shards: list[list[tuple[str, Any, int | None]]] = [[]]
     size = total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -203,6 +207,7 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return set(weight_map.values())
 
 
 def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, index: Any = ()) -> np.ndarray:
@@ -290,6 +295,10 @@ def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None,
         for file in files:
             try:
                 handle = stack.enter_context(safe_open(file, framework="numpy"))
+            except PermissionError as error:
+                raise ModelFileError(
+                    f"{file}: cannot be read", got=error.strerror or error, hint="check the file's permissions"
+                ) from error
             except (SafetensorError, OSError) as error:
                 raise ModelFileError(
                     f"{file}: not a complete safetensors file",

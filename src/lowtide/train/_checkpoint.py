@@ -2,10 +2,11 @@
 
 Orbax writes under a temporary name and renames what is complete. What a killed run left under such names is deleted by
 the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
-A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one.
+A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one. Its
+files have checksums (`_checksums`), and it is verified before it is restored.
 
 The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
-and its contents can be listed by name. Frozen leaves are never in it.
+and its contents can be listed by name. Frozen leaves are never in it, nor leaves without elements, which Orbax refuses.
 """
 
 from __future__ import annotations
@@ -21,18 +22,33 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..core import ConfigError, OutputError, StateError, StructureError, Tree, leaves_with_paths, on_host
 from ..memory import is_out_of_memory
+from ._checksums import FILE as CHECKSUMS
+from ._checksums import damage, has_checksums, sealed
 from ._processes import SHARED, in_any, of_first
 from ._retention import FILE, Retention
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
-logging.getLogger("absl").addFilter(lambda record: record.levelno >= logging.ERROR or "orbax" not in record.pathname)
+# What fails in its threads and tasks is raised, and not worth a traceback of each that was still under way.
+_QUIET = ("orbax/checkpoint/_src/futures", "orbax\\checkpoint\\_src\\futures")
+logging.getLogger("absl").addFilter(
+    lambda record: (
+        "orbax" not in record.pathname
+        or (record.levelno >= logging.ERROR and not any(part in record.pathname for part in _QUIET))
+    )
+)
+logging.getLogger("asyncio").addFilter(
+    lambda record: not any(name in record.getMessage() for name in ("orbax", "tensorstore"))
+)
 
 _STATE, _NOTES = "state", "notes"
 _NEW, _OLD = ".new-", ".old-"
 """How the names begin of a checkpoint that takes the place of another one, and of that one."""
+_VERIFY_SECONDS = 24 * 3600
+"""How long processes wait for one another: who reads files needs as long as that takes, and who died is heard of."""
 
 
 class Checkpoints:
@@ -61,7 +77,10 @@ class Checkpoints:
         of_first(self._put_in_place)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
-        options = ocp.CheckpointManagerOptions(preservation_policy=self._retention, create=True)
+        self._folder = sealed(ocp, self.directory)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self._retention, create=True, temporary_path_class=self._folder
+        )
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=self._handlers())
 
     def _handlers(self) -> dict[str, Any]:
@@ -154,7 +173,10 @@ class Checkpoints:
                 got=error,
                 hint="return plain numbers, such as float(value)",
             ) from error
-        items = {_STATE: self._ocp.args.StandardSave(_flat(state)), _NOTES: self._ocp.args.JsonSave(dict(notes))}
+        items = {
+            _STATE: self._ocp.args.StandardSave(_flat(state)),
+            _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
+        }
         args = self._ocp.args.Composite(**items)
         self._refuse_other_run()
         if not self._has_saved:
@@ -181,7 +203,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         self._clear()
         handler = self._ocp.CompositeCheckpointHandler(**self._handlers())
-        with self._ocp.Checkpointer(handler) as checkpointer:
+        with self._ocp.Checkpointer(handler, temporary_path_class=self._folder) as checkpointer:
             checkpointer.save(new, args=args)
 
         def swap() -> None:
@@ -275,27 +297,57 @@ class Checkpoints:
 
         Raises:
             StructureError: when it is of another model, or over another base.
-            StateError: when it cannot be read.
+            StateError: when it cannot be read, or is not what was written.
+
+        Warns:
+            UserWarning: for a checkpoint without checksums.
         """
+        is_verified = self._verify(step)
         try:
             notes = self.notes(step)
+            if CHECKSUMS in notes and not is_verified:
+                raise FileNotFoundError(f"{CHECKSUMS} is missing")
             self._check_arrangement(step, notes.get("arrangement"), given["arrangement"])
             self.check(step, like)
             self._check_base(step, notes.get("base"), given["base"])
             give_up()
             state = self.restore(step, like)
-            self._retention.changed(None)
-            return step, state, notes
         except (StructureError, MemoryError):
             raise
         except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file
             if is_out_of_memory(error) or (isinstance(error, OSError) and not isinstance(error, FileNotFoundError)):
                 raise  # the checkpoint is not to blame
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            raise StateError(
-                f"the checkpoint of step {step} in {self.directory} is damaged: {said}",
-                hint="restore() takes the newest that can be read",
-            ) from error
+            raise self._damaged(step, said) from error
+        self._retention.changed(None)
+        if not is_verified:
+            warnings.warn(
+                f"the checkpoint of step {step} in {self.directory} has no checksums, as those of earlier versions: "
+                "nothing would tell of damaged weights\nhint: look at the loss; the next checkpoint has them",
+                UserWarning,
+                stacklevel=5,
+            )
+        return step, state, notes
+
+    def _damaged(self, step: int, said: str) -> StateError:
+        return StateError(
+            f"the checkpoint of step {step} in {self.directory} is damaged: {said}",
+            hint="restore() takes the newest that can be read",
+        )
+
+    def _verify(self, step: int) -> bool:
+        """Whether a checkpoint has checksums; each process reads a part of its files.
+
+        Raises:
+            StateError: when they say that it is damaged, in all processes.
+        """
+        folder = self.directory / str(step)
+        if not has_checksums(folder):
+            return False
+        said = damage(folder, jax.process_index(), jax.process_count())
+        if in_any(said is not None, _VERIFY_SECONDS):
+            raise self._damaged(step, said or "so another process has found")
+        return True
 
     def newest(
         self, like: Tree, given: Mapping[str, Any], give_up: Callable[[], Any]
@@ -428,7 +480,11 @@ class Checkpoints:
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
         args = self._ocp.args.Composite(**{_STATE: self._ocp.args.StandardRestore(abstract)})
         values: Any = self._manager.restore(step, args=args)[_STATE]
-        return jax.tree.unflatten(jax.tree.structure(like), [_typed(values.pop(name)) for name in expected])
+        leaves = [
+            _typed(values.pop(_name(path)) if _name(path) in expected else _empty(leaf))
+            for path, leaf in leaves_with_paths(like)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def wait(self) -> None:
         """Wait until all begun checkpoints are complete on disk.
@@ -460,10 +516,16 @@ def _typed(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf
 
 
+def _empty(leaf: Any) -> Any:
+    """A leaf without elements, of which a checkpoint has nothing to say."""
+    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+
+
 def _flat(state: Tree) -> dict[str, Any]:
+    """The leaves that a checkpoint holds, by their names there."""
     flat: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(state):
-        name = path.replace("/", ".")
+        name = _name(path)
         if name in flat:
             raise StructureError(
                 f"{path}: another leaf of the state is stored as {name!r}, too",
@@ -471,4 +533,8 @@ def _flat(state: Tree) -> dict[str, Any]:
                 hint="rename one of the two keys",
             )
         flat[name] = leaf
-    return flat
+    return {name: leaf for name, leaf in flat.items() if leaf.size}
+
+
+def _name(path: str) -> str:
+    return path.replace("/", ".")

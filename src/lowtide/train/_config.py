@@ -58,6 +58,9 @@ class FinetuneConfig:
     learning_rate: float | None = None
     """Peak of the schedule: linear warm-up, then cosine to a tenth. By default 2e-4, or 5e-3 for the embedded model;
     with `full` 1e-5 and 1e-3."""
+    schedule_steps: int | None = None
+    """Steps until the learning rate is at that tenth, where it stays; by default `num_steps`. A run that is resumed
+    with more steps keeps those that it began with."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
     weight_decay: float = 0.0
@@ -99,6 +102,17 @@ class FinetuneConfig:
         )
         for field in at_least_one:
             _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
+        _check(
+            "schedule_steps", self.schedule_steps, self.schedule_steps is None or self.schedule_steps >= 1, "at least 1"
+        )
+        for field in ("model", "data"):
+            if getattr(self, field) == "":
+                raise ConfigError(
+                    f"{field} is empty",
+                    expected="a path, or nothing for what is embedded",
+                    got='""',
+                    hint=f"leave {field} out, or look whether a variable of your script is unset",
+                )
         for field in ("warmup_steps", "weight_decay", "sample_tokens"):
             _check(field, getattr(self, field), 0 <= getattr(self, field) < math.inf, "at least 0")
         _check("seed", self.seed, 0 <= self.seed < 2**32, "an integer from 0 to 2**32 - 1")

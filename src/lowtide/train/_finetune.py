@@ -46,7 +46,7 @@ from ._runs import (
     MODEL,
     MetricsFile,
     check_checkpoint,
-    check_same_data,
+    check_same_run,
     read_records,
     write_config,
 )
@@ -105,7 +105,7 @@ class Finetune:
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         refuse_other_folders(self._processes, self.out)
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
-        of_first(lambda: (write_config(self.out, config), check_same_data(self.out, self.data.digest)))
+        of_first(lambda: (write_config(self.out, config), check_same_run(self.out, config, self.data.digest)))
         self.schedule = _schedule(config)
         self._naive = optimizer(dataclasses.replace(config, offload=()), self.schedule)
         tx: Any = optimizer(config, self.schedule)
@@ -199,6 +199,7 @@ class Finetune:
                     eval_data=self.data.held_out,
                     eval_every=self.config.eval_every,
                     checkpoint_every=self.config.checkpoint_every,
+                    callbacks=[metrics],
                     on_record=record_step,
                     progress=False,
                 )
@@ -339,9 +340,10 @@ def _data(
 def _schedule(config: FinetuneConfig) -> optax.Schedule:
     given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
     peak = config.learning_rate or (given if config.model is not None else embedded)
-    warmup = min(config.warmup_steps, config.num_steps - 1)
+    num_steps = config.schedule_steps or config.num_steps
+    warmup = min(config.warmup_steps, num_steps - 1)
     return optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, max(config.num_steps, warmup + 1), end_value=peak / 10
+        peak / (warmup + 1), peak, warmup, max(num_steps, warmup + 1), end_value=peak / 10
     )
 
 

@@ -25,7 +25,7 @@ from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._feed import Event, Feed, StepData, is_count, refuse_arrays
 from ._processes import in_any, refuse_other_folders
-from ._rollback import Terminated, is_alive, valves
+from ._rollback import Ended, Terminated, is_alive, valves
 
 if TYPE_CHECKING:
     from ._trainer import Trainer
@@ -90,7 +90,7 @@ class Loop:
         """Whether the last step that was read had no finite loss or gradients, and nothing was done about it yet."""
         self._is_waiting = False
         """Whether it only waits for its checkpoints."""
-        self._terminated = Terminated()
+        self._terminated = Terminated(is_alone=self.trainer.processes.count == 1)
 
     def _refuse(self) -> None:
         if self.trainer.loop is not None:
@@ -180,7 +180,10 @@ class Loop:
         trainer, is_open = self.trainer, False
         step = trainer.step
         while not self._is_over(terminated):
-            batch = self.feed.next(step)
+            try:
+                batch = terminated.waited(partial(self.feed.next, step))
+            except Ended:
+                break
             if batch is Event.END_OF_RUN:
                 break
             if batch is Event.END_OF_EPOCH:
@@ -200,8 +203,8 @@ class Loop:
             self._due = step
             self._evaluate()
         self._save(step)
-        self._leave()
         self._wait()
+        self._leave()  # last: the end of an iterator may be waited for, and what was saved is not lost with it then
         if is_terminated and trainer.processes.is_first:
             where, kept = "not saved, without a checkpoint_dir", trainer.checkpoints
             if kept is not None:
@@ -318,7 +321,9 @@ class Loop:
         processes = self.trainer.processes
         processes.ends, processes.has_left = lambda: self._terminated.has_come, False
         try:
-            values = self.trainer.evaluate(self.eval_data)
+            values = self.trainer.evaluate(self._terminated.batches(self.eval_data))
+        except Ended:
+            processes.has_left, values = True, {}
         finally:
             processes.ends = lambda: False
         if processes.has_left:  # it is made up for by the run that goes on

@@ -13,14 +13,16 @@ import contextlib
 import dataclasses
 import signal
 import threading
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..core import Tree
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,17 +153,25 @@ def undisturbed() -> Generator[None]:
                 signal.raise_signal(number)
 
 
+class Ended(BaseException):
+    """SIGTERM has come while data was waited for, which might never come."""
+
+
 class Terminated:
     """Whether SIGTERM has come, asked for between steps; a context manager.
 
     The machine is about to be taken away: the loop ends at the next step, saves, and lets the signal do what it would
     have done.
+
+    Args:
+        is_alone: whether this is the only process; several have to end together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_alone: bool = True) -> None:
         self.has_come = False
         self.is_last = False
         """Whether only files are waited for: a second signal ends that."""
+        self._is_alone, self._waits = is_alone, False
         self._before: Any = None
 
     def __enter__(self) -> Terminated:
@@ -178,7 +188,32 @@ class Terminated:
             if self.has_come:
                 signal.raise_signal(signal.SIGTERM)
 
+    def waited(self, wait: Callable[[], T]) -> T:
+        """What a function returns that waits for data.
+
+        Raises:
+            Ended: when the signal comes meanwhile, or has come. Of several processes one cannot leave the others, so
+                there a second signal ends the process.
+        """
+        self._waits = True
+        try:
+            if self.has_come and self._is_alone:
+                raise Ended
+            return wait()
+        finally:
+            self._waits = False
+
+    def batches(self, data: Iterable[T]) -> Iterator[T]:
+        """The batches of an evaluation, each of them `waited` for."""
+        iterator = self.waited(lambda: iter(data))
+        nothing: Any = object()
+        while (batch := self.waited(lambda: next(iterator, nothing))) is not nothing:
+            yield batch
+
     def _note(self, *_: object) -> None:
-        if self.is_last and self.has_come:
+        if (self.is_last or self._waits) and self.has_come:
             self.__exit__()
         self.has_come = True
+        if self._waits and self._is_alone:
+            self._waits = False
+            raise Ended

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ..core import ConfigError, OutputError, write_files
+from ._callbacks import Callback
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
 from ._processes import of_first, same_in_all
 
@@ -33,6 +35,11 @@ CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
     "memory.json",
     "data.json",
 )
+_FREE = (
+    *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
+    *("num_microbatches", "offload", "remat"),
+)
+"""Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
 
 
 def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
@@ -42,7 +49,8 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
         out: the run's folder.
         values: configuration values that were asked for.
         where: where they come from, for messages.
-        resume: continue the run in `out`: its own `config.toml` holds, and `values` must not contradict it.
+        resume: continue the run in `out`: its own `config.toml` holds, and `values` must not contradict it, but for
+            more steps.
 
     Returns:
         The configuration.
@@ -57,21 +65,26 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
 
 
 def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
-    # Absolute paths, so that the run can be resumed from another working directory.
-    paths = {name: str(Path(values[name]).resolve()) for name in ("model", "data") if isinstance(values.get(name), str)}
-    values = {**values, **paths}
+    # Absolute paths, so that the run can be resumed from another working directory; an empty one is none.
+    named = {name: values[name] for name in ("model", "data") if isinstance(values.get(name), str) and values[name]}
+    values = {**values, **{name: str(Path(path).resolve()) for name, path in named.items()}}
     if resume:
-        if not (out / CONFIG).is_file():
+        if not _looked_at(out, lambda: (out / CONFIG).is_file()):
             raise OutputError(
                 f"{out}: no run to resume", expected=f"{out / CONFIG}", hint="start the run without --resume"
             )
         saved = read_config(out / CONFIG)
         config = config_from_dict(saved, str(out / CONFIG))
-        _refuse_other_config(config, config_from_dict({**saved, **values}, where), values, out)
+        asked = config_from_dict({**saved, **values}, where)
+        if asked.num_steps > config.num_steps:
+            # The learning rate goes on from where it was: stretched over the new number it would jump back up.
+            steps = {"num_steps": asked.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
+            config = dataclasses.replace(config, **steps)
+        _refuse_other_config(config, asked, values, out)
         _check_writable(out)
         return config
     config = config_from_dict(values, where)
-    if out.is_dir() and any(out.iterdir()):
+    if _looked_at(out, lambda: out.is_dir() and any(out.iterdir())):
         raise OutputError(
             f"{out}: the folder is not empty",
             hint="continue that run with --resume, or choose another --out; nothing in it was changed",
@@ -85,18 +98,28 @@ def write_config(out: Path, config: FinetuneConfig) -> None:
     write_files(out, {CONFIG: config_to_toml(config).encode()})
 
 
-def check_same_data(out: Path, digest: str) -> None:
-    """Refuse to resume over other data; the first call of a run records which data it is.
+def check_same_run(out: Path, config: FinetuneConfig, digest: str) -> None:
+    """Refuse to resume over other data, or with other settings; the first call of a run records which they are.
 
     For the first process.
 
     Raises:
-        ConfigError: when the tokens differ from those the run began with.
+        ConfigError: when the tokens, or settings in `config.toml`, differ from those the run began with.
     """
-    path = out / DATA
+    path, settings = out / DATA, _deciding(config)
     if not path.is_file():
-        write_files(out, {DATA: (json.dumps({"sha256_of_tokens": digest}) + "\n").encode()})
-    elif _digest(path) != digest:
+        write_files(out, {DATA: (json.dumps({"sha256_of_tokens": digest, "settings": settings}) + "\n").encode()})
+        return
+    digest_then, then = _recorded(path)
+    changed = [name for name in sorted(then.keys() & settings.keys()) if then[name] != settings[name]]
+    if changed:
+        raise ConfigError(
+            f"{out / CONFIG} was changed since the run began",
+            expected=", ".join(f"{name} = {then[name]!r}" for name in changed),
+            got=", ".join(f"{name} = {settings[name]!r}" for name in changed),
+            hint="put it back, or start another --out; more steps are asked for with --resume --steps",
+        )
+    if digest_then != digest:
         raise ConfigError(
             f"{out}: the data or the tokenizer changed since this run began",
             hint="resume needs the same data, or its losses would not be those of one run; start another --out",
@@ -122,7 +145,7 @@ def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) 
         )
 
 
-class MetricsFile:
+class MetricsFile(Callback):
     """`metrics.jsonl`: records appended and flushed line by line.
 
     Args:
@@ -146,9 +169,15 @@ class MetricsFile:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
+    def state(self) -> None:
+        """Make what was written survive a power cut; asked for before every checkpoint."""
+        if self._file is not None and not self._file.closed:
+            os.fsync(self._file.fileno())
+
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
+            self.state()
             self._file.close()
 
 
@@ -176,7 +205,8 @@ def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: M
             f"{out}: --resume with another configuration",
             expected=", ".join(f"{name} = {was!r}" for name, (was, _) in differing.items()),
             got=", ".join(f"{name} = {now!r}" for name, (_, now) in differing.items()),
-            hint=f"leave them out to continue as {out / CONFIG} says, or start another run with another --out",
+            hint=f"leave them out to continue as {out / CONFIG} says, or start another run with another --out; only "
+            "--steps may be more",
         )
 
 
@@ -191,8 +221,26 @@ def _check_writable(out: Path) -> None:
         ) from error
 
 
-def _digest(path: Path) -> str:
+def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
+    """What is found in a folder, which may be one that nobody may look into."""
     try:
-        return json.loads(path.read_text())["sha256_of_tokens"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return look()
+    except OSError as error:
+        raise OutputError(
+            f"{out}: cannot be read", got=error.strerror or error, hint="choose an --out that you may read and write"
+        ) from error
+
+
+def _deciding(config: FinetuneConfig) -> dict[str, Any]:
+    """The settings that decide what a run's losses are; paths are not among them, since files may be moved."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE}
+    return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
+
+
+def _recorded(path: Path) -> tuple[str, dict[str, Any]]:
+    """The data and the settings that a run began with; earlier versions recorded no settings."""
+    try:
+        values = json.loads(path.read_text())
+        return values["sha256_of_tokens"], dict(values.get("settings", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{path}: damaged", got=str(error), hint="restore it, or start another --out") from error

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -47,7 +48,8 @@ def read_documents(path: str | Path | None) -> list[str]:
 
     Args:
         path: a file (``.jsonl``: one object with a ``text`` field a line; other text: one document), a folder
-            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are left out), or
+            (every UTF-8 file below it is a document, in sorted order; hidden and binary files are left out, links are
+            followed), or
             None for the language reference that ships inside Python (`pydoc_data.topics`).
 
     Returns:
@@ -62,9 +64,18 @@ def read_documents(path: str | Path | None) -> list[str]:
         from pydoc_data.topics import topics
 
         return [text for _, text in sorted(topics.items())]
+    if not str(path):
+        raise DataError(
+            "the path of the data is empty", hint="name a file or a folder; Path('.') is the one you are in"
+        )
     path = Path(path)
+    try:
+        path.stat()
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise _unreadable(path, error) from error
     if path.is_dir():
-        files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f.relative_to(path))]
+        files = list(_files(path))
         refuse_folder_of_records(path, files)
         documents = [text for file in files if (text := _utf8(file)) is not None]
     elif not path.exists():
@@ -200,15 +211,48 @@ def _rows(windows: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
         yield windows[start : start + batch_size]
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files(folder: Path) -> list[Path]:
+    """The files below a folder that are not hidden, in sorted order."""
+    found: list[Path] = []
+
+    def fail(error: OSError) -> NoReturn:
+        raise _unreadable(Path(error.filename or folder), error) from error
+
+    root, seen = folder.resolve(), {folder.resolve()}
+    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        paths = {name: Path(here, name) for name in [*folders, *names] if not name.startswith(".")}
+        # A folder that is linked to twice, or is in this one anyway, perhaps around the link, is read once.
+        folders[:] = [name for name in sorted(folders) if name in paths and not _is_seen(paths[name], root, seen)]
+        for name in names:
+            if name in paths and paths[name].is_symlink() and not paths[name].exists():
+                raise DataError(f"{paths[name]}: a link to nothing", hint="delete it, or put back what it links to")
+            if name in paths and paths[name].is_file():
+                found.append(paths[name])
+    return sorted(found)
+
+
+def _is_seen(folder: Path, root: Path, seen: set[Path]) -> bool:
+    if not folder.is_symlink():
+        return False
+    real = folder.resolve()
+    is_seen = real in seen or real.is_relative_to(root)
+    seen.add(real)
+    return is_seen
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(
+        f"{path}: cannot be read",
+        got=error.strerror or error,
+        hint="check the permissions; what cannot be read is not left out, since the data would be another one",
+    )
 
 
 def _utf8(path: Path) -> str | None:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read", got=str(error), hint="check the file's permissions") from error
+        raise _unreadable(path, error) from error
     if b"\0" in data:
         return None
     try:
