@@ -375,7 +375,7 @@ def test_values_that_no_model_has_are_refused_by_name(directory, changes):
         ('{"rope_theta": 1e999}', "1e999 is no finite number"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "an integer of 5000 digits"),
         ('{"model_type": "\\ud800"}', "surrogates not allowed"),
-        ("[" * 10**6, "recursion|nested"),
+        ("[" * 10**6, "recursion|nested|Stack overflow"),
         ('{"a":' * 70 + "1" + "}" * 70, "nested more than 64 levels"),
     ],
 )

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from ..core import ConfigError, OutputError, StateError, StructureError, Tree, leaves_with_paths, on_host
+from ..core import ConfigError, OutputError, StateError, StructureError, Tree
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
 from ._processes import SHARED, in_any, of_first
 from ._retention import FILE, Retention
+from ._stored import check_arrangement, check_base, check_leaves, flat, unflat
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 # What fails in its threads and tasks is raised, and not worth a traceback of each that was still under way.
@@ -174,7 +174,7 @@ class Checkpoints:
                 hint="return plain numbers, such as float(value)",
             ) from error
         items = {
-            _STATE: self._ocp.args.StandardSave(_flat(state)),
+            _STATE: self._ocp.args.StandardSave(flat(state)),
             _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
         }
         args = self._ocp.args.Composite(**items)
@@ -307,9 +307,9 @@ class Checkpoints:
             notes = self.notes(step)
             if CHECKSUMS in notes and not is_verified:
                 raise FileNotFoundError(f"{CHECKSUMS} is missing")
-            self._check_arrangement(step, notes.get("arrangement"), given["arrangement"])
+            check_arrangement(step, notes.get("arrangement"), given["arrangement"])
             self.check(step, like)
-            self._check_base(step, notes.get("base"), given["base"])
+            check_base(step, notes.get("base"), given["base"])
             give_up()
             state = self.restore(step, like)
         except (StructureError, MemoryError):
@@ -411,29 +411,6 @@ class Checkpoints:
             of_first(rename)
             self._manager.reload()
 
-    def _check_arrangement(self, step: int, saved: list[int] | None, arrangement: list[int] | None) -> None:
-        if saved != arrangement:
-            names = (
-                "the order of the model" if rows is None else f"rows of layers {rows}" for rows in (arrangement, saved)
-            )
-            expected, got = names
-            raise StructureError(
-                f"the checkpoint of step {step} has its layers in another order than this trainer",
-                expected=expected,
-                got=got,
-                hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with its "
-                "weights, and with new optimizer state",
-            )
-
-    def _check_base(self, step: int, saved: str | None, base: str) -> None:
-        if saved is not None and saved != base:
-            raise StructureError(
-                f"the checkpoint of step {step} was trained over other frozen weights",
-                expected=f"the base model with fingerprint {saved}",
-                got=f"one with {base}",
-                hint="resume with the model that the run began with",
-            )
-
     def check(self, step: int, like: Tree) -> None:
         """Raise unless a checkpoint holds a state of this structure; reads no array.
 
@@ -444,19 +421,8 @@ class Checkpoints:
         Raises:
             StructureError: when the checkpoint holds other leaves.
         """
-        expected = _flat(like)
         stored = dict(self._manager.item_metadata(step)[_STATE])
-        found = {name: f"{meta.dtype}{list(meta.shape)}" for name, meta in stored.items()}
-        wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
-        if found != wanted:
-            names = sorted({name for name, _ in set(found.items()) ^ set(wanted.items())})
-            name, others = names[0], f" (and {len(names) - 1} other leaves)" if len(names) > 1 else ""
-            raise StructureError(
-                f"{name}{others}: the checkpoint of step {step} is not of this model and optimizer",
-                expected=wanted.get(name, "no such leaf, in this trainer"),
-                got=found.get(name, "no such leaf, in the checkpoint"),
-                hint=f"resume with the model, optimizer and wrt that wrote {self.directory}",
-            )
+        check_leaves(stored, like, step, self.directory)
 
     def restore(self, step: int, like: Tree) -> Tree:
         """Read a checkpoint.
@@ -476,15 +442,10 @@ class Checkpoints:
             The state where it belongs; `like` holds no bytes when it is made of shapes.
         """
         self.check(step, like)
-        expected = _flat(like)
-        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, expected)
+        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, flat(like))
         args = self._ocp.args.Composite(**{_STATE: self._ocp.args.StandardRestore(abstract)})
         values: Any = self._manager.restore(step, args=args)[_STATE]
-        leaves = [
-            _typed(values.pop(_name(path)) if _name(path) in expected else _empty(leaf))
-            for path, leaf in leaves_with_paths(like)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return unflat(values, like)
 
     def wait(self) -> None:
         """Wait until all begun checkpoints are complete on disk.
@@ -508,33 +469,3 @@ def _check_folder(directory: Path) -> None:
             got=error.strerror or error,
             hint="choose a checkpoint_dir that you may write to",
         ) from error
-
-
-def _typed(leaf: Any) -> Any:
-    # Orbax assembles arrays from shards, and of these JAX forgets in the type, not in the sharding, that they are on
-    # the host (jax 0.10.2): a program would take them for the device's.
-    return jax.device_put(leaf, jax.memory.Space.Host) if on_host(leaf.sharding) else leaf
-
-
-def _empty(leaf: Any) -> Any:
-    """A leaf without elements, of which a checkpoint has nothing to say."""
-    return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-
-
-def _flat(state: Tree) -> dict[str, Any]:
-    """The leaves that a checkpoint holds, by their names there."""
-    flat: dict[str, Any] = {}
-    for path, leaf in leaves_with_paths(state):
-        name = _name(path)
-        if name in flat:
-            raise StructureError(
-                f"{path}: another leaf of the state is stored as {name!r}, too",
-                expected="tree paths that differ also where '/' is written '.'",
-                hint="rename one of the two keys",
-            )
-        flat[name] = leaf
-    return {name: leaf for name, leaf in flat.items() if leaf.size}
-
-
-def _name(path: str) -> str:
-    return path.replace("/", ".")
