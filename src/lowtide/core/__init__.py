@@ -31,6 +31,7 @@ from ._inputs import shown as shown
 from ._inputs import validate as validate
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
+from ._linear import products_explained as products_explained
 from ._naming import ExternalNames as ExternalNames
 from ._partition import combine as combine
 from ._partition import partition as partition
@@ -106,6 +107,7 @@ __all__ = [
     "parse_json",
     "partition",
     "path_str",
+    "products_explained",
     "read_input",
     "select",
     "shared_leaves",

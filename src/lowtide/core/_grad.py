@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from ._errors import SelectionError, StructureError
+from ._linear import products_explained
 from ._partition import combine, partition
 from ._paths import Tree, is_array_like, leaves_with_paths, path_str
 from ._select import Where
@@ -41,6 +42,7 @@ def value_and_grad(
 
     Raises:
         SelectionError: when `wrt` selects nothing, or an integer or boolean leaf.
+        StructureError: when `fn` does more to a weight with an adapter than to multiply by it.
 
     Memory:
         Gradients take exactly the bytes of the selected leaves. Values equal those of `jax.value_and_grad` at the
@@ -63,7 +65,9 @@ def value_and_grad(
         check_differentiable(trainable)
 
         def split(trainable: Tree) -> Any:
-            return fn(combine(trainable, frozen), *args, **kwargs)
+            whole = combine(trainable, frozen)
+            with products_explained(whole):
+                return fn(whole, *args, **kwargs)
 
         return jax.value_and_grad(split, has_aux=has_aux)(trainable)
 
@@ -171,7 +175,7 @@ def check_differentiable(trainable: Tree) -> None:
         SelectionError: with the path of an integer, boolean or non-numeric leaf.
     """
     for path, leaf in leaves_with_paths(trainable):
-        dtype = jnp.result_type(leaf) if is_array_like(leaf) else type(leaf).__name__
+        dtype = _dtype(path, leaf)
         if not is_array_like(leaf) or not jnp.issubdtype(dtype, jnp.inexact):
             raise SelectionError(
                 f"{path}: a leaf of type {dtype} cannot be differentiated",
@@ -180,6 +184,20 @@ def check_differentiable(trainable: Tree) -> None:
                 hint=f'leave it out of the selection, for instance with the pattern "!{path}"; '
                 "or, of a module of another library, use its bridge in lowtide.ext",
             )
+
+
+def _dtype(path: str, leaf: Any) -> Any:
+    """That of an array, or what else a leaf is."""
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
+    try:
+        return jnp.result_type(leaf) if is_array_like(leaf) else kind
+    except TypeError:  # of another library
+        raise SelectionError(
+            f"{path}: a leaf of type {kind} cannot be differentiated",
+            expected="arrays of JAX or NumPy",
+            got=kind,
+            hint="of a PyTorch tensor jnp.asarray(tensor.detach().cpu().numpy())",
+        ) from None
 
 
 def split_batch(batch: Tree, num_microbatches: int) -> Tree:

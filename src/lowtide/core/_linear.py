@@ -7,10 +7,15 @@ multiplied out on the way.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator
 from typing import Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
+
+from ._errors import StructureError
+from ._paths import Tree, leaves_with_paths
 
 
 @runtime_checkable
@@ -51,3 +56,30 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
 
 def _product(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+
+
+@contextlib.contextmanager
+def products_explained(model: Tree) -> Generator[None]:
+    """Say what to write where a function does more to a `LinearWeight` than to multiply by it, in a ``with`` block.
+
+    Args:
+        model: what the function is called with.
+
+    Raises:
+        StructureError: in place of the `TypeError` or `AttributeError` of such a use.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        nodes = leaves_with_paths(model, is_leaf=lambda node: isinstance(node, LinearWeight))
+        kinds = {type(node).__name__: path for path, node in reversed(nodes) if isinstance(node, LinearWeight)}
+        for kind, path in kinds.items():
+            if kind in str(error):
+                raise StructureError(
+                    f"the model uses a weight as an array where a {kind} stands now, at {path} for instance",
+                    expected="products alone: lowtide.linear(x, weight), weight @ x, x @ weight, x @ weight.T",
+                    got=str(error).splitlines()[0],
+                    hint="write the product so, or narrow the targets to weights that the model only multiplies by: no "
+                    "embeddings, and no layers that make an array of their weight, as those of Flax do",
+                ) from error
+        raise

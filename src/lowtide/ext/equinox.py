@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..core import ConfigError, SelectionError, StructureError, Tree, leaves_with_paths, partition
+from ..core import ConfigError, SelectionError, StructureError, Tree, leaves_with_paths, partition, products_explained
 from ._lent import Lent
 
 
@@ -153,9 +153,10 @@ class Bridge:
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
             model, state = self._whole(arrays)
             model = model if training else eqx.nn.inference_mode(model)
+            with products_explained(model):
+                result = fn(model, state, *args) if self._has_state else fn(model, *args)
             if not self._has_state:
-                return fn(model, *args), arrays
-            result = fn(model, state, *args)
+                return result, arrays
             if isinstance(result, tuple) and result and isinstance(result[-1], eqx.nn.State):
                 *values, after = result
                 return values[0] if len(values) == 1 else tuple(values), arrays | self._state_arrays(after)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +30,8 @@ class Bridge:
         model: a model that is built; it holds placeholders while the trainer has its arrays.
 
     Raises:
-        ConfigError: for another backend than JAX.
+        ConfigError: for another backend than JAX, and for variables that Keras overwrites with their gradient (the
+            scales of ``float8``), which an optimizer would spoil.
         SelectionError: when the model is not built, or has nothing that trains.
 
     Warns:
@@ -68,8 +69,16 @@ class Bridge:
             raise SelectionError(
                 "the model has no variables that train",
                 expected="a model that is built, with trainable layers",
-                got="a model that is not built" if not model.built else "only frozen variables",
+                got="only frozen variables" if model.built and model.variables else "a model that is not built",
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
+            )
+        overwritten = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)]
+        if overwritten:
+            raise ConfigError(
+                "Keras overwrites variables of the model with their gradient, and an optimizer would spoil them",
+                expected="variables that an optimizer trains",
+                got=f"{', '.join(overwritten[:4])} of {len(overwritten)}",
+                hint="train under the policy mixed_bfloat16 and quantize afterwards; or freeze these layers",
             )
         if any(layer.dtype_policy.compute_dtype == "float16" for layer in _layers(model)):
             warnings.warn(
@@ -122,9 +131,15 @@ class Bridge:
 
         Raises:
             ConfigError: for a loss or a metric that is none of Keras', a metric that is no mean, such as AUC, or a
-                `class_weight` that is none; in the step, for a model of several outputs.
+                `class_weight` that is none; for a model with a ``train_step`` or ``compute_loss`` of its own, which
+                would not be called; in the step, for a model of several outputs.
             DataError: in the step, for a batch that is no such tuple.
         """
+        self._refuse_own(
+            ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
+            "loss_fn(model, batch, training), which may return model.compute_loss(x, y, model(x, training=training)); "
+            "add sum(model.losses) where that does not",
+        )
         return compiled_loss(loss, metrics, class_weight)
 
     def constrained(self, trainable: Tree) -> Tree:
@@ -143,7 +158,11 @@ class Bridge:
         Args:
             model: the model that functions of the trainer get.
             batch: its inputs.
+
+        Raises:
+            ConfigError: for a model with a ``predict_step`` of its own, which would not be called.
         """
+        self._refuse_own(("predict_step",), "fn(model, batch), and trainer.predict(data, fn)")
         return model(batch, training=False)
 
     def arrays(self) -> Tree:
@@ -172,6 +191,17 @@ class Bridge:
                 found[name], variable._value = variable._value, arrays[name]
         lent, self._lent = self._lent, set[str]()
         refuse_edits(found, lent)
+
+    def _refuse_own(self, methods: Sequence[str], instead: str) -> None:
+        """Raise where the model says itself how it learns or predicts."""
+        own = [name for name in methods if not _is_of_keras(getattr(self.model, name, None))]
+        if own:
+            raise ConfigError(
+                f"{type(self.model).__name__} has a {' and a '.join(own)} of its own, which would not be called",
+                expected=f"a model without {'them' if len(own) > 1 else 'it'}, or a function that does the same",
+                got=", ".join(own),
+                hint=f"write {instead}",
+            )
 
     def _refuse_changes(self) -> None:
         """Raise where layers were frozen, unfrozen, added or removed since the bridge was made."""
@@ -236,6 +266,12 @@ def _variables(model: Any) -> list[Any]:
     """Those of the model, without those of its metrics."""
     of_metrics = {id(variable) for variable in model.metrics_variables}
     return [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in of_metrics]
+
+
+def _is_of_keras(method: Any) -> bool:
+    """Whether a method of a model is the one that Keras has; one that is not there is."""
+    module = getattr(getattr(method, "__func__", method), "__module__", None) or ""
+    return method is None or module.partition(".")[0] == "keras"
 
 
 def _layers(model: Any) -> list[Any]:

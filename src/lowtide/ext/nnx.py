@@ -2,8 +2,9 @@
 
 A module is a graph of objects whose variables hold arrays. Inside the step it is made anew from its definition and the
 step's arrays (`nnx.merge`), the loss function uses it as it is, and afterwards its variables are read again: batch
-statistics, counters of `nnx.Rngs` and caches are state of the step. Shared variables are one array; random keys are
-kept as their numbers.
+statistics, counters of `nnx.Rngs`, caches and arrays that stand in no variable are state of the step. Shared variables
+are one array; random keys are kept as their numbers. What a layer sows (`nnx.Intermediate`) is there inside the step
+alone, and any other attribute that a call sets anew is an error: it would be lost with the module of that step.
 
 Checked with Flax 0.12.8.
 """
@@ -11,7 +12,7 @@ Checked with Flax 0.12.8.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core import SelectionError, StructureError, Tree
+from ..core import SelectionError, StructureError, Tree, shared_leaves
 from ._lent import Lent, refuse_edits
 
 
@@ -34,10 +35,14 @@ class Bridge:
 
     Raises:
         SelectionError: when the filter selects no variable.
+        StructureError: for an array in a tuple, which cannot be taken out of it, or at two places. From a step: when a
+            call sets attributes that the module did not have.
 
     Warns:
         UserWarning: when the module is in ``eval()`` mode, in which it would train: a step has the mode, and all else
-            that is no variable, as they were when the bridge was made.
+            that is no variable, as they were when the bridge was made. From a step: when a call writes into parameters
+            that train, as `nnx.WeightNorm` does: their update starts from the value before the call, where a loop of
+            NNX goes on from the written one.
 
     Memory:
         No copy: the trainer's arrays are those of the module.
@@ -60,14 +65,16 @@ class Bridge:
         """The module."""
         _warn_of_eval(model)
         wanted = {_name(path) for path, _ in nnx.to_flat_state(nnx.state(model, wrt))}
-        for name, variable in _all_variables(model).items():
-            value = variable.get_raw_value()
+        for name, place in _places(model).items():
+            value = place.get()
             if isinstance(value, np.ndarray) or (name in wanted and _is_number(value)):  # as such no leaf that trains
-                variable.set_raw_value(jnp.array(np.asarray(value)), _unsafe_bypass_check=True)
-        self._known = _all_variables(model).keys()
+                place.put(jnp.array(np.asarray(value)))
+        places = _places(model)
+        _refuse_one_array_twice(places)
+        self._known = places.keys()
         self._graphdef, state = nnx.split(model)
         variables = dict(nnx.to_flat_state(state))
-        values = {path: leaf.get_raw_value() for path, leaf in variables.items()}
+        values = {path: _raw(leaf) for path, leaf in variables.items()}
         self._paths = {_name(path): path for path, value in values.items() if isinstance(value, jax.Array)}
         self._static = {path: value for path, value in values.items() if not isinstance(value, jax.Array)}
         self._impls = {
@@ -100,31 +107,31 @@ class Bridge:
         Raises:
             StructureError: when the module has other variables than when the bridge was made.
         """
-        now = _all_variables(self.model).keys()
-        if now != self._known:
-            changes = {"added": sorted(now - self._known), "removed": sorted(self._known - now)}
+        now = _places(self.model)
+        if now.keys() != self._known:
+            changes = {"added": sorted(now.keys() - self._known), "removed": sorted(self._known - now.keys())}
             raise StructureError(
                 "the module has changed since its bridge was made",
                 expected="the variables of then",
                 got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
                 hint="make a new Bridge and a new Trainer after layers are added or replaced",
             )
-        return {name: _numbers(variable.get_raw_value()) for name, variable in self._variables().items()}
+        return {name: _numbers(place.get()) for name, place in self._own_places().items()}
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
-        lent, variables = {n: Lent(n, leaf) for n, leaf in arrays.items() if leaf is not None}, self._variables()
+        lent, places = {n: Lent(n, leaf) for n, leaf in arrays.items() if leaf is not None}, self._own_places()
         for name, placeholder in lent.items():
-            variables[name].set_raw_value(placeholder, _unsafe_bypass_check=True)
+            places[name].put(placeholder)
         self._lent = set(lent)
 
     def give_back(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
         found: dict[str, Any] = {}
-        for name, variable in self._variables().items():
+        for name, place in self._own_places().items():
             if arrays[name] is not None:
-                found[name] = variable.get_raw_value()
-                variable.set_raw_value(self._typed(name, arrays[name]), _unsafe_bypass_check=True)
+                found[name] = place.get()
+                place.put(self._typed(name, arrays[name]))
         lent, self._lent = self._lent, set[str]()
         refuse_edits(found, lent)
 
@@ -136,9 +143,14 @@ class Bridge:
             module: Any = nnx.merge(self._graphdef, nnx.from_flat_state({**self._static, **values}))
             if not training:
                 module.eval()
+            before = _attributes(module)
             result = fn(module, *args)
-            after = dict(nnx.to_flat_state(nnx.state(module)))
-            return result, {name: _numbers(after[path].get_raw_value()) for name, path in self._paths.items()}
+            _refuse_lost(before, _attributes(module))
+            state = dict(nnx.to_flat_state(nnx.state(module)))
+            after = {name: _numbers(_raw(state[path])) for name, path in self._paths.items()}
+            if training:
+                _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
+            return result, after
 
         return run
 
@@ -157,18 +169,104 @@ class Bridge:
                 layer.dtype = dtype
         return module
 
-    def _variables(self) -> dict[str, Any]:
-        """The variables of the module that hold arrays, each once."""
-        found = sorted(_all_variables(self.model).items())
-        return {name: variable for name, variable in found if name in self._paths}
+    def _own_places(self) -> dict[str, _Place]:
+        """The places of the module that hold arrays, each once; placeholders while they are lent."""
+        found = sorted(_places(self.model, lent=self._lent).items())
+        return {name: place for name, place in found if name in self._paths}
 
     def _typed(self, name: str, leaf: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=self._impls[name]) if name in self._impls else leaf
 
 
-def _all_variables(module: nnx.Module) -> dict[str, Any]:
-    """The variables of a module by their paths, each once."""
-    return {_name(path): node for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Variable)}
+class _Place:
+    """Where a value stands in a module: a variable, or an attribute or an item of a list or dictionary."""
+
+    def __init__(self, name: str, parent: Any, key: Any, node: Any) -> None:
+        self.name, self.parent, self.key, self.node = name, parent, key, node
+
+    def get(self) -> Any:
+        """The value: an array, or what else a variable holds."""
+        return _raw(self.node)
+
+    def put(self, value: Any) -> None:
+        """Set it, past the checks of what may stand there.
+
+        Raises:
+            StructureError: when it stands in a tuple, or another node that cannot be changed.
+        """
+        if isinstance(self.node, nnx.Variable):
+            self.node.set_raw_value(value, _unsafe_bypass_check=True)
+            return
+        if isinstance(self.parent, nnx.Pytree):
+            vars(self.parent)[str(self.key)] = value
+        elif isinstance(self.parent, dict | list):
+            self.parent[self.key] = value
+        else:
+            raise StructureError(
+                f"{self.name}: an array in a {type(self.parent).__name__} cannot be taken out of it",
+                expected="an attribute, or an item of a list or dictionary",
+                got=type(self.parent).__name__,
+                hint="put the array into a variable, nnx.Variable(array), or the arrays into an nnx.List",
+            )
+        self.node = value
+
+
+def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]:
+    """Where variables and bare arrays stand in a module, by their paths, each once."""
+    nodes = dict(nnx.iter_graph(module))
+    held = {path for path, _ in nnx.to_flat_state(nnx.state(module))}
+    return {
+        _name(path): _Place(_name(path), nodes[path[:-1]], path[-1], node)
+        for path, node in nodes.items()
+        if path and (path in held or _name(path) in lent)
+    }
+
+
+def _attributes(module: nnx.Module) -> dict[str, Any]:
+    """All that a module holds, by path: variables and arrays as their kind, and values of Python as they are."""
+    found: dict[str, Any] = {}
+    for path, node in nnx.iter_graph(module):
+        name = _name(path)
+        if "_pytree__" in name or isinstance(node, nnx.Intermediate):
+            continue
+        is_held = isinstance(node, nnx.Variable | nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray)
+        found[name] = "held" if is_held else node
+    return found
+
+
+def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise for attributes that a function set in the module of a step, and which would end with it."""
+    changes = {
+        "set anew": sorted(after.keys() - before.keys()),
+        "removed": sorted(before.keys() - after.keys()),
+        "of another value": sorted(n for n in before.keys() & after.keys() if not _is_same(before[n], after[n])),
+    }
+    if any(changes.values()):
+        raise StructureError(
+            "a call changes attributes of the module, and that would be lost",
+            expected="values that change in variables which are there when the bridge is made",
+            got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
+            hint="make it an nnx.Variable(jnp.zeros(...)) in __init__, return it as a metric, or sow an "
+            "nnx.Intermediate",
+        )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and bool(one == other))
+
+
+def _refuse_one_array_twice(places: dict[str, _Place]) -> None:
+    for names in shared_leaves({name: place.get() for name, place in places.items()}):
+        raise StructureError(
+            f"{names[0]} and {names[1]} are one array",
+            expected="one place for each array, because the trainer takes it out of the module",
+            got=f"{len(names)} places",
+            hint="share an nnx.Variable(array), which NNX knows to be one; or copy it with jnp.array(array, copy=True)",
+        )
+
+
+def _raw(node: Any) -> Any:
+    return node.get_raw_value() if isinstance(node, nnx.Variable) else node
 
 
 def _warn_of_eval(module: nnx.Module) -> None:
@@ -185,6 +283,16 @@ def _warn_of_eval(module: nnx.Module) -> None:
             f"the module is in eval() mode, and would train in it: {', '.join(list(modes)[:4])}; "
             "call module.train() before its bridge is made",
             stacklevel=3,
+        )
+
+
+def _warn_of_writes(names: Collection[str]) -> None:
+    if names:
+        warnings.warn(
+            f"a call writes into parameters that train: {', '.join(sorted(names)[:4])}; what it writes is for that "
+            "call alone, and the update starts from the value before it\n"
+            "hint: nothing to do for a norm of the weights, which makes them anew in each call",
+            stacklevel=2,
         )
 
 

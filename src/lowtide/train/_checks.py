@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
 
@@ -34,6 +35,8 @@ from ._models import ModelObject, keywords
 from ._sharding import ShardingRules
 from ._step import TrainState
 
+P = ParamSpec("P")
+R = TypeVar("R")
 OnNan = Literal["abort", "skip", "roll_back", "ignore"]
 
 
@@ -172,6 +175,29 @@ def _refuse_signature(loss_fn: Any) -> None:
             got=f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)}{signature}",
             hint="a batch is one pytree, such as a tuple (x, y); functools.partial fills other arguments in",
         ) from error
+
+
+def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a method say what it takes in place of what other libraries' ``fit(x, y, batch_size=32)`` does."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                renamed = [f"{name} is {names[name]} here" for name in kwargs if name in names]
+                end = ", num_epochs=1" if names else ""
+                call = f"{method.__name__}(lowtide.train.array_data((x, y), batch_size=32){end})"
+                hint = "; ".join([*renamed, f"arrays become batches in array_data: {call}"])
+                raise TypeError(f"Trainer.{method.__name__}: {error}\nhint: {hint}") from None
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:

@@ -286,15 +286,19 @@ def refuse_arrays(data: Any) -> None:
     Raises:
         DataError: with the way to make batches.
     """
-    arrays = np.ndarray | jax.Array
-    is_pair = isinstance(data, tuple) and any(isinstance(part, arrays) for part in data)  # (x, y), whole
-    if is_pair or isinstance(data, Mapping | arrays) or not isinstance(data, StepData | Iterable):
+    is_pair = isinstance(data, tuple) and any(map(_is_array, data))  # (x, y), whole
+    if is_pair or isinstance(data, Mapping) or _is_array(data) or not isinstance(data, StepData | Iterable):
         raise DataError(
             "the data holds no batches",
             expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
             got="a tuple of arrays" if is_pair else type(data).__name__,
             hint="lowtide.train.array_data cuts arrays into batches; one batch alone is [batch]",
         )
+
+
+def _is_array(data: Any) -> bool:
+    """Whether it is an array, a tensor of another library, or a table of columns."""
+    return isinstance(data, np.ndarray | jax.Array) or (hasattr(data, "__array__") and hasattr(data, "shape"))
 
 
 def _encoded(state: Any) -> Any:
@@ -322,13 +326,32 @@ def as_arguments(batch: Tree) -> Tree:
         is_array = type(leaf) is np.ndarray and leaf.dtype.kind not in _NO_NUMBERS
         if is_cpu and is_array and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
             return leaf.copy()
-        return jnp.asarray(leaf)
+        return jnp.asarray(as_numpy(leaf))
 
     try:
         return jax.tree.map(one, batch)
     except TypeError:
         refuse_objects(batch)
         raise
+
+
+def as_numpy(leaf: Any) -> Any:
+    """A leaf of a batch; an array of another library, such as a PyTorch tensor in host memory, as NumPy's of it.
+
+    Raises:
+        DataError: for one that cannot be made one: on another device, in a graph of gradients, of bfloat16.
+    """
+    if not hasattr(leaf, "__array__") or isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        return leaf
+    try:
+        return np.asarray(leaf)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"a {type(leaf).__module__}.{type(leaf).__name__} of a batch cannot be made an array of NumPy",
+            expected="arrays of JAX or NumPy, or what NumPy can read",
+            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            hint="of a PyTorch tensor tensor.detach().cpu().float().numpy(), for instance in its loader's collate_fn",
+        ) from error
 
 
 def refuse_objects(batch: Tree) -> None:

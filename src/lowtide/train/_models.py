@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from ..core import StructureError, Tree, Where, combine, is_array_like
+from ..core import StructureError, Tree, Where, combine, is_array_like, products_explained
 
 _KEYWORDS = ("key", "training")
 _RESERVED = frozenset({"step", "loss", "grad_norm", "learning_rate", "seconds"})
@@ -91,7 +91,9 @@ class Pytree:
         """See `ModelObject`; a pytree does not change in a call."""
 
         def run(arrays: Tree, *args: Any) -> tuple[Any, Tree]:
-            return fn(combine(arrays, self._static), *args), arrays
+            model = combine(arrays, self._static)
+            with products_explained(model):
+                return fn(model, *args), arrays
 
         return run
 

@@ -31,6 +31,7 @@ from ._checks import (
     OnNan,
     as_callbacks,
     guards,
+    hints_at,
     needs_checkpoints,
     open_checkpoints,
     parse_budget,
@@ -42,7 +43,7 @@ from ._checks import (
     refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model, join
-from ._feed import StepData, as_arguments, refuse_objects
+from ._feed import StepData, as_arguments, as_numpy, refuse_objects
 from ._kept import Kept
 from ._loop import Loop
 from ._owned import settled
@@ -275,6 +276,7 @@ class Trainer(Kept):
         budget = self.budget_bytes
         return shortage(program, when=when, roles=_ROLES, budget_bytes=budget, hint=self._step.remedies)
 
+    @hints_at(epochs="num_epochs", steps_per_epoch="num_steps", validation_data="eval_data", verbose="progress")
     def fit(
         self,
         data: StepData | Iterable[Tree],
@@ -384,6 +386,7 @@ class Trainer(Kept):
 
     # --- evaluation ------------------------------------------------------------------------------------------------
 
+    @hints_at()
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
         """Mean loss and metrics over batches, weighted as `weight` says, without touching the state.
 
@@ -429,6 +432,7 @@ class Trainer(Kept):
         refuse_consumed(self.state, self.frozen)
         return self._evaluation.outputs(self._later(), data, fn or self._call)
 
+    @hints_at()
     def predict(
         self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
     ) -> Any:
@@ -463,11 +467,13 @@ class Trainer(Kept):
     def _on_device(self, batch: Tree, *, is_training: bool = True) -> Tree:
         if self.sharding is None:
             return as_arguments(batch)
+        batch = jax.tree.map(as_numpy, batch)
         self.processes.agree_on_batch(batch)
         return self.sharding.batch(batch, self._num_microbatches if is_training else None)
 
     def _shapes(self, batch: Tree) -> Tree:
         """Of what is not on the device yet the shapes that it will have there."""
+        batch = jax.tree.map(as_numpy, batch)
         refuse_objects(batch)
         if self.sharding is not None:
             self.processes.agree_on_batch(batch)

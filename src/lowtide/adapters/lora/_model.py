@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import zlib
 from typing import Any
 
@@ -25,8 +26,10 @@ def add(model: Tree, config: Config, *, key: Array) -> Tree:
     depends on `key` and on its path only, not on what else is adapted.
 
     Args:
-        model: any pytree that multiplies its weights through `lowtide.core.linear`. Weights have shape [out, in], or
-            [num_layers, out, in] for stacked layers. `jax.ShapeDtypeStruct` leaves give abstract adapters.
+        model: any pytree that multiplies by its weights and does nothing else with them: through
+            `lowtide.core.linear`, or as ``weight @ x``, ``x @ weight`` or ``x @ weight.T``, as Equinox does. Weights
+            have shape [out, in], or [num_layers, out, in] for stacked layers. (One of shape [in, out] trains as well;
+            what its files call A is PEFT's B, transposed.) `jax.ShapeDtypeStruct` leaves give abstract adapters.
         config: rank, scale and targets.
         key: a JAX random key.
 
@@ -35,8 +38,9 @@ def add(model: Tree, config: Config, *, key: Array) -> Tree:
 
     Raises:
         SelectionError: when a target pattern matches nothing.
-        StructureError: for a target that is no floating-point matrix, or has an adapter already.
-        ConfigError: when the rank exceeds a target's smaller dimension.
+        StructureError: for a target that is no floating-point matrix, or has an adapter already; from
+            `lowtide.value_and_grad` and the trainer, where the model does more with a target than to multiply by it.
+        ConfigError: when the rank exceeds a target's smaller dimension, and for a model of Keras or NNX.
 
     Memory:
         ``4 * rank * (out + in)`` bytes for each matrix. The weights are referred to, not copied. Adapters of a weight
@@ -51,6 +55,7 @@ def add(model: Tree, config: Config, *, key: Array) -> Tree:
     References:
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
     """
+    _refuse_object(model)
     targets = select_sites(model, config.targets)
     for site in targets:
         _check_target(model, site, config.rank)
@@ -104,6 +109,26 @@ def attach(weight: Any, lora_a: Any, lora_b: Any, alpha: float) -> LoRAWeight:
         lora_a = _place(lora_a, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, None, inner)))
         lora_b = _place(lora_b, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, out, None)))
     return LoRAWeight(weight, lora_a, lora_b, alpha)
+
+
+def _refuse_object(model: Any) -> None:
+    """Raise for a model of a library that has low-rank layers of its own, and makes arrays of its weights."""
+    # Who has such a model has imported its library.
+    of_nnx = "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
+    hints = {
+        ("keras", "Layer"): "layer.enable_lora(rank), which lowtide.ext.keras.Bridge trains",
+        ("flax.nnx", "Module"): of_nnx,
+        ("flax.nnx", "State"): of_nnx,
+    }
+    for (library, kind), hint in hints.items():
+        cls = getattr(sys.modules.get(library), kind, None)
+        if cls is not None and isinstance(model, cls):
+            raise ConfigError(
+                f"a {type(model).__name__} takes no adapter of Lowtide: its layers make arrays of their weights",
+                expected="a pytree whose weights are multiplied with lowtide.linear or @, such as an Equinox module",
+                got=f"{type(model).__module__}.{type(model).__name__}",
+                hint=hint,
+            )
 
 
 def _check_target(model: Tree, site: Site, rank: int) -> None:

@@ -8,6 +8,10 @@ The product is computed as x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ; W + BA never exis
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685). Deviation from PEFT: it
 multiplies in the adapter's dtype (float32) and rounds the sum; here the factors are cast to the dtype of `x`, so a
 bfloat16 model multiplies in bfloat16 throughout.
+
+A model that knows nothing of `lowtide.core.linear` writes ``weight @ x`` (Equinox), ``x @ weight`` or ``x @ weight.T``:
+the node multiplies so, too. What else is done to an array it cannot, and `lowtide.value_and_grad` and the trainer say
+so.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ class LoRAWeight:
     alpha: float
     """Numerator of the scale of the correction (static)."""
 
+    __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
+
     @property
     def rank(self) -> int:
         """The inner dimension r of B A."""
@@ -71,3 +77,40 @@ class LoRAWeight:
         """
         low_rank = linear(x, self.lora_a) * self.scaling
         return linear(x, self.weight) + linear(low_rank, self.lora_b)
+
+    def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
+        """The product (W + scaling B A) x, in the dtype that W x has."""
+        result = self.weight @ x
+        low_rank = self.lora_a.astype(result.dtype) @ x * self.scaling
+        return result + self.lora_b.astype(result.dtype) @ low_rank.astype(result.dtype)
+
+    def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
+        """The product x (W + scaling B A), in the dtype that x W has."""
+        result = x @ self.weight
+        low_rank = x @ self.lora_b.astype(result.dtype) * self.scaling
+        return result + low_rank.astype(result.dtype) @ self.lora_a.astype(result.dtype)
+
+    @property
+    def mT(self) -> LoRAWeight:  # noqa: N802 - NumPy's name
+        """The transposed weight, [in, out] or [L, in, out], whose factors are Bᵀ and Aᵀ."""
+        return LoRAWeight(self.weight.mT, self.lora_b.mT, self.lora_a.mT, self.alpha)
+
+    @property
+    def T(self) -> LoRAWeight:  # noqa: N802 - NumPy's name
+        """The transposed weight, [in, out], of one that is not stacked."""
+        return LoRAWeight(self.weight.T, self.lora_b.T, self.lora_a.T, self.alpha)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """That of the weight."""
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """That of the weight."""
+        return self.weight.dtype

@@ -1,0 +1,156 @@
+"""Models that multiply by weights without `lowtide.core.linear`, and models that do more with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+
+import lowtide as lt
+from lowtide.core import ConfigError, StructureError
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (5, 8))
+Built = tuple[Any, str, Callable[[Any], Any]]
+"""A model, what is adapted of it, and a function of it."""
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion() -> Any:
+    """Flax adds its biases by rank promotion."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def mlp() -> Built:
+    return eqx.nn.MLP(8, 4, 16, 2, key=KEY), "layers/*", lambda model: jax.vmap(model)(X)
+
+
+def attention() -> Built:
+    return eqx.nn.MultiheadAttention(2, 8, key=KEY), "*_proj", lambda model: model(X, X, X)
+
+
+def recurrence() -> Built:
+    cell = eqx.nn.GRUCell(8, 4, key=KEY)
+    return cell, "weight_*", lambda model: jax.lax.scan(lambda h, x: (model(x, h),) * 2, jnp.ones(4), X)[1]
+
+
+def embedding() -> Built:
+    return eqx.nn.Embedding(8, 8, key=KEY), "weight", lambda model: model(3)
+
+
+def dense_of_linen() -> Built:
+    layer = linen.Dense(4)
+    return layer.init(KEY, X), "params/kernel", lambda variables: layer.apply(variables, X)
+
+
+def by_hand(product: Callable[[Any, Any], Any], shape: tuple[int, ...] = (8, 6)) -> Callable[[], Built]:
+    return lambda: ({"w": jax.random.normal(KEY, shape)}, "w", lambda model: product(X, model["w"]))
+
+
+WORKING: dict[str, Callable[[], Built]] = {
+    "an MLP of Equinox": mlp,
+    "attention of Equinox": attention,
+    "a recurrence of Equinox": recurrence,
+    "x @ w": by_hand(lambda x, w: x @ w),
+    "x @ w.T": by_hand(lambda x, w: x @ w.T, (6, 8)),
+    "w @ x.T": by_hand(lambda x, w: w @ x.T, (6, 8)),
+    "w.mT, stacked": by_hand(lambda x, w: x @ w.mT, (2, 6, 8)),
+    "NumPy on the left": by_hand(lambda x, w: np.ones((3, 8), np.float32) @ w),
+    "x @ w in a scan": by_hand(lambda x, w: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0], (3, 8, 8)),
+    "bfloat16 @ float32": by_hand(lambda x, w: x.astype(jnp.bfloat16) @ w),
+}
+
+
+@pytest.mark.parametrize("name", WORKING)
+def test_adapters_of_foreign_products_start_as_no_change_and_have_the_gradients_of_the_whole_weight(name: str) -> None:
+    model, targets, run = WORKING[name]()
+    adapted = lt.lora.add(model, lt.lora.Config(rank=2, targets=targets), key=KEY)
+    before = run(model)
+    assert run(adapted).dtype == before.dtype
+    np.testing.assert_array_equal(run(adapted), before)
+    factors, rest = lt.partition(adapted, "**/lora_*")
+    factors = jax.tree.map(lambda leaf: jax.random.normal(KEY, leaf.shape) * 0.1, factors)  # B other than zero
+
+    def found(prepare: Callable[[Any], Any]) -> Any:
+        return jax.value_and_grad(lambda factors: jnp.sum(jnp.sin(run(prepare(lt.combine(factors, rest))))))(factors)
+
+    def one(ours: Any, theirs: Any) -> None:
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * np.max(np.abs(theirs)))
+
+    jax.tree.map(one, found(lambda model: model), found(multiplied_out))
+
+
+def multiplied_out(model: Any) -> Any:
+    def one(node: Any) -> Any:
+        return node.weight + node.scaling * node.lora_b @ node.lora_a if is_adapted(node) else node
+
+    return jax.tree.map(one, model, is_leaf=is_adapted)
+
+
+def is_adapted(node: Any) -> bool:
+    return type(node).__name__ == "LoRAWeight"
+
+
+def test_an_equinox_model_tunes_in_a_trainer() -> None:
+    model = lt.lora.add(mlp()[0], lt.lora.Config(rank=2, targets="layers/*"), key=KEY)
+    frozen = np.array(model.layers[0].weight.weight)
+    trainer = lt.Trainer(
+        model, lambda model, x: jnp.mean((jax.vmap(model)(x) - 1) ** 2), optax.adam(1e-2), wrt="**/lora_*"
+    )
+    records = trainer.fit([X] * 5, num_steps=5, progress=False)
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    merged = lt.lora.merge(trainer.model)
+    np.testing.assert_allclose(jax.vmap(merged)(X), jax.vmap(trainer.model)(X), atol=1e-5)
+    np.testing.assert_array_equal(trainer.model.layers[0].weight.weight, frozen)
+
+
+REFUSED: dict[str, Callable[[], Built]] = {
+    "jnp.dot": by_hand(jnp.dot),
+    "einsum": by_hand(lambda x, w: jnp.einsum("bi,io->bo", x, w)),
+    "lax": by_hand(lambda x, w: jax.lax.dot(x, w)),
+    "elementwise": by_hand(lambda x, w: w * 2.0),
+    "array first": by_hand(lambda x, w: x[0, 0] * w),
+    "a method": by_hand(lambda x, w: x @ w.astype(jnp.bfloat16)),
+    "indexing": by_hand(lambda x, w: w[3]),
+    "a sum": by_hand(lambda x, w: x @ w + jnp.sum(w)),
+    "Dense of Linen": dense_of_linen,
+    "an embedding of Equinox": embedding,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
+    model, targets, run = REFUSED[name]()
+    adapted = lt.lora.add(model, lt.lora.Config(rank=2, targets=targets), key=KEY)
+    said = r"(?s)a LoRAWeight stands now, at .*lowtide.linear\(x, weight\).*hint: .*narrow the targets"
+    with pytest.raises(StructureError, match=said):
+        lt.value_and_grad(lambda model: jnp.sum(run(model)), "**/lora_*")(adapted)
+    trainer = lt.Trainer(adapted, lambda model, _: jnp.sum(run(model)), optax.sgd(0.1), wrt="**/lora_*")
+    with pytest.raises(StructureError, match=said):
+        trainer.fit([X], num_steps=1, progress=False)
+
+
+def test_an_error_of_the_model_itself_stays_as_it_is() -> None:
+    adapted = lt.lora.add({"w": jnp.ones((8, 8))}, lt.lora.Config(rank=2, targets="w"), key=KEY)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        lt.value_and_grad(lambda model: model["w"] @ X.T + {}, "**/lora_*")(adapted)
+
+
+def test_models_of_nnx_and_keras_have_layers_of_their_own() -> None:
+    import keras
+
+    config = lt.lora.Config(rank=2, targets="**")
+    module = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+    for model in (module, nnx.state(module)):
+        with pytest.raises(ConfigError, match=r"(?s)takes no adapter.*hint: nnx.LoRALinear"):
+            lt.lora.add(model, config, key=KEY)
+    with pytest.raises(ConfigError, match=r"(?s)takes no adapter.*hint: layer.enable_lora"):
+        lt.lora.add(keras.layers.Dense(4), config, key=KEY)

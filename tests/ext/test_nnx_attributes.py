@@ -1,0 +1,159 @@
+"""NNX modules with arrays that stand in no variable, norms of weights, and calls that set attributes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import lowtide as lt
+from lowtide.core import StateError, StructureError
+from lowtide.ext.nnx import Bridge
+
+X = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion() -> Any:
+    """NNX adds its biases by rank promotion."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def loss_fn(model: Any, x: Any) -> Any:
+    return jnp.mean((model(x) - 1) ** 2)
+
+
+def trainer(model: Any, **options: Any) -> lt.Trainer:
+    return lt.Trainer(Bridge(model), loss_fn, optax.sgd(0.1), **options)
+
+
+def fit(model: Any, num_steps: int = 3) -> list[Any]:
+    return [record["loss"] for record in trainer(model).fit([X] * num_steps, num_steps=num_steps, progress=False)]
+
+
+class Bare(nnx.Module):
+    """Arrays as attributes and in lists and dictionaries; some are read, some change in every call."""
+
+    def __init__(self) -> None:
+        self.linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+        self.scale = jnp.full(3, 2.0)
+        self.offset = np.full(3, 0.5, np.float32)
+        self.calls = nnx.data([jnp.zeros(()), {"mean": jnp.zeros(3)}])
+        self.seen = nnx.List([jnp.zeros(())])
+        self.key = jax.random.key(7)
+
+    def __call__(self, x: Any) -> Any:
+        self.calls[0] = self.calls[0] + 1
+        self.key = jax.random.split(self.key)[0]
+        self.seen[0] = self.seen[0] + x.shape[0]
+        y = self.linear(x) * self.scale + self.offset
+        self.calls[1]["mean"] = 0.9 * self.calls[1]["mean"] + 0.1 * jax.lax.stop_gradient(y).mean(0)
+        return y
+
+
+def plain_steps(model: Any, num_steps: int) -> list[float]:
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, X)
+        optimizer.update(model, grads)
+        return loss
+
+    return [float(step(model, optimizer)) for _ in range(num_steps)]
+
+
+def test_bare_arrays_are_state_of_the_step_as_in_a_loop_of_nnx() -> None:
+    ours, plain = Bare(), Bare()
+    np.testing.assert_allclose(fit(ours), plain_steps(plain, 3), rtol=1e-6)
+    for mine, theirs in zip(*(jax.tree.leaves(nnx.state(model)) for model in (ours, plain)), strict=True):
+        mine, theirs = (jax.random.key_data(k) if k.dtype == ours.key.dtype else k for k in (mine, theirs))
+        np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    assert (float(ours.calls[0]), float(ours.seen[0])) == (3.0, 12.0)
+
+
+def test_bare_arrays_are_lent_and_restored(tmp_path: Any) -> None:
+    seen = []
+
+    class Watch(lt.train.Callback):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            with contextlib.suppress(StateError):
+                seen.append(float(model.calls[0]))
+
+    model = Bare()
+    run = trainer(model, checkpoint_dir=tmp_path)
+    run.fit([X] * 4, num_steps=2, progress=False, callbacks=[Watch()])
+    assert seen == [], "the trainer has them"
+    again = Bare()
+    resumed = trainer(again, checkpoint_dir=tmp_path)
+    assert resumed.restore() == 2
+    assert float(resumed.model.calls[0]) == 2.0
+    losses = [record["loss"] for record in resumed.fit([X] * 4, num_steps=4, progress=False)]
+    assert losses == fit(Bare(), 4)[2:]
+
+
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_norms_of_weights_train_and_what_they_write_is_said(norm: Any) -> None:
+    model = norm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    first = float(loss_fn(nnx.clone(model), X))
+    with pytest.warns(UserWarning, match=r"(?s)writes into parameters that train: layer_instance/kernel.*hint:"):
+        losses = fit(model)
+    assert losses[0] == pytest.approx(first, rel=1e-6)
+    assert losses[2] < losses[1] < losses[0]
+
+
+class Setting(nnx.Module):
+    """A call that sets an attribute of the module."""
+
+    def __init__(self, name: str) -> None:
+        self.linear, self.name, self.count = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), name, 0
+
+    def __call__(self, x: Any) -> Any:
+        y = self.linear(x)
+        if self.name == "an array":
+            self.last = y
+        elif self.name == "a variable":
+            self.last = nnx.BatchStat(y)
+        elif self.name == "a number":
+            self.count += 1
+        elif self.name == "removed":
+            del self.count
+        elif self.name == "sown":
+            self.last = nnx.Intermediate(y)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("an array", "set anew: last"),
+        ("a variable", "set anew: last"),
+        ("a number", "of another value: count"),
+        ("removed", "removed: count"),
+    ],
+)
+def test_an_attribute_that_a_call_sets_is_an_error(name: str, said: str) -> None:
+    with pytest.raises(StructureError, match=rf"(?s)attributes of the module.*{said}.*hint: .*nnx.Variable"):
+        fit(Setting(name), 1)
+
+
+def test_what_is_sown_is_for_the_call_alone() -> None:
+    assert fit(Setting("sown")) == fit(Setting("nothing"))
+
+
+def test_places_that_arrays_cannot_be_taken_from_are_refused() -> None:
+    model = Bare()
+    model.pair = nnx.data((jnp.ones(3), jnp.ones(2)))
+    with pytest.raises(StructureError, match=r"(?s)pair/0: an array in a tuple.*hint:.*nnx.Variable"):
+        fit(model, 1)
+    model = Bare()
+    model.twice = model.scale
+    with pytest.raises(StructureError, match=r"(?s)scale and twice are one array.*hint: share an nnx.Variable"):
+        Bridge(model)
