@@ -328,8 +328,9 @@ def as_arguments(batch: Tree) -> Tree:
             return leaf.copy()
         return jnp.asarray(as_numpy(leaf))
 
+    leaves, structure = jax.tree.flatten(batch)
     try:
-        return jax.tree.map(one, batch)
+        return structure.unflatten([one(leaf) for leaf in leaves])
     except TypeError:
         refuse_objects(batch)
         raise

@@ -68,6 +68,8 @@ class Loop:
             from ._progress import Progress  # `import lowtide` does not need what draws
 
             self.callbacks = (Progress(self.feed.num_steps), *self.callbacks)
+        self._keep = int(not any(callback.is_immediate for callback in self.callbacks))
+        """The steps whose values are not read yet when the next one is sent."""
         self._batch: Tree = None
         """The last batch, to explain a shortage of memory with."""
         self._has_batch = False
@@ -241,7 +243,7 @@ class Loop:
         wish = _TERMINATE if terminated.has_come else _STOP * self.trainer.is_stopped
         self._pending.append((step + 1, metrics, self._started, self.trainer.processes.vote(wish)))
         self.trainer.metrics = None
-        self._flush(keep=not any(callback.is_immediate for callback in self.callbacks))
+        self._flush(self._keep)
         self._tell("on_step_end", step + 1)
         if self.eval_every and (step + 1) % self.eval_every == 0:
             self._flush()
@@ -267,24 +269,24 @@ class Loop:
             step, metrics, started, vote = self._pending[0]
             values = {name: float(value) for name, value in metrics.items()}
             self._wish = max(self._wish, int(vote))
-            self._is_spoilt = bool(_not_finite(values))
+            wrong = _not_finite(values)
+            self._is_spoilt = bool(wrong)
             del self._pending[0]
             begun, self._finished = max(started, self._finished), time.perf_counter()
             record = {"step": step, **values, "seconds": self._finished - begun}
             try:
-                self._judge(step, values)
+                self._judge(step, values, wrong)
             except BaseException as error:
                 self._emit(record, error)
                 raise
             self._emit(record)  # the trainer has a good state when callbacks hear of it
 
-    def _judge(self, step: int, values: dict[str, float]) -> None:
+    def _judge(self, step: int, values: dict[str, float], wrong: Sequence[str]) -> None:
         """What to do when a step's loss or gradients are no numbers: raise, return to the last copy, or nothing."""
-        policy = self.trainer.on_nan
-        wrong = _not_finite(values)
         if not wrong:
             self._num_wrong = 0
             return
+        policy = self.trainer.on_nan
         self._num_wrong += 1
         if policy == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
             count = jnp.array(self.trainer.state.step)  # a copy; the batches that were seen stay behind

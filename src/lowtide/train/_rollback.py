@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import sys
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -93,13 +94,15 @@ def is_alive(tree: Tree) -> bool:
 
 _HELD = (signal.SIGTERM, signal.SIGINT)
 """In the order in which they are let through: an interrupt raises, and nothing comes after it."""
+_handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
+"""`signal.getsignal` without its search among the names of handlers, which Python 3.11 does for functions, too."""
 
 
 class _Valve:
     """A signal handler that passes signals on to the one before it, or keeps them while it is shut."""
 
-    def __init__(self, before: Any) -> None:
-        self.before, self.is_shut, self.has_come = before, False, False
+    def __init__(self, number: int, before: Any) -> None:
+        self.number, self.before, self.is_shut, self.has_come = number, before, False, False
 
     def __call__(self, number: int, frame: Any) -> None:
         if self.is_shut:
@@ -117,7 +120,8 @@ def valves() -> Generator[None]:
     ours: dict[int, _Valve] = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in _HELD}
-        ours = {number: _Valve(handler) for number, handler in before.items() if handler is not None}  # not Python's
+        # One that is None is not Python's.
+        ours = {number: _Valve(number, handler) for number, handler in before.items() if handler is not None}
     try:
         for number, valve in ours.items():
             signal.signal(number, valve)
@@ -128,29 +132,38 @@ def valves() -> Generator[None]:
                 signal.signal(number, valve.before)
 
 
-@contextlib.contextmanager
-def undisturbed() -> Generator[None]:
-    """Hold back Ctrl-C and SIGTERM until the block has ended; elsewhere than in the main thread they do not come."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers = [signal.getsignal(number) for number in _HELD]
-    if not all(handler is None or isinstance(handler, _Valve) for handler in handlers):
-        with valves(), undisturbed():
-            yield
-        return
-    shut = {number: valve for number, valve in zip(_HELD, handlers, strict=True) if isinstance(valve, _Valve)}
-    try:
-        for valve in shut.values():
+class _Shut:
+    """Keeps valves shut inside of a ``with`` block; not a generator, because every step enters one."""
+
+    def __init__(self, valves: Sequence[_Valve]) -> None:
+        self._valves = valves
+
+    def __enter__(self) -> None:
+        for valve in self._valves:
             valve.is_shut = True
-        yield
-    finally:
-        for valve in shut.values():
+
+    def __exit__(self, *_: object) -> None:
+        for valve in self._valves:
             valve.is_shut = False
-        for number, valve in shut.items():
+        for valve in self._valves:
             if valve.has_come:
                 valve.has_come = False
-                signal.raise_signal(number)
+                signal.raise_signal(valve.number)
+
+
+def undisturbed() -> contextlib.AbstractContextManager[None]:
+    """Hold back Ctrl-C and SIGTERM until the block has ended; elsewhere than in the main thread they do not come."""
+    if threading.current_thread() is not threading.main_thread():
+        return contextlib.nullcontext()
+    handlers = [_handler(number) for number in _HELD]
+    shut = [handler for handler in handlers if isinstance(handler, _Valve)]
+    return _Shut(shut) if len(shut) + handlers.count(None) == len(_HELD) else _shut_anew()
+
+
+@contextlib.contextmanager
+def _shut_anew() -> Generator[None]:
+    with valves(), undisturbed():
+        yield
 
 
 class Ended(BaseException):

@@ -493,14 +493,15 @@ class Trainer(Kept):
     def _compile(self, batch: Tree) -> Any:
         """The compiled step for batches of this shape, checked to reuse every donated buffer."""
         leaves, structure = jax.tree.flatten(batch)
-        shapes = structure, tuple((tuple(x.shape), x.dtype, spread(x)) for x in leaves)
-        if shapes not in self._compiled:
-            with warnings.catch_warnings():
-                # JAX only warns, and without a path; check_donation raises, with one.
-                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
-                self.processes.agree_on_program(lowered)
-                compiled = lowered.compile()
-            check_donation(compiled, arg_names=STEP_ARGUMENTS)
-            self._compiled[shapes] = compiled
-        return self._compiled[shapes]
+        shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
+        if (known := self._compiled.get(shapes)) is not None:
+            return known
+        with warnings.catch_warnings():
+            # JAX only warns, and without a path; check_donation raises, with one.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
+            self.processes.agree_on_program(lowered)
+            compiled = lowered.compile()
+        check_donation(compiled, arg_names=STEP_ARGUMENTS)
+        self._compiled[shapes] = compiled
+        return compiled
