@@ -206,6 +206,8 @@ def test_a_file_that_its_disk_gives_no_more_is_damage_and_one_that_may_not_be_re
         ("asyncio", "asyncio/base_events.py", "Task exception was never retrieved: /site/orbax/checkpoint/x.py", False),
         ("asyncio", "asyncio/base_events.py", "Task exception was never retrieved: /home/user/data.py", True),
         ("absl", "/site/orbax/checkpoint/_src/futures/future.py", "_SignalingThread.run() raised an exception", False),
+        ("absl", "/site/orbax/checkpoint/_src/checkpointers/async_checkpointer.py", "Failed to run 4 Handler", False),
+        ("absl", "/site/orbax/checkpoint/checkpoint_manager.py", "Save Finalize thread failed", False),
         ("absl", "/site/orbax/checkpoint/_src/path/deleter.py", "could not delete a checkpoint", True),
         ("absl", "/site/clu/metrics.py", "of the user", True),
     ],

@@ -32,14 +32,17 @@ from ._retention import FILE, Retention
 from ._stored import check_arrangement, check_base, check_leaves, flat, unflat
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
-# What fails in its threads and tasks is raised, and not worth a traceback of each that was still under way.
-_QUIET = ("orbax/checkpoint/_src/futures", "orbax\\checkpoint\\_src\\futures")
-logging.getLogger("absl").addFilter(
-    lambda record: (
-        "orbax" not in record.pathname
-        or (record.levelno >= logging.ERROR and not any(part in record.pathname for part in _QUIET))
-    )
-)
+# What fails in its threads and tasks is raised, and not worth the traceback of each that was still under way.
+_QUIET = ("/futures/", "/checkpointers/async_checkpointer", "/checkpoint_manager")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record is none of Orbax', or an error that it does not raise."""
+    path = record.pathname.replace("\\", "/")
+    return "orbax" not in path or (record.levelno >= logging.ERROR and not any(part in path for part in _QUIET))
+
+
+logging.getLogger("absl").addFilter(_is_news)
 logging.getLogger("asyncio").addFilter(
     lambda record: not any(name in record.getMessage() for name in ("orbax", "tensorstore"))
 )
