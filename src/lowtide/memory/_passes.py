@@ -17,6 +17,8 @@ Pass = Literal["forward", "recompute", "backward", "update"]
 
 # Transformations that JAX writes around each other: vmap(transpose(jvp(mlp))).
 _TRANSFORMED = re.compile(r"(jvp|transpose|vmap|pmap|checkpoint|remat|shard_map)\((.*)\)")
+# A part of its own, or with `jax_remat3` inside of the transposition: transpose(jvp(rematted_computation)).
+_RECOMPUTED = re.compile(r"(?:^|[/(])rematted_computation[/)]")
 _FORWARD, _BACKWARD = "f", "b"
 
 
@@ -59,7 +61,7 @@ class Passes:
             return "forward" if levels else None
         if self._is_transposed(levels, inner):
             return "forward"
-        return "recompute" if "rematted_computation" in _parts(scope) else "backward"
+        return "recompute" if _RECOMPUTED.search(first_scope(scope)) else "backward"
 
     def _is_transposed(self, levels: str, inner: int) -> bool:
         """Whether the gradient at a level is differentiated in reverse by one around it."""
@@ -74,6 +76,8 @@ def scope_phase(scope: str) -> Pass | None:
         >>> scope_phase("jit(step)/transpose(jvp(mlp))/dot_general"), scope_phase("jit(step)/jvp()/transpose")
         ('backward', 'forward')
         >>> scope_phase("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/tanh")
+        'recompute'
+        >>> scope_phase("jit(step)/transpose(jvp(rematted_computation))/checkpoint/eval_jaxpr/jvp(jvp())/tanh")
         'recompute'
     """
     return Passes([scope]).phase(scope)
