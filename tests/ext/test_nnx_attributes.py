@@ -144,6 +144,20 @@ def test_an_attribute_that_a_call_sets_is_an_error(name: str, said: str) -> None
         fit(Setting(name), 1)
 
 
+def test_a_lower_precision_is_no_change_of_the_model() -> None:
+    model = Bare()
+    records = trainer(model, compute_dtype="bfloat16").fit([X] * 2, num_steps=2, progress=False)
+    assert records[1]["loss"] < records[0]["loss"]
+    assert (model.linear.dtype, float(model.calls[0])) == (None, 2.0)
+
+
+def test_an_attribute_that_gets_the_value_of_another_one_is_seen() -> None:
+    model = Setting("a number")
+    model.other = 1  # what the count becomes
+    with pytest.raises(StructureError, match="of another value: count"):
+        fit(model, 1)
+
+
 def test_what_is_sown_is_for_the_call_alone() -> None:
     assert fit(Setting("sown")) == fit(Setting("nothing"))
 

@@ -12,7 +12,7 @@ Checked with Flax 0.12.8.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -84,6 +84,8 @@ class Bridge:
         params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
         self._changes = set(self._paths) - params - self._trains
         self._lent = set[str]()
+        self._seen: dict[str, Any] = {}
+        """What the module of a step holds before the user's function is called."""
         if not self._trains:
             raise SelectionError(
                 "the filter selects no variable of the module",
@@ -143,9 +145,9 @@ class Bridge:
             module: Any = nnx.merge(self._graphdef, nnx.from_flat_state({**self._static, **values}))
             if not training:
                 module.eval()
-            before = _attributes(module)
+            self._seen = _attributes(module)
             result = fn(module, *args)
-            _refuse_lost(before, _attributes(module))
+            _refuse_lost(self._seen, _attributes(module))
             state = dict(nnx.to_flat_state(nnx.state(module)))
             after = {name: _numbers(_raw(state[path])) for name, path in self._paths.items()}
             if training:
@@ -167,6 +169,7 @@ class Bridge:
         for layer in layers:
             if getattr(layer, "dtype", "none") is None:
                 layer.dtype = dtype
+        self._seen = _attributes(module)  # what was set here is not lost
         return module
 
     def _own_places(self) -> dict[str, _Place]:
@@ -212,26 +215,39 @@ class _Place:
 
 
 def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]:
-    """Where variables and bare arrays stand in a module, by their paths, each once."""
+    """Where variables and bare arrays stand in a module, by their paths; a shared variable once."""
+    held = dict(nnx.to_flat_state(nnx.state(module)))
     nodes = dict(nnx.iter_graph(module))
-    held = {path for path, _ in nnx.to_flat_state(nnx.state(module))}
-    return {
-        _name(path): _Place(_name(path), nodes[path[:-1]], path[-1], node)
+    # Not of the nodes alone: in them one array or number at two places is there once.
+    found = {
+        (*path, key): _Place(_name((*path, key)), node, key, value)
         for path, node in nodes.items()
-        if path and (path in held or _name(path) in lent)
+        for key, value in _items(node)
+        if (*path, key) in held or _name((*path, key)) in lent
     }
+    others = {path: _Place(_name(path), nodes.get(path[:-1]), path[-1], leaf) for path, leaf in held.items()}
+    return {place.name: place for place in {**others, **found}.values()}
+
+
+def _items(node: Any) -> Iterable[tuple[Any, Any]]:
+    """The attributes of a module, or the items of a list or dictionary, by the keys that stand in paths."""
+    if isinstance(node, nnx.Pytree):
+        own = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
+        return (
+            (int(key), value) if isinstance(node, nnx.List) and key.isdigit() else (key, value) for key, value in own
+        )
+    return node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
-    """All that a module holds, by path: variables and arrays as their kind, and values of Python as they are."""
-    found: dict[str, Any] = {}
-    for path, node in nnx.iter_graph(module):
-        name = _name(path)
-        if "_pytree__" in name or isinstance(node, nnx.Intermediate):
-            continue
-        is_held = isinstance(node, nnx.Variable | nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray)
-        found[name] = "held" if is_held else node
-    return found
+    """All that a module holds, by path: values of Python as they are, and what has others inside or numbers by kind."""
+    holds = nnx.Variable | nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray
+    return {
+        _name((*path, key)): "held" if isinstance(value, holds) else value
+        for path, node in nnx.iter_graph(module)
+        for key, value in _items(node)
+        if not isinstance(value, nnx.Intermediate)
+    }
 
 
 def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -252,7 +268,10 @@ def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) is type(other) and bool(one == other))
+    try:
+        return one is other or (type(one) is type(other) and bool(one == other))
+    except Exception:  # of objects that cannot be compared nothing is known
+        return True
 
 
 def _refuse_one_array_twice(places: dict[str, _Place]) -> None:
