@@ -294,9 +294,9 @@ def main() -> int:
         for part in PARTS:
             print(f"{part.name:10} {part.minutes:3.0f} min  {part.script:20} {part.about}")
     elif options.missing:
-        print("\n".join(lacking(text)))
+        print("".join(f"{line}\n" for line in lacking(text)), end="")
         told = conflicts(text)
-        print("\n".join(told), file=sys.stderr, end="\n" * bool(told))
+        print("".join(f"{line}\n" for line in told), file=sys.stderr, end="")
         return int(bool(told))
     elif options.wheels:
         written(options.wheels)
