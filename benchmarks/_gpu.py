@@ -224,7 +224,11 @@ def main(
     if options.child:
         sys.exit(_child({name: cases[name] for name in options.child}, options.rehearse, options.rows))
     with stoppable():
-        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
+        try:
+            sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
+        except Stopped:
+            print(f"{part}: stopped, and a second call goes on from here", flush=True)
+            raise
 
 
 def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:

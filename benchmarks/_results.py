@@ -53,7 +53,7 @@ def set_aside(path: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Say in one sentence why a file cannot be written at a path, if so."""
-    if path.is_dir():
+    if os.path.isdir(path):
         raise SystemExit(f"{path} is a folder, and should be a file")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

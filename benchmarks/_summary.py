@@ -275,7 +275,8 @@ def lines(content: Mapping[str, Row]) -> list[tuple[str, Line]]:
             raise Rehearsed(f"{part} is a rehearsal on {result.get('device_kind')}, not a measurement")
         rows = {name: _counted(row) for name, row in result.get("rows", {}).items()}
         cases = result.get("cases") or list(rows)
-        found += [(part, line) for line in make(Result(rows, result.get("complete") is True, cases))]
+        complete = result.get("complete") is True and {*cases} <= {*rows}
+        found += [(part, line) for line in make(Result(rows, complete, cases))]
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -234,8 +235,8 @@ def _numbers(version: str) -> list[int]:
 def folder_path(text: str) -> Path:
     """Where a folder is, or can be."""
     path = Path(text)
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not there.is_dir():
+    there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+    if not os.path.isdir(there):
         raise argparse.ArgumentTypeError(f"{there} is no folder")
     return path
 
@@ -282,7 +283,7 @@ def parsed() -> argparse.Namespace:
     ):
         if getattr(options, name) and not is_used:
             parser.error(f"--{name} says nothing of what is asked for")
-    if reads and options.out and not options.out.is_dir():
+    if reads and options.out and not os.path.isdir(options.out):
         parser.error(f"{options.out} is not there")
     return options
 

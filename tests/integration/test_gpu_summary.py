@@ -227,6 +227,9 @@ def test_tests_are_met_when_all_ran_and_every_row_is_ok() -> None:
     assert state(found, "tests marked") == ("measured", "8 passed, 0 failed, not all were run")
     found["NVIDIA H200"]["tests"]["complete"] = True
     assert state(found, "tests marked") == ("met", "8 passed, 0 failed")
+    for fields in ({"complete": "yes"}, {"cases": ["test_a.py", "test_new.py"]}):
+        partial = {"NVIDIA H200": {"tests": found["NVIDIA H200"]["tests"] | fields}}
+        assert state(partial, "tests marked")[0] == "measured"
     found = results(tests={**rows, "test_b.py": KILLED})
     assert state(found, "tests marked") == ("missed", "8 passed, 0 failed, 1 files without an outcome")
 
