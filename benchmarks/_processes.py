@@ -78,7 +78,7 @@ def check_child(what: str, command: Sequence[str], **options: Any) -> None:
 def reason(text: str) -> str:
     """The exception that a process ended with, which notes and hints may follow; else the first line that it told."""
     told = text.strip().splitlines()
-    named = [line for line in told if re.match(r"(error:|[\w.]*(Error|Exception|Interrupt)\b)", line)]
+    named = [line for line in told if re.match(r"((\w+: )?error[: ]|[\w.]*(Error|Exception|Interrupt)\b)", line)]
     return (named[-1:] or told[:1] or ["?"])[0]
 
 

@@ -83,6 +83,20 @@ def test_a_child_that_fails_says_why_in_its_own_words(capfd: pytest.CaptureFixtu
     _gpu.check_child("the child", [sys.executable, "-c", "print()"], stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("Traceback\nValueError: a\n\nhint: b", "ValueError: a"),
+        ("usage: x\nlowtide: error: no such flag", "lowtide: error: no such flag"),
+        ("log\nerror [LT003] num_steps is out of range\n  got: -1", "error [LT003] num_steps is out of range"),
+        ("killed at its limit\nsome log", "killed at its limit"),
+        ("", "?"),
+    ],
+)
+def test_the_reason_is_the_error_itself(text: str, said: str) -> None:
+    assert _gpu.reason(text) == said
+
+
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="test_one" time="1"/>
 <testcase classname="tests.a.TestX" name="test_one" time="2"><failure message="no">text</failure></testcase>
