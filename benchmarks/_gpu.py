@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.util
-import json
 import math
 import os
 import platform
@@ -29,18 +28,25 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from _overlap import overlap as overlap
 from _processes import Stopped as Stopped
+from _processes import check_child as check_child
+from _processes import reason as reason
 from _processes import run as run
 from _processes import run_child as run_child
 from _processes import stoppable as stoppable
+from _results import ROOT as ROOT
+from _results import cases_of, check_writable, is_settled, missing, read
+from _results import is_complete as is_complete
+from _results import is_marked as is_marked
+from _results import read_result as read_result
+from _results import write as write
 
-ROOT = Path(__file__).resolve().parent
 SRC = ROOT.parent / "src"
 RESULTS = ROOT / "results" / "gpu"
 MINUTES = 5.0
@@ -51,6 +57,7 @@ ENOUGH = 0.5
 TIRED = 2
 """A case that failed so often is left for the end."""
 TAIL_LINES = 30
+PROBE_SECONDS = 120
 MEASURED = ("src/lowtide", "benchmarks/*.py")
 DISTRIBUTIONS = (
     *("lowtide", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
@@ -107,69 +114,50 @@ def folder(device_kind: str) -> Path:
     return RESULTS / re.sub(r"[^a-z0-9]+", "-", device_kind.lower()).strip("-")
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON as a whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    part.replace(path)
-
-
-def read(path: Path) -> dict[str, Any]:
-    """What a file holds; nothing where it is absent or no result."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """What a part left; a file that is no result is moved aside and said."""
-    if not path.exists() or _is_result(content := read(path)):
-        return content if path.exists() else {}
-    aside = path.with_name(f"{path.name}.damaged")
-    path.replace(aside)
-    print(f"{path} is damaged, and moved to {aside.name}", file=sys.stderr)
-    return {}
-
-
-def _is_result(content: Mapping[str, Any]) -> bool:
-    texts = isinstance(content.get("part"), str) and isinstance(content.get("device_kind"), str)
-    rows = content.get("rows", {})
-    return texts and isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values())
-
-
-def is_complete(content: Mapping[str, Any]) -> bool:
-    """Whether a part has nothing left to do: what a case lacked and is here now, it has."""
-    rows = content.get("rows", {}).values()
-    return bool(content.get("complete")) and all(missing(row["not_here"]) for row in rows if "not_here" in row)
-
-
 def positive(text: str) -> float:
     """A number of minutes on a command line."""
-    number = float(text)  # argparse tells of a ValueError
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of minutes")
     return number
 
 
-def missing(modules: Iterable[str]) -> list[str]:
-    """Those that cannot be imported here."""
-    return [module for module in modules if importlib.util.find_spec(module) is None]
+def why_not_usable() -> str:
+    """Why JAX does not use the GPU that is here, in its own words; nothing where it does.
+
+    Beside a driver that is too old, or a plugin of another version or none, it goes on with the CPU.
+    """
+    program = "import jax; print(jax.devices()[0].platform)"
+    env = environment(False, {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    try:
+        done = run_child(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=PROBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"JAX did not find its devices within {PROBE_SECONDS} s"
+    platform_name = (done.stdout.split() or [""])[-1]
+    if done.returncode == 0 and platform_name != "cpu":
+        return ""
+    told = reason(done.stderr) if done.stderr.strip() else "it has no plugin for a GPU, such as jax[cuda13] brings"
+    return f"JAX does not use the GPU here: {told}"
 
 
 def _moment() -> dict[str, Any]:
     """Date, commit, the last commit that changed what is measured, and whether there is more; None is unknown.
 
-    A copy without Git takes its commit from ``LOWTIDE_COMMIT``.
+    A copy without Git takes its commit from ``LOWTIDE_COMMIT``; a repository around it says nothing of it.
     """
     now, given = datetime.datetime.now(tz=datetime.UTC), os.environ.get("LOWTIDE_COMMIT")
-    changes = _git("status", "--porcelain", "--", *MEASURED)
+    top = _git("rev-parse", "--show-toplevel")
+    is_own = not given and top is not None and Path(top).resolve() == ROOT.parent
+    changes = _git("status", "--porcelain", "--", *MEASURED) if is_own else None
     return {
         "date": now.isoformat(timespec="seconds"),
-        "commit": given or _git("rev-parse", "HEAD"),
-        "code_commit": None if given else _git("log", "-1", "--format=%H", "--", *MEASURED) or None,
+        "commit": given or (_git("rev-parse", "HEAD") if is_own else None),
+        "code_commit": (_git("log", "-1", "--format=%H", "--", *MEASURED) or None) if is_own else None,
         "uncommitted_changes": None if changes is None else bool(changes),
     }
 
@@ -228,6 +216,7 @@ def main(
     parser.add_argument("--json", type=Path, metavar="FILE", help="the raw result")
     parser.add_argument("--minutes", type=positive, metavar="N", help="start no case of which less than half would fit")
     parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--usable", action="store_true", help=argparse.SUPPRESS)  # JAX was asked for its GPU before
     parser.add_argument("--leave", action="append", default=[], choices=list(cases), help=argparse.SUPPRESS)
     parser.add_argument("--child", action="append", choices=list(cases), help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
@@ -235,7 +224,11 @@ def main(
     if options.child:
         sys.exit(_child({name: cases[name] for name in options.child}, options.rehearse, options.rows))
     with stoppable():
-        sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
+        try:
+            sys.exit(_Part(part, cases, minutes or {}, needs or {}, env or {}, together, options).all())
+        except Stopped:
+            print(f"{part}: stopped, and a second call goes on from here", flush=True)
+            raise
 
 
 def _child(cases: Mapping[str, Case], rehearsal: bool, directory: Path) -> int:
@@ -281,6 +274,7 @@ class _Part:
         self.content = header(part, f"python {name}" + (" --rehearse" if self.rehearsal else ""), self.rehearsal)
         temporary = Path(tempfile.gettempdir()) / f"lowtide-rehearsal-{os.getuid()}"
         home = temporary if self.rehearsal else folder(self.content["device_kind"])
+        self.is_usable: bool = options.usable or options.rehearse
         self.path: Path = options.json or home / f"{part}.json"
         self.before = before = read_result(self.path)
         same = all(before.get(key) == self.content[key] for key in ("rehearsal", "device_kind"))
@@ -300,7 +294,11 @@ class _Part:
         if self.is_precious:
             print(f"{self.part}: {self.path} is a measurement of another device, and stays as it is")
             return 2
+        check_writable(self.path)
         due = [name for name in self.chosen if self._is_due(name)]
+        if due and not self.is_usable and (why := why_not_usable()):
+            print(f"{self.part}: {why}")
+            return 2
         self.late: list[str] = [name for name in due if name in self.leave]
         self._save()
         due = sorted((name for name in due if name not in self.leave), key=self._is_tired)
@@ -314,7 +312,7 @@ class _Part:
             self._save()
         self._save()
         self._show()
-        failed = [name for name in self.chosen if name in self.rows and not _is_settled(self.rows[name])]
+        failed = [name for name in self.chosen if name in self.rows and not is_settled(self.rows[name])]
         failed += [name for name in self.chosen if "again" in self.rows.get(name, {})]
         return int(bool(failed or self.late))
 
@@ -372,8 +370,11 @@ class _Part:
                     tail = _tail(error if len(names) > 1 and error.exists() else errors)
                     self._keep(name, {"ok": False, **self._made(), **own, "error": "\n".join([why, *tail])})
                     print("\n".join([f"{self.part}/{name}: FAILED, {why}", *(f"    {line}" for line in tail[-8:])]))
-        done = sum(self.rows.get(name, {}).get("ok", False) for name in names)
-        print(f"{self._label(names)}: {done} of {len(names)} ok after {seconds:.0f} s", flush=True)
+        rows = [self.rows.get(name, {}) for name in names]
+        alike = sum("rehearsed_as" in row for row in rows)
+        done = f"{sum(row.get('ok') is True for row in rows) - alike} of {len(names) - alike} ok"
+        also = f", {alike} rehearsed as others" * bool(alike)
+        print(f"{self._label(names)}: {done}{also} after {seconds:.0f} s", flush=True)
 
     def _made(self) -> dict[str, Any]:
         """With what and when a row was measured, which may be others than the file's latest."""
@@ -392,17 +393,21 @@ class _Part:
     def _save(self) -> None:
         """Write the file, with its own header where nothing ran since."""
         rows = {name: self.rows[name] for name in self.cases if name in self.rows}
-        complete = all(_is_settled(rows.get(name)) for name in self.cases)
+        complete = all(is_settled(rows.get(name)) for name in self.cases)
         own = {"complete": complete, "not_started": self.late, "spent_seconds": round(self.spent, 2)}
-        self.content |= {**own, "cases": list(self.cases), "rows": rows}
-        kept = self.content if self.ran else {**self.before, **own, "cases": list(self.cases), "rows": rows}
+        own |= {"cases_of": cases_of(), "cases": list(self.cases), "rows": rows}
+        self.content |= own
+        kept = self.content if self.ran else {**self.before, **own}
         if kept != self.before:
             write(self.path, kept)
 
     def _show(self) -> None:
         width = max(map(len, self.cases))
         for name, row in self.content["rows"].items():
-            state = "ok" if row.get("ok") else "not here" if "not_here" in row else "failed"
+            if "rehearsed_as" in row:
+                print(f"  {name:{width}}  as {row['rehearsed_as']}")
+                continue
+            state = "ok" if row.get("ok") else "not here" if row.get("not_here") else "failed"
             print(f"  {name:{width}}  {state:8}  {row.get('seconds', 0):7.1f} s  {_figures(row)}")
         print(f"{self.part}: {'complete' if self.content['complete'] else 'not complete'}, {self.path}", flush=True)
 
@@ -413,11 +418,6 @@ def _file(name: str, ending: str) -> str:
 
 def _tail(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-
-
-def _is_settled(row: Mapping[str, Any] | None) -> bool:
-    """Measured, or known to be impossible here."""
-    return row is not None and (bool(row.get("ok")) or "not_here" in row)
 
 
 def _figures(row: Mapping[str, Any]) -> str:

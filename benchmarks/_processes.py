@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,28 @@ def run(
 def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[Any]:
     """`subprocess.run` for what a case starts itself, which dies with the case."""
     return subprocess.run(_dying_with_parent(command), **options)
+
+
+def check_child(what: str, command: Sequence[str], **options: Any) -> None:
+    """Run what a case starts itself, which must end well; an error that says why it did not, in its own words.
+
+    What it writes to standard error goes on to this process's as it comes: of a process that is killed it is left.
+    """
+    words = _dying_with_parent(command)
+    told: list[str] = []
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, errors="replace", **options) as process:
+        for line in process.stderr or ():
+            sys.stderr.write(line)
+            told = [*told[-999:], line]
+    if process.returncode:
+        raise RuntimeError(f"{what} ended with {process.returncode}: {reason(''.join(told))}")
+
+
+def reason(text: str) -> str:
+    """The exception that a process ended with, which notes and hints may follow; else the first line that it told."""
+    told = text.strip().splitlines()
+    named = [line for line in told if re.match(r"((\w+: )?error[: ]|[\w.]*(Error|Exception|Interrupt)\b)", line)]
+    return (named[-1:] or told[:1] or ["?"])[0]
 
 
 def _dying_with_parent(command: Sequence[str]) -> list[str]:

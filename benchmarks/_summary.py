@@ -11,6 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from _processes import reason
+
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 GIB = 2**30
 SPEED_AIM, PEAK_AIM, OFFLOAD_AIM, ERROR_AIM, OVERHEAD_AIM = 1.3, 0.7, 1.10, 0.03, 0.02
@@ -37,18 +39,23 @@ class Result(NamedTuple):
     cases: Sequence[str] = ()
 
 
+class Rehearsed(ValueError):
+    """A rehearsal was given where a measurement is meant."""
+
+
 class Line(NamedTuple):
-    """One figure: what it is, what it should be, what it is here, and whether that will do."""
+    """One figure: what it is, what it should be, what it is here, and whether that will do; or that its case failed."""
 
     figure: str
     aim: str = ""
     found: str = ""
     met: bool | None = None
+    failed: bool = False
 
     @property
     def state(self) -> str:
         if not self.found:
-            return "not measured"
+            return "failed" if self.failed else "not measured"
         return {None: "measured", True: "met", False: "missed"}[self.met]
 
 
@@ -60,8 +67,10 @@ def smoke(result: Result) -> list[Line]:
     row = result.rows.get("finetune", {})
     before, after = row.get("loss_before"), row.get("loss_after")
     found = "" if before is None or after is None else f"{before:.4f} → {after:.4f} nats/token"
-    lines = [Line("held-out loss of the default finetune", "falls", found, after < before if found else None)]
-    return [*lines, Line("bytes of its step, predicted and measured", "", _predicted(row))]
+    failed = "failed" in row
+    met = after < before if found else None
+    lines = [Line("held-out loss of the default finetune", "falls", found, met, failed)]
+    return [*lines, Line("bytes of its step, predicted and measured", "", _predicted(row), None, failed)]
 
 
 def peak(result: Result) -> list[Line]:
@@ -69,19 +78,22 @@ def peak(result: Result) -> list[Line]:
     rows = result.rows
     errors = {name: abs(row["error"]) for name, row in rows.items() if row.get("error") is not None}
     figure, aim = "peak of {}, compiled against measured", f"within {_percent(ERROR_AIM)}, also the worst"
-    if not errors:
-        return [Line(figure.format("programs of many kinds"), aim)]
-    worst = max(errors, key=lambda name: errors[name])
     covered = sum(bool(row.get("covered")) for row in rows.values())
     failed = sum("failed" in row for row in rows.values())
+    if not errors:
+        found = f"all {covered} runs below the compiler's own peak" if covered else ""
+        found += f"; {failed} runs failed" if found and failed else ""
+        return [Line(figure.format("programs of many kinds"), aim, found, failed=bool(failed))]
+    worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
+    absent = len({*result.cases} - {*rows})
     found = (
         f"median error {_percent(statistics.median(errors.values()), 2)}, worst {_percent(errors[worst], 2)} ({worst})"
     )
     found += f"; {covered} of {covered + len(errors)} runs below the compiler's own peak" if covered else ""
-    found += f"; {failed} runs failed" if failed else ""
+    found += f"; {failed} runs failed" * bool(failed) + f"; {absent} not made" * bool(absent)
     programs, all_of_them = ({name.removesuffix("-growing") for name in names} for names in (errors, result.cases))
     met: bool | None = errors[worst] <= ERROR_AIM
-    if met and (failed or len(programs) < LEAST_PROGRAMS):
+    if met and (failed or absent or len(programs) < LEAST_PROGRAMS):
         met = None
     return [Line(figure.format(f"{len(programs)} of {len(all_of_them | programs)} programs"), aim, found, met)]
 
@@ -95,9 +107,9 @@ def lora(result: Result) -> list[Line]:
             pairs += _beside_peft(base, peer, rows.get(f"{base}-lowtide", {}), theirs)
     beside = {line.figure.split(":")[0] for line in pairs}
     alone = [
-        Line(f"{figure}: tokens/s and peak", "", found)
+        Line(f"{figure}: tokens/s and peak", "", found, failed="failed" in ours)
         for name, ours in rows.items()
-        if name.endswith("-lowtide") and (found := _speed_and_peak(ours))
+        if name.endswith("-lowtide") and ((found := _speed_and_peak(ours)) or "failed" in ours)
         if (figure := f"LoRA {name.rpartition('-')[0]}") not in beside
     ]
     absent = [
@@ -116,6 +128,10 @@ def _beside_peft(base: str, peer: str, ours: Row, theirs: Row) -> list[Line]:
     if ours.get("out_of_memory") and _speed(theirs):
         return [Line(figures[0], f"{SPEED_AIM} ×", f"runs out of memory; {peer} {_speed_and_peak(theirs)}", False)]
     speed, size = _ratio(ours, theirs, "tokens_per_second"), _ratio(ours, theirs, "peak_bytes")
+    if speed is None and "failed" in ours and "not_here" not in theirs:
+        return [Line(figures[0], f"{SPEED_AIM} ×", failed=True)]
+    if speed is None and "failed" in theirs and (found := _speed_and_peak(ours)):
+        return [Line(figures[0], f"{SPEED_AIM} ×", f"{found}; {peer} failed")]
     if speed is None:
         return []
     if why := _apart(theirs, ours) or _not_alike(ours, theirs):
@@ -157,10 +173,12 @@ def offload(result: Result) -> list[Line]:
             found, met = "runs out of memory, which the step on the device does not", False
         elif row.get("out_of_memory") or (base.get("out_of_memory") and _speed(row)):
             found = _and(_speed_and_peak(row), *["runs out of memory on the device"] * bool(base.get("out_of_memory")))
+        elif "failed" in row or "failed" in base:
+            found = ""
         else:
             continue
         aim = f"at most {OFFLOAD_AIM:.2f} ×" if aimed else ""
-        lines.append(Line(f"{kind} over {OFFLOADED[kind]}, {size} tokens", aim, found, met))
+        lines.append(Line(f"{kind} over {OFFLOADED[kind]}, {size} tokens", aim, found, met, failed=not found))
     if any(line.aim for line in lines):
         return lines
     return [Line("activations on the host over the device, 64k tokens", f"at most {OFFLOAD_AIM:.2f} ×"), *lines]
@@ -181,8 +199,8 @@ def layerwise(result: Result) -> list[Line]:
             found, met = why, False
         elif row.get("out_of_memory") and kind != "plain" and _seconds(plain):
             found, met = "runs out of memory, which plain AdamW does not", False
-        if found:
-            lines.append(Line(f"AdamW on all 8 B parameters, {name}", "", found, met))
+        if found or "failed" in row:
+            lines.append(Line(f"AdamW on all 8 B parameters, {name}", "", found, met, "failed" in row))
     return lines or [Line("AdamW on all 8 B parameters: tokens/s and peak")]
 
 
@@ -193,8 +211,9 @@ def trainer(result: Result) -> list[Line]:
     share = row.get("overhead")
     figure, aim = "Trainer.fit over the bare step, LoRA on 1B", f"at most {_percent(OVERHEAD_AIM)}"
     found = "" if share is None else _and(_percent(share, 2), _speed(row))
-    lines = [Line(figure, aim, found, None if share is None else share <= OVERHEAD_AIM)]
-    return [*lines, Line("bytes of that step, predicted and measured", "", _predicted(rows.get("1b-peak", {})))]
+    lines = [Line(figure, aim, found, None if share is None else share <= OVERHEAD_AIM, "failed" in row)]
+    row = rows.get("1b-peak", {})
+    return [*lines, Line("bytes of that step, predicted and measured", "", _predicted(row), None, "failed" in row)]
 
 
 def pipeline(result: Result) -> list[Line]:
@@ -211,10 +230,11 @@ def pipeline(result: Result) -> list[Line]:
             found, met = (why, False) if why else (f"{ratio:.2f} × plain accumulation{_mixed(row, base)}", None)
         elif row.get("out_of_memory") and _seconds(base):
             found, met = "runs out of memory, which plain accumulation does not", False
-        if found:
+        failed = not found and ("failed" in row or "failed" in base)
+        if found or failed:
             count, _, blocks = size.partition("_")
             figure = f"pipeline of one stage, {schedule}, {count} microbatches{', ' * bool(blocks)}{blocks}"
-            lines.append(Line(figure, "", found, met))
+            lines.append(Line(figure, "", found, met, failed))
     return lines or [Line("a pipeline of one stage beside plain accumulation")]
 
 
@@ -252,20 +272,22 @@ def lines(content: Mapping[str, Row]) -> list[tuple[str, Line]]:
     for part, (make, _) in PARTS.items():
         result = content.get(part, {})
         if result.get("rehearsal"):
-            raise ValueError(f"{part} is a rehearsal on {result.get('device_kind')}, not a measurement")
+            raise Rehearsed(f"{part} is a rehearsal on {result.get('device_kind')}, not a measurement")
         rows = {name: _counted(row) for name, row in result.get("rows", {}).items()}
         cases = result.get("cases") or list(rows)
-        found += [(part, line) for line in make(Result(rows, bool(result.get("complete")), cases))]
+        complete = result.get("complete") is True and {*cases} <= {*rows}
+        found += [(part, line) for line in make(Result(rows, complete, cases))]
     return found
 
 
 def _counted(row: Row) -> Row:
-    """Of tests the failed ones count; of anything else a case that failed has no figures."""
-    if row.get("ok"):
+    """Of what failed the tests are counted and the losses shown; it has no other figures."""
+    if row.get("ok") is True:
         return row
-    if "not_here" in row:
+    if row.get("not_here"):
         return {"not_here": row["not_here"]}
-    return {"failed": True, **{key: row[key] for key in ("num_passed", "num_failed") if key in row}}
+    kept = ("num_passed", "num_failed", "loss_before", "loss_after")
+    return {"failed": True, **{key: row[key] for key in kept if key in row}}
 
 
 def table(results: Mapping[str, Mapping[str, Row]]) -> str:
@@ -283,13 +305,24 @@ def table(results: Mapping[str, Mapping[str, Row]]) -> str:
 def block(results: Mapping[str, Mapping[str, Row]]) -> str:
     """README's table, with the comments around it."""
     rows = [BEGIN, "", "| on a GPU | aim | figure | shown by |", "|---|---|---|---|"]
-    for device, content in (results or {"": {}}).items():
-        for part, line in lines(content):
-            found = line.found + {True: ": met", False: ": **missed**", None: ""}[line.met] if line.found else ""
-            figure = f"{line.figure} ({device})" if device and found else line.figure
-            shown = f"`python benchmarks/{PARTS[part][1]}`"
-            rows.append(f"| {figure} | {line.aim} | {found or 'not measured yet'} | {shown} |")
+    made = {device: lines(content) for device, content in (results or {"": {}}).items()}
+    for part, (_, script) in PARTS.items():
+        absent: list[Line] | None = None  # on every device
+        for device, found in made.items():
+            own = [line for name, line in found if name == part]
+            lacked = [line for line in own if line.state == "not measured"]
+            rows += [_row(f"{line.figure} ({device})", line, script) for line in own if line not in lacked]
+            absent = lacked if absent is None else [line for line in absent if line in lacked]
+        rows += [_row(line.figure, line, script) for line in absent or ()]
     return "\n".join([*rows, "", END])
+
+
+def _row(figure: str, line: Line, script: str) -> str:
+    """A row of README's table, in which the texts of errors are no columns of their own."""
+    found = line.found + {True: ": met", False: ": **missed**", None: ""}[line.met] if line.found else ""
+    found = found or ("**failed**" if line.failed else "not measured yet")
+    cells = (figure, line.aim, found, f"`python benchmarks/{script}`")
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def in_readme(text: str, new: str) -> str:
@@ -306,16 +339,10 @@ def in_readme(text: str, new: str) -> str:
 def _failed(content: Mapping[str, Row]) -> Iterable[str]:
     for part, result in content.items():
         for name, row in result.get("rows", {}).items():
-            if not row.get("ok"):
-                why = f"not here: {', '.join(row['not_here'])}" if "not_here" in row else f"failed: {_reason(row)}"
+            if row.get("ok") is not True:
+                told = f"failed: {reason(row.get('error') or '')}"
+                why = f"not here: {', '.join(row['not_here'])}" if row.get("not_here") else told
                 yield f"  {part}/{name}: {why}"
-
-
-def _reason(row: Row) -> str:
-    """The exception, which notes and hints may follow, or how the process ended."""
-    told = row.get("error", "").strip().splitlines()
-    named = [line for line in told if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return (named[-1:] or told[:1] or ["?"])[0]
 
 
 def _first(text: str) -> str:
@@ -359,8 +386,12 @@ def _mixed(row: Row, base: Row) -> str:
     one, other = row.get("versions", {}), base.get("versions", {})
     named = [name for name in SAME if one.get(name) != other.get(name)]
     key = "code_commit" if row.get("code_commit") and base.get("code_commit") else "commit"
-    named += ["commit"] * (row.get(key) != base.get(key))
-    return f"; not of the same {', '.join(named)}" if named else ""
+    told = [f"not of the same {', '.join([*named, *['commit'] * (row.get(key) != base.get(key))])}"]
+    told = told if told != ["not of the same "] else []
+    unknown = ["versions"] * (not (one and other)) + ["commit"] * (not (row.get(key) and base.get(key)))
+    told += [f"of unknown {' and '.join(unknown)}"] * bool(unknown)
+    told += ["with uncommitted changes"] * any(side.get("uncommitted_changes") for side in (row, base))
+    return "".join(f"; {words}" for words in told)
 
 
 def _ratio(ours: Row, theirs: Row, key: str) -> float | None:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from _gpu import (
     RESULTS,
     ROOT,
     TIRED,
+    Stopped,
     environment,
     folder,
     gpu,
@@ -38,14 +38,17 @@ from _gpu import (
     read_result,
     run,
     stoppable,
+    why_not_usable,
 )
-from _summary import block, in_readme, table
+from _packages import conflicts, lacking, oldest_python, wanted
+from _summary import PARTS as LINES
+from _summary import Rehearsed, block, in_readme, table
 
 WHEELS = ROOT / "gpu-wheels.txt"
 README = ROOT.parent / "README.md"
-PROJECT = ROOT.parent / "pyproject.toml"
 MAX_WHEEL_BYTES = 60 * 2**20
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
+SAID = {True: "README.md is rewritten", False: "nothing changed"}
 SPENT = "its minutes are spent, the rest at the end"
 LEAST_SECONDS = 20.0
 """With less than this left no part is started."""
@@ -84,33 +87,51 @@ def measure(parts: Sequence[Part], options: argparse.Namespace) -> int:
     if importlib.util.find_spec("jax") is None:
         print("JAX is not here, and nothing runs without it; beside it: gpu.py --missing")
         return 2
-    if absent := lacking(WHEELS.read_text(encoding="utf-8")):
+    text = WHEELS.read_text(encoding="utf-8")
+    if absent := lacking(text):
         print(f"missing here, so some parts may fail: {' '.join(absent)}")
+    print("".join(f"{line}\n" for line in conflicts(text)), end="")
     home = folder(found.get("name", "cpu"))
     temporary = Path(tempfile.mkdtemp(prefix="lowtide-rehearsal-")) if options.rehearse and not options.out else None
     out: Path = temporary or options.out or home
+    written(out)
     if not options.rehearse and out != home:
-        out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(home.glob("*.json")):  # what is measured already counts here, too
-            if not (out / path.name).exists():
+        for name in {*LINES, *(part.name for part in parts)}:  # what is measured already counts here, too
+            if (path := home / f"{name}.json").exists() and not (out / path.name).exists():
                 shutil.copy(path, out)
+    due = [part for part in parts if options.again or not is_complete(_before(part, out, options))]
+    if due and not options.rehearse and (why := why_not_usable()):
+        print(why)
+        return 2
     print(f"{'rehearsal on the CPU' if options.rehearse else found['name']}, results in {out}", flush=True)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
-    states = {part.name: _one(part, out, deadline, options) for part in parts}
-    for part in parts:  # what found no time within its part's minutes, in whatever is left
-        if states[part.name] == SPENT or read_result(out / f"{part.name}.json").get("not_started"):
-            states[part.name] = _one(part, out, deadline, options, last=True)
+    states: dict[str, str] = {}
+    try:
+        for part in parts:
+            states[part.name] = _one(part, out, deadline, options)
+        for part in parts:  # what found no time within its part's minutes, in whatever is left
+            if states[part.name] == SPENT or read_result(out / f"{part.name}.json").get("not_started"):
+                states[part.name] = _one(part, out, deadline, options, last=True)
+    except Stopped:
+        print(f"stopped: what was measured is in {out}, and a second call goes on from there", flush=True)
+        raise
     width = max(map(len, states))
     print("\n".join(f"  {name:{width}}  {state}" for name, state in states.items()))
     return int(any(not state.startswith(("complete", "there")) for state in states.values()))
 
 
+def _before(part: Part, out: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """What a part left; what a rehearsal took and failed at is no measurement's, nor the other way around."""
+    before = read_result(out / f"{part.name}.json")
+    return before if before.get("rehearsal") == options.rehearse else {}
+
+
 def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, last: bool = False) -> str:
     """Run one part unless it is there, at last without regard to its own minutes; what became of it."""
     path, script = out / f"{part.name}.json", ROOT / part.script
-    before = read_result(path)
+    before = _before(part, out, options)
     again = options.again and not last
-    if is_complete(before) and before.get("rehearsal") == options.rehearse and not again:
+    if is_complete(before) and not again:
         print(f"{part.name}: there already", flush=True)
         return "there already"
     left = deadline - time.monotonic()
@@ -125,7 +146,7 @@ def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, la
     shown = "" if left == float("inf") else f", {left / 60:.1f} minutes left of all"
     print(f"=== {part.name}: {part.about} (at most {limit / 60:.1f} minutes{shown})", flush=True)
     words = [sys.executable, str(script), "--json", str(path), "--minutes", f"{min(limit / 60, 1e6):.4f}"]
-    words += ["--rehearse"] * options.rehearse + ["--again"] * again
+    words += ["--rehearse" if options.rehearse else "--usable"] + ["--again"] * again
     late = before.get("not_started", []) if last else []
     words += [word for case in late for word in ("--case", case)]
     tired = [name for name, row in before.get("rows", {}).items() if row.get("failures", 0) >= TIRED and not last]
@@ -136,7 +157,7 @@ def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, la
     seconds = time.monotonic() - started
     after = read_result(path)
     state = "complete" if status == 0 and after.get("complete") else "not complete" if after else "failed"
-    failed = [name for name, row in after.get("rows", {}).items() if not row.get("ok") and "not_here" not in row]
+    failed = [name for name, row in after.get("rows", {}).items() if not row.get("ok") and not row.get("not_here")]
     late = after.get("not_started", [])
     notes = [f"failed: {', '.join(failed)}"] * bool(failed) + [f"no time for: {', '.join(late)}"] * bool(late)
     notes += ["killed at its limit"] * (status is None) + [f"exit status {status}"] * (not after and status is not None)
@@ -148,11 +169,14 @@ def _one(part: Part, out: Path, deadline: float, options: argparse.Namespace, la
 
 
 def results(home: Path) -> dict[str, dict[str, dict[str, Any]]]:
-    """Results by device and part, from a folder of devices or of one device."""
+    """Results by device and part, from a folder of devices or of one device; other files are not looked at."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for path in sorted([*home.glob("*.json"), *home.glob("*/*.json")]):
-        if content := read_result(path):
-            found.setdefault(content["device_kind"], {})[content["part"]] = content
+    for path in sorted(path for name in LINES for path in (*home.glob(f"{name}.json"), *home.glob(f"*/{name}.json"))):
+        content = read_result(path)
+        if content.get("part") == path.stem:
+            found.setdefault(content["device_kind"], {})[path.stem] = content
+        else:
+            print(f"{path} is no result of {path.stem}, and left out", file=sys.stderr)
     return found
 
 
@@ -165,63 +189,6 @@ def rewrite_readme(readme: Path, home: Path) -> bool:
 
 
 # --- wheels for a machine without a network ------------------------------------------------------------------------
-
-
-def wanted(text: str, python: tuple[int, int]) -> list[str]:
-    """The ``name==version`` of a list that a Python needs, markers on ``python_version`` honoured."""
-    found: list[str] = []
-    for line in text.splitlines():
-        words = line.split("#")[0].strip()
-        if not words:
-            continue
-        requirement, _, marker = (word.strip() for word in words.partition(";"))
-        if not re.fullmatch(r"[\w.-]+==[\w.+!-]+", requirement):
-            raise ValueError(f"{words!r} is not name==version")
-        if marker:
-            match = re.fullmatch(r"python_version\s*(<|>=)\s*[\"'](\d+)\.(\d+)[\"']", marker)
-            if match is None:
-                raise ValueError(f'{marker!r} is not python_version < "3.x" or python_version >= "3.x"')
-            below = python < (int(match[2]), int(match[3]))
-            if below != (match[1] == "<"):
-                continue
-        found.append(requirement)
-    return found
-
-
-def lacking(text: str) -> list[str]:
-    """What this Python does not have, or in a version that is older than Lowtide needs."""
-    found, least = list[str](), least_versions()
-    for requirement in wanted(text, sys.version_info[:2]):
-        name = requirement.split("==")[0]
-        try:
-            is_old = _is_older(metadata.version(name), least.get(_normal(name), "0"))
-        except metadata.PackageNotFoundError:
-            is_old = True
-        if is_old:
-            found.append(requirement)
-    return found
-
-
-def least_versions() -> dict[str, str]:
-    """The lower bounds of `pyproject.toml`, by normal name."""
-    project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
-    groups = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
-    matches = [re.match(r"([\w.-]+)(?:\[.*?\])?>=([\w.]+)", line) for group in groups for line in group]
-    return {_normal(match[1]): match[2] for match in matches if match}
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _is_older(version: str, bound: str) -> bool:
-    try:
-        from packaging.version import Version
-    except ImportError:
-        one, other = ([int(word) for word in re.findall(r"\d+", text.partition("+")[0])] for text in (version, bound))
-        longest = max(len(one), len(other))
-        return one + [0] * (longest - len(one)) < other + [0] * (longest - len(other))
-    return Version(version) < Version(bound)
 
 
 def total_bytes(paths: Iterable[Path]) -> int:
@@ -237,10 +204,16 @@ def download(directory: Path, python: str) -> None:
     """Fetch the wheels of the list for Linux on x86_64."""
     major, minor = (int(number) for number in python.split("."))
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    words += ["--dest", str(directory), "--implementation", "cp", "--python-version", python]
+    words += ["--implementation", "cp", "--python-version", python]
     words += [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
-    subprocess.run([*words, *wanted(WHEELS.read_text(encoding="utf-8"), (major, minor))], check=True)
-    total_bytes(directory.glob("*.whl"))
+    words += wanted(WHEELS.read_text(encoding="utf-8"), (major, minor))
+    with tempfile.TemporaryDirectory() as text:  # the folder may hold those of another Python
+        if status := subprocess.run([*words, "--dest", text], check=False).returncode:
+            raise SystemExit(f"pip could not download the wheels for Python {python}: it ended with {status}")
+        found = sorted(Path(text).glob("*.whl"))
+        total_bytes(found)
+        for path in found:
+            shutil.copy(path, directory)
 
 
 # --- command line --------------------------------------------------------------------------------------------------
@@ -250,37 +223,91 @@ def python_version(text: str) -> str:
     """For instance ``3.12``."""
     if not re.fullmatch(r"\d+\.\d+", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a version such as 3.12")
+    if _numbers(text) < _numbers(oldest_python()):
+        raise argparse.ArgumentTypeError(f"Lowtide needs Python {oldest_python()} or newer, not {text}")
     return text
 
 
-def main() -> int:
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
+def folder_path(text: str) -> Path:
+    """Where a folder is, or can be."""
+    path = Path(text)
+    there = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
+    if not os.path.isdir(there):
+        raise argparse.ArgumentTypeError(f"{there} is no folder")
+    return path
+
+
+def written(path: Path | None) -> None:
+    """Make a folder that is to be written to; a sentence where that cannot be."""
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written to: {error.strerror}") from error
+
+
+def parsed() -> argparse.Namespace:
+    """The command line, in which one thing is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in PARTS]
     parser.add_argument("--part", action="append", choices=names, metavar="NAME", help="only this; repeatable")
     parser.add_argument("--minutes", type=positive, metavar="N", help="for everything together")
-    parser.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go, or where --summary finds them")
-    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
-    parser.add_argument("--list", action="store_true", help="print the parts")
-    parser.add_argument("--summary", action="store_true", help="print key figures beside their aims")
-    parser.add_argument("--readme", action="store_true", help="rewrite README's block from the results")
-    parser.add_argument("--missing", action="store_true", help="print the wheels that this Python lacks")
-    parser.add_argument("--wheels", type=Path, metavar="DIR", help="download the wheels")
     parser.add_argument(
-        "--python", type=python_version, default="3.12", metavar="X.Y", help="for --wheels (default: 3.12)"
+        "--out", type=folder_path, metavar="DIR", help="where results go, or where --summary finds them"
     )
+    parser.add_argument("--again", action="store_true", help="measure anew what is there already")
+    parser.add_argument("--python", type=python_version, metavar="X.Y", help="for --wheels (default: 3.12)")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--rehearse", action="store_true", help="toy sizes on the CPU")
+    one.add_argument("--list", action="store_true", help="print the parts")
+    one.add_argument("--summary", action="store_true", help="print key figures beside their aims")
+    one.add_argument("--readme", action="store_true", help="rewrite README's block from the results")
+    one.add_argument("--missing", action="store_true", help="print the wheels that this Python lacks")
+    one.add_argument("--wheels", type=folder_path, metavar="DIR", help="download the wheels")
     options = parser.parse_args()
+    reads = options.summary or options.readme
+    measures = not (options.list or reads or options.missing or options.wheels)
+    for name, is_used in (
+        ("part", measures),
+        ("minutes", measures),
+        ("again", measures),
+        ("out", measures or reads),
+        ("python", options.wheels),
+    ):
+        if getattr(options, name) and not is_used:
+            parser.error(f"--{name} says nothing of what is asked for")
+    if reads and options.out and not os.path.isdir(options.out):
+        parser.error(f"{options.out} is not there")
+    return options
+
+
+def main() -> int:
+    options = parsed()
+    text = WHEELS.read_text(encoding="utf-8")
     if options.list:
         for part in PARTS:
             print(f"{part.name:10} {part.minutes:3.0f} min  {part.script:20} {part.about}")
     elif options.missing:
-        print("\n".join(lacking(WHEELS.read_text(encoding="utf-8"))))
+        print("".join(f"{line}\n" for line in lacking(text)), end="")
+        told = conflicts(text)
+        print("".join(f"{line}\n" for line in told), file=sys.stderr, end="")
+        return int(bool(told))
     elif options.wheels:
-        download(options.wheels, options.python)
-    elif options.summary:
-        print(table(results(options.out or RESULTS)))
-    elif options.readme:
-        print("README.md is rewritten" if rewrite_readme(README, options.out or RESULTS) else "nothing changed")
+        written(options.wheels)
+        download(options.wheels, options.python or "3.12")
+    elif options.summary or options.readme:
+        try:
+            home = options.out or RESULTS
+            print(table(results(home)) if options.summary else SAID[rewrite_readme(README, home)])
+        except Rehearsed as error:
+            raise SystemExit(str(error)) from error
     else:
         with stoppable():
             return measure([part for part in PARTS if not options.part or part.name in options.part], options)

@@ -8,7 +8,6 @@ A rehearsal runs the tests of the same files that a CPU can.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
@@ -16,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _gpu import ROOT, main, run_child
+from _gpu import ROOT, is_marked, main, run_child
 
 TESTS = ROOT.parent / "tests"
-FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text("utf-8"))]
+FILES = [path for path in sorted(TESTS.rglob("test_*.py")) if is_marked(path)]
 FAILURES = 3
 """How many are told of at length."""
 
@@ -49,17 +48,20 @@ def run(path: Path, rehearsal: bool) -> dict[str, Any]:
 
 
 def outcomes(report: Path) -> dict[str, Any]:
-    """A row of a JUnit report: counts, and each test's outcome, seconds and message."""
+    """A row of a JUnit report: counts, and each test's outcome, seconds and message by module, class and name."""
     tests: dict[str, dict[str, Any]] = {}
     told: list[str] = []
     for case in ElementTree.parse(report).iter("testcase"):
         outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         kind = "passed" if outcome is None else "failed" if outcome.tag != "skipped" else "skipped"
-        tests[case.get("name", "")] = {"outcome": kind, "seconds": float(case.get("time", 0))}
-        if outcome is not None:
-            tests[case.get("name", "")]["message"] = (outcome.get("message") or "")[:500]
+        name = ".".join(filter(None, (case.get("classname"), case.get("name"))))
         if kind == "failed":
-            told.append(f"{case.get('name')}\n{(outcome.text or '')[-1500:]}")
+            told.append(f"{name}\n{(outcome.text or '')[-1500:]}")
+        if tests.get(name, {}).get("outcome") == "failed":
+            continue  # the test itself: what follows is its teardown
+        tests[name] = {"outcome": kind, "seconds": float(case.get("time", 0))}
+        if outcome is not None:
+            tests[name]["message"] = (outcome.get("message") or "")[:500]
     kinds = [test["outcome"] for test in tests.values()]
     counts = {f"num_{kind}": kinds.count(kind) for kind in ("passed", "failed", "skipped")}
     row = {**counts, "tests": tests}

@@ -17,13 +17,16 @@ case needs before its first step, and of a machine with 128 GiB the last leaves 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -132,6 +135,8 @@ def run(word: str, kind: str, rehearsal: bool) -> dict[str, Any]:
     """Train, compare, time, profile."""
     if rehearsal and word != REHEARSED:
         return {"rehearsed_as": f"{REHEARSED}-{kind}"}
+    if not rehearsal:
+        check_host(kind, host_bytes())
     config, length, count = (toy(), 32, 4) if rehearsal else (LLAMA_8B, 4096, TOKENS[word] // 4096)
     row: dict[str, Any] = {
         "model": "toy" if rehearsal else "8b",
@@ -178,6 +183,21 @@ def measure(row: dict[str, Any], name: str, kind: str, config: Any, batch: Tree,
             timed(step, warmup=0, repeats=1)
         row |= {"overlap": overlap(folder), "profiled_steps": 1}
     row["loss_fell"] = float(step()) < losses[0]
+
+
+def host_bytes() -> int:
+    """Memory of this machine, or of the container that this process is in."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            found = min(found, int(Path(path).read_text(encoding="utf-8")))
+    return found
+
+
+def check_host(kind: str, num_bytes: int) -> None:
+    """Raise where a case may pin more than the host has, which would end more than this process."""
+    if (needed := HOST_GIB.get(kind, 0)) * 2**30 > num_bytes:
+        raise MemoryError(f"{kind} pins up to {needed} GiB of the host's memory, which has {num_bytes / 2**30:.0f} GiB")
 
 
 def environment(kind: str) -> dict[str, str]:

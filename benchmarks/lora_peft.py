@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _gpu import main, peak_bytes, run_child, timed
+from _gpu import check_child, main, peak_bytes, timed
 
 PART = "lora"
 RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY = 16, 32.0, 1e-4, 0.01
@@ -112,7 +112,7 @@ def ensure(model: str, rehearsal: bool) -> Path:
     if not is_complete(folder):
         words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
         with tempfile.TemporaryDirectory() as rows:
-            run_child([*words, "--rows", rows], check=True)
+            check_child(f"writing the weights of {model}", [*words, "--rows", rows])
     return folder
 
 
@@ -338,7 +338,7 @@ def _skipping(name: str, case: Callable[[bool], dict[str, Any]], rehearsal: bool
 
 
 CASES = _cases()
-NEEDS = {name: ("torch", "transformers", "peft") for name in CASES if "peft" in name}
+NEEDS = {name: ("torch", "transformers", "peft", "accelerate") for name in CASES if "peft" in name}
 
 if __name__ == "__main__":
     limits = {name: 4.0 if name.startswith(("8b", "prepare-8b")) else 3.0 for name in CASES}

@@ -4,7 +4,8 @@
     python benchmarks/versions.py --compare OLD.json NEW.json [--threshold 2]
 
 The first compiles every program of `measured_peak.py` with the JAX of this environment, each target in a process of its
-own, and writes `results/versions-jax-VERSION.json` as each ends (with `--target` the others stay); nothing runs. With
+own, and writes `results/versions-jax-VERSION.json` as each ends; nothing runs. With `--target` the others stay, with
+their own commit and date in `made`, unless they were compiled with other versions: those are dropped, and said. With
 `--reports` it leaves the full reports, too: `lowtide diff OLD/v5e-lora_8b.json NEW/v5e-lora_8b.json` names the arrays
 behind a difference.
 
@@ -16,17 +17,20 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
-from _common import ROOT, header, mib, write
+from _common import ROOT, header, mib
+from _gpu import write
 from rich.console import Console
 from rich.table import Table
 
@@ -78,9 +82,39 @@ def in_child(name: str, reports: Path | None) -> dict[str, dict[str, Any]]:
     return json.loads(child.stdout.splitlines()[-1])
 
 
+def result(path: Path) -> dict[str, Any]:
+    """What this script left in a file, an error in one sentence otherwise."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise SystemExit(f"{path} is no JSON: {error}") from error
+    targets, versions = (content.get(key) if isinstance(content, dict) else None for key in ("targets", "versions"))
+    rows = [*targets.values()] if isinstance(targets, dict) else [None]
+    if not all(isinstance(row, dict) for row in rows) or not isinstance(versions, dict) or "jax" not in versions:
+        raise SystemExit(f"{path} is no result of benchmarks/versions.py")
+    return content
+
+
+def kept(path: Path, own: dict[str, Any], anew: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The targets of a file that are not compiled anew, of the same versions alone, and with what each was made."""
+    before = result(path) if path.exists() else {"targets": {}}
+    targets = {name: rows for name, rows in before["targets"].items() if name not in anew}
+    made = {name: before.get("made", {}).get(name) or {key: before.get(key) for key in own} for name in targets}
+    for name in [name for name in targets if made[name]["versions"] != own["versions"]]:
+        print(f"{path}: {name} is dropped: it was compiled with {_said(made[name]['versions'])}", file=sys.stderr)
+        del targets[name], made[name]
+    return targets, made
+
+
+def _said(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
 def compare(old: Path, new: Path, threshold: float) -> None:
     """Print what differs by more than so many percent."""
-    before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (old, new))
+    before, after = result(old), result(new)
     one, two = (content["versions"]["jax"] for content in (before, after))
     table = Table(title=f"Device bytes that differ by more than {threshold:g} %: JAX {one} and {two}, MiB, compiled")
     for column in ("target", "program"):
@@ -111,25 +145,43 @@ def compare(old: Path, new: Path, threshold: float) -> None:
         console.print(f"In one of the two alone: {', '.join(alone)}.")
 
 
+def percent(text: str) -> float:
+    """A threshold: zero or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of percent from 0 on")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", choices=TARGETS, help="only this one; repeatable")
     parser.add_argument("--reports", type=Path, metavar="DIR", help="keep the full reports here")
     parser.add_argument("--json", type=Path, help="raw result (default: results/versions-jax-VERSION.json)")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="two raw results")
-    parser.add_argument("--threshold", type=float, default=2.0, help="percent (default: 2)")
+    parser.add_argument("--threshold", type=percent, metavar="PERCENT", help="for --compare (default: 2)")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    others = [f"--{name}" for name in ("target", "reports", "json") if getattr(options, name)]
+    if options.compare and others:
+        parser.error(f"--compare reads two files, and does nothing with {', '.join(others)}")
+    if options.threshold is not None and not options.compare:
+        parser.error("--threshold is for --compare")
     if options.compare:
-        compare(*options.compare, options.threshold)
+        compare(*options.compare, 2.0 if options.threshold is None else options.threshold)
     elif options.child:
         print(json.dumps(measure(options.child, options.reports)))
     else:
         path = options.json or ROOT / "results" / f"versions-jax-{jax.__version__}.json"
-        targets = json.loads(path.read_text(encoding="utf-8"))["targets"] if options.target and path.exists() else {}
-        for name in options.target or TARGETS:
-            targets[name] = in_child(name, options.reports)
-            write(path, {**header("python benchmarks/versions.py"), "label": "compiled", "targets": targets})
+        own = header("python benchmarks/versions.py")
+        chosen = options.target or TARGETS
+        targets, made = kept(path, own, chosen)  # an error for somebody else's file
+        for name in dict.fromkeys(chosen):
+            targets[name], made[name] = in_child(name, options.reports), own
+            write(path, {**own, "label": "compiled", "made": made, "targets": targets})
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -81,8 +82,72 @@ def test_recomputation_and_names_are_read_in_one_way(is_new: bool, traced_before
         (scan,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")
         (body,) = jex.jaxprs_in_params(scan.params)
         (remat,) = (eqn for eqn in body.eqns if eqn.primitive.name in ("remat2", "checkpoint"))
-        assert _jaxprs.policy_names(remat.params["policy"]) == {"sine", "other"}
+        assert _jaxprs.policy_names(remat.params["policy"]) == {"sine": True, "other": True}
         assert shapes.shape == (3,)
         x = jnp.linspace(0.1, 1.0, 3)
         gradient = jax.grad(lambda x: jex.jaxpr_as_fun(closed)(x)[0].sum())(x)
         assert jnp.allclose(gradient, jax.grad(lambda x: (jnp.sin(jnp.sin(x) ** 2) ** 2).sum())(x), rtol=1e-5)
+
+
+class Callable:
+    """With methods that know their class, and with texts that are no names."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def __call__(self, prim: Any, *_: Any, **params: Any) -> bool:
+        return params.get("name") in self.texts
+
+
+def recursive() -> Any:
+    def policy(prim: Any, *avals: Any, **params: Any) -> bool:
+        return params.get("name") == "a" or (not avals and policy(prim, 1, **params))
+
+    return policy
+
+
+def closing_over(value: Any) -> Any:
+    def policy(prim: Any, *_: Any, **params: Any) -> bool:
+        return value is not None and params.get("name") in ("a", "b")
+
+    return policy
+
+
+def among(names: Any, least: int, prim: Any, *avals: Any, **params: Any) -> bool:
+    return prim.name == "name" and avals[0].size > least and params["name"] in names
+
+
+P = jax.checkpoint_policies
+
+
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (P.save_only_these_names("a", "b"), "ab"),
+        (P.save_any_names_but_these("a"), "-a"),
+        (P.save_from_both_policies(P.save_any_names_but_these("a", "b"), P.save_only_these_names("b")), "-a"),
+        (P.save_anything_except_these_names("a"), ""),
+        (P.dots_with_no_batch_dims_saveable, ""),
+        (P.everything_saveable, ""),
+        (P.save_from_both_policies(P.dots_saveable, P.save_only_these_names("a")), "a"),
+        (P.save_from_both_policies(Callable("a"), P.save_only_these_names("b")), "ab"),
+        (
+            P.save_and_offload_only_these_names(
+                names_which_can_be_saved=["a"],
+                names_which_can_be_offloaded=["b"],
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+            "ab",
+        ),
+        (recursive(), "a"),
+        (closing_over(Callable), "ab"),
+        (closing_over(Callable("c", "d")), "ab"),
+        (functools.partial(among, frozenset("ab"), 1000), "ab"),
+        (Callable("a").__call__, "a"),
+        (lambda prim, other: other in {"a"}, ""),  # which JAX could not ask either
+    ],
+)
+def test_names_of_a_policy_are_those_that_change_its_answer(policy: Any, names: str) -> None:
+    assert _jaxprs.policy_names(policy) == dict.fromkeys(names.removeprefix("-"), not names.startswith("-"))

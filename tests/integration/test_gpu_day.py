@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +21,9 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import _gpu  # noqa: E402
-import _overlap  # noqa: E402
 import _summary  # noqa: E402
 import gpu  # noqa: E402
+import lora_peft  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
@@ -157,7 +158,7 @@ def test_a_measurement_says_of_what_and_no_rehearsal_takes_its_place(stub: Stub,
     smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.1, 143771 MiB, 700 W, 1980 MHz, 5'\n")
     smi.chmod(0o755)
     path = {"PATH": f"{smi.parent}{os.pathsep}{os.environ['PATH']}"}
-    command = [word for word in stub.command() if word != "--rehearse"]
+    command = [word for word in stub.command("--usable") if word != "--rehearse"]
     env = {name: value for name, value in stub.environment(**path).items() if name != "JAX_PLATFORMS"}
     subprocess.run(command, env=env, check=True)
     content = stub.content
@@ -218,20 +219,72 @@ def test_minutes_are_positive_numbers(stub: Stub, minutes: str) -> None:
 @pytest.mark.parametrize(
     "text", ['{"part": "stub", "dev', '{"part": "stub", "device_kind": "cpu", "rows": []}', '{"rows": {}}']
 )
-def test_a_damaged_file_is_moved_aside(stub: Stub, text: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_moved_aside_where_a_result_takes_its_place(stub: Stub, text: str, tmp_path: Path) -> None:
+    (tmp_path / "stub.json.damaged").write_text("an earlier one")
     stub.json.write_text(text)
-    assert gpu.results(tmp_path) == {} and not stub.json.exists()
-    stub.json.write_text(text)
+    assert _gpu.read_result(stub.json) == {} and stub.json.read_text() == text
+    done = stub.run("--case", "good")
+    assert "is damaged" in done.stderr and stub.content["rows"]["good"]["ok"]
+    assert (tmp_path / "stub.json.damaged").read_text() == "an earlier one"
+    assert (tmp_path / "stub.json.damaged-2").read_text() == text
+
+
+def test_a_folder_and_a_file_that_nobody_may_read_stay(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub.json.mkdir()
     done = stub.run()
-    assert done.returncode == 0 and "is damaged" in done.stderr
-    assert (tmp_path / "stub.json.damaged").read_text() == text
+    assert done.returncode == 1 and done.stderr == f"{stub.json} is a folder, and should be a file\n"
+    assert stub.json.is_dir()
+    file = stub.json / "good.json"
+    file.write_text("{}")
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(SystemExit, match=r"good.json cannot be read and written: Permission denied"):
+        _gpu.check_writable(file)
+    assert file.exists()
 
 
-def test_what_a_case_lacked_and_is_here_now_is_due() -> None:
-    rows = {"a": {"ok": True}, "b": {"ok": False, "not_here": ["no_such_module"]}}
-    assert _gpu.is_complete({"complete": True, "rows": rows})
-    rows["b"]["not_here"] = ["json"]
-    assert not _gpu.is_complete({"complete": True, "rows": rows})
+def test_a_case_that_was_added_since_is_run(
+    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    gpu.measure(parts[:1], options(out=out))
+    monkeypatch.setenv("BAD", "1")  # one case more
+    content = json.loads((out / "one.json").read_text())
+    _gpu.write(out / "one.json", content | {"cases_of": "other scripts"})
+    assert gpu.measure(parts[:1], options(out=out)) == 1
+    content = json.loads((out / "one.json").read_text())
+    assert "bad" in content["rows"] and content["cases_of"] == _gpu.cases_of()
+    assert (tmp_path / "log").read_text().split() == ["good", "late"]
+
+
+def test_a_gpu_that_jax_does_not_use_is_said_before_anything_runs(
+    parts: list[gpu.Part],
+    stub: Stub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fake = tmp_path / "fake/jax.py"
+    fake.parent.mkdir()
+    fake.write_text("""
+import sys
+print("Traceback\\nRuntimeError: the driver is too old\\nhint", file=sys.stderr)
+class Device:
+    platform = "cpu"
+def devices():
+    return [Device]
+""")
+    monkeypatch.setattr(_gpu, "SRC", fake.parent)
+    assert _gpu.why_not_usable() == "JAX does not use the GPU here: RuntimeError: the driver is too old"
+    fake.write_text(fake.read_text().replace("cpu", "gpu"))
+    assert _gpu.why_not_usable() == ""
+    monkeypatch.setattr(gpu, "gpu", lambda: {"name": "NVIDIA H200"})
+    monkeypatch.setattr(gpu, "why_not_usable", lambda: "no such luck")
+    assert gpu.measure(parts[:1], options(rehearse=False, out=tmp_path / "out")) == 2
+    assert "no such luck" in capfd.readouterr().out and stub.ran == []
 
 
 def test_a_measurement_is_not_sent_to_the_cpu(stub: Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -343,7 +396,10 @@ def test_what_was_measured_before_counts_in_another_folder(
     monkeypatch.setattr(gpu, "folder", lambda kind: tmp_path / "results" / kind)
     _gpu.write(
         tmp_path / "results/NVIDIA H200/one.json",
-        {"complete": True, "rehearsal": False, "part": "one", "device_kind": "x"},
+        {
+            **{"complete": True, "rehearsal": False, "part": "one", "device_kind": "x"},
+            **{"cases": ["a"], "cases_of": _gpu.cases_of(), "rows": {"a": {"ok": True}}},
+        },
     )
     assert gpu.measure(parts[:1], options(rehearse=False, out=tmp_path / "back")) == 0
     assert "one: there already" in capfd.readouterr().out
@@ -360,126 +416,49 @@ def test_folders_are_named_after_devices() -> None:
     assert _gpu.folder("NVIDIA H200") == BENCHMARKS / "results/gpu/nvidia-h200"
 
 
-# --- packages ------------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_but_the_standard_library_is_needed_to_say_what_is_missing() -> None:
-    """In a Python that sees no installed package."""
-    program = f"import sys; sys.path.insert(0, {str(BENCHMARKS)!r}); import gpu; "
-    command = [sys.executable, "-I", "-S", "-c", program + "sys.exit(gpu.main())"]
-    done = subprocess.run([*command, "--missing"], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == gpu.wanted(gpu.WHEELS.read_text(), sys.version_info[:2])
-    assert any(line.startswith("optax==") for line in done.stdout.split())
-    done = subprocess.run([*command, "--rehearse"], capture_output=True, text=True, check=False)
-    assert (done.returncode, "JAX is not here" in done.stdout) == (2, True)
+def test_what_stops_a_command_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: list[gpu.Part]
+) -> None:
+    def refuse(*args: Any, **options: Any) -> Any:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(SystemExit, match="out cannot be written to: Operation not permitted"):
+        gpu.measure(parts, options(out=tmp_path / "out"))
+    _gpu.write(tmp_path / "peak.json", {"part": "peak", "rehearsal": True, "device_kind": "cpu", "rows": {}})
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--summary", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="peak is a rehearsal on cpu"):
+        gpu.main()
 
 
-def test_markers_and_mistakes_of_the_list() -> None:
-    text = 'a==1.0 # why\n\nb_c==2 ; python_version < "3.12"\nb-c==3; python_version >= "3.12"\n'
-    assert gpu.wanted(text, (3, 11)) == ["a==1.0", "b_c==2"]
-    assert gpu.wanted(text, (3, 13)) == ["a==1.0", "b-c==3"]
-    for line in ("a>=1", "a", 'a==1; sys_platform == "linux"'):
-        with pytest.raises(ValueError, match="is not"):
-            gpu.wanted(line, (3, 12))
+def test_ctrl_c_says_that_a_second_call_goes_on(
+    parts: list[gpu.Part], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*args: Any, **options: Any) -> Any:
+        raise _gpu.Stopped(130)
+
+    monkeypatch.setattr(gpu, "run", stop)
+    with pytest.raises(SystemExit, match="130"):
+        gpu.measure(parts, options(out=tmp_path / "out"))
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert last == f"stopped: what was measured is in {tmp_path / 'out'}, and a second call goes on from there"
 
 
-def normal(requirement: str) -> str:
-    name, equal, version = requirement.partition("==")
-    return re.sub(r"[-_.]+", "-", name).lower() + equal + version
+def test_minutes_of_a_rehearsal_are_none_of_a_measurement(tmp_path: Path) -> None:
+    content = {"part": "one", "device_kind": "cpu", "rehearsal": True, "complete": False, "spent_seconds": 301.0}
+    _gpu.write(tmp_path / "one.json", content)
+    part = gpu.Part("one", "one.py", "one", 5)
+    assert gpu._before(part, tmp_path, options(rehearse=False)) == {}
+    assert gpu._before(part, tmp_path, options())["spent_seconds"] == 301.0
 
 
-def test_the_list_agrees_with_the_constraints_and_has_what_lowtide_requires() -> None:
-    text = gpu.WHEELS.read_text()
-    lines = {line for python in ((3, 11), (3, 14)) for line in gpu.wanted(text, python)}
-    listed = {normal(line) for line in lines}
-    pinned = [word for path in ROOT.glob("constraints*/**/*.txt") for word in path.read_text().split()]
-    pinned += [word for path in ROOT.glob("constraints*.txt") for word in path.read_text().split()]
-    assert {line.split("==")[0] for line in listed} == {
-        line.split("==")[0] for line in listed & {normal(word) for word in pinned}
-    }
-    project = (ROOT / "pyproject.toml").read_text()
-    block = re.search(r"^dependencies = \[(.*?)\]", project, flags=re.DOTALL | re.MULTILINE)
-    assert block is not None
-    required = set(re.findall(r'"([\w-]+)>=', block[1])) - {"jax", "numpy", "scipy"}  # the last two come with JAX
-    assert {normal(name) for name in required} <= {line.split("==")[0] for line in listed}
-
-
-def test_a_version_below_the_bound_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"optax": "0.2.7", "rich": "14.10"}
-    monkeypatch.setattr(gpu.metadata, "version", versions.__getitem__)
-    for packaging in (True, False):
-        if not packaging:
-            monkeypatch.setitem(sys.modules, "packaging.version", None)
-        assert gpu.lacking("optax==0.2.8\nrich==15.0.0") == ["optax==0.2.8"]
-        assert not gpu._is_older("14.2.0", "14.2") and gpu._is_older("0.9", "0.10")
-
-
-def test_a_python_without_its_second_number_is_refused() -> None:
-    command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--wheels", "x", "--python", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "'3' is not a version such as 3.12" in done.stderr
-
-
-def test_wheels_that_are_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.whl").write_bytes(b"x" * 1000)
-    assert gpu.total_bytes(tmp_path.glob("*.whl")) == 1000
-    monkeypatch.setattr(gpu, "MAX_WHEEL_BYTES", 999)
-    with pytest.raises(SystemExit, match="too large"):
-        gpu.total_bytes(tmp_path.glob("*.whl"))
-
-
-# --- copies under kernels ------------------------------------------------------------------------------------------
-
-
-def test_copies_are_hidden_where_a_kernel_runs() -> None:
-    events = [
-        *[("gemm", 0.0, 2.0), ("loop_fusion", 1.0, 3.0), ("gemm", 5.0, 6.0)],  # kernels from 0 to 3 and from 5 to 6
-        *[("MemcpyH2D", 2.0, 4.0), ("MemcpyH2D", 3.5, 5.5)],  # from 2 to 5.5; hidden 2 to 3 and 5 to 5.5
-        *[("MemcpyD2H", 7.0, 8.0), ("MemcpyD2D", 0.0, 9.0), ("Memset", 0.0, 9.0)],
-    ]
-    found = _overlap.hidden(events)
-    assert found == pytest.approx(
-        {
-            "kernel_seconds": 4.0,
-            "h2d_seconds": 3.5,
-            "d2h_seconds": 1.0,
-            "copy_seconds": 4.5,
-            "h2d_hidden_seconds": 1.5,
-            "d2h_hidden_seconds": 0.0,
-            "copy_hidden_seconds": 1.5,
-        }
-    )
-
-
-PLANE = """
-planes {{ id: {id} name: "{name}"
-  lines {{ id: 1 name: "{line}" timestamp_ns: 1000
-    events {{ metadata_id: 1 offset_ps: 0 duration_ps: 3000000 }}
-    events {{ metadata_id: 2 offset_ps: 2000000 duration_ps: 2000000 }} }}
-  event_metadata {{ key: 1 value {{ id: 1 name: "loop_fusion" }} }}
-  event_metadata {{ key: 2 value {{ id: 2 name: "MemcpyD2H" }} }} }}
-"""
-
-
-def test_a_trace_is_read_by_the_streams_of_its_gpus(tmp_path: Path) -> None:
-    from jax.profiler import ProfileData
-
-    planes = [("/device:GPU:0", "Stream #7(Compute,MemcpyD2H)"), ("/device:GPU:0", "XLA Ops"), ("/host:CPU", "Stream")]
-    text = "".join(PLANE.format(id=at, name=name, line=line) for at, (name, line) in enumerate(planes))
-    folder = tmp_path / "plugins/profile/now"
-    folder.mkdir(parents=True)
-    (folder / "machine.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
-    found = _overlap.overlap(tmp_path)
-    assert found["kernel_seconds"] == pytest.approx(3e-6) and found["d2h_seconds"] == pytest.approx(2e-6)
-    assert found["hidden_share"] == pytest.approx(0.5)
-    assert _overlap.overlap(tmp_path / "nothing") == {}
-
-
-def test_intervals() -> None:
-    assert _overlap.union([(3, 4), (0, 1), (1, 2), (0.5, 0.6)]) == [(0, 2), (3, 4)]
-    assert _overlap.common([(0, 2), (3, 4)], [(1, 3.5), (3.7, 9)]) == [(1, 2), (3, 3.5), (3.7, 4)]
-    assert _overlap.common([], [(0, 1)]) == []
-    assert _overlap.length([(0, 2), (3, 4.5)]) == 3.5
+def test_a_rehearsal_that_stands_for_another_is_told_apart(stub: Stub) -> None:
+    stub.script.write_text(PART.replace('"figure": 2', '"rehearsed_as": "good"'))
+    printed = stub.run("--case", "late").stdout
+    assert re.search(r"late +as good\n", printed) and "0 of 0 ok, 1 rehearsed as others" in printed
 
 
 # --- the whole -----------------------------------------------------------------------------------------------------
@@ -494,3 +473,18 @@ def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
     written = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert written.keys() == {part.name for part in gpu.PARTS}
     assert all(content["rehearsal"] and content["complete"] for content in written.values())
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_the_peers_side_of_lora_can_be_rehearsed(tmp_path: Path) -> None:
+    """Where PyTorch is: `test_every_part_can_be_rehearsed` runs where it is not."""
+    names = ["1b-4x2048-remat-lowtide", "1b-4x2048-remat-peft"]
+    words = [word for name in names for word in ("--case", name)]
+    command = [sys.executable, str(BENCHMARKS / "lora_peft.py"), "--rehearse", "--json", str(tmp_path / "lora.json")]
+    env = {**os.environ, "LOWTIDE_SCRATCH": str(tmp_path)}
+    done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
+    rows = json.loads((tmp_path / "lora.json").read_text())["rows"]
+    assert {name: row["ok"] for name, row in rows.items()} == dict.fromkeys(names, True), done.stdout + done.stderr
+    ours, theirs = (rows[name] for name in names)
+    assert theirs["loss_difference"] <= lora_peft.TOLERANCE and theirs["num_trained"] == ours["num_trained"]

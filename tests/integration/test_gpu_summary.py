@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import _gpu  # noqa: E402
 import _summary  # noqa: E402
 import gpu  # noqa: E402
 import gpu_smoke  # noqa: E402
+import layerwise_time  # noqa: E402
 import lora_peft  # noqa: E402
 import measured_peak  # noqa: E402
 import offload_time  # noqa: E402
@@ -32,7 +34,8 @@ def results(**parts: dict[str, dict[str, Any]]) -> Any:
 
 
 def good(**fields: Any) -> dict[str, Any]:
-    return {"ok": True, "seconds": 1.0, "losses": [5.0, 4.5], **fields}
+    made = {"commit": "a", "versions": {"jax": "1"}}
+    return {"ok": True, "seconds": 1.0, "losses": [5.0, 4.5], **made, **fields}
 
 
 FAILED = {"ok": False, "error": "exit status 1\nValueError: no\n----\nFor simplicity, JAX has removed frames."}
@@ -90,6 +93,7 @@ def test_key_figures_beside_their_aims() -> None:
     assert state(found, "activations over device, 64k") == ("met", "1.05 × the time, 90 % of the copies under kernels")
     assert state(found, "remat over device, 64k") == ("measured", "1.20 × the time")
     assert state(found, "AdamW on all 8 B parameters, 4k-device")[1] == "4,000 tokens/s, peak 64.00 GiB"
+    assert state(found, "AdamW on all 8 B parameters, 4k-host") == ("failed", "")
     assert state(found, "AdamW on all 8 B parameters, 16k-device")[1] == "runs out of memory"
     assert state(found, "Trainer.fit") == ("missed", "3.00 %, 40,000 tokens/s")
     assert state(found, "pipeline of one stage, zb-h1, 8 microbatches, remat") == (
@@ -105,7 +109,7 @@ def test_key_figures_beside_their_aims() -> None:
 
 
 def test_without_results_every_line_says_so() -> None:
-    for found in ({}, results(lora={"1b-8x2048-remat-lowtide": FAILED, "x": good()}, peak={"a": good()}, trainer={})):
+    for found in ({}, results(lora={"x": good()}, peak={"a": good()}, trainer={})):
         block = _summary.block(found)
         rows = [line for line in block.splitlines() if line.startswith("| ")][1:]
         assert len(rows) >= 10 and all("not measured yet" in row for row in rows)
@@ -160,6 +164,8 @@ OFFLOADED = "activations over device, 64k"
         ({"versions": {"jax": "2"}}, ("measured", "1.05 × the time; not of the same jax")),
         ({"commit": "b"}, ("measured", "1.05 × the time; not of the same commit")),
         ({"commit": "b", "code_commit": "c"}, ("met", "1.05 × the time")),
+        ({"commit": None}, ("measured", "1.05 × the time; not of the same commit; of unknown commit")),
+        ({"uncommitted_changes": True}, ("measured", "1.05 × the time; with uncommitted changes")),
     ],
 )
 def test_an_offload_meets_its_aim_where_it_is_verified_and_the_same(
@@ -221,6 +227,9 @@ def test_tests_are_met_when_all_ran_and_every_row_is_ok() -> None:
     assert state(found, "tests marked") == ("measured", "8 passed, 0 failed, not all were run")
     found["NVIDIA H200"]["tests"]["complete"] = True
     assert state(found, "tests marked") == ("met", "8 passed, 0 failed")
+    for fields in ({"complete": "yes"}, {"cases": ["test_a.py", "test_new.py"]}):
+        partial = {"NVIDIA H200": {"tests": found["NVIDIA H200"]["tests"] | fields}}
+        assert state(partial, "tests marked")[0] == "measured"
     found = results(tests={**rows, "test_b.py": KILLED})
     assert state(found, "tests marked") == ("missed", "8 passed, 0 failed, 1 files without an outcome")
 
@@ -259,6 +268,72 @@ def test_bytes_held_before_the_first_step_cover_its_own() -> None:
         assert state(found, "bytes of that step")[1].startswith(said)
 
 
+BOTH = results(
+    smoke={"finetune": {**FAILED, "loss_before": 3.2, "loss_after": 3.9}, "full": FAILED},
+    peak={"a": FAILED, "b": good(error=None, covered=True)},
+    lora={
+        "1b-4x2048-remat-lowtide": FAILED,
+        "1b-4x2048-remat-peft": good(**SIDE),
+        "8b-4x2048-remat-lowtide": good(**SIDE),
+        "8b-4x2048-remat-peft": FAILED,
+        "1b-4x2048-plain-lowtide": FAILED,
+        "1b-4x2048-plain-peft": {"ok": False, "not_here": ["peft"]},
+    },
+    offload={"64k-device": good(seconds_per_step=1.0), "64k-activations": KILLED},
+    layerwise={"4k-host": FAILED},
+    trainer={"1b": FAILED, "1b-peak": {"ok": False, "not_here": None}},
+    pipeline={"accumulate-8": good(seconds_per_step=1.0), "1f1b-8": FAILED},
+)
+
+
+@pytest.mark.parametrize(
+    ("figure", "said"),
+    [
+        ("held-out loss", ("missed", "3.2000 → 3.9000 nats/token")),
+        ("bytes of its step", ("failed", "")),
+        ("peak of programs", ("measured", "all 1 runs below the compiler's own peak; 1 runs failed")),
+        ("LoRA 1b-4x2048-remat", ("failed", "")),
+        ("LoRA 8b-4x2048-remat", ("measured", "100 tokens/s, peak 1.00 GiB; peft failed")),
+        ("LoRA 1b-4x2048-plain:", ("failed", "")),
+        (OFFLOADED, ("failed", "")),
+        ("AdamW on all 8 B parameters, 4k-host", ("failed", "")),
+        ("Trainer.fit", ("failed", "")),
+        ("bytes of that step", ("failed", "")),
+        ("pipeline of one stage, 1f1b", ("failed", "")),
+    ],
+)
+def test_what_failed_is_not_what_was_not_measured(figure: str, said: tuple[str, str]) -> None:
+    assert state(BOTH, figure) == said
+    rows = [row for row in _summary.block(BOTH).splitlines() if row.startswith(f"| {figure}")]
+    assert rows and all(("**failed**" in row) == (said[0] == "failed") for row in rows)
+    assert "trainer/1b-peak: failed: ?" in _summary.table(BOTH)
+
+
+def test_a_figure_of_one_of_two_devices_is_no_line_without_a_device() -> None:
+    sides = {f"1b-4x2048-remat-{name}": good(**SIDE) for name in ("lowtide", "peft")}
+    found = results(lora=sides, peak={"a": good(error=0.01)}, trainer={"1b": good(overhead=0.01)})
+    wrong = good(verified=False, verify_error="a | b\nhint")
+    found["NVIDIA L4 | PCIe"] = {"offload": {"part": "offload", "rows": {"64k-activations": wrong}}}
+    block = _summary.block(found)
+    rows = [row for row in block.splitlines() if row.startswith("| ")]
+    assert len(rows) == len({*rows}) and all(row.replace("\\|", "").count("|") == 5 for row in rows)
+    figures = ("Trainer.fit", "LoRA 1b-4x2048-remat", "peak of", "activations")
+    unmeasured = [row for row in rows if "not measured yet" in row]
+    assert not any(row.startswith(f"| {figure}") for row in unmeasured for figure in figures)
+    assert any("held-out loss" in row for row in unmeasured)
+
+
+def test_peak_is_met_when_every_run_was_made_and_has_a_number() -> None:
+    found = results(peak={f"p{at}": good(error=0.01) for at in range(14)})
+    found["NVIDIA H200"]["peak"]["cases"] = [f"p{at}" for at in range(26)]
+    assert state(found, "peak of 14 of 26")[0] == "measured"
+    assert state(found, "peak of 14 of 26")[1].endswith("; 12 not made")
+    found["NVIDIA H200"]["peak"] = {
+        "rows": {f"p{at}": good(error=0.01) for at in range(14)} | {"x": good(error=math.nan)}
+    }
+    assert state(found, "peak of 15 of 15")[0] == "missed"
+
+
 # --- what the parts refuse -----------------------------------------------------------------------------------------
 
 
@@ -280,6 +355,14 @@ def test_a_default_run_on_the_cpu_is_no_measurement() -> None:
     for memory in ({"chip": "cpu", "measured_peak_bytes": 1}, {"chip": "H200", "measured_peak_bytes": None}):
         with pytest.raises(RuntimeError, match="needs a GPU"):
             gpu_smoke.check_place({"target": "here", **memory})
+
+
+def test_a_case_pins_no_more_than_the_host_has() -> None:
+    assert layerwise_time.host_bytes() > 0
+    layerwise_time.check_host("host", 128 * 2**30)
+    layerwise_time.check_host("device", 2**30)
+    with pytest.raises(MemoryError, match="opt_state pins up to 76 GiB of the host's memory, which has 64 GiB"):
+        layerwise_time.check_host("opt_state", 64 * 2**30)
 
 
 def test_a_refused_offload_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,13 +370,15 @@ def test_a_table_that_the_function_closes_over(nested: bool) -> None:
     assert rules_of(looped if nested else look_up, shape(8, 8)) == [("large-constant", "float32[8, 131072]")]
 
 
-@pytest.mark.parametrize("asked", [("post",), ("pre", "post"), ()])
+@pytest.mark.parametrize("asked", [("post",), ("pre", "post"), (), ("-pre",)])
 def test_names_that_no_policy_asks_for(asked: tuple[str, ...]) -> None:
     def block(h: Any, w: Any) -> Any:
         return checkpoint_name(jnp.tanh(checkpoint_name(h @ w, "pre")), "post")
 
     def loss(w: Any, x: Any) -> Any:
         policy = jax.checkpoint_policies.save_only_these_names(*asked) if asked else None
+        if asked == ("-pre",):
+            policy = jax.checkpoint_policies.save_any_names_but_these("pre")  # knows both
         return jax.checkpoint(block, policy=policy)(x, w).sum()
 
     expected = [("checkpoint-name-unused", "pre")] if asked == ("post",) else []

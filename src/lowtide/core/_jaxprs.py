@@ -11,10 +11,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.extend.core.primitives import name_p, remat_p
 
@@ -127,20 +132,76 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def policy_names(policy: Any) -> set[str]:
-    """The checkpoint names that a policy of `jax.checkpoint_policies` asks for.
+def policy_names(policy: Any) -> dict[str, bool]:
+    """The checkpoint names of which a policy of `jax.checkpoint` knows, and whether it saves them.
 
-    Policies are opaque functions; JAX keeps their names in attributes or in the closure, which is read here.
+    A policy is an opaque function, so what it holds is read (attributes, closure, defaults, constants), and then it is
+    asked: a text is a name where the answer is another one than for a name that nobody gives. Other texts, such as the
+    memory kinds of an offload, are none.
 
     Args:
         policy: the policy of a `jax.checkpoint`.
 
     Returns:
-        The names to save or to offload; empty for a policy without names.
+        True for each name to save or to offload, False for those that a policy which saves all others leaves out; empty
+        for a policy without names.
     """
-    held = [*vars(policy).values()] if hasattr(policy, "__dict__") else []
-    held += [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
-    # save_and_offload_only_these_names also closes over the two memory kinds: text, not sets of it.
-    names = {name for value in held if isinstance(value, (set, frozenset, list, tuple)) for name in value}
-    inner = [policy_names(value) for value in held if callable(value)]
-    return {name for name in names if isinstance(name, str)}.union(*inner)
+    others = saves_name(policy, _NOBODYS_NAME)
+    return {text: not others for text in _texts(policy) if saves_name(policy, text) != others}
+
+
+def saves_name(policy: Any, name: str) -> bool:
+    """Whether a policy keeps or offloads a value of this name; not where it answers with an error.
+
+    Args:
+        policy: the policy of a `jax.checkpoint`.
+        name: as in `jax.ad_checkpoint.checkpoint_name`.
+
+    Returns:
+        Its answer for a matrix of 4 GiB, since a policy may leave small values alone, or for a scalar.
+    """
+    for shape in ((2**15, 2**15), ()):
+        try:
+            case = policy(name_p, jax.core.ShapedArray(shape, jnp.float32), name=name)
+        except Exception:  # of somebody else's code, which takes other arguments
+            continue
+        if case and type(case).__name__ != "RecomputeType":
+            return True
+    return False
+
+
+_NOBODYS_NAME = "lowtide: a name that nobody gives"
+_MANY = 1000
+"""A container of more texts than this is no list of names."""
+
+
+def _texts(policy: Any) -> set[str]:
+    """The texts that a policy holds, and that functions and policies in it hold."""
+    texts, seen, border = set[str](), dict[int, Any](), [policy]
+    while border:
+        value = border.pop()
+        if id(value) in seen or isinstance(value, (type, types.ModuleType)):
+            continue
+        seen[id(value)] = value  # alive, so that no other gets its number
+        if isinstance(value, str):
+            texts.add(value)
+        elif isinstance(value, (set, frozenset, list, tuple, Mapping)):
+            border += value if len(value) <= _MANY else ()
+        elif callable(value):
+            border += _held(value)
+    return texts
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """What a function, a method, a partial function or an object that can be called holds."""
+    yield from vars(value).values() if hasattr(value, "__dict__") else ()
+    yield from (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, *value.keywords.values())
+    if isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    if isinstance(value, types.FunctionType):
+        yield from (value.__defaults__, *(value.__kwdefaults__ or {}).values(), value.__code__.co_consts)
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # not filled yet
+                yield cell.cell_contents

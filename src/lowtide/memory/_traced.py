@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowtide.core import format_bytes, leaf_bytes
-from lowtide.core._jaxprs import policy_names
+from lowtide.core._jaxprs import policy_names, saves_name
 
 from ._finding import Finding
 from ._owners import Owners
@@ -15,10 +15,11 @@ from ._owners import Owners
 
 
 def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
-    """Names that a policy asks for and nobody gives."""
-    tags, asked = _names(jaxpr)
-    missed = {name: size for name, size in tags.items() if name not in asked}
-    for name in sorted(asked - set(tags)):
+    """Names that a policy knows and nobody gives: a misspelt one is not saved, or not left out."""
+    tags, policies = _names(jaxpr)
+    known = set[str]().union(*(names for _, names in policies))
+    missed = {name: size for name, size in tags.items() if name not in known}
+    for name in sorted(known - set(tags)):
         listed = ", ".join(f"{tag} ({format_bytes(size)})" for tag, size in sorted(missed.items())) or "none"
         yield Finding(
             rule="checkpoint-name-unmatched",
@@ -30,30 +31,32 @@ def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
 
 
 def unused_names(jaxpr: Any) -> Iterator[Finding]:
-    """Names that are given and that no policy asks for, where policies ask for names at all."""
-    tags, asked = _names(jaxpr)
-    unused = {name: size for name, size in tags.items() if name not in asked}
+    """Names that are given and that no policy knows or saves, where policies ask for names at all."""
+    tags, policies = _names(jaxpr)
+    asked = {name for _, names in policies for name, is_saved in names.items() if is_saved}
+    known = asked.union(*(names for _, names in policies))
+    unused = {tag for tag in tags if tag not in known and not any(saves_name(policy, tag) for policy, _ in policies)}
     # Where no name is found, that is the finding; where none is asked for, names are a library's offer.
     if unused and asked & set(tags):
         yield Finding(
             rule="checkpoint-name-unused",
             path=", ".join(sorted(unused)),
-            num_bytes=sum(unused.values()),
+            num_bytes=sum(tags[tag] for tag in unused),
             detail=f"asked for: {', '.join(sorted(asked))}; the others are recomputed",
             remedy="name it in the policy to keep or offload it, or leave it: recomputing costs time, no bytes",
         )
 
 
-def _names(jaxpr: Any) -> tuple[dict[str, int], set[str]]:
-    """The bytes behind each name that is given, and the names that policies ask for."""
-    tags, asked = dict[str, int](), set[str]()
+def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
+    """The bytes behind each name that is given, and each policy with the names that it knows."""
+    tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in equations(jaxpr.jaxpr, 1):
         if equation.primitive.name == "name":
             name = equation.params["name"]
             tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
         elif "policy" in equation.params and equation.params["policy"] is not None:
-            asked |= policy_names(equation.params["policy"])
-    return tags, asked
+            policies[id(equation.params["policy"])] = equation.params["policy"]
+    return tags, [(policy, policy_names(policy)) for policy in policies.values()]
 
 
 def equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
