@@ -484,3 +484,19 @@ def test_keys_of_the_rows_that_are_left_over_are_new_ones() -> None:
     loss, _ = jax.jit(pipeline.evaluate)({}, jnp.ones((2, 1, 1)), {"x": jnp.ones((3, 1)), "key": key})
     drawn = [jax.random.uniform(jax.random.fold_in(key, number)) for number in (0, 1)]
     assert jnp.allclose(loss, (2 * drawn[0] + drawn[1]) / 3)
+
+
+def test_a_gradient_of_a_pipeline_is_refused_by_name_and_none_is_not() -> None:
+    stack = LayerStack(lambda outer, x: x, lambda w, h, x: jnp.tanh(h @ w), lambda outer, h, x: (jnp.mean(h**2), {}))
+    layers, x = parameters(2)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=2), mesh=mesh_of(2, 1))
+    refused = [
+        lambda w: jax.jit(pipeline)({}, w, x)[0][0],
+        jax.checkpoint(lambda w: pipeline.evaluate({}, w, x)[0]),
+        lambda w: jnp.sum(pipeline({}, w, x)[1][1]),  # a second derivative
+    ]
+    for loss in refused:
+        with pytest.raises(StructureError, match=r"(?s)cannot differentiate a pipeline.*expected: \(loss.*hint: use"):
+            jax.grad(loss)(layers)
+    stopped = jax.grad(lambda w: jax.lax.stop_gradient(pipeline.evaluate({}, w, x)[0]) * jnp.sum(w))(layers)
+    assert jnp.allclose(stopped, pipeline.evaluate({}, layers, x)[0])
