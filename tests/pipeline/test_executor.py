@@ -322,6 +322,30 @@ def test_functions_may_return_plain_numbers(others: int) -> None:
     assert_close(jax.jit(pipeline.evaluate)({}, layers, x), (loss, metrics))
 
 
+def test_a_block_may_divide_its_products_over_another_axis_by_itself() -> None:
+    of = PartitionSpec
+
+    def block(w: Any, h: Any, x: Any) -> Any:
+        inner = jax.shard_map(
+            lambda h, up, down: jax.lax.psum(jnp.tanh(h @ up) @ down, "fsdp"),
+            in_specs=(of(), of(None, "fsdp"), of("fsdp")),
+            out_specs=of(),
+            axis_names={"fsdp"},
+        )
+        return h + inner(h, w["up"], w["down"])
+
+    def plain(w: Any, h: Any, x: Any) -> Any:
+        return h + jnp.tanh(h @ w["up"]) @ w["down"]
+
+    layers, x = parameters(2)[1], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    del layers["scale"]
+    whole, divided = (
+        LayerStack(lambda outer, x: x, one, lambda outer, h, x: (jnp.mean(h**2), {})) for one in (plain, block)
+    )
+    pipeline = value_and_grad(divided, schedule("zb-h1", num_stages=2, num_microbatches=2), mesh=mesh_of(2, 2))
+    assert_close(jax.jit(pipeline)({}, layers, x), of_plain_jax(whole, {}, layers, x))
+
+
 def test_a_batch_may_have_no_arrays() -> None:
     stack = LayerStack(
         first=lambda outer, batch: outer["x"],
