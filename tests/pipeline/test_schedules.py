@@ -399,3 +399,32 @@ def test_a_schedule_is_shown_in_one_line_and_may_be_renamed(tmp_path: Path) -> N
     assert repr(made) == "<Schedule zb-h1: 4 stages on 4 ranks, 8 microbatches>"
     made.to_csv(tmp_path / "mine.csv")
     assert Schedule.from_csv(tmp_path / "mine.csv", name="zb-h1") == made
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "authors"),
+    [
+        *[("v-half", *one) for one in ((2, 0.5), (3, 2.5), (4, 2.5), (5, 5.5), (6, 5.5), (8, 8.5), (12, 14.5))],
+        *[("v-min", *one) for one in ((2, 1.5), (3, 2.5), (4, 5.5), (5, 7.5), (6, 8.5), (8, 13.5), (12, 20.5))],
+    ],
+)
+def test_v_schedules_are_as_short_as_those_of_their_authors(name: str, num_ranks: int, authors: float) -> None:
+    """Bubble of the longest stage for F = B = W, and for others, as the authors' public generator makes them."""
+    costs = per_microbatch(2)
+    one = simulate(made(name, num_ranks, 2 * num_ranks), costs)
+    assert max(one.steady_bubble, one.bubble) <= authors + 1e-9
+    assert max(one.peaks) <= LIMITS[name](num_ranks)
+
+
+def test_in_lockstep_a_v_is_chosen_by_the_time_of_ticks() -> None:
+    costs = per_microbatch(2, input=0.6, weight=0.4)
+    for name, authors, in_lockstep in (("v-half", 11.5, 18.0), ("v-min", 23.7, 24.0)):
+        assert simulate(made(name, 8, 16, costs=costs, lockstep=False), costs).bubble <= authors + 1e-9
+        assert simulate(made(name, 8, 16, costs=costs), costs, lockstep=True).bubble <= in_lockstep + 1e-9
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("sizes", [(8, 10**6), (8, 10**12), (10**6, 8)])
+def test_schedules_that_would_never_be_made_are_refused(name: str, sizes: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)more than one schedule can hold.*at most 131,072.*got: \d.*hint: have"):
+        schedule(name, num_stages=sizes[0], num_microbatches=sizes[1])

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 from lowtide.core import SelectionError, StructureError
 from lowtide.core._jaxprs import make_jaxpr
@@ -99,6 +100,33 @@ def branches(w: Any, x: Any) -> Any:
     return x + jnp.sin(jnp.concatenate(parts, -1))
 
 
+def chosen(w: Any, x: Any) -> Any:
+    """Branches with products, one of them with a loop, the other recomputed: the weight pass has its own of each."""
+
+    def long(h: Any) -> Any:
+        return jnp.tanh(scan(w["layers"], h) * w["scale"][None])
+
+    @jax.checkpoint
+    def short(h: Any) -> Any:
+        return jax.lax.cond(h[0, 0] > 0, lambda h: jnp.sin(h @ w["one"]), lambda h: jnp.tanh(h @ w["two"]), h)
+
+    return x + jax.lax.switch(jnp.int32(x.sum() > 0), [long, short], x)
+
+
+def mapped(w: Any, x: Any, check_vma: bool) -> Any:
+    """A product divided over devices, and one of rows."""
+    mesh, of = Mesh(jax.devices()[:2], ("fsdp",)), PartitionSpec
+
+    def block(h: Any, a: Any, c: Any) -> Any:
+        return jax.lax.psum(jnp.tanh(jnp.tanh(h @ a)) @ c, "fsdp")
+
+    divided = jax.shard_map(
+        block, mesh=mesh, in_specs=(of(), of(None, "fsdp"), of("fsdp")), out_specs=of(), check_vma=check_vma
+    )
+    rows = jax.shard_map(jnp.matmul, mesh=mesh, in_specs=(of("fsdp"), of()), out_specs=of("fsdp"), check_vma=check_vma)
+    return x + jnp.sin(rows(divided(x, w["a"], w["c"]), w["d"]))
+
+
 CASES = {
     "mlp": Case(mlp, LAYER, X),
     "attention": Case(attention, HEADS, normal(9, 2, 5, 8), (jnp.tril(jnp.ones((2, 5, 5), bool)),)),
@@ -119,6 +147,10 @@ CASES = {
     "nested": Case(nested, {"layers": normal(0, 3, 8, 8), "shared": normal(1, 8, 8)}, X),
     "parts": Case(gated, {"up": normal(0, 8, 32), "down": normal(1, 16, 8)}, X),
     "branches": Case(branches, normal(0, 8, 8), X),
+    "chosen": Case(chosen, {"layers": LAYERS, "scale": normal(3, 8), "one": normal(4, 8, 8), "two": normal(5, 8, 8)}, X,
+                   recomputed=2),
+    "mapped": Case(partial(mapped, check_vma=True), LAYER | {"d": normal(3, 8, 8)}, X),
+    "mapped without types": Case(partial(mapped, check_vma=False), LAYER | {"d": normal(3, 8, 8)}, X),
     "jit": Case(lambda w, x: jax.jit(mlp)(w, jax.jit(mlp)(w, x)), LAYER, X),
 }  # fmt: skip
 
@@ -168,7 +200,8 @@ def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
             yield 1, eqn
-        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        times = eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else times
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
             yield from ((times * number, found) for number, found in products(inner))
 

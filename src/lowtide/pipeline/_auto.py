@@ -20,38 +20,58 @@ from ._named import placed
 from ._schedule import Order, Schedule, gives, needs
 from ._simulate import simulate
 
+Maker = Callable[[int], Schedule]
+"""Of a number of microbatches."""
+
 
 def best(
-    candidates: Iterable[Callable[[], Schedule]], costs: Costs, limits: Sequence[float], *, lockstep: bool
+    candidates: Iterable[Maker],
+    num_microbatches: int,
+    telling: int,
+    costs: Costs,
+    limits: Sequence[float],
+    *,
+    lockstep: bool,
 ) -> Schedule:
     """Of the candidates that keep within the limits, the one that ends soonest; of equals that which keeps least.
+
+    Args:
+        candidates: makers of schedules.
+        num_microbatches: of the one that is wanted.
+        telling: as many of them as tell candidates apart.
+        costs: of actions.
+        limits: memory of each rank.
+        lockstep: how ranks run.
 
     Raises:
         ScheduleError: when there is none.
     """
-    found: list[tuple[float, float, int, Schedule]] = []
-    for make in candidates:
+
+    def within(make: Maker, number: int) -> tuple[float, float, Schedule] | None:
         try:
-            made = make()
+            made = make(number)
         except ScheduleError:
-            continue
+            return None
         run = simulate(made, costs, lockstep=lockstep)
-        if all(peak <= limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
-            # Sums in another order differ by rounding.
-            found.append((round(run.makespan, 9), max(run.peaks), len(found), made))
-    if not found:
-        raise ScheduleError(
-            "no schedule keeps within the memory_limit",
-            expected="a limit of at least one microbatch's residuals on each rank",
-            got=", ".join(f"{limit:g}" for limit in limits),
-            hint="raise memory_limit, or have more stages",
-        )
-    return min(found)[-1]
+        if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
+            return None
+        return round(run.makespan, 9), max(run.peaks), made  # sums in another order differ by rounding
+
+    makers = list(candidates)
+    rated = [(*one, i) for i, make in enumerate(makers) if (one := within(make, telling)) is not None]
+    for _, _, made, i in sorted(rated, key=lambda one: (one[:2], one[3])):
+        found = (0, 0, made) if telling == num_microbatches else within(makers[i], num_microbatches)
+        if found is not None:
+            return found[-1]
+    raise ScheduleError(
+        "no schedule keeps within the memory_limit",
+        expected="a limit of at least one microbatch's residuals on each rank",
+        got=", ".join(f"{limit:g}" for limit in limits),
+        hint="raise memory_limit, or have more stages",
+    )
 
 
-def greedy_orders(
-    num_ranks: int, chunks: int, num_microbatches: int, costs: Costs, limits: Sequence[float]
-) -> Iterator[Callable[[], Schedule]]:
+def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[Maker]:
     """Makers of greedy schedules."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = placed(num_ranks, chunks, is_v=is_v)
@@ -65,6 +85,7 @@ def greedy_orders(
             whole = each if begun is None else None
 
             def make(
+                num_microbatches: int,
                 placement: tuple[int, ...] = placement,
                 caps: Sequence[float] = caps,
                 whole: Sequence[float] | None = whole,

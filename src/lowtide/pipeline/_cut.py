@@ -89,7 +89,7 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment
     Returns:
         The assignment.
     """
-    reach = _Reach(graph, sources, sinks)
+    reach = Reach(graph, sources, sinks)
     live = reach.ancestors([*sinks, *(op for op in reach.nodes if isinstance(op, Op) and op.has_effects)])
     nodes: list[Node] = [node for node in (*reach.nodes, *Source, *sinks) if node in live or isinstance(node, Source)]
     passes = _Cut(reach, nodes, sinks).solve()
@@ -98,7 +98,7 @@ def assign(graph: Graph, sources: list[Source], sinks: list[Sink]) -> Assignment
     return Assignment(found, reach.free)
 
 
-class _Reach:
+class Reach:
     """Who gives and who reads a value."""
 
     def __init__(self, graph: Graph, sources: list[Source], sinks: list[Sink]) -> None:
@@ -106,7 +106,7 @@ class _Reach:
         self.producer: dict[Value, Node] = dict(self.inputs)
         self.free: dict[Value, Op] = {}
         self.of_weights: set[Value] = {value for value, source in self.inputs.items() if source is Source.WEIGHT}
-        self._of_batch: set[Value] = {value for value, source in self.inputs.items() if source is Source.BATCH}
+        self.of_batch: set[Value] = {value for value, source in self.inputs.items() if source is Source.BATCH}
         self.nodes: list[Op | Carry] = []
         self._walk(graph.items)
 
@@ -135,7 +135,7 @@ class _Reach:
             return
         if of in self.producer:  # else of something free
             self.producer[value] = self.producer[of]
-        for group in (self.of_weights, self._of_batch):
+        for group in (self.of_weights, self.of_batch):
             if of in group:
                 group.add(value)
 
@@ -144,13 +144,13 @@ class _Reach:
         results = [value for value in op.gives if value is not None]
         is_light = not (op.is_heavy or op.has_effects) and not any(value.stack for value in results)
         is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
-        if is_light and (is_view or all(value in self._of_batch or self._is_constant(value) for value in reads)):
+        if is_light and (is_view or all(value in self.of_batch or self._is_constant(value) for value in reads)):
             for value in results:
                 self.free[value] = op
                 if is_view and reads:
                     self.of_weights.add(value)
-                elif any(value in self._of_batch for value in reads):
-                    self._of_batch.add(value)
+                elif any(value in self.of_batch for value in reads):
+                    self.of_batch.add(value)
             return
         self.nodes.append(op)
         for value in results:
@@ -250,7 +250,7 @@ _ENDLESS = 2**30
 class _Cut:
     """A network in which a node stands once for each bound: on the near side of it, the node's pass comes before."""
 
-    def __init__(self, reach: _Reach, nodes: list[Node], sinks: list[Sink]) -> None:
+    def __init__(self, reach: Reach, nodes: list[Node], sinks: list[Sink]) -> None:
         self.reach, self.nodes, self.sinks = reach, nodes, sinks
         self.number = {node: i for i, node in enumerate(nodes)}
         self.size = 2 + len(nodes) * len(_BOUNDS)
@@ -358,7 +358,7 @@ class _Cut:
                     self._always(kept, self.at(node, bound))
 
 
-def _hoist(reach: _Reach, found: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
+def _hoist(reach: Reach, found: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
     """What weights alone give and another pass reads is made once a step, with all that it is made of."""
     crossing: list[Node] = []
     for node in nodes:

@@ -25,10 +25,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ..core import LayerStack, StructureError, Tree, combine, leaves_with_paths
 from ._cut import Pass
+from ._graph import operations
 from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
 from ._replay import Rows, at, put, shape_of
@@ -107,10 +108,13 @@ class Program:
         outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
         rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        return {
+        splits = {
             "first": trace_split(first, *outer, (), self.batch),
             "blocks": trace_split(self.blocks, *rows, h, self.batch, count),
         }
+        for name, split in splits.items():
+            _refuse_callbacks(name, split)
+        return splits
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
         """The blocks of a stage, of which only `count` are there."""
@@ -407,6 +411,21 @@ class _Run(_Forward):
         return self.weights.of(chunk), tuple(hoisted)
 
 
+def _refuse_callbacks(name: str, split: TracedSplit) -> None:
+    """Raise for what JAX cannot lower where the compiler divides arrays along other axes: it would name no place."""
+    mesh = jax.sharding.get_abstract_mesh()
+    others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
+    names = {getattr(op, "name", "") for op in operations(split.plan.graph.items)}
+    if others and "pure_callback" in names:
+        raise StructureError(
+            f"{name}: jax.pure_callback in a pipeline whose mesh has other axes",
+            expected=f"a mesh of the pipeline's axis alone, or a callback that is told how {', '.join(others)} divide",
+            got="a callback whose arrays the compiler divides",
+            hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
+            f"axis_names={set(others)})(x), with P({others[0]!r}) for rows that are divided; Pallas kernels likewise",
+        )
+
+
 def _total(leaf: Any) -> Any:
     """Zeros for gradients, divided among devices as the weight is.
 
@@ -414,7 +433,12 @@ def _total(leaf: Any) -> Any:
     and would have every device hold all of them.
     """
     never = lax.optimization_barrier(jnp.zeros((), bool))
-    return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(total_dtype(leaf.dtype))
+
+
+def total_dtype(dtype: Any) -> Any:
+    """Of a total of gradients: float32 at least. JAX promotes no floats of eight bits and fewer by itself."""
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
 def _text(tree: Any) -> str:

@@ -65,6 +65,8 @@ class Op:
     has_effects: bool = False
     is_heavy: bool = False
     """Whether it is too much to do twice, or to put off for a few bytes."""
+    inner: Any = None
+    """The equation, where it holds operations that can be told apart (`_inner`)."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -196,7 +198,8 @@ class _Reader:
         results = [Value(var.aval, self.loop) for var in eqn.outvars]
         dropped = [isinstance(var, jex.DropVar) for var in eqn.outvars]
         gives = [None if drop else result for drop, result in zip(dropped, results, strict=True)]
-        self.items.append(Op(_name(eqn), reads, gives, _runner(eqn), bool(eqn.effects), _is_heavy(eqn)))
+        inner = eqn if eqn.primitive.name in ("cond", "shard_map") else None
+        self.items.append(Op(_name(eqn), reads, gives, _runner(eqn), _has_effects(eqn), _is_heavy(eqn), inner))
         return results
 
     def _scan(self, eqn: Any, reads: list[Atom]) -> list[Value]:
@@ -256,6 +259,11 @@ def _is_heavy(eqn: Any) -> bool:
         return True
     # These hold one scalar operation.
     return not name.startswith(("scatter", "reduce")) and any(True for _ in jex.jaxprs_in_params(eqn.params))
+
+
+def _has_effects(eqn: Any) -> bool:
+    """Whether it does more than give results; that it names an axis of a `shard_map` is none."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def _name(eqn: Any) -> str:

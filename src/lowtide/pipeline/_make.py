@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
 from numbers import Integral
@@ -42,8 +43,8 @@ def schedule(
         memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
             the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and that of
             twice as many microbatches as ranks for ``"auto"``.
-        lockstep: whether ``"auto"`` chooses for ranks in lockstep, as `value_and_grad` runs them, rather than by
-            themselves.
+        lockstep: whether, where there is a choice (``"auto"``, V-schedules with costs that differ), it is for ranks in
+            lockstep, as `value_and_grad` runs them, rather than by themselves.
 
     Returns:
         The schedule, validated.
@@ -79,50 +80,101 @@ def schedule(
     limits = _limits(named, placement, chunks, costs, memory_limit)
     if name == "auto":
         limits = limits if memory_limit is not None else [max(limits)] * num_ranks
-        sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "stages_per_rank": chunks}
-        others: list[Callable[[], Schedule]] = [
-            partial(schedule, other, **sizes, costs=costs, memory_limit=memory_limit)
-            for other, one in NAMED.items()
-            if chunks in one.chunks or not one.chunks
-        ]
-        greedy = greedy_orders(num_ranks, chunks, num_microbatches, costs, limits)
-        return dataclasses.replace(best([*others, *greedy], costs, limits, lockstep=lockstep), name="auto")
-    sizes = num_ranks, chunks, num_microbatches
+        sizes = {"num_stages": num_stages, "stages_per_rank": chunks}
+
+        def make(number: int, other: str) -> Schedule:
+            limit = memory_limit
+            return schedule(other, num_microbatches=number, **sizes, costs=costs, memory_limit=limit, lockstep=lockstep)
+
+        others = [partial(make, other=other) for other, one in NAMED.items() if chunks in one.chunks or not one.chunks]
+        candidates = [*others, *greedy_orders(num_ranks, chunks, costs, limits)]
+        telling = _telling(num_microbatches, num_ranks)
+        made = best(candidates, num_microbatches, telling, costs, limits, lockstep=lockstep)
+        return dataclasses.replace(made, name="auto")
+    job = _Job(name, named, num_ranks, chunks, num_microbatches, placement, costs, lockstep)
     if memory_limit is None:
-        return _roomy(name, named, sizes, placement, costs, limits)
-    made = _best(name, named, sizes, placement, costs, limits)
+        return _roomy(job, limits)
+    made = job.best(limits)
     _refuse_too_much(made, costs, limits)
     return made
 
 
-def _roomy(
-    name: str, named: Named, sizes: tuple[int, int, int], placement: tuple[int, ...], costs: Costs, limits: list[float]
-) -> Schedule:
+def _roomy(job: _Job, limits: list[float]) -> Schedule:
     """The schedule within its own limits, or within the least larger ones that stages of different sizes need."""
     for factor in (1.125**power for power in range(40)):
         with contextlib.suppress(ScheduleError):
-            return _best(name, named, sizes, placement, costs, [factor * limit for limit in limits])
-    return _best(name, named, sizes, placement, costs, [math.inf] * len(limits))
+            return job.best([factor * limit for limit in limits])
+    return job.best([math.inf] * len(limits))
 
 
-def _best(
-    name: str, named: Named, sizes: tuple[int, int, int], placement: tuple[int, ...], costs: Costs, limits: list[float]
-) -> Schedule:
-    """Of the orders that a name stands for the one that ends soonest."""
-    found: list[tuple[float, Schedule]] = []
-    errors: list[ScheduleError] = []
-    for whole in named.orders(*sizes):
-        orders: Any = [[action for action in order if action.microbatch < sizes[-1]] for order in whole]
-        try:
-            orders = place_weights(orders, placement, costs, limits) if named.is_open else tuple(map(tuple, orders))
-        except ScheduleError as error:
-            errors.append(error)
-            continue
-        made = Schedule(name=name, num_microbatches=sizes[-1], placement=placement, orders=orders)
-        found.append((simulate(made, costs).makespan, made))
-    if not found:
+def _telling(num_microbatches: int, num_ranks: int) -> int:
+    """How many microbatches tell orders apart: in the middle each repeats itself."""
+    return min(num_microbatches, max(4 * num_ranks, 16))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What a named schedule is made of."""
+
+    name: str
+    named: Named
+    num_ranks: int
+    chunks: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    costs: Costs
+    lockstep: bool
+
+    def best(self, limits: list[float]) -> Schedule:
+        """Of the orders that a name stands for the one that ends soonest within limits.
+
+        Raises:
+            ScheduleError: when none is within them.
+        """
+        costs = [self.costs]
+        if self.named.is_open and self.named.is_v and not _are_equal(self.costs):
+            # In lockstep it may cost more to fill a gap than to leave a pattern of equal passes as it is.
+            costs.append(dataclasses.replace(self.costs, forward=1.0, input=1.0, weight=1.0, communication=0.0))
+        telling = _telling(self.num_microbatches, self.num_ranks)
+        found: list[tuple[float, int, int]] = []
+        errors: list[ScheduleError] = []
+        for number, order in enumerate(self._orders(telling)):
+            for which, by in enumerate(costs):
+                try:
+                    made = self._made(order, telling, by, limits)
+                except ScheduleError as error:
+                    errors.append(error)
+                    continue
+                end = simulate(made, self.costs, lockstep=self.lockstep).makespan
+                found.append((round(end, 9), number, which))
+        for _, number, which in sorted(found):
+            order = next(itertools.islice(self._orders(self.num_microbatches), number, None))
+            try:
+                return self._made(order, self.num_microbatches, costs[which], limits)
+            except ScheduleError as error:
+                errors.append(error)
         raise errors[0]
-    return min(found, key=lambda one: one[0])[1]
+
+    def _orders(self, num: int) -> Iterator[Any]:
+        for whole in self.named.orders(self.num_ranks, self.chunks, num):
+            yield [[action for action in order if action.microbatch < num] for order in whole]
+
+    def _made(self, orders: Any, num: int, by: Costs, limits: list[float]) -> Schedule:
+        if self.named.is_open:
+            orders = place_weights(orders, self.placement, by, limits)
+        orders = tuple(map(tuple, orders))
+        return Schedule(name=self.name, num_microbatches=num, placement=self.placement, orders=orders)
+
+
+_MOST = 2**17
+"""Microbatches times stages: each is a row of Python objects, and a column of the program's tables."""
+
+
+def _are_equal(costs: Costs) -> bool:
+    """Whether all passes of all stages take the same time."""
+    times = (costs.forward, costs.input, costs.weight)
+    each = {one for time in times for one in (time if isinstance(time, Sequence) else [time])}
+    return len(each) == 1 and not costs.communication
 
 
 def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
@@ -141,6 +193,15 @@ def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, sta
             expected=" or ".join(map(str, named.chunks)) if named.chunks else "1 or more",
             got=stages_per_rank,
             hint="interleaved, interleaved-zb, looped-bfs and auto take any number of stages a rank",
+        )
+    # V-schedules and interleaved ones are cut from those of at least two microbatches a rank.
+    if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MOST:
+        raise ConfigError(
+            f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
+            expected=f"at most {_MOST:,} passes of microbatches through stages",
+            got=f"{num_stages * num_microbatches:,}",
+            hint="have fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
+            "from about eight microbatches a rank the bubble is small",
         )
     if num_stages % chunks:
         raise ConfigError(

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ._actions import Action, Kind
+from ._squeeze import Slots, squeezed
 
 _F, _I, _B, _W = Kind.FORWARD, Kind.INPUT, Kind.BACKWARD, Kind.WEIGHT
 Orders = list[list[Action]]
@@ -148,7 +149,7 @@ def _dualpipe_v(num_ranks: int, _: int, num: int) -> Orders:
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Iterator[Orders]]:
-    """A V in which every microbatch follows the one before after six units, in the same pattern.
+    """A V in which every microbatch follows the one before after six units, in one pattern: as it is, and squeezed.
 
     Args:
         hops: units between the passes of neighbouring ranks, of F0, F1, I1 and I0. Their sum is what a microbatch's
@@ -156,31 +157,41 @@ def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Itera
     """
 
     def orders(num_ranks: int, _: int, num: int) -> Iterator[Orders]:
-        for offsets in itertools.chain.from_iterable(_offsets(num_ranks, *one) for one in hops):
-            found: Orders = []
-            for rank in range(num_ranks):
-                stages = rank, 2 * num_ranks - 1 - rank
-                passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), offsets[rank], strict=True)
-                timed = {
-                    begin + _PERIOD * m: Action(stages[chunk], kind, m)
-                    for (chunk, kind), begin in passes
-                    for m in range(num)
-                }
-                found.append([timed[begin] for begin in sorted(timed)])
-            yield found
+        for turns, are_squeezed in ((1,), False), ((1, 3, 4), True):
+            for offsets in itertools.chain.from_iterable(_offsets(num_ranks, turns, *one) for one in hops):
+                found = [_repeated(rank, num_ranks, offsets[rank], num) for rank in range(num_ranks)]
+                yield squeezed(found) if are_squeezed else [sorted(slots, key=slots.__getitem__) for slots in found]
 
     return orders
+
+
+def _repeated(rank: int, num_ranks: int, begins: tuple[int, ...], num: int) -> Slots:
+    """When a rank does its passes of all microbatches."""
+    stages = rank, 2 * num_ranks - 1 - rank
+    passes = zip(((0, _F), (1, _F), (1, _I), (0, _I)), begins, strict=True)
+    return {Action(stages[chunk], kind, m): begin + _PERIOD * m for (chunk, kind), begin in passes for m in range(num)}
 
 
 _PERIOD = 6
 """Units that a rank computes for a microbatch: three passes of two chunks."""
 
 
-def _offsets(num_ranks: int, f0: int, f1: int, i1: int, i0: int) -> Iterator[list[tuple[int, ...]]]:
-    """When each rank does F0, F1, I1 and I0 of microbatch 0, so that no two passes of any microbatches coincide."""
+def _offsets(
+    num_ranks: int, losses: tuple[int, ...], f0: int, f1: int, i1: int, i0: int
+) -> Iterator[list[tuple[int, ...]]]:
+    """When each rank does F0, F1, I1 and I0 of microbatch 0, so that no two passes of any microbatches coincide.
+
+    Args:
+        num_ranks: R.
+        losses: how long to wait at the loss.
+        f0: of the hops, as the others.
+        f1: likewise.
+        i1: likewise.
+        i0: likewise.
+    """
     last = num_ranks - 1
     # How long to wait at the ends of the V; more makes longer pipelines, and was not better for up to eight ranks.
-    for turns in itertools.product((1, 3, 4), (1,), range(1, _PERIOD)):
+    for turns in itertools.product((1, 3, 4), losses, range(1, _PERIOD)):
         begin_f1 = f0 * last + turns[0]
         begin_i1 = begin_f1 + f1 * last + turns[1]
         begin_i0 = begin_i1 + i1 * last + turns[2]
@@ -222,7 +233,7 @@ NAMED: dict[str, Named] = {
     "zb-v": Named(orders=_only(_zb_v), is_open=True, is_v=True, chunks=(2,), limit=lambda ranks, _: ranks),
     "dualpipe-v": Named(orders=_only(_dualpipe_v), is_open=False, is_v=True, chunks=(2,)),
     "v-half": Named(
-        orders=_blocks((1, 2, 1, 2), (1, 2, 2, 1)),
+        orders=_blocks((1, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 1)),
         is_open=True,
         is_v=True,
         chunks=(2,),

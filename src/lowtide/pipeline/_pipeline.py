@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import linear_call
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core import (
@@ -170,7 +171,7 @@ class Pipeline:
         grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
         of_layers = grads["layers"]
         of_layers = plan.cleared(of_layers) if self.arranged else plan.restore(of_layers, self.mesh, self.axis)
-        return (loss, metrics), (grads["outer"], of_layers)
+        return _with_gradients_of_its_own(((loss, metrics), (grads["outer"], of_layers)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
         """The loss and the metrics without a backward pass; arguments and errors as of a call.
@@ -187,10 +188,10 @@ class Pipeline:
         with _saying_what_there_is(outer=outer, batch=batch):
             means, weights = self._evaluated(prepared, batch, slice(0, even), even // size, 0)
             if even == rows:
-                return means
+                return _with_gradients_of_its_own(means)
             rest, weight = self._evaluated(prepared, batch, slice(even, rows), 1, even // size)
         part, other = fractions(jnp.stack([weights, weight]))
-        return jax.tree.map(lambda mean, one: part * mean + other * one, means, rest)
+        return _with_gradients_of_its_own(jax.tree.map(lambda mean, one: part * mean + other * one, means, rest))
 
     def _evaluated(
         self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, number: int, first: int
@@ -387,6 +388,28 @@ class Pipeline:
             lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
         )
         return batches, microbatch_weights(self.weight, batches, number)
+
+
+def _with_gradients_of_its_own(results: Tree) -> Tree:
+    """The results, whose cotangents raise: JAX would blame the loops over ticks, of which the user knows nothing."""
+
+    @jax.custom_jvp
+    def given(leaf: Any) -> Any:
+        return leaf
+
+    def refuse(_: Any, __: Any) -> Any:
+        raise StructureError(
+            "JAX cannot differentiate a pipeline backwards: it has its own gradients",
+            expected="(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)",
+            got="a gradient of what it or its evaluation returns (jax.grad, jax.vjp)",
+            hint="use the gradients that it returns; jax.lax.stop_gradient(loss) where none is wanted",
+        )
+
+    @given.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:  # pyright: ignore[reportUnusedFunction]
+        return primals[0], linear_call(lambda _, tangent: tangent, refuse, (), tangents[0])
+
+    return jax.tree.map(lambda leaf: given(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, results)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from lowtide.core._jaxprs import make_jaxpr
 from ..core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
 from ._cut import Pass, Sink, Source, assign
 from ._graph import Value, graph, lift
+from ._inner import split_inner
 from ._replay import Buffers, Environment, Plan, shape_of
 
 Arrays = tuple[Any, ...]
@@ -313,6 +314,7 @@ def trace_split(
     sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
     sinks += [Sink([atom], Pass.INPUT) for atom in of_dx]
     sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
+    split_inner(both, sources, sinks)
     plan = Plan(both, assign(both, sources, sinks), sinks)
     kept = _kept(plan, of_x, of_dy)
     given = iter(of_dx)

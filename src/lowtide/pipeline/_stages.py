@@ -12,13 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
 from ..core import Tree, format_bytes
 from ..memory import MemoryReport
-from ._executor import Held
+from ._executor import Held, total_dtype
 from ._layout import Layout
 
 if TYPE_CHECKING:
@@ -162,7 +161,7 @@ def stage_report(
         found = []
         for name in ("outer", "layers"):
             leaves = jax.tree.leaves(tree[name])
-            wide = [jnp.promote_types(leaf.dtype, jnp.float32).itemsize if is_gradient else None for leaf in leaves]
+            wide = [total_dtype(leaf.dtype).itemsize if is_gradient else None for leaf in leaves]
             found.append(
                 sum(
                     leaf.size * (size or leaf.dtype.itemsize) // _num_parts(leaf, axis)

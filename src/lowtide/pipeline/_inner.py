@@ -1,0 +1,239 @@
+"""The split of operations that hold others: a `cond` (or `switch`), a `shard_map`.
+
+JAX differentiates each of them as a whole: one operation of the backward pass gives the gradients of input and weights.
+Here it becomes two. The first gives what the gradient of the input needs, and leaves what the second reads. What is
+inside is cut as a stage is, each branch by itself; branches leave arrays of the same shapes, and what one of them does
+not leave is zeros there, as JAX has it for residuals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
+
+from lowtide.core._jaxprs import close, is_closed
+
+from ._cut import Pass, Reach, Sink, Source, assign
+from ._graph import Atom, Graph, Loop, Op, Value, graph
+from ._replay import Environment, Plan, shape_of
+
+_EARLY = (Pass.HOISTED, Pass.FORWARD, Pass.INPUT)
+_LATE = (Pass.WEIGHT,)
+
+
+def split_inner(whole: Graph, sources: list[Source], sinks: list[Sink]) -> None:
+    """Replace each operation that holds others and gives gradients of both kinds by two.
+
+    Args:
+        whole: of a stage, or of what such an operation holds; its items are changed in place.
+        sources: what its inputs are.
+        sinks: its results.
+    """
+    reach = Reach(whole, sources, sinks)
+    needed = [sink for sink in sinks if not sink.is_added]
+    read = {value for node in reach.ancestors(needed) for value in reach.reads(node)}
+    _split_items(whole.items, reach, read)
+
+
+def _split_items(items: list[Op | Loop], reach: Reach, read: set[Value]) -> None:
+    found: list[Op | Loop] = []
+    for item in items:
+        if isinstance(item, Loop):
+            _split_items(item.body, reach, read)
+        found += _split_operation(item, reach, read) if isinstance(item, Op) and item.inner is not None else [item]
+    items[:] = found
+
+
+def _split_operation(op: Op, reach: Reach, read: set[Value]) -> list[Op]:
+    """The operation, or the two that take its place."""
+    if op.has_effects or Source.COTANGENT not in reach.ancestors([op]):
+        return [op]
+    early: list[int] = []
+    late: list[int] = []
+    for i, value in enumerate(op.gives):
+        if value is not None:
+            (early if _is_read(value, read) else late).append(i)
+    if not (early and late):
+        return [op]
+
+    def source(atom: Atom) -> Source:
+        # What all passes have costs nothing to read late.
+        is_there = not isinstance(atom, Value) or atom in reach.of_weights or atom in reach.of_batch
+        return Source.BATCH if is_there else Source.COTANGENT
+
+    return _two(op, early, late, [source(atom) for atom in op.reads])
+
+
+def _is_read(value: Value | None, read: set[Value]) -> bool:
+    while value is not None and value not in read:
+        value = value.stack
+    return value is not None
+
+
+class _Half:
+    """What the passes before a bound, or behind it, run of one branch."""
+
+    def __init__(self, branch: _Branch, passes: Sequence[Pass], outputs: Sequence[int]) -> None:
+        self.branch, self.passes, self.outputs = branch, passes, outputs
+        inputs = enumerate(branch.graph.inputs)
+        self.reads = {i for i, value in inputs if branch.plan.reads.get(value, set()).intersection(passes)}
+
+    def run(self, env: Environment) -> list[Any]:
+        """The outputs; what is made on the way is added to the environment."""
+        for at in self.passes:
+            self.branch.plan.run(at, env, {}, {}, {})
+        atoms: list[Any] = [self.branch.graph.outputs[i] for i in self.outputs]
+        return [jnp.asarray(self.branch.plan.read(atom, env, {}), atom.aval.dtype) for atom in atoms]
+
+
+class _Branch:
+    """A branch, or the body of a `shard_map`, cut in two."""
+
+    def __init__(self, jaxpr: Any, early: Sequence[int], late: Sequence[int], sources: list[Source]) -> None:
+        self.graph = graph(jaxpr if is_closed(jaxpr) else close(jaxpr))
+        outputs = self.graph.outputs
+        sinks = [Sink([outputs[i]], Pass.INPUT) for i in early]
+        later = [Sink([outputs[i]], Pass.WEIGHT, is_added=True) for i in late]
+        split_inner(self.graph, sources, [*sinks, *later])
+        assignment = assign(self.graph, sources, [*sinks, *later])
+        # Nothing adds them to a total here, so those that are made early are left to the second half.
+        later = [dataclasses.replace(sink, is_added=False) for sink in later]
+        self.plan = Plan(self.graph, assignment, [*sinks, *later])
+        self.left = [v for v, (made, last) in self.plan.kept().items() if made in _EARLY and last in _LATE]
+        self.early, self.late = _Half(self, _EARLY, early), _Half(self, _LATE, late)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Left:
+    """Something that the first half leaves to the second, whichever branch runs."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    varies: tuple[str, ...] = ()
+    """Along which axes of a `shard_map` it differs."""
+
+
+def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> list[Op]:
+    params, is_cond = op.inner.params, op.name == "cond"
+    begin = int(is_cond)  # the number of the branch comes first
+    bodies = params["branches"] if is_cond else [params["jaxpr"]]
+    branches = [_Branch(body, early, late, sources[begin:]) for body in bodies]
+    lefts, places = _places(branches, params)
+    of_early = sorted({i for one in branches for i in one.early.reads})
+    of_late = sorted({i for one in branches for i in one.late.reads})
+
+    def first(branch: _Branch, place: list[int]) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            env: Environment = dict(zip([branch.graph.inputs[i] for i in of_early], operands, strict=True))
+            results = branch.early.run(env)
+            left = {number: env[value] for value, number in zip(branch.left, place, strict=True)}
+            return results + [left.get(i, jnp.zeros(one.shape, one.dtype)) for i, one in enumerate(lefts)]
+
+        return run
+
+    def second(branch: _Branch, place: list[int]) -> Callable[..., list[Any]]:
+        def run(*operands: Any) -> list[Any]:
+            env: Environment = dict(zip([branch.graph.inputs[i] for i in of_late], operands, strict=False))
+            env.update((value, operands[len(of_late) + i]) for value, i in zip(branch.left, place, strict=True))
+            return branch.late.run(env)
+
+        return run
+
+    halves = ([make(*one) for one in zip(branches, places, strict=True)] for make in (first, second))
+    if is_cond:
+        run_first, run_second = (_switch(half) for half in halves)
+    else:
+        run_first, run_second = (
+            _mapped(half[0], params, ins, outs, lefts, is_first=ins is of_early)
+            for half, ins, outs in zip(halves, (of_early, of_late), (early, late), strict=True)
+        )
+    loop = next(value.loop for value in op.gives if value is not None)
+    sizes = {} if is_cond else params["mesh"].shape
+    waiting: list[Value] = []
+    for one in lefts:
+        shape = one.shape if is_cond else (math.prod(sizes[axis] for axis in one.varies), *one.shape)
+        waiting.append(Value(ShapedArray(shape, one.dtype), loop))
+    given, reads = op.reads[:begin], op.reads[begin:]
+    return [
+        Op(
+            op.name,
+            [*given, *(reads[i] for i in of_early)],
+            [*(op.gives[i] for i in early), *waiting],
+            run_first,
+            is_heavy=True,
+        ),
+        Op(
+            op.name,
+            [*given, *(reads[i] for i in of_late), *waiting],
+            [op.gives[i] for i in late],
+            run_second,
+            is_heavy=True,
+        ),
+    ]
+
+
+def _places(branches: Sequence[_Branch], params: Any) -> tuple[list[_Left], list[list[int]]]:
+    """What branches leave, of one shape in one place, and the places of each branch's own."""
+    lefts: list[_Left] = []
+    places: list[list[int]] = []
+    for branch in branches:
+        place: list[int] = []
+        for value in branch.left:
+            shape = shape_of(value)
+            one = _Left(shape.shape, shape.dtype, _varies(value, params))
+            free = (i for i, other in enumerate(lefts) if other == one and i not in place)
+            number = next(free, len(lefts))
+            lefts += [one] if number == len(lefts) else []
+            place.append(number)
+        places.append(place)
+    return lefts, places
+
+
+def _varies(value: Value, params: Any) -> tuple[str, ...]:
+    if "newly_manual_axes" not in params:
+        return ()
+    axes = params["newly_manual_axes"]
+    if params["check_vma"]:  # what does not vary must not seem to
+        axes = axes & value.aval.manual_axis_type.varying
+    return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
+
+
+def _switch(runs: Sequence[Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
+    return lambda index, *operands: lax.switch(index, runs, *operands)
+
+
+def _mapped(
+    run: Callable[..., list[Any]],
+    params: Any,
+    reads: Sequence[int],
+    outputs: Sequence[int],
+    lefts: Sequence[_Left],
+    *,
+    is_first: bool,
+) -> Callable[..., list[Any]]:
+    """A half of a `shard_map`; what is left has an axis more, along which the devices' own parts are."""
+    specs = [PartitionSpec(one.varies or None) for one in lefts]
+    ins, outs = ([params[name][i] for i in at] for name, at in (("in_specs", reads), ("out_specs", outputs)))
+
+    def each(*operands: Any) -> list[Any]:
+        if not is_first:
+            operands = (*operands[: len(reads)], *(one[0] for one in operands[len(reads) :]))
+        results = run(*operands)
+        return [*results[: len(outputs)], *(one[None] for one in results[len(outputs) :])]
+
+    return jax.shard_map(
+        each,
+        mesh=params["mesh"],
+        in_specs=tuple(ins if is_first else [*ins, *specs]),
+        out_specs=[*outs, *specs] if is_first else outs,
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )

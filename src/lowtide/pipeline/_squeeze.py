@@ -1,0 +1,91 @@
+"""The ends of a periodic schedule: what comes before and after its steady part is moved to earlier slots.
+
+A V in which every microbatch follows the one before in the same pattern is tight in the middle, and leaves slots free
+while it fills and drains. There a pass may come as soon as what it needs has, where its rank keeps no more for it than
+it does anyway (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024). All passes take one slot here: what
+they really cost is for those who place the weight passes afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from ._actions import Action, Kind
+from ._schedule import gives, needs
+
+Slots = dict[Action, int]
+"""When a rank does its passes, no two at a time."""
+
+
+def squeezed(ranks: Sequence[Slots]) -> list[list[Action]]:
+    """The order of forward and input passes on every rank.
+
+    Args:
+        ranks: for each, the slots of its forward and input passes. The first one has the first stage.
+
+    Returns:
+        Orders without weight passes.
+    """
+    first = ranks[0]
+    steady = (
+        first[Action(0, Kind.INPUT, 0)],
+        max(at for action, at in first.items() if action.stage == 0 and action.kind is Kind.FORWARD),
+    )
+    full = [_with_weights(slots) for slots in ranks]
+    _squeeze(full, lambda at: not steady[0] <= at <= steady[1])
+    # The weight passes fill what is left, so they are not in the way of the others.
+    orders = [{action: at for action, at in slots.items() if action.kind is not Kind.WEIGHT} for slots in full]
+    _squeeze(orders, lambda at: at > steady[1])
+    return [sorted(slots, key=slots.__getitem__) for slots in orders]
+
+
+def _with_weights(slots: Slots) -> Slots:
+    """Every weight pass in the next slot that is free."""
+    found, taken, free = dict(slots), set(slots.values()), 0
+    for at, action in sorted((at, action) for action, at in slots.items() if action.kind is Kind.INPUT):
+        free = max(free, at) + 1
+        while free in taken:
+            free += 1
+        found[action._replace(kind=Kind.WEIGHT)] = free
+    return found
+
+
+def _squeeze(ranks: Sequence[Slots], may_move: Callable[[int], bool]) -> None:
+    """Move passes to the earliest slots that are free, behind what they need, with room for what they leave.
+
+    Args:
+        ranks: changed in place.
+        may_move: of a slot, whether what is in it may.
+    """
+    num_stages = 1 + max(action.stage for slots in ranks for action in slots)
+    kept = [_kept(slots) for slots in ranks]
+    most = [max(one) for one in kept]
+    taken = [set(slots.values()) for slots in ranks]
+    done = {gives(action): at for slots in ranks for action, at in slots.items()}
+    for at, rank, action in sorted(
+        (at, rank, action) for rank, slots in enumerate(ranks) for action, at in slots.items()
+    ):
+        if not may_move(at):
+            continue
+        stage, kind, microbatch = action
+        before = [done[one, of, microbatch] for one, of in needs(action, num_stages)]
+        before.append(done.get((kind, stage, microbatch - 1), -1))  # microbatches keep their order
+        change = _LEFT.get(kind, 0)
+        for slot in range(max(before) + 1, at):
+            if slot not in taken[rank] and (change <= 0 or max(kept[rank][slot:at]) + change <= most[rank]):
+                taken[rank].remove(at)
+                taken[rank].add(slot)
+                kept[rank][slot:at] = [held + change for held in kept[rank][slot:at]]
+                ranks[rank][action] = done[gives(action)] = slot
+                break
+
+
+_LEFT = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
+"""Residuals that a pass leaves."""
+
+
+def _kept(slots: Slots) -> list[int]:
+    """What a rank keeps after every slot."""
+    left = {at: _LEFT.get(action.kind, 0) for action, at in slots.items()}
+    return list(itertools.accumulate(left.get(at, 0) for at in range(max(left) + 1)))
