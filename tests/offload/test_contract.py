@@ -12,7 +12,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, SelectionError, StructureError, linear
-from lowtide.offload import layerwise_step
+from lowtide.offload import _rows, layerwise_step
 
 WIDTH = 8
 HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}
@@ -100,6 +100,17 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["adafactor", "bfloat16 momentum", "every second step"])
 def test_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
     assert_equal_training(stack(), OPTIMIZERS[name](), *parameters(), batch())
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9), optax.sm3(1e-2)],
+    ids=["adafactor", "sm3"],
+)
+def test_blocks_of_a_layer_meet_statistics_of_its_rows_and_columns(tx: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_rows, "_SMALL_PART", 8)
+    outer, layers = {"embed": normal(0, 4, 128), "head": normal(1, 128, 4)}, {"w": normal(2, 2, 128, 128)}
+    assert_equal_training(stack(), tx, outer, layers, batch(), chunk_bytes=16 * 1024)
 
 
 @pytest.mark.slow

@@ -171,9 +171,13 @@ def stream(
             reason=reason,
         )
         read = {at: values[at] for at in (*group.leaves, *group.free)}
-        buffers = [_buffer(program, leaves[made.replaced[at]], program.outputs[at]) for at in group.outputs]
+        # What was moved at once is updated on the device, and goes back at once.
+        targets = {at: made.replaced[at] for at in group.outputs}
+        moved = {at: target for at, target in targets.items() if values[target] is not leaves[target]}
+        buffers = [_buffer(program, values[target], program.outputs[at]) for at, target in targets.items()]
         done, after = (loop if mesh is None else _in_shards(loop, mesh, spec))(read, buffers, after)
         results.update(zip(group.outputs, done, strict=True))
+        results.update({at: _replaced(leaves[target], results[at]) for at, target in moved.items()})
     for position, value in enumerate(program.outputs):
         if position not in results:
             leaf = leaves[made.replaced[position]]
@@ -269,8 +273,8 @@ def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
     """The loop on each device's own shard of every array."""
 
     def run(read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
-        def of(array: Any) -> Any:
-            return jax.P(*spec[: array.ndim])
+        def of(array: Any) -> Any:  # an axis of one is repeated along rows
+            return jax.P(*(axis if size > 1 else None for axis, size in zip(spec, array.shape, strict=False)))
 
         specs = ({at: of(array) for at, array in read.items()}, [of(b) for b in buffers], jax.P())
         return jax.shard_map(loop, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)(
@@ -397,8 +401,10 @@ def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) 
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
     if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
         return _whole(leaf)
-    index = (*where[0], *(0,) * (leaf.ndim - len(where[0])))
-    return jax.lax.dynamic_slice(leaf, index, (*sizes, *leaf.shape[len(sizes) :]))
+    # An axis of one belongs to every block, too: elementwise operations repeat it.
+    where_here = [at if size > 1 else 0 for at, size in zip(where[0], leaf.shape, strict=False)]
+    shape = (*map(min, sizes, leaf.shape), *leaf.shape[len(sizes) :])
+    return jax.lax.dynamic_slice(leaf, (*where_here, *(0,) * (leaf.ndim - len(where_here))), shape)
 
 
 def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:

@@ -274,9 +274,9 @@ def separate(program: Program, on_host: Iterable[int], replaced: Sequence[int]) 
     hosted = {flow.find(leaf) for leaf in host}
     for position, value in enumerate(program.outputs):
         leaf = flow.leaf.get(value)
-        if value >= program.num_inputs and leaf is not None and flow.find(leaf) in hosted:
+        if value in flow.rows and value >= program.num_inputs and leaf is not None and flow.find(leaf) in hosted:
             members.setdefault(flow.find(leaf), []).append(position)
-    return [flow.group(positions) for positions in members.values()]
+    return [flow.largest(positions, replaced) for positions in members.values()]
 
 
 class _Flow:
@@ -306,8 +306,13 @@ class _Flow:
             if name == "broadcast_in_dim" and not program.rank(equation.inputs[0]):
                 self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
             return
-        arrays = [at for at in equation.inputs if program.rank(at) or at in self.rows]
-        rows = min(self._keeps(equation), *(self.rows.get(at, program.rank(at)) for at in arrays))
+        if name in _ELEMENTWISE:
+            self._free_repeated(equation, carriers)
+            carriers = [at for at in carriers if at in self.rows]
+            if not carriers:  # rows times columns: nothing that a block could not compute by itself
+                self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
+                return
+        rows = self._rows_of(equation, carriers)
         if not rows and not on_host:
             return
         if not rows:  # read as a whole: leaves on the device need not join the group
@@ -320,17 +325,42 @@ class _Flow:
             self.leaf.update({output: leaves[0]} if leaves else {})
             self.host.update([output] if on_host else [])
 
-    def _keeps(self, equation: Equation) -> int:
-        name, ranks = equation.primitive.name, [self.program.rank(at) for at in equation.inputs]
+    def _free_repeated(self, equation: Equation, carriers: Sequence[int]) -> None:
+        """Let what an elementwise operation repeats along rows be computed before, if it is on the device.
+
+        Such operands have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
+        """
+        avals, shape = self.program.avals, self.program.avals[equation.outputs[0]].shape
+        for at in carriers:
+            is_repeated = at in self.leaf and at not in self.host and avals[at].shape != shape
+            if is_repeated and min(self._shared(equation, at), self.rows[at]) < len(shape):
+                del self.rows[at]
+
+    def _shared(self, equation: Equation, operand: int) -> int:
+        """How many leading axes of an elementwise operation's operand are those of its result."""
+        return _common(self.program.avals[operand].shape, self.program.avals[equation.outputs[0]].shape)
+
+    def _rows_of(self, equation: Equation, carriers: Sequence[int]) -> int:
+        program, name = self.program, equation.primitive.name
         if name in _ELEMENTWISE:
-            return max(ranks)
+            of_leaves = [self._shared(equation, at) for at in carriers if at in self.leaf]
+            return min([*(self.rows[at] for at in carriers), *of_leaves])
         keeps = _KEEPS.get(name)
-        return keeps(equation.params, self.program.avals[equation.inputs[0]].shape) if keeps else 0
+        arrays = [at for at in equation.inputs if program.rank(at) or at in self.rows]
+        own = keeps(equation.params, program.avals[equation.inputs[0]].shape) if keeps else 0
+        return min(own, *(self.rows.get(at, program.rank(at)) for at in arrays))
+
+    def largest(self, positions: list[int], replaced: Sequence[int]) -> Group:
+        """The group without what the device alone can compute, where that lets more axes be cut."""
+        everything = self.group(positions)
+        hosted = [at for at in positions if {self.program.outputs[at], replaced[at]} & self.host]
+        fewer = self.group(hosted) if hosted and len(hosted) < len(positions) else everything
+        return fewer if fewer.rows > everything.rows else everything
 
     def group(self, positions: list[int]) -> Group:
         program = self.program
         values = [program.outputs[at] for at in positions]
-        carried = [equation for equation in program.equations if any(at in self.rows for at in equation.outputs)]
+        carried = [equation for equation in program.equations if all(at in self.rows for at in equation.outputs)]
         equations = program.needed_for(values, carried)
         read = {at for equation in equations for at in equation.inputs}
         made = {at for equation in equations for at in equation.outputs}
