@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -312,6 +313,33 @@ def test_on_eight_chips_only_shards_move() -> None:
     assert stats.host_temp_size_in_bytes == 0
     assert stats.temp_size_in_bytes <= 4 * MIB
     assert "all-gather" not in text and text.count(" dynamic-slice-start(") >= 6
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_shardings_that_nobody_gave_gather_nothing(kind: str) -> None:
+    """With `init` under `jax.jit` as documented, nobody sees an array that knows its sharding."""
+    mesh = jax.sharding.Mesh(
+        np.array(memory.target("v5e:2x4").devices()), ("fsdp",), axis_types=(getattr(jax.sharding.AxisType, kind),)
+    )
+    sharding = NamedSharding(mesh, P("fsdp", None))
+    leaves = {name: jax.ShapeDtypeStruct((1024, 2048), jnp.float32, sharding=sharding) for name in ("v", "w")}
+    wrapped = optimizer(optax.adam(1e-3), chunk_bytes=MIB)
+    where = state_shardings(wrapped, leaves)
+    state = jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s),
+        jax.jit(wrapped.init, out_shardings=where).eval_shape(leaves),
+        where,
+    )
+    step = jax.jit(step_of(wrapped), donate_argnums=(0, 1), out_shardings=({"v": sharding, "w": sharding}, where))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PlacementWarning)
+        made = memory.compile(step, leaves, state, leaves, target="v5e:2x4")
+    said = [str(warning.message) for warning in caught if warning.category is PlacementWarning]
+    assert len(said) == (kind == "Auto") and all("hint: pass shardings=" in text for text in said)
+    found = verify(made, {"1/0/{mu,nu}/**": "host"}, host_bytes=4 * MIB)
+    assert (found.host_argument_bytes, found.host_temp_bytes) == (4 * MIB, 0)
+    assert "all-gather" not in made.compiled.as_text()
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------

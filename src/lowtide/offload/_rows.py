@@ -117,6 +117,7 @@ def stream(
     chunk_bytes: int,
     by_leaf: bool = False,
     shardings: Tree = None,
+    prevented: str | None = None,
     declared: Collection[int] = (),
     on_fallback: Callable[[list[str], str], None] | None = None,
 ) -> Tree:
@@ -131,6 +132,7 @@ def stream(
         chunk_bytes: what one block brings from the host, about: rows are cut in multiples of the hardware's tiles.
         by_leaf: cut nothing; each group is on the device as a whole while it is updated.
         shardings: a tuple like `args` of trees of `jax.sharding.NamedSharding` or None, or None.
+        prevented: why nothing can be cut, though it might be wanted.
         declared: flat positions of leaves that are taken for host leaves though their type does not say so.
         on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
             cannot be cut, and with what prevents it. The default warns.
@@ -160,7 +162,8 @@ def stream(
     results: dict[int, Any] = {}
     after: Any = jnp.int32(0)
     for group in made.groups:
-        rows, mesh, spec, reason = (0, None, None, None) if by_leaf else _on_mesh(group, made.replaced, placed)
+        whole = by_leaf or prevented is not None
+        rows, mesh, spec, reason = (0, None, None, prevented) if whole else _on_mesh(group, made.replaced, placed)
         on_host = [names[at] for at in group.leaves if at in made.on_host]
         loop = _Loop(
             plan=made,
