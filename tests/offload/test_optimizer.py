@@ -417,6 +417,36 @@ def test_an_optimizer_is_wrapped_once() -> None:
         optimizer(optimizer(optax.adam(1e-2)))
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("around", [lambda tx: optax.MultiSteps(tx, 2), lambda tx: optax.apply_if_finite(tx, 3), None])
+def test_what_calls_the_optimizer_in_a_branch_is_refused(around: Any, jit: bool) -> None:
+    """A TPU compiles no branch with arrays on the host; others would copy the whole state."""
+    wrapped, start = optimizer(optax.adam(1e-2)), params(w=(8, 128))
+    tx: Any = wrapped if around is None else around(wrapped)
+
+    def update(grads: Any, state: Any) -> Any:
+        if around is not None:
+            return tx.update(grads, state, start)
+        return jax.lax.cond(True, lambda: tx.update(grads, state, start), lambda: (grads, state))
+
+    with pytest.raises(StructureError, match=r"(?s)in a branch of jax.lax.cond.*hint: lt.offload.optimizer\(optax"):
+        (jax.jit(update) if jit else update)(start, tx.init(start))
+
+
+def test_updates_may_have_the_structure_of_the_parameters() -> None:
+    tx = optax.lookahead(optax.adam(1e-2), 2, 0.5)
+    wrapped = optimizer(tx, chunk_bytes=CHUNK)
+    start = optax.LookaheadParams.init_synced(params(w=(56, 128)))
+    grads, got, want = start.fast, start, start
+    state, plain = wrapped.init(start), tx.init(start)
+    for _ in range(2):
+        updates, state = jax.jit(wrapped.update)(grads, state, got)
+        expected, plain = tx.update(grads, plain, want)
+        got, want = optax.apply_updates(got, updates), optax.apply_updates(want, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
+    assert state.fast_state[0].mu["w"].sharding.memory_kind == "pinned_host"
+
+
 @pytest.mark.parametrize("chunk_bytes", [0, 1.5, None])
 def test_blocks_have_whole_bytes(chunk_bytes: Any) -> None:
     with pytest.raises(ConfigError, match=r"(?s)chunk_bytes has to be at least 1.*hint:"):

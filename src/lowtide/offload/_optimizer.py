@@ -32,6 +32,7 @@ from lowtide.core import (
     memory_space,
     parse_bytes,
 )
+from lowtide.core._compat import inside_branch
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
@@ -195,6 +196,7 @@ class _Offloaded:
         return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)
 
     def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        _refuse_branch()
         chosen = self._check(state)
         keys, structure = jax.tree.flatten(extra)
         arrays = {at: leaf for at, leaf in enumerate(keys) if is_array_like(leaf)}
@@ -203,8 +205,11 @@ class _Offloaded:
             given = structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(keys)])
             return self.tx.update(grads, state, params, **given)
 
+        # Updates are like the gradients, or like the parameters where these have other trees (optax.lookahead).
+        is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
+
         def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
-            return grads, state
+            return grads if is_like_grads else params, state
 
         if self.mode == "whole":
             on_device = put(state, DEVICE)
@@ -302,6 +307,18 @@ class _Offloaded:
             f"hint: {remedy}",
             PlacementWarning,
             stacklevel=2,
+        )
+
+
+def _refuse_branch() -> None:
+    """Raise inside a branch, whose results would be copies of the state on the host; TPUs cannot compile it at all."""
+    if inside_branch():
+        raise StructureError(
+            "the optimizer's update is called in a branch of jax.lax.cond",
+            expected="lt.offload.optimizer around the outermost transformation",
+            got="another one around it, such as optax.MultiSteps or optax.apply_if_finite, or a branch of your own",
+            hint="lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()); its state "
+            "is streamed, too, with match=r'.*/(mu|nu|acc_grads)/.*'",
         )
 
 
