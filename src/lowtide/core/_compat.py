@@ -25,10 +25,10 @@ import copy
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Generator
 from typing import Any
@@ -236,7 +236,7 @@ def without_compilation_cache() -> Generator[None]:
 
 def inside_branch() -> bool:
     """Whether a branch of `jax.lax.cond` or `jax.lax.switch` is traced right now."""
-    frame: Any = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "jax._src.lax.control_flow.conditionals":
             return True
