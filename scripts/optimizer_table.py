@@ -74,6 +74,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     ),
     "chain(adam, clip_by_global_norm)": lambda: optax.chain(optax.adam(1e-2), optax.clip_by_global_norm(1.0)),
     "MultiSteps(adamw)": lambda: optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+    "MultiSteps(chain(clip_by_global_norm, adamw))": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), 2
+    ).gradient_transformation(),
     "apply_if_finite(adamw)": lambda: optax.apply_if_finite(optax.adamw(1e-2), 3),
     "inject_hyperparams(adamw)": lambda: optax.inject_hyperparams(optax.adamw)(1e-2),
     "partition(adamw, set_to_zero)": lambda: optax.partition(
@@ -108,6 +111,7 @@ def row(name: str) -> tuple[str, str, str]:
         (params, state, params),
         lambda grads, state, params: (grads, state),
         chunk_bytes=CHUNK_BYTES,
+        fold=True,
     )
     leaves = jax.tree.leaves((params, state, params))
     hosted = [sum(memory_space(leaves[at]) == jax.memory.Space.Host for at in group.leaves) for group in made.groups]
@@ -115,7 +119,7 @@ def row(name: str) -> tuple[str, str, str]:
     if not made.groups:
         return name, "small state, moved at once", ""
     if not blocked:
-        return name, "streamed", ""
+        return name, "streamed, norms first" if made.passes else "streamed", ""
     whole = [number for number, group in zip(hosted, made.groups, strict=True) if group.blocked_by]
     everything = len(whole) == 1 and whole[0] == sum(hosted)
     how = "all leaves together" if everything else "leaf by leaf" if len(whole) == len(made.groups) else "mixed"

@@ -83,6 +83,14 @@ def test_five_steps_have_the_values_of_the_unwrapped_optimizer(name: str) -> Non
     check(name, "bare")
 
 
+@pytest.mark.filterwarnings("error::lowtide.core.PlacementWarning")
+@pytest.mark.parametrize("name", ["contrib.dadapt_adamw", "MultiSteps(chain(clip_by_global_norm, adamw))"])
+def test_norms_over_all_leaves_take_a_pass_of_their_own(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlacementWarning)
+        check(name, "flat", 8 * 1024)
+
+
 SLOW = pytest.mark.slow
 
 

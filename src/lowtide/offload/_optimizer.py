@@ -28,6 +28,7 @@ from lowtide.core import (
     StructureError,
     Tree,
     is_array_like,
+    leaf_bytes,
     leaves_with_paths,
     memory_space,
     parse_bytes,
@@ -36,7 +37,7 @@ from lowtide.core._compat import inside_branch
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
-from ._rows import stream
+from ._rows import large_on_host, stream
 from ._slices import DEVICE, HOST, put
 
 _MODES = ("streamed", "leaf", "whole")
@@ -58,9 +59,10 @@ def optimizer(
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
             whole path. The path is also tried between slashes (``/0/mu/``), so that the default finds Adam's moments
             at the root and of a bare array, too.
-        mode: ``streamed`` cuts leaves into blocks where the update is separable, and takes leaf by leaf where it is
-            not, with one `PlacementWarning`; ``leaf`` takes each leaf as a whole, one after the other; ``whole`` moves
-            everything to the device and back at once.
+        mode: ``streamed`` cuts leaves into blocks where the update is separable (norms over rows are computed in a pass
+            before, which reads the state once more), and takes leaf by leaf where it is not, with one
+            `PlacementWarning`; what is no more than one block is moved at once. ``leaf`` takes each leaf as a whole,
+            one after the other; ``whole`` moves everything to the device and back at once.
         chunk_bytes: what a block brings from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
             memory, smaller ones time.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
@@ -211,12 +213,12 @@ class _Offloaded:
         def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
             return grads if is_like_grads else params, state
 
-        if self.mode == "whole":
+        args = (grads, state, params, arrays)
+        shardings = self._shardings(*args)
+        if self.mode == "whole" or (self.mode == "streamed" and self._is_one_block(state, chosen)):
             on_device = put(state, DEVICE)
             updates, new = update(grads, on_device, params, arrays)
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
-        args = (grads, state, params, arrays)
-        shardings = self._shardings(*args)
         return stream(
             update,
             args,
@@ -248,6 +250,12 @@ class _Offloaded:
                 hint='r".*" selects everything; a transformation without state needs no offloading',
             )
         return chosen
+
+    def _is_one_block(self, state: Tree, chosen: set[int]) -> bool:
+        """Whether all that is on the host is no more than a block: then loops would only add what they hold."""
+        leaves = jax.tree.leaves(state)
+        large = large_on_host(leaves, self.chunk_bytes, chosen)
+        return sum(leaf_bytes(leaves[at]) for at in large) <= self.chunk_bytes
 
     def _check(self, state: Tree) -> set[int]:
         """Positions of the selected leaves, which are on the host."""

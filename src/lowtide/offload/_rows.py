@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
 
+from ._folds import folded, identity
 from ._separable import Group, Program, separate, trace
 from ._slices import DEVICE, HOST, is_row_major, put
 from ._slices import read as read_entry
@@ -75,6 +76,8 @@ class Plan:
     """Host leaves that are not so small that they are moved at once."""
     groups: tuple[Group, ...]
     """What runs in loops."""
+    passes: tuple[Group, ...]
+    """What runs in loops before, and only reads."""
 
 
 def plan(
@@ -84,8 +87,9 @@ def plan(
     *,
     chunk_bytes: int,
     declared: Collection[int] = (),
+    fold: bool = False,
 ) -> Plan:
-    """Trace a function and divide it into groups of leaves; arguments as in `stream`.
+    """Trace a function and divide it into groups of leaves; arguments as in `stream`, `fold` as in `separate`.
 
     Returns:
         The plan; its `groups` say how many leading axes of each may be cut, and what prevents it.
@@ -94,7 +98,7 @@ def plan(
         StructureError: when the result has not the structure that `replaces` names.
     """
     leaves, structure = jax.tree.flatten(tuple(args))
-    on_host = _large_on_host(leaves, chunk_bytes, declared)
+    on_host = large_on_host(leaves, chunk_bytes, declared)
     program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
@@ -105,8 +109,15 @@ def plan(
             got=treedef,
             hint="update(grads, state, params) has to return trees like grads and state",
         )
-    groups = tuple(separate(program, on_host, replaced))
-    return Plan(program=program, treedef=treedef, replaced=tuple(replaced), on_host=frozenset(on_host), groups=groups)
+    passes, groups = map(tuple, separate(program, on_host, replaced, fold=fold))
+    return Plan(
+        program=program,
+        treedef=treedef,
+        replaced=tuple(replaced),
+        on_host=frozenset(on_host),
+        groups=groups,
+        passes=passes,
+    )
 
 
 def stream(
@@ -149,18 +160,34 @@ def stream(
     """
     names = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
-    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared)
-    program, placed = made.program, _flat_shardings(shardings, args)
+    placed = _flat_shardings(shardings, args)
+    fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in placed.values()))
+    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
+    program = made.program
     _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
     values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
+
+    def compute(wanted: Collection[int]) -> None:
+        values.update({at: program.constants[at] for at in program.constants.keys() & wanted})
+        program.run(program.needed_for(wanted, known=values), values)
+
+    after: Any = jnp.int32(0)
+    for group in made.passes:
+        compute(group.free)
+        on_host = [names[at] for at in group.leaves if at in made.on_host]
+        on_whole = functools.partial(on_fallback or _warn, on_host)
+        loop = _Loop(plan=made, group=group, rows=group.rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=None)
+        totals = [identity(equation.primitive, program.avals[equation.outputs[0]]) for equation in group.folds]
+        done, after = loop({at: values[at] for at in (*group.leaves, *group.free)}, totals, after)
+        for equation, total in zip(group.folds, done, strict=True):
+            (at,) = equation.outputs
+            values[at] = total.astype(program.avals[at].dtype)
     in_loops = {position for group in made.groups for position in group.outputs}
     before = {at for group in made.groups for at in group.free}
     before.update(value for position, value in enumerate(program.outputs) if position not in in_loops)
-    values.update({at: program.constants[at] for at in before & program.constants.keys()})
-    program.run(program.needed_for(before), values)
+    compute(before)
 
     results: dict[int, Any] = {}
-    after: Any = jnp.int32(0)
     for group in made.groups:
         whole = by_leaf or prevented is not None
         rows, mesh, spec, reason = (0, None, None, prevented) if whole else _on_mesh(group, made.replaced, placed)
@@ -200,7 +227,7 @@ def _warn(paths: list[str], reason: str) -> None:
     )
 
 
-def _large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
+def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
     """Positions of the host leaves that are worth a loop, in order."""
     on_host = [at for at, leaf in enumerate(leaves) if (at in declared or _space(leaf) is HOST) and leaf.ndim]
     small, total = set[int](), 0
@@ -303,9 +330,11 @@ class _Loop:
         num_bytes = sum(map(leaf_bytes, streamed))
         on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
         prefix = read[self.group.leaves[0]].shape[: self.rows]
+        # Numbers of eight bits are computed with in float32: a block may not be four blocks then.
+        wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape) for leaf in on_host):
-            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), num_bytes, self.chunk_bytes)
+            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
@@ -335,6 +364,13 @@ class _Loop:
             done, after = blocks_of(rest, length - rest, again, after)
         return [array.reshape(shape) for array, shape in zip(done, shapes, strict=True)], after
 
+    @property
+    def _widest(self) -> int:
+        """Most bytes of a number among those that a block is computed with."""
+        avals = self.plan.program.avals
+        made = [avals[at].dtype for equation in self.group.equations for at in equation.outputs]
+        return max((dtype.itemsize for dtype in made if jnp.issubdtype(dtype, jnp.inexact)), default=1)
+
     def _run(
         self,
         read: Mapping[int, Any],
@@ -354,10 +390,13 @@ class _Loop:
             where = start(i)
             now = [_like(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
             # What is overwritten is read from where it is written: one buffer, not two.
-            same = {at: b for at, b in zip(targets, now, strict=True) if at in read and b.dtype == read[at].dtype}
+            same = {at: b for at, b in zip(targets, now, strict=False) if at in read and b.dtype == read[at].dtype}
             blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
             # Behind the axis that is cut, a shard may be shorter than the leaf that was traced.
             program.run(self.group.equations, blocks, (*sizes, *prefix[len(sizes) :]))
+            if self.group.folds:
+                folds = zip(self.group.folds, arrays, strict=True)
+                return i + 1, [folded(e.primitive, e.params, blocks[e.inputs[0]], total) for e, total in folds]
             new = [blocks[program.outputs[at]] for at in outputs]
             return i + 1, [_write(*pair, where) for pair in zip(now, new, strict=True)]
 
