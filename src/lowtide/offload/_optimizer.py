@@ -61,8 +61,8 @@ def optimizer(
             at the root and of a bare array, too.
         mode: ``streamed`` cuts leaves into blocks where the update is separable (norms over rows are computed in a pass
             before, which reads the state once more), and takes leaf by leaf where it is not, with one
-            `PlacementWarning`; what is no more than one block is moved at once. ``leaf`` takes each leaf as a whole,
-            one after the other; ``whole`` moves everything to the device and back at once.
+            `PlacementWarning`; a block or less beside larger gradients is moved at once. ``leaf`` takes each leaf as a
+            whole, one after the other; ``whole`` moves everything to the device and back at once.
         chunk_bytes: what a block brings from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
             memory, smaller ones time.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
@@ -215,7 +215,7 @@ class _Offloaded:
 
         args = (grads, state, params, arrays)
         shardings = self._shardings(*args)
-        if self.mode == "whole" or (self.mode == "streamed" and self._is_one_block(state, chosen)):
+        if self.mode == "whole" or (self.mode == "streamed" and self._is_narrow(grads, state, chosen)):
             on_device = put(state, DEVICE)
             updates, new = update(grads, on_device, params, arrays)
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
@@ -251,11 +251,15 @@ class _Offloaded:
             )
         return chosen
 
-    def _is_one_block(self, state: Tree, chosen: set[int]) -> bool:
-        """Whether all that is on the host is no more than a block: then loops would only add what they hold."""
+    def _is_narrow(self, grads: Tree, state: Tree, chosen: set[int]) -> bool:
+        """Whether what is on the host is no more than a block, and little beside the gradients.
+
+        Loops would hold more then than all of it (momentum in 8 bits, computed in float32).
+        """
         leaves = jax.tree.leaves(state)
         large = large_on_host(leaves, self.chunk_bytes, chosen)
-        return sum(leaf_bytes(leaves[at]) for at in large) <= self.chunk_bytes
+        most = min(self.chunk_bytes, sum(map(leaf_bytes, jax.tree.leaves(grads))) // 2)
+        return sum(leaf_bytes(leaves[at]) for at in large) <= most
 
     def _check(self, state: Tree) -> set[int]:
         """Positions of the selected leaves, which are on the host."""
