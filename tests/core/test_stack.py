@@ -88,6 +88,8 @@ def test_stacked_layers_share_a_leading_axis() -> None:
         ({"w": jnp.ones((3, 2)), "b": jnp.ones(2)}, "b: 2, w: 3"),
         ({"w": jnp.ones((3, 2)), "scale": jnp.float32(1)}, "scale: None, w: 3"),
         ({"w": 1.0}, "w: None"),
+        ({**{f"w{at}": jnp.ones((3, 2)) for at in range(6)}, "zact": print}, "zact: no array but a builtin"),
+        ({**{f"w{at}": jnp.ones((3, 2)) for at in range(6)}, "z": jnp.ones((2, 2))}, "got: z: 2, w0: 3"),
     ],
 )
 def test_layers_that_do_not_stack_are_named(layers: dict, got: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, SelectionError, StructureError, linear
-from lowtide.offload import layerwise_step
+from lowtide.offload import Clip, _rows, layerwise_step
 
 WIDTH = 8
 HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}
@@ -100,6 +101,17 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ["adafactor", "bfloat16 momentum", "every second step"])
 def test_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
     assert_equal_training(stack(), OPTIMIZERS[name](), *parameters(), batch())
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9), optax.sm3(1e-2)],
+    ids=["adafactor", "sm3"],
+)
+def test_blocks_of_a_layer_meet_statistics_of_its_rows_and_columns(tx: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_rows, "_SMALL_PART", 8)
+    outer, layers = {"embed": normal(0, 4, 128), "head": normal(1, 128, 4)}, {"w": normal(2, 2, 128, 128)}
+    assert_equal_training(stack(), tx, outer, layers, batch(), chunk_bytes=16 * 1024)
 
 
 @pytest.mark.slow
@@ -210,6 +222,35 @@ def test_whole_numbers_among_the_outer_leaves_are_only_read(place: Any) -> None:
     assert np.isfinite(metrics["loss"])
 
 
+# --- gradients that are not finite ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, Clip(max_norm=0.1), Clip(max_norm=0.1, mode="previous")])
+def test_a_batch_without_a_finite_loss_leaves_everything_as_it_is(clip: Any) -> None:
+    step = layerwise_step(stack(), optax.adam(1e-2), clip=clip, on_nan="skip")
+    jitted, (start, frozen) = jax.jit(step), step.init(*parameters())
+    state, _ = jitted(start, frozen, batch())
+    skipped, metrics = jitted(state, frozen, jax.tree.map(lambda leaf: leaf.at[0].set(jnp.nan), batch()))
+    assert np.isnan(metrics["loss"]) and np.isnan(metrics["grad_norm"])
+    assert int(skipped.step) == 2
+    jax.tree.map(np.testing.assert_array_equal, *(dataclasses.replace(s, step=0) for s in (skipped, state)))
+
+
+def test_gradients_that_are_not_finite_from_a_layer_on_do_not_reach_parameters_or_state() -> None:
+    def block(layer: Any, h: Any, batch: Any) -> Any:  # the gradient of sqrt at 0, times 0, in the first layer alone
+        return h + jnp.tanh(h @ layer["w"]) + layer["on"] * jnp.sqrt(layer["on"] * h**2)
+
+    outer, layers = parameters()
+    layers = {**layers, "on": jnp.array([0.0, 1.0, 1.0])}
+    step = layerwise_step(stack(block=block), optax.adam(1e-2), on_nan="skip")
+    state, frozen = step.init(outer, layers)
+    new, metrics = jax.jit(step)(state, frozen, batch())
+    assert np.isfinite(metrics["loss"]) and not np.isfinite(metrics["grad_norm"])
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(new))
+    changed = np.asarray(new.layers["w"]) != np.asarray(layers["w"])
+    assert changed.any(axis=(1, 2)).tolist() == [False, True, True]
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +279,7 @@ def test_running_patterns_that_name_nothing_are_refused() -> None:
         ({"tx": "adam"}, r"(?s)no gradient transformation.*got: 'adam'.*hint: optax"),
         ({"tx": lt.offload.optimizer(optax.adam(1e-2))}, r"(?s)wrapped by lt.offload.optimizer.*hint: pass what is"),
         ({"place": "host"}, r"(?s)place is no mapping.*got: 'host'.*hint: place="),
+        ({"on_nan": "abort"}, r"(?s)unknown way to meet gradients.*'ignore' or 'skip'.*got: 'abort'.*hint: "),
         ({"chunk_bytes": 1.5}, r"(?s)chunk_bytes has to be at least 1.*got: 1.5.*hint:"),
     ],
 )
@@ -332,7 +374,11 @@ def test_outer_leaves_of_one_path_are_refused() -> None:
         ),
         (
             optax.apply_if_finite(optax.sgd(1e-2), 3),
-            r"(?s)updates layer 0: w by the gradient of layer 1: w",
+            r"(?s)updates layer 0: w by the gradient of layer 1: w.*optax.apply_if_finite.*hint: .*on_nan=\"skip\"",
+        ),
+        (
+            optax.polyak_sgd(1.0),
+            r"(?s)updates layer 0: w by the gradient of layer 1: w.*the loss and the norm.*polyak_sgd.*hint: ",
         ),
         (optax.contrib.dadapt_adamw(1.0), r"(?s)updates layer 0: w by the gradient of layer 1: w"),
     ],

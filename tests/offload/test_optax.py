@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from lowtide.core import PlacementWarning, SelectionError
-from lowtide.offload import optimizer
+from lowtide.offload import _rows, optimizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "optimizer_table.py"
 _spec = importlib.util.spec_from_file_location("optimizer_table", SCRIPT)
@@ -38,6 +38,7 @@ def trees(kind: str) -> Any:
             "head": (normal(2, 4096), jnp.float32(0.7)),
         },
         "bare": normal(0, 56, 128),
+        "factored": {"layers": normal(0, 2, 56, 128)},
     }[kind]
 
 
@@ -55,11 +56,11 @@ def run(tx: Any, params: Any, extra: dict[str, Any]) -> Any:
     return params, state
 
 
-def check(name: str, kind: str) -> None:
+def check(name: str, kind: str, chunk_bytes: int = 24 * 1024) -> None:
     if name == "sm3" and kind == "nested":
         pytest.skip("sm3 takes no scalars, wrapped or not")
     params, extra = trees(kind), optimizer_table.extra_arguments(name)
-    wrapped = optimizer(optimizer_table.OPTIMIZERS[name](), ".*", chunk_bytes=24 * 1024)
+    wrapped = optimizer(optimizer_table.OPTIMIZERS[name](), ".*", chunk_bytes=chunk_bytes)
     try:
         wrapped.init(params)
     except SelectionError:
@@ -80,6 +81,32 @@ def check(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", [name for name in optimizer_table.OPTIMIZERS if not name.startswith("contrib.")])
 def test_five_steps_have_the_values_of_the_unwrapped_optimizer(name: str) -> None:
     check(name, "bare")
+
+
+@pytest.mark.filterwarnings("error::lowtide.core.PlacementWarning")
+@pytest.mark.parametrize("name", ["contrib.dadapt_adamw", "MultiSteps(chain(clip_by_global_norm, adamw))"])
+def test_norms_over_all_leaves_take_a_pass_of_their_own(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlacementWarning)
+        check(name, "flat", 8 * 1024)
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adafactor (momentum)", "sm3", *(pytest.param(n, marks=SLOW) for n in ("adafactor", "novograd", "contrib.muon"))],
+)
+def test_statistics_of_rows_and_columns_meet_blocks_of_the_leaf(name: str, monkeypatch: Any) -> None:
+    # As of leaves of gigabytes: small state is moved at once, and rows of one layer are cut.
+    monkeypatch.setattr(_rows, "_SMALL_PART", 8)
+    cuts = list[Any]()
+    cut_block = _rows.cut_block
+    monkeypatch.setattr(_rows, "cut_block", lambda *a: cuts.append(cut_block(*a)) or cuts[-1])
+    check(name, "factored", 8 * 1024)
+    if name in ("adafactor (momentum)", "sm3"):
+        assert cuts == [(1, 16)]  # and a tail of eight
 
 
 @pytest.mark.slow

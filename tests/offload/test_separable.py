@@ -83,6 +83,32 @@ def test_a_norm_over_host_leaves_binds_them_all() -> None:
     assert (group.rows, group.blocked_by, len(group.outputs)) == (0, "reduce_sum", 2)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+@pytest.mark.parametrize(
+    "of_rows",
+    [
+        lambda w: jnp.sum(w),
+        lambda w: jnp.max(w),
+        lambda w: jnp.min(jnp.abs(w), axis=(0, 1), keepdims=True),
+        lambda w: jnp.any(w > 2).astype(w.dtype),
+        lambda w: jnp.all(w < 2).astype(w.dtype),
+        lambda w: jnp.vdot(w, w),
+        lambda w: jnp.sum((w - jnp.max(w)) ** 2),  # a pass that needs another one
+        lambda w: jnp.sum(w * jnp.arange(16, dtype=w.dtype)[None, :, None]),
+    ],
+)
+def test_folds_over_rows_take_a_pass_and_leave_blocks(of_rows: Any, dtype: Any) -> None:
+    def fn(w: Any) -> Any:
+        return (w + of_rows(w)).astype(w.dtype)
+
+    w = jax.device_put(jax.device_get(5 * on_host(3, 40, 128)[:, :16]).astype(dtype), HOST)
+    made = plan(fn, (w,), lambda w: w, chunk_bytes=4096, fold=True)
+    assert made.passes and [group.rows for group in made.groups] == [3]
+    got = jax.jit(lambda w: stream(fn, (w,), lambda w: w, chunk_bytes=8192))(w)
+    want = jax.jit(fn)(jax.device_put(w, jax.memory.Space.Device))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_a_branch_with_a_loop_stays_a_branch() -> None:
     def fn(w: Any, go: Any) -> Any:
         return jax.lax.cond(

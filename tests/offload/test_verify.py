@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError
-from lowtide.memory import Program, compile
+from lowtide.memory import Program, compile, target
 from lowtide.offload import checkpoint, scan, to_device, to_host, verify
 
 SIZE = 1024 * 1024 * 4
@@ -43,9 +44,9 @@ def axlearn_step(state: Any, grads: Any) -> Any:
     return jax.tree.map(lambda leaf: move(leaf * 0.9 + grads), to_device(state))
 
 
-def program(fn: Callable[..., Any] = step, target: str = "v5e", *, place: bool = True, donate: bool = True) -> Program:
+def program(fn: Callable[..., Any] = step, goal: str = "v5e", *, place: bool = True, donate: bool = True) -> Program:
     placed = to_host(state()) if place else state()
-    return compile(fn, placed, shape(1024, 1024), target=target, donate_argnums=0 if donate else None)
+    return compile(fn, placed, shape(1024, 1024), target=goal, donate_argnums=0 if donate else None)
 
 
 @pytest.mark.tpu_aot
@@ -120,12 +121,12 @@ def test_static_arguments_keep_the_caller_s_numbering(tpu_device: jax.Device) ->
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_on_a_cpu_kinds_are_checked_and_the_rest_is_said(bare: bool) -> None:
-    made = program(target="cpu")
+    made = program(goal="cpu")
     found = verify(made.compiled if bare else made, EXPECTED, outputs=OUTPUTS, host_temp_bytes=1 << 30)
     assert found.host_paths == ("0/mu", "0/nu") and found.num_moves is None
     assert found.notes == ("a CPU has one memory: kinds were checked, bytes and copies were not",)
     with pytest.warns(PlacementWarning, match="overwrites a donated argument"):
-        planted = program(axlearn_step, target="cpu")
+        planted = program(axlearn_step, goal="cpu")
     with pytest.raises(PlacementError, match="output mu: expected on the host, got on the device"):
         verify(planted, EXPECTED, outputs=OUTPUTS)
 
@@ -133,10 +134,48 @@ def test_on_a_cpu_kinds_are_checked_and_the_rest_is_said(bare: bool) -> None:
 @pytest.mark.tpu_aot
 def test_what_is_not_donated_is_said_and_a_second_copy_has_a_limit(tpu_device: jax.Device) -> None:
     made = program(donate=False)
-    assert verify(made, EXPECTED, outputs=OUTPUTS).notes == ("0/mu, 0/nu: on the host and not donated",)
+    for compiled in (made, made.compiled):
+        with pytest.raises(PlacementError, match=r"(?s)0/nu: not donated, so the host holds it.* nu \(4.00 M"):
+            verify(compiled, EXPECTED)
+    notes = verify(made, EXPECTED, outputs=OUTPUTS, donated=False).notes
+    assert notes == ("0/mu, 0/nu: on the host and not donated",)
     with pytest.raises(PlacementError, match="the host: expected at most 8.00 MiB, got 16.00 MiB"):
         verify(made, EXPECTED, host_bytes="8 MiB")
     assert verify(program(), EXPECTED, host_bytes="8 MiB").host_alias_bytes == 2 * SIZE
+
+
+@pytest.mark.tpu_aot
+def test_a_whole_step_that_donates_nothing_is_caught(tpu_device: jax.Device) -> None:
+    def loss(params: Any) -> Any:
+        return jnp.sum(scan(lambda h, w: (jnp.tanh(h @ w), None), jnp.ones((8, 256)), params)[0])
+
+    def update(params: Any) -> Any:
+        grads = jax.grad(loss)(params)
+        return to_host(to_device(params) - 0.1 * to_device(grads))
+
+    made = compile(update, to_host(shape(4, 256, 256)), target="v5e")
+    with pytest.raises(PlacementError, match="0: not donated, so the host holds it and the result"):
+        verify(made, {"0": "host"})
+    gradients = compile(jax.grad(loss), to_host(shape(4, 256, 256)), target="v5e")
+    assert verify(gradients, {"0": "host"}).notes == ("0: on the host and not donated",)
+
+
+@pytest.mark.tpu_aot
+def test_shards_that_are_gathered_are_caught() -> None:
+    mesh = jax.sharding.Mesh(np.array(target("v5e:2x2").devices()), ("fsdp",))
+    leaf = jax.ShapeDtypeStruct((64, 128, 256), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("fsdp")))
+
+    def forward(xs: Any) -> Any:  # along the sharded axis
+        return scan(lambda h, w: (jnp.tanh(h @ w.T @ w), None), jnp.ones((8, 256)), xs)[0]
+
+    made = compile(forward, to_host(leaf), target="v5e:2x2")
+    for compiled in (made, made.compiled):
+        with pytest.raises(PlacementError, match=r"0: its shards of \[16, 128, 256\] are gathered to \[64, "):
+            verify(compiled, {"0": "host"})
+    columns = to_host(
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.NamedSharding(mesh, jax.P(None, "fsdp")))
+    )
+    assert verify(compile(forward, columns, target="v5e:2x2"), {"0": "host"}).host_paths == ("0",)
 
 
 @pytest.mark.parametrize("given", [jax.jit(step), 3])
@@ -144,19 +183,19 @@ def test_what_is_not_compiled_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match=r"(?s)verify reads compiled programs.*hint: .*compile"):
         verify(given, EXPECTED)
     with pytest.raises(ConfigError, match=r"(?s)what is expected has no memories.*hint:"):
-        verify(program(target="cpu"), ["0/**"])  # pyright: ignore
+        verify(program(goal="cpu"), ["0/**"])  # pyright: ignore
 
 
 @pytest.mark.gpu_aot
 def test_a_compile_only_gpu_is_checked_by_what_was_declared() -> None:
-    made = program(target="h100")
+    made = program(goal="h100")
     found = verify(made, EXPECTED, outputs=OUTPUTS)
     assert found.host_paths == ("0/mu", "0/nu")
     assert found.notes == (
         "compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all",
     )
     with pytest.raises(PlacementError, match="argument 0/mu: expected on the host, got on the device"):
-        verify(program(axlearn_step, target="h100", place=False), EXPECTED)
+        verify(program(axlearn_step, goal="h100", place=False), EXPECTED)
     with pytest.raises(
         PlacementError, match=r"does not tell which arguments are on the host(.|\n)*hint: compile it with"
     ):
@@ -186,7 +225,7 @@ def test_later_globs_count() -> None:
 
 
 def test_patterns_that_match_nothing_are_refused() -> None:
-    compiled = program(target="cpu")
+    compiled = program(goal="cpu")
     with pytest.raises(SelectionError, match="pattern '2/mu' matches nothing(.|\n)*hint: "):
         verify(compiled, {"2/mu": "host"})
     with pytest.raises(ConfigError, match="0/mu: unknown memory 'hbm'(.|\n)*hint: every kind of host memory"):

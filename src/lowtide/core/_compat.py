@@ -14,6 +14,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax._src.lib.cuda_versions.cudnn_get_version` | yes | yes | yes | a public way to ask for cuDNN |
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
+| `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 """
 
@@ -24,6 +25,7 @@ import copy
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -230,6 +232,16 @@ def without_compilation_cache() -> Generator[None]:
 
     with _cache_is_used(compilation_cache):
         yield
+
+
+def inside_branch() -> bool:
+    """Whether a branch of `jax.lax.cond` or `jax.lax.switch` is traced right now."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "jax._src.lax.control_flow.conditionals":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def argument_names(traced: Any) -> list[str]:

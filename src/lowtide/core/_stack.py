@@ -116,7 +116,25 @@ def num_layers(layers: Tree) -> int:
         raise StructureError(
             "stacked layers need leaves with one common leading axis",
             expected="every leaf of shape [num_layers, ...]",
-            got=", ".join(f"{path}: {length}" for path, length in list(lengths.items())[:6]) or "no leaf",
-            hint="stack the layers with jax.tree.map(lambda *x: jnp.stack(x), *layers)",
+            got=_lengths(layers) or "no leaf",
+            hint="stack the layers with jax.tree.map(lambda *x: jnp.stack(x), *layers); functions and settings are no "
+            "leaves: keep them in the block, as with eqx.partition(layers, eqx.is_array)",
         )
     return int(next(iter(lengths.values())))  # pyright: ignore[reportArgumentType]
+
+
+def _lengths(layers: Tree) -> str:
+    """The leading axis of every leaf, by its path; what is no array, and the rarest lengths, first."""
+
+    def word(leaf: Any) -> str:
+        if shape := getattr(leaf, "shape", ()):
+            return str(shape[0])
+        if hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex):
+            return "None"
+        return f"no array but a {type(leaf).__name__}"
+
+    words = {path: word(leaf) for path, leaf in leaves_with_paths(layers)}
+    lengths = list(words.values())
+    first = sorted(words, key=lambda path: (words[path][0].isdigit(), lengths.count(words[path])))
+    more = f", … ({len(first) - 6} more)" if len(first) > 6 else ""
+    return ", ".join(f"{path}: {words[path]}" for path in first[:6]) + more

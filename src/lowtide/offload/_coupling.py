@@ -43,6 +43,7 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     paths = [prefix + path for prefix, tree in zip(prefixes, pair, strict=True) for path, _ in leaves_with_paths(tree)]
     first, last = len(paths), len(paths) + len(jax.tree.leaves(state))
     sources = [frozenset([at]) if at < first else frozenset[int]() for at in range(len(closed.in_avals))]
+    sources[-1] = frozenset([_LOSS])
     while True:  # what the state has seen in one step, updates read in the next
         found = _reach(closed.jaxpr, sources)
         held = [old | new for old, new in zip(sources[first:last], found[first:last], strict=True)]
@@ -50,14 +51,45 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
             break
         sources[first:last] = held
     for at, reached in enumerate(found[:first]):
-        if other := sorted(reached - {at}):
+        if other := sorted(reached - {at, _LOSS}):
+            got, hint = _cause(_LOSS in reached, _primitives(closed.jaxpr))
             raise StructureError(
                 f"the optimizer updates {paths[at]} by the gradient of {paths[other[0]]}, too",
                 expected="an optimizer that treats leaves one by one, such as optax.adamw",
-                got="one that mixes them, such as a chain with optax.clip_by_global_norm, or apply_if_finite",
-                hint="take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step; "
-                "lt.offload.optimizer takes every other one",
+                got=got,
+                hint=f"{hint}; lt.offload.optimizer takes every other one",
             )
+
+
+_LOSS = -1
+
+
+def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
+    """What mixes leaves, in the words of Optax, and the remedy."""
+    if "is_finite" in names:
+        return (
+            "one that looks at all gradients before it updates, such as optax.apply_if_finite",
+            'take it off and pass on_nan="skip" to layerwise_step',
+        )
+    if reads_loss:
+        return (
+            "one whose step size follows from the loss and the norm of all gradients, such as optax.polyak_sgd",
+            "there is no such step size before the last gradient: choose a schedule",
+        )
+    return (
+        "one that mixes them, such as a chain with optax.clip_by_global_norm, or one that estimates its own step size",
+        "take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step",
+    )
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    """Names of all operations, those of calls too."""
+    found = set[str]()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = eqn.params[CALLS[name]] if name in CALLS else None
+        found |= {name} if inner is None else _primitives(getattr(inner, "jaxpr", inner))
+    return found
 
 
 def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:

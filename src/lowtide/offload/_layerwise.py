@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +54,7 @@ from ._sweeps import Sweeps
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
 """Where things live unless `layerwise_step` is told otherwise."""
+OnNan = Literal["ignore", "skip"]
 
 
 def layerwise_step(
@@ -66,6 +67,7 @@ def layerwise_step(
     num_microbatches: int = 1,
     weight: Callable[[Tree], Any] | None = None,
     chunk_bytes: int | str = 2**26,
+    on_nan: OnNan = "ignore",
 ) -> LayerwiseStep:
     """A training step that updates each layer inside the backward pass.
 
@@ -85,6 +87,10 @@ def layerwise_step(
         weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`.
         chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update; a number, or
             text such as ``"64 MiB"``.
+        on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` leaves
+            updates out. All of them when the loss is not finite, or with ``"exact"`` clipping, which knows the norm of
+            all gradients before; else those from the first layer backward on whose gradients are not finite. The
+            metrics say what the loss and the norm were; a `lowtide.Trainer` needs ``on_nan="ignore"`` beside it.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then
@@ -151,6 +157,13 @@ def layerwise_step(
             got=repr(number),
             hint="leave it out for the default",
         )
+    if on_nan not in get_args(OnNan):
+        raise ConfigError(
+            "unknown way to meet gradients that are not finite",
+            expected=" or ".join(map(repr, get_args(OnNan))),
+            got=repr(on_nan),
+            hint='"skip" leaves their updates out; lt.Trainer knows more ways',
+        )
     given = clip
     if given is not None and not isinstance(given, Clip):
         raise ConfigError(
@@ -173,6 +186,7 @@ def layerwise_step(
         num_microbatches=num_microbatches,
         weight=weight,
         chunk_bytes=check_chunk(chunk_bytes),
+        on_nan=on_nan,
     )
 
 
@@ -196,6 +210,8 @@ class LayerwiseStep:
     """Weight of a microbatch."""
     chunk_bytes: int
     """Optimizer state on the device at a time."""
+    on_nan: OnNan
+    """What to do when loss or gradients are not finite."""
 
     def init(self, outer: Tree, layers: Tree) -> tuple[LayerwiseState, Tree]:
         """Place the parameters and make the optimizer's state.
@@ -270,7 +286,7 @@ class LayerwiseStep:
         if self.clip is not None and self.clip.mode == "exact":
             norm, layers = step.measure()
             again = dataclasses.replace(step, state=dataclasses.replace(state, layers=layers))
-            return again.update(self.clip.factor(norm))
+            return again.update(self.clip.factor(norm), jnp.isfinite(norm))
         if self.clip is not None and self.clip.mode == "previous":
             return step.update(self.clip.factor(state.grad_norm))
         return step.update(None)
@@ -281,6 +297,7 @@ class LayerwiseStep:
             tx=self.tx,
             clip=self.clip,
             chunk_bytes=self.chunk_bytes,
+            is_guarded=self.on_nan == "skip",
             outer_space=_space(self.place["outer"]),
             state=state,
             sweeps=Sweeps(

@@ -28,17 +28,20 @@ from lowtide.core import (
     StructureError,
     Tree,
     is_array_like,
+    leaf_bytes,
     leaves_with_paths,
     memory_space,
     parse_bytes,
 )
+from lowtide.core._compat import inside_branch
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
-from ._rows import stream
+from ._rows import large_on_host, stream
 from ._slices import DEVICE, HOST, put
 
 _MODES = ("streamed", "leaf", "whole")
+_ON_MESH = "it is on a mesh of several devices and nobody said how its leaves are sharded"
 
 
 def optimizer(
@@ -56,14 +59,16 @@ def optimizer(
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
             whole path. The path is also tried between slashes (``/0/mu/``), so that the default finds Adam's moments
             at the root and of a bare array, too.
-        mode: ``streamed`` cuts leaves into blocks where the update is separable, and takes leaf by leaf where it is
-            not, with one `PlacementWarning`; ``leaf`` takes each leaf as a whole, one after the other; ``whole`` moves
-            everything to the device and back at once.
+        mode: ``streamed`` cuts leaves into blocks where the update is separable (norms over rows are computed in a pass
+            before, which reads the state once more), and takes leaf by leaf where it is not, with one
+            `PlacementWarning`; a block or less beside larger gradients is moved at once. ``leaf`` takes each leaf as a
+            whole, one after the other; ``whole`` moves everything to the device and back at once.
         chunk_bytes: what a block brings from the host, a number or text such as ``"64 MiB"``. Larger blocks cost
             memory, smaller ones time.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`. A
-            traced array does not know its sharding, and slices along a sharded axis would gather the leaf on every
-            device. With it, each device streams its own shard.
+            traced array does not know its sharding unless its mesh has explicit axes, and slices along a sharded axis
+            would gather the leaf on every device. With it, each device streams its own shard; without it, leaves are
+            updated as a whole, in shards, one after the other.
 
     Returns:
         A transformation with the state structure of `tx`. Its updates are where the gradients were, on the device
@@ -80,8 +85,8 @@ def optimizer(
         StructureError: when `shardings` has not the structure of the gradients.
 
     Warns:
-        PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut, or when it is
-            traced for a compile-only device that has no host memory.
+        PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut (or must not
+            be, on a mesh without `shardings`), or when it is traced for a compile-only device that has no host memory.
 
     Memory:
         Per step and beyond the parameters and gradients: on the host one copy of the selected state, on the device
@@ -193,6 +198,7 @@ class _Offloaded:
         return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)
 
     def _update(self, grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        _refuse_branch()
         chosen = self._check(state)
         keys, structure = jax.tree.flatten(extra)
         arrays = {at: leaf for at, leaf in enumerate(keys) if is_array_like(leaf)}
@@ -201,20 +207,26 @@ class _Offloaded:
             given = structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(keys)])
             return self.tx.update(grads, state, params, **given)
 
-        def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
-            return grads, state
+        # Updates are like the gradients, or like the parameters where these have other trees (optax.lookahead).
+        is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
 
-        if self.mode == "whole":
+        def replaces(grads: Tree, state: Tree, params: Tree, arrays: Any) -> tuple[Tree, Tree]:
+            return grads if is_like_grads else params, state
+
+        args = (grads, state, params, arrays)
+        shardings = self._shardings(*args)
+        if self.mode == "whole" or (self.mode == "streamed" and self._is_narrow(grads, state, chosen)):
             on_device = put(state, DEVICE)
             updates, new = update(grads, on_device, params, arrays)
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
         return stream(
             update,
-            (grads, state, params, arrays),
+            args,
             replaces,
             chunk_bytes=self.chunk_bytes,
             by_leaf=self.mode == "leaf",
-            shardings=self._shardings(grads, state, params, arrays),
+            shardings=shardings,
+            prevented=_ON_MESH if shardings is None and _num_devices(args) > 1 else None,
             declared={len(jax.tree.leaves(grads)) + at for at in chosen},
             on_fallback=self._warn_once,
         )
@@ -238,6 +250,16 @@ class _Offloaded:
                 hint='r".*" selects everything; a transformation without state needs no offloading',
             )
         return chosen
+
+    def _is_narrow(self, grads: Tree, state: Tree, chosen: set[int]) -> bool:
+        """Whether what is on the host is no more than a block, and little beside the gradients.
+
+        Loops would hold more then than all of it (momentum in 8 bits, computed in float32).
+        """
+        leaves = jax.tree.leaves(state)
+        large = large_on_host(leaves, self.chunk_bytes, chosen)
+        most = min(self.chunk_bytes, sum(map(leaf_bytes, jax.tree.leaves(grads))) // 2)
+        return sum(leaf_bytes(leaves[at]) for at in large) <= most
 
     def _check(self, state: Tree) -> set[int]:
         """Positions of the selected leaves, which are on the host."""
@@ -263,7 +285,7 @@ class _Offloaded:
 
     def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
         if self.shardings is None:
-            return None
+            return None if _num_devices((grads, state, params)) == 1 else _explicit((grads, state, params, arrays))
         of_leaf = _by_suffix(self.shardings, grads)
         return tuple(
             jax.tree.unflatten(jax.tree.structure(tree), [of_leaf(*pair) for pair in leaves_with_paths(tree)])
@@ -276,7 +298,7 @@ class _Offloaded:
             sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
             if self.shardings is None and sharding is not None and not sharding.is_fully_replicated:
                 warnings.warn(
-                    f"{path} is sharded, and the optimizer was not told: blocks of it are gathered on every device\n"
+                    f"{path} is sharded, and the optimizer was not told: it is updated leaf by leaf\n"
                     "hint: lt.offload.optimizer(..., shardings=jax.tree.map(lambda p: p.sharding, params))",
                     PlacementWarning,
                     stacklevel=3,
@@ -289,12 +311,42 @@ class _Offloaded:
         self.has_warned = True
         names = [path.partition("/")[2] or path for path in paths]
         listed = ", ".join(names[:4]) + (f", … ({len(names) - 4} more)" if len(names) > 4 else "")
+        remedy = 'choose mode="leaf" to accept it, an optimizer that works element by element, or a narrower match'
+        if reason == _ON_MESH:
+            remedy = 'pass shardings=jax.tree.map(lambda p: p.sharding, params), or choose mode="leaf" to accept it'
         warnings.warn(
             f"optimizer state {listed}: updated leaf by leaf instead of block by block, because {reason}\n"
-            'hint: choose mode="leaf" to accept it, an optimizer that works element by element, or a narrower match',
+            f"hint: {remedy}",
             PlacementWarning,
             stacklevel=2,
         )
+
+
+def _refuse_branch() -> None:
+    """Raise inside a branch, whose results would be copies of the state on the host; TPUs cannot compile it at all."""
+    if inside_branch():
+        raise StructureError(
+            "the optimizer's update is called in a branch of jax.lax.cond",
+            expected="lt.offload.optimizer around the outermost transformation",
+            got="another one around it, such as optax.MultiSteps or optax.apply_if_finite, or a branch of your own",
+            hint="lt.offload.optimizer(optax.MultiSteps(tx, every_k_schedule=4).gradient_transformation()); its state "
+            "is streamed, too, with match=r'.*/(mu|nu|acc_grads)/.*'",
+        )
+
+
+def _num_devices(tree: Tree) -> int:
+    """How many devices the mesh has that traced leaves are on; a single one where they have none."""
+    meshes = [getattr(jax.typeof(leaf).sharding, "mesh", None) for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
+    return max((mesh.size for mesh in meshes if mesh is not None and not mesh.empty), default=1)
+
+
+def _explicit(tree: Tree) -> Tree:
+    """The shardings of traced leaves whose mesh has explicit axes: there they are part of the type. Else None."""
+    leaves, structure = jax.tree.flatten(tree)
+    types = [jax.typeof(leaf).sharding if is_array_like(leaf) else None for leaf in leaves]
+    known = [None if type_ is None or type_.mesh.empty else type_ for type_ in types]
+    is_known = all(type_.mesh.are_all_axes_explicit for type_ in known if type_ is not None)
+    return structure.unflatten(known) if is_known else None
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
 
+from ._folds import folded, identity
 from ._separable import Group, Program, separate, trace
 from ._slices import DEVICE, HOST, is_row_major, put
 from ._slices import read as read_entry
@@ -75,6 +76,8 @@ class Plan:
     """Host leaves that are not so small that they are moved at once."""
     groups: tuple[Group, ...]
     """What runs in loops."""
+    passes: tuple[Group, ...]
+    """What runs in loops before, and only reads."""
 
 
 def plan(
@@ -84,8 +87,9 @@ def plan(
     *,
     chunk_bytes: int,
     declared: Collection[int] = (),
+    fold: bool = False,
 ) -> Plan:
-    """Trace a function and divide it into groups of leaves; arguments as in `stream`.
+    """Trace a function and divide it into groups of leaves; arguments as in `stream`, `fold` as in `separate`.
 
     Returns:
         The plan; its `groups` say how many leading axes of each may be cut, and what prevents it.
@@ -94,7 +98,7 @@ def plan(
         StructureError: when the result has not the structure that `replaces` names.
     """
     leaves, structure = jax.tree.flatten(tuple(args))
-    on_host = _large_on_host(leaves, chunk_bytes, declared)
+    on_host = large_on_host(leaves, chunk_bytes, declared)
     program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
@@ -105,8 +109,15 @@ def plan(
             got=treedef,
             hint="update(grads, state, params) has to return trees like grads and state",
         )
-    groups = tuple(separate(program, on_host, replaced))
-    return Plan(program=program, treedef=treedef, replaced=tuple(replaced), on_host=frozenset(on_host), groups=groups)
+    passes, groups = map(tuple, separate(program, on_host, replaced, fold=fold))
+    return Plan(
+        program=program,
+        treedef=treedef,
+        replaced=tuple(replaced),
+        on_host=frozenset(on_host),
+        groups=groups,
+        passes=passes,
+    )
 
 
 def stream(
@@ -117,6 +128,7 @@ def stream(
     chunk_bytes: int,
     by_leaf: bool = False,
     shardings: Tree = None,
+    prevented: str | None = None,
     declared: Collection[int] = (),
     on_fallback: Callable[[list[str], str], None] | None = None,
 ) -> Tree:
@@ -131,6 +143,7 @@ def stream(
         chunk_bytes: what one block brings from the host, about: rows are cut in multiples of the hardware's tiles.
         by_leaf: cut nothing; each group is on the device as a whole while it is updated.
         shardings: a tuple like `args` of trees of `jax.sharding.NamedSharding` or None, or None.
+        prevented: why nothing can be cut, though it might be wanted.
         declared: flat positions of leaves that are taken for host leaves though their type does not say so.
         on_fallback: called with the paths (position of the argument first) of a group that is larger than a block and
             cannot be cut, and with what prevents it. The default warns.
@@ -147,20 +160,37 @@ def stream(
     """
     names = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
-    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared)
-    program, placed = made.program, _flat_shardings(shardings, args)
+    placed = _flat_shardings(shardings, args)
+    fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in placed.values()))
+    made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
+    program = made.program
     _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
     values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
+
+    def compute(wanted: Collection[int]) -> None:
+        values.update({at: program.constants[at] for at in program.constants.keys() & wanted})
+        program.run(program.needed_for(wanted, known=values), values)
+
+    after: Any = jnp.int32(0)
+    for group in made.passes:
+        compute(group.free)
+        on_host = [names[at] for at in group.leaves if at in made.on_host]
+        on_whole = functools.partial(on_fallback or _warn, on_host)
+        loop = _Loop(plan=made, group=group, rows=group.rows, chunk_bytes=chunk_bytes, on_whole=on_whole, reason=None)
+        totals = [identity(equation.primitive, program.avals[equation.outputs[0]]) for equation in group.folds]
+        done, after = loop({at: values[at] for at in (*group.leaves, *group.free)}, totals, after)
+        for equation, total in zip(group.folds, done, strict=True):
+            (at,) = equation.outputs
+            values[at] = total.astype(program.avals[at].dtype)
     in_loops = {position for group in made.groups for position in group.outputs}
     before = {at for group in made.groups for at in group.free}
     before.update(value for position, value in enumerate(program.outputs) if position not in in_loops)
-    values.update({at: program.constants[at] for at in before & program.constants.keys()})
-    program.run(program.needed_for(before), values)
+    compute(before)
 
     results: dict[int, Any] = {}
-    after: Any = jnp.int32(0)
     for group in made.groups:
-        rows, mesh, spec, reason = (0, None, None, None) if by_leaf else _on_mesh(group, made.replaced, placed)
+        whole = by_leaf or prevented is not None
+        rows, mesh, spec, reason = (0, None, None, prevented) if whole else _on_mesh(group, made.replaced, placed)
         on_host = [names[at] for at in group.leaves if at in made.on_host]
         loop = _Loop(
             plan=made,
@@ -171,9 +201,13 @@ def stream(
             reason=reason,
         )
         read = {at: values[at] for at in (*group.leaves, *group.free)}
-        buffers = [_buffer(program, leaves[made.replaced[at]], program.outputs[at]) for at in group.outputs]
+        # What was moved at once is updated on the device, and goes back at once.
+        targets = {at: made.replaced[at] for at in group.outputs}
+        moved = {at: target for at, target in targets.items() if values[target] is not leaves[target]}
+        buffers = [_buffer(program, values[target], program.outputs[at]) for at, target in targets.items()]
         done, after = (loop if mesh is None else _in_shards(loop, mesh, spec))(read, buffers, after)
         results.update(zip(group.outputs, done, strict=True))
+        results.update({at: _replaced(leaves[target], results[at]) for at, target in moved.items()})
     for position, value in enumerate(program.outputs):
         if position not in results:
             leaf = leaves[made.replaced[position]]
@@ -193,7 +227,7 @@ def _warn(paths: list[str], reason: str) -> None:
     )
 
 
-def _large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
+def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
     """Positions of the host leaves that are worth a loop, in order."""
     on_host = [at for at, leaf in enumerate(leaves) if (at in declared or _space(leaf) is HOST) and leaf.ndim]
     small, total = set[int](), 0
@@ -269,8 +303,8 @@ def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
     """The loop on each device's own shard of every array."""
 
     def run(read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
-        def of(array: Any) -> Any:
-            return jax.P(*spec[: array.ndim])
+        def of(array: Any) -> Any:  # an axis of one is repeated along rows
+            return jax.P(*(axis if size > 1 else None for axis, size in zip(spec, array.shape, strict=False)))
 
         specs = ({at: of(array) for at, array in read.items()}, [of(b) for b in buffers], jax.P())
         return jax.shard_map(loop, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=specs[1:], check_vma=False)(
@@ -296,9 +330,11 @@ class _Loop:
         num_bytes = sum(map(leaf_bytes, streamed))
         on_host = [*streamed, *(buffer for buffer in buffers if _space(buffer) is HOST)]
         prefix = read[self.group.leaves[0]].shape[: self.rows]
+        # Numbers of eight bits are computed with in float32: a block may not be four blocks then.
+        wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape) for leaf in on_host):
-            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), num_bytes, self.chunk_bytes)
+            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
@@ -328,6 +364,13 @@ class _Loop:
             done, after = blocks_of(rest, length - rest, again, after)
         return [array.reshape(shape) for array, shape in zip(done, shapes, strict=True)], after
 
+    @property
+    def _widest(self) -> int:
+        """Most bytes of a number among those that a block is computed with."""
+        avals = self.plan.program.avals
+        made = [avals[at].dtype for equation in self.group.equations for at in equation.outputs]
+        return max((dtype.itemsize for dtype in made if jnp.issubdtype(dtype, jnp.inexact)), default=1)
+
     def _run(
         self,
         read: Mapping[int, Any],
@@ -347,10 +390,13 @@ class _Loop:
             where = start(i)
             now = [_like(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
             # What is overwritten is read from where it is written: one buffer, not two.
-            same = {at: b for at, b in zip(targets, now, strict=True) if at in read and b.dtype == read[at].dtype}
+            same = {at: b for at, b in zip(targets, now, strict=False) if at in read and b.dtype == read[at].dtype}
             blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
             # Behind the axis that is cut, a shard may be shorter than the leaf that was traced.
             program.run(self.group.equations, blocks, (*sizes, *prefix[len(sizes) :]))
+            if self.group.folds:
+                folds = zip(self.group.folds, arrays, strict=True)
+                return i + 1, [folded(e.primitive, e.params, blocks[e.inputs[0]], total) for e, total in folds]
             new = [blocks[program.outputs[at]] for at in outputs]
             return i + 1, [_write(*pair, where) for pair in zip(now, new, strict=True)]
 
@@ -397,8 +443,10 @@ def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) 
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
     if isinstance(leaf, Entry) or not leaf.ndim or not sizes:
         return _whole(leaf)
-    index = (*where[0], *(0,) * (leaf.ndim - len(where[0])))
-    return jax.lax.dynamic_slice(leaf, index, (*sizes, *leaf.shape[len(sizes) :]))
+    # An axis of one belongs to every block, too: elementwise operations repeat it.
+    where_here = [at if size > 1 else 0 for at, size in zip(where[0], leaf.shape, strict=False)]
+    shape = (*map(min, sizes, leaf.shape), *leaf.shape[len(sizes) :])
+    return jax.lax.dynamic_slice(leaf, (*where_here, *(0,) * (leaf.ndim - len(where_here))), shape)
 
 
 def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:

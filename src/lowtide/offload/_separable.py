@@ -8,8 +8,10 @@ The update is traced once and read as a list of equations, calls inlined. Every 
 - *free*: everything else that depends on no host leaf, such as a step counter or the global norm of the gradients.
   It is computed once, before the groups.
 
-A value that depends on a host leaf but lost its rows (the norm in LAMB's trust ratio) binds its group together: such a
-group is only run as a whole. A `cond` on host leaves becomes a selection, so that its branches are taken apart, too.
+A value that depends on a host leaf but lost its rows binds its group together: such a group is only run as a whole.
+Sums and extremes over the rows (the norm in LAMB's trust ratio, the global norm of what `optax.MultiSteps` accumulated)
+need not: they can be folded block by block in a pass of their own, and are free from there on. A `cond` on host leaves
+becomes a selection, so that its branches are taken apart, too.
 
 Limits: operations outside of the rules below count as ones that lose all rows, which is safe but not always sharp.
 `while` and `scan` are not looked into.
@@ -18,14 +20,18 @@ Limits: operations outside of the rules below count as ones that lose all rows, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from lowtide.core import PlacementWarning
 from lowtide.core._jaxprs import CALLS, make_jaxpr
+
+from ._folds import FOLDS
 
 _LOOPS = frozenset(("while", "scan"))
 _ELEMENTWISE = frozenset(
@@ -91,6 +97,10 @@ _SHAPES = {
 }
 
 
+# What a fold leaves is kept on the device: at most this part of what it is made of.
+_FOLDED_PART = 8
+
+
 @dataclasses.dataclass(frozen=True)
 class Equation:
     """One operation on values, which are numbered."""
@@ -115,13 +125,15 @@ class Program:
         """Number of axes of a value."""
         return len(self.avals[value].shape)
 
-    def needed_for(self, values: Iterable[int], among: Sequence[Equation] | None = None) -> list[Equation]:
-        """The equations, in order, that compute some values."""
-        wanted, kept = set(values), list[Equation]()
+    def needed_for(
+        self, values: Iterable[int], among: Sequence[Equation] | None = None, known: Collection[int] = ()
+    ) -> list[Equation]:
+        """The equations, in order, that compute some values from inputs and from what is known."""
+        wanted, kept = set(values).difference(known), list[Equation]()
         for equation in reversed(self.equations if among is None else among):
             if wanted.intersection(equation.outputs):
                 kept.append(equation)
-                wanted.update(equation.inputs)
+                wanted.update(set(equation.inputs).difference(known))
         return kept[::-1]
 
     def run(self, equations: Iterable[Equation], values: dict[int, Any], sizes: Sequence[int] = ()) -> None:
@@ -178,6 +190,7 @@ def _on_device(leaf: Any) -> Any:
 class _Inliner:
     program: Program
     host: set[int]  # values that depend on host leaves
+    flat: dict[int, int] = dataclasses.field(default_factory=dict)  # what a vector was before it was made one
 
     def value(self, aval: Any, on_host: bool) -> int:
         self.program.avals.append(aval)
@@ -212,7 +225,21 @@ class _Inliner:
         if name == "cond" and self.host.intersection(inputs) and not any(map(_loops, eqn.params["branches"])):
             cases = [self.closed(branch, inputs[1:]) for branch in eqn.params["branches"]]
             return [self.select(inputs[0], column) for column in zip(*cases, strict=True)]
-        return self.emit(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
+        if name == "dot_general" and (product := self.inner_product(inputs, eqn.outvars[0].aval)) is not None:
+            return product
+        outputs = self.emit(eqn.primitive, inputs, [var.aval for var in eqn.outvars], eqn.params)
+        if name == "reshape" and len(eqn.outvars[0].aval.shape) == 1:
+            self.flat[outputs[0]] = inputs[0]
+        return outputs
+
+    def inner_product(self, inputs: Sequence[int], aval: Any) -> list[int] | None:
+        """`jnp.vdot` of two arrays of one shape, which makes vectors of them, as a sum that keeps their rows apart."""
+        arrays = [self.flat.get(at, at) for at in inputs]
+        shapes = [jax.ShapeDtypeStruct(self.program.avals[at].shape, self.program.avals[at].dtype) for at in arrays]
+        if aval.shape or not self.host.intersection(arrays) or shapes[0].shape != shapes[1].shape:
+            return None
+        closed, _ = make_jaxpr(lambda x, y: jnp.sum(x.astype(aval.dtype) * y.astype(aval.dtype)))(*shapes)
+        return self.closed(closed, arrays)
 
     def select(self, which: int, cases: Sequence[int]) -> int:
         if len(set(cases)) == 1:
@@ -248,22 +275,28 @@ class Group:
     """Leading axes along which blocks may be cut; 0: as a whole only."""
     blocked_by: str | None
     """The operation that allows no blocks."""
+    folds: tuple[Equation, ...] = ()
+    """In a pass that only reads: what sums up or compares the blocks of its operand."""
 
 
-def separate(program: Program, on_host: Iterable[int], replaced: Sequence[int]) -> list[Group]:
+def separate(
+    program: Program, on_host: Iterable[int], replaced: Sequence[int], *, fold: bool = False
+) -> tuple[list[Group], list[Group]]:
     """Divide a program into groups of leaves that do not need each other.
 
     Args:
         program: what `trace` returned.
         on_host: the host leaves that it was traced with.
         replaced: for each output the input leaf that it overwrites.
+        fold: whether sums and extremes over rows of host leaves may take a pass of their own.
 
     Returns:
-        The groups with host leaves, in order of their first output. Outputs in none of them depend on no host leaf.
+        The passes, in order; and the groups with host leaves, in order of their first output. Outputs in none of them
+        depend on no host leaf but by way of a pass.
     """
     host = set(on_host)
     program.equations = program.needed_for(program.outputs)
-    flow = _Flow(program, host)
+    flow = _Flow(program, host, fold)
     for equation in program.equations:
         flow.follow(equation)
     members: dict[int, list[int]] = {}
@@ -274,21 +307,24 @@ def separate(program: Program, on_host: Iterable[int], replaced: Sequence[int]) 
     hosted = {flow.find(leaf) for leaf in host}
     for position, value in enumerate(program.outputs):
         leaf = flow.leaf.get(value)
-        if value >= program.num_inputs and leaf is not None and flow.find(leaf) in hosted:
+        if value in flow.rows and value >= program.num_inputs and leaf is not None and flow.find(leaf) in hosted:
             members.setdefault(flow.find(leaf), []).append(position)
-    return [flow.group(positions) for positions in members.values()]
+    return flow.passes(), [flow.largest(positions, replaced) for positions in members.values()]
 
 
 class _Flow:
     """Rows and leaves of every value, forward through a program."""
 
-    def __init__(self, program: Program, host: set[int]) -> None:
+    def __init__(self, program: Program, host: set[int], fold: bool) -> None:
         leaves = [at for at in range(program.num_inputs) if program.rank(at) or at in host]
         self.program = program
         self.rows = {at: program.rank(at) for at in leaves}  # what is not in here is free
         self.leaf = {at: at for at in leaves}  # one of the leaves that a value comes from; none for constants over rows
         self.parent = {at: at for at in leaves}
         self.host = set(host)
+        self.fold = fold
+        self.folds: list[tuple[Equation, int]] = []  # and how many axes of the operand may be cut
+        self.level: dict[int, int] = {}  # passes that have to run before a value is known
 
     def find(self, leaf: int) -> int:
         while self.parent[leaf] != leaf:
@@ -302,12 +338,23 @@ class _Flow:
         program, name = self.program, equation.primitive.name
         carriers = [at for at in equation.inputs if at in self.rows]
         on_host = bool(self.host.intersection(equation.inputs))
+        level = max((self.level.get(at, 0) for at in equation.inputs), default=0)
+        axes = self._folded(equation) if self.fold and on_host else 0
+        self.level.update(dict.fromkeys(equation.outputs, level + (axes > 0)))
+        if axes:
+            self.folds.append((equation, axes))
+            return
         if not carriers:
             if name == "broadcast_in_dim" and not program.rank(equation.inputs[0]):
                 self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
             return
-        arrays = [at for at in equation.inputs if program.rank(at) or at in self.rows]
-        rows = min(self._keeps(equation), *(self.rows.get(at, program.rank(at)) for at in arrays))
+        if name in _ELEMENTWISE:
+            self._free_repeated(equation, carriers)
+            carriers = [at for at in carriers if at in self.rows]
+            if not carriers:  # rows times columns: nothing that a block could not compute by itself
+                self.rows[equation.outputs[0]] = program.rank(equation.outputs[0])
+                return
+        rows = self._rows_of(equation, carriers)
         if not rows and not on_host:
             return
         if not rows:  # read as a whole: leaves on the device need not join the group
@@ -320,22 +367,68 @@ class _Flow:
             self.leaf.update({output: leaves[0]} if leaves else {})
             self.host.update([output] if on_host else [])
 
-    def _keeps(self, equation: Equation) -> int:
-        name, ranks = equation.primitive.name, [self.program.rank(at) for at in equation.inputs]
-        if name in _ELEMENTWISE:
-            return max(ranks)
-        keeps = _KEEPS.get(name)
-        return keeps(equation.params, self.program.avals[equation.inputs[0]].shape) if keeps else 0
+    def _free_repeated(self, equation: Equation, carriers: Sequence[int]) -> None:
+        """Let what an elementwise operation repeats along rows be computed before, if it is on the device.
 
-    def group(self, positions: list[int]) -> Group:
+        Such operands have one row where the result has many: Adafactor's column statistics, SM3's accumulators.
+        """
+        avals, shape = self.program.avals, self.program.avals[equation.outputs[0]].shape
+        for at in carriers:
+            is_repeated = at in self.leaf and at not in self.host and avals[at].shape != shape
+            if is_repeated and min(self._shared(equation, at), self.rows[at]) < len(shape):
+                del self.rows[at]
+
+    def _shared(self, equation: Equation, operand: int) -> int:
+        """How many leading axes of an elementwise operation's operand are those of its result."""
+        return _common(self.program.avals[operand].shape, self.program.avals[equation.outputs[0]].shape)
+
+    def _rows_of(self, equation: Equation, carriers: Sequence[int]) -> int:
+        program, name = self.program, equation.primitive.name
+        if name in _ELEMENTWISE:
+            of_leaves = [self._shared(equation, at) for at in carriers if at in self.leaf]
+            return min([*(self.rows[at] for at in carriers), *of_leaves])
+        keeps = _KEEPS.get(name)
+        arrays = [at for at in equation.inputs if program.rank(at) or at in self.rows]
+        own = keeps(equation.params, program.avals[equation.inputs[0]].shape) if keeps else 0
+        return min(own, *(self.rows.get(at, program.rank(at)) for at in arrays))
+
+    def largest(self, positions: list[int], replaced: Sequence[int]) -> Group:
+        """The group without what the device alone can compute, where that lets more axes be cut."""
+        everything = self.group(positions)
+        hosted = [at for at in positions if {self.program.outputs[at], replaced[at]} & self.host]
+        fewer = self.group(hosted) if hosted and len(hosted) < len(positions) else everything
+        return fewer if fewer.rows > everything.rows else everything
+
+    def _folded(self, equation: Equation) -> int:
+        """Along how many leading axes an operation can be computed block by block and put together afterwards."""
+        if equation.primitive.name not in FOLDS or len(equation.inputs) != 1:
+            return 0
+        (operand,), avals = equation.inputs, self.program.avals
+        axes = _common(sorted(equation.params["axes"]), range(self.program.rank(operand)))
+        sizes = [math.prod(avals[at].shape) for at in (*equation.inputs, *equation.outputs)]
+        return min(axes, self.rows.get(operand, 0)) if sizes[1] * _FOLDED_PART <= sizes[0] else 0
+
+    def passes(self) -> list[Group]:
+        """One for all folds over the same rows that need the same passes before."""
+        found: dict[Any, list[Equation]] = {}
+        for equation, axes in self.folds:
+            (operand,) = equation.inputs
+            rows = self.program.avals[operand].shape[:axes]
+            found.setdefault((self.level[equation.outputs[0]], self.find(self.leaf[operand]), rows), []).append(
+                equation
+            )
+        return [self.group([], found[key], len(key[2])) for key in sorted(found)]
+
+    def group(self, positions: list[int], folds: Sequence[Equation] = (), most: int | None = None) -> Group:
         program = self.program
-        values = [program.outputs[at] for at in positions]
-        carried = [equation for equation in program.equations if any(at in self.rows for at in equation.outputs)]
+        values = [program.outputs[at] for at in positions] + [fold.inputs[0] for fold in folds]
+        carried = [equation for equation in program.equations if all(at in self.rows for at in equation.outputs)]
         equations = program.needed_for(values, carried)
-        read = {at for equation in equations for at in equation.inputs}
+        read = {at for equation in (*equations, *folds) for at in equation.inputs}
         made = {at for equation in equations for at in equation.outputs}
         leaves = sorted(at for at in read if at < program.num_inputs and at in self.rows)
         rows = min(self.rows[at] for at in {*leaves, *made})
+        rows = rows if most is None else min(rows, most)
         lost = (e for e in equations if not self.rows[e.outputs[0]] and all(self.rows.get(at, 1) for at in e.inputs))
         return Group(
             leaves=tuple(leaves),
@@ -346,4 +439,5 @@ class _Flow:
             equations=tuple(equations),
             rows=rows,
             blocked_by=None if rows else next((e.primitive.name for e in lost), "a scalar"),
+            folds=tuple(folds),
         )

@@ -29,6 +29,8 @@ class Step:
     """How gradients are clipped."""
     chunk_bytes: int
     """Bytes from the host in one block of an update."""
+    is_guarded: bool
+    """Whether updates are left out from the first gradient on that is not finite."""
     outer_space: Any
     """Where the outer parameters live, and a gradient that waits for the end of the backward pass."""
     state: LayerwiseState
@@ -52,12 +54,13 @@ class Step:
         grads = _added(self._first(first, wave), shared)
         return jnp.sqrt(squares + square_norm(grads)), layers
 
-    def update(self, factor: Any) -> tuple[LayerwiseState, dict[str, Any]]:
+    def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
         """The new state and the metrics.
 
         Args:
             factor: what gradients are multiplied by before they are used; None where each norm decides by itself, or
                 nothing is clipped.
+            is_finite: whether the gradients are known to be finite so far; where steps are guarded.
         """
         state, first_last = self.state, self._readers()
         first, last = first_last
@@ -66,14 +69,15 @@ class Step:
         shared = self._waiting(grads_last, first & last)
         head = _but(grads_last, first)
         squares = square_norm(head)
-        outer, outer_opt = self._update_outer(head, factor, loss)
+        outer, outer_opt = self._update_outer(head, factor, loss, self._guard(squares, loss, is_finite))
 
         def consume(carry: Any, i: Any, layer: Tree, grads: Tree) -> Any:
             layers, opt, squares = carry
-            part = self._factor(grads, factor)
+            part, squares = self._factor(grads, factor), squares + square_norm(grads)
+            options = {"guard": self._guard(squares, loss, is_finite), **self._options}
             tx = under(self.tx, "layers")
-            layers, opt = update_layer(tx, grads, layer, layers, opt, i, loss, part, **self._options)
-            return layers, opt, squares + square_norm(grads)
+            layers, opt = update_layer(tx, grads, layer, layers, opt, i, loss, part, **options)
+            return layers, opt, squares
 
         # The gradients of the head are gone before the first block runs backward.
         after = zero_after((list(outer.values()), squares))
@@ -82,7 +86,8 @@ class Step:
         layers, layers_opt, squares = carry
         grads = _added(self._first(first, wave), shared)
         squares = squares + square_norm(grads)
-        rest, rest_opt = self._update_outer(grads, factor, loss)
+        guard = self._guard(squares, loss, is_finite)
+        rest, rest_opt = self._update_outer(grads, factor, loss, guard)
         norm = jnp.sqrt(squares)
         new = LayerwiseState(
             step=state.step + 1,
@@ -90,7 +95,7 @@ class Step:
             layers=layers,
             outer_opt={**outer_opt, **rest_opt},
             layers_opt=layers_opt,
-            grad_norm=norm,
+            grad_norm=norm if guard is None else jnp.where(guard, norm, state.grad_norm),
         )
         return new, {**metrics, "loss": loss, "grad_norm": norm}
 
@@ -137,14 +142,19 @@ class Step:
         meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((self.state.outer, self.state.layers))]
         return {"chunk_bytes": self.chunk_bytes, "by_leaf": any(mesh.size > 1 for mesh in meshes)}
 
-    def _update_outer(self, grads: Tree, factor: Any, loss: Any) -> tuple[dict[str, Any], dict[str, Tree]]:
+    def _guard(self, squares: Any, loss: Any, is_finite: Any) -> Any:
+        """Whether the loss and all gradients so far are finite; None where steps are not guarded."""
+        return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if self.is_guarded else None
+
+    def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[dict[str, Any], dict[str, Tree]]:
         """New leaves and optimizer states by path, one leaf after the other."""
         leaves: dict[str, Any] = {}
         states: dict[str, Tree] = {}
         for path, _ in leaves_with_paths(grads):
             grad, old = alone(grads, path), alone(self.state.outer, path)
             part, opt = self._factor(grad, factor), self.state.outer_opt[path]
-            new, states[path] = update(under(self.tx, "outer"), grad, old, opt, loss, part, **self._options)
+            options = {"guard": guard, **self._options}
+            new, states[path] = update(under(self.tx, "outer"), grad, old, opt, loss, part, **options)
             (leaves[path],) = jax.tree.leaves(new)
         return leaves, states
 

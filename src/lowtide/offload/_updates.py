@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,16 @@ from ._slices import HOST, read, write
 
 
 def update(
-    tx: Any, grads: Tree, params: Tree, opt: Tree, loss: Any, factor: Any, *, into: Tree = None, **options: Any
+    tx: Any,
+    grads: Tree,
+    params: Tree,
+    opt: Tree,
+    loss: Any,
+    factor: Any,
+    *,
+    into: Tree = None,
+    guard: Any = None,
+    **options: Any,
 ) -> tuple[Tree, Tree]:
     """Update parameters and state in place, wherever they live, a block of rows at a time.
 
@@ -28,20 +38,27 @@ def update(
         loss: for optimizers that read it.
         factor: what gradients are multiplied by, or None.
         into: what the new parameters overwrite, if not `params`.
+        guard: whether to update at all, a boolean scalar; None for always.
         **options: of `stream`.
 
     Returns:
         New parameters and state, each in the memory of what it overwrites.
     """
 
-    def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any) -> tuple[Tree, Tree]:
-        updates, opt = tx.update(grads if factor is None else scale(grads, factor), opt, params, value=loss)
-        return optax.apply_updates(params, updates), opt
+    def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        updates, new = tx.update(grads if factor is None else scale(grads, factor), opt, params, value=loss)
+        made = optax.apply_updates(params, updates), new
+        return made if guard is None else jax.tree.map(functools.partial(_chosen, guard), made, (params, opt))
 
-    def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any) -> tuple[Tree, Tree]:
+    def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
         return params if into is None else into, opt
 
-    return stream(apply, (grads, opt, params, into, jnp.asarray(loss), factor), replaces, **options)
+    return stream(apply, (grads, opt, params, into, jnp.asarray(loss), factor, guard), replaces, **options)
+
+
+def _chosen(guard: Any, new: Any, old: Any) -> Any:
+    """The new value or the old one; what has become another type is refused elsewhere, by name."""
+    return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
 
 
 def update_layer(

@@ -33,6 +33,8 @@ from lowtide.core import (
 )
 from lowtide.memory import Program, crossed_donations, undonated
 
+from ._text import gradients, host_shapes
+
 Space = Literal["host", "device"]
 
 _HOST_SPACE = 5  # what XLA's layouts call host memory: f32[8]{0:S(5)}
@@ -79,6 +81,8 @@ class _Leaf:
     path: str
     space: Space
     num_bytes: int
+    shape: tuple[int, ...] = ()
+    shard: tuple[int, ...] = ()
     kept: bool = True
     donated: bool = False
 
@@ -91,6 +95,7 @@ def verify(
     device_bytes: int | str | None = None,
     host_bytes: int | str | None = None,
     host_temp_bytes: int | str | None = None,
+    donated: bool = True,
 ) -> Placement:
     """Raise unless a compiled program has its arguments and outputs where they were meant to be.
 
@@ -102,14 +107,16 @@ def verify(
         device_bytes: the most device memory that the program may need; a number or text such as ``"2.5 GiB"``.
         host_bytes: the most host memory; a second copy of what is kept there goes beyond it.
         host_temp_bytes: the least temporaries in host memory, for offloaded activations.
+        donated: whether what is updated on the host has to be donated. Without donation the host holds it twice.
 
     Returns:
         What was found, with notes on what this platform's compiler does not tell.
 
     Raises:
         PlacementError: listing every leaf that is elsewhere, host arguments that XLA does not count for the host,
-            donated host leaves that no output reuses, a program that reads host leaves and copies nothing between
-            the memories, or bytes beyond the given bounds.
+            donated host leaves that no output reuses, host leaves that are neither donated nor gradients of their
+            results and so live twice, shards of host leaves that are gathered, a program that reads host leaves and
+            copies nothing between the memories, or bytes beyond the given bounds.
         SelectionError: when a glob matches no argument or output.
         ConfigError: for a memory other than ``host`` and ``device``.
 
@@ -148,8 +155,12 @@ def verify(
     elif platform == "tpu" or not is_compile_only:
         wanted = _named(arguments, expected, "host")
         wrong += _miscounted(executable, program, found, read, wanted)
+        text = _text(executable)
+        wrong += _gathered(read, text)
+        twice = _kept_twice([leaf for leaf in read if leaf.path in wanted], results, text) if donated else []
+        wrong += twice
         kept = [leaf.path for leaf in read if leaf.path in wanted and not leaf.donated]
-        if kept and any(leaf.space == "host" for leaf in results):
+        if kept and not twice and any(leaf.space == "host" for leaf in results):
             notes.append(f"{', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}: on the host and not donated")
     if is_compile_only and platform == "gpu" and program is not None:
         found = dataclasses.replace(found, device_bytes=program.report().device_bytes)
@@ -203,6 +214,8 @@ def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
                 path=f"{name}/{inner}" if inner else name,
                 space="host" if kept and on_host(fmt.sharding) else "device",
                 num_bytes=_shard_bytes(info, fmt.sharding) if kept else 0,
+                shape=tuple(info.shape),
+                shard=tuple(fmt.sharding.shard_shape(tuple(info.shape))) if kept else (),
                 kept=kept,
                 donated=bool(info.donated),
             )
@@ -213,7 +226,12 @@ def _arguments(executable: Any, program: Program | None) -> list[_Leaf]:
 def _results(executable: Any) -> list[_Leaf]:
     shardings = jax.tree.leaves(executable.output_shardings)
     return [
-        _Leaf(path=path, space="host" if on_host(sharding) else "device", num_bytes=_shard_bytes(info, sharding))
+        _Leaf(
+            path=path,
+            space="host" if on_host(sharding) else "device",
+            num_bytes=_shard_bytes(info, sharding),
+            shape=tuple(info.shape),
+        )
         for (path, info), sharding in zip(leaves_with_paths(executable.out_info), shardings, strict=True)
     ]
 
@@ -326,10 +344,7 @@ def _crossed(executable: Any, program: Program | None) -> list[str]:
     """Parameters that an output in another memory overwrites: JAX pairs them by shape alone (jax 0.10.2)."""
     if program is not None:
         return crossed_donations(program.lowered)
-    try:
-        header = (executable.as_text() or "").split("\n", 1)[0]
-    except jax.errors.JaxRuntimeError:
-        return []
+    header = _text(executable).split("\n", 1)[0]
     layout = re.split(r"\}, \w+=", header.partition("entry_computation_layout={")[2])[0]
     parameters, outputs = (_ENTRY_ARRAY.findall(part) for part in layout.partition(")->")[::2])
     space = f"S({_HOST_SPACE})"
@@ -339,6 +354,37 @@ def _crossed(executable: Any, program: Program | None) -> list[str]:
         if int(parameter) < len(parameters)
         and int(output or 0) < len(outputs)
         and (space in parameters[int(parameter)]) != (space in outputs[int(output or 0)])
+    ]
+
+
+def _kept_twice(read: Sequence[_Leaf], results: Sequence[_Leaf], text: str) -> list[str]:
+    """Host arguments that are not donated, as long as host results of their shapes are no gradients."""
+    if not text:
+        return []
+    of_backward = gradients(text)
+    beside = [leaf for at, leaf in enumerate(results) if leaf.space == "host" and at not in of_backward]
+    free = [leaf for leaf in read if not leaf.donated]
+    wrong: list[str] = []
+    for result in beside:
+        leaf = next((leaf for leaf in free if leaf.shape == result.shape), None)
+        if leaf is not None:
+            free.remove(leaf)
+            wrong.append(
+                f"{leaf.path}: not donated, so the host holds it and the result {result.path} "
+                f"({format_bytes(leaf.num_bytes)} twice); donate it, or pass donated=False to accept that"
+            )
+    return wrong
+
+
+def _gathered(read: Sequence[_Leaf], text: str) -> list[str]:
+    """Sharded host arguments that the program puts together from all devices, to cut slices of the whole."""
+    shapes = host_shapes(text)
+    shards = {leaf.shard for leaf in read}
+    return [
+        f"{leaf.path}: its shards of {list(leaf.shard)} are gathered to {list(leaf.shape)} on every host; "
+        "lt.offload.optimizer needs shardings=, other slices have to run along an axis that is not sharded"
+        for leaf in read
+        if leaf.shape != leaf.shard and leaf.shape in shapes - shards
     ]
 
 
@@ -365,12 +411,19 @@ def _out_of_bounds(
 def _num_moves(executable: Any, program: Program | None) -> int | None:
     if program is not None and program.hlo is not None:
         return sum(_moves_in(computation) for computation in program.hlo.module.computations)
-    try:
-        text = executable.as_text() or ""
-    except jax.errors.JaxRuntimeError:
+    text = _text(executable)
+    if not text:
         return None
     written = (_ARRAY_IN_TEXT.findall(match[1]) for match in map(_COPY_IN_TEXT.search, text.splitlines()) if match)
     return sum(len({f"S({_HOST_SPACE})" in array for array in arrays}) == 2 for arrays in written)
+
+
+def _text(executable: Any) -> str:
+    """The program's text; empty where the compiler cannot print it."""
+    try:
+        return executable.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        return ""
 
 
 def _moves_in(computation: Any) -> int:

@@ -1,0 +1,63 @@
+"""What XLA's text of a compiled program says of arrays in host memory: their shapes, and which results are gradients.
+
+Donation and byte totals do not tell a new optimizer state from gradients of parameters on the host: both are host
+results of the shapes of host arguments. The scope of the operation that makes a result does (JAX writes ``transpose``
+into that of a backward pass).
+"""
+
+from __future__ import annotations
+
+import re
+
+_ARRAY = re.compile(r"\w+\[([\d,]+)\]\{[^}]*\}")
+_HOST = "S(5)"
+_INSTRUCTION = re.compile(r"^ *(ROOT )?%?([\w.\-]+) = (.*)$")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+_MOST_HOPS = 64
+
+
+def host_shapes(text: str) -> set[tuple[int, ...]]:
+    """Shapes of all arrays in host memory that a program mentions.
+
+    Args:
+        text: the program, as `jax.stages.Compiled.as_text` prints it.
+    """
+    return {
+        tuple(map(int, match[1].split(",")))
+        for line in text.splitlines()
+        if _HOST in line
+        for match in _ARRAY.finditer(line)
+        if _HOST in match[0]
+    }
+
+
+def gradients(text: str) -> set[int]:
+    """Positions of the results that the backward pass made and nothing was done with.
+
+    Args:
+        text: the program, as `jax.stages.Compiled.as_text` prints it.
+    """
+    entry = text.partition("\nENTRY ")[2].partition("\n}")[0]
+    lines = {match[2]: match for match in map(_INSTRUCTION.match, entry.splitlines()) if match}
+    root = next((match for match in lines.values() if match[1]), None)
+    if root is None:
+        return set()
+    results = _operands(root[3]) if re.search(r"\btuple\(", root[3]) else [root[2]]
+    return {at for at, name in enumerate(results) if "transpose(" in _scope(name, lines)}
+
+
+def _operands(line: str) -> list[str]:
+    return _OPERAND.findall("%" + line.partition("(%")[2].partition(")")[0])
+
+
+def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
+    """The scope of the operation that makes a value; copies and parts of tuples have none of their own."""
+    for _ in range(_MOST_HOPS):
+        if name not in lines:
+            return ""
+        scope, operands = _SCOPE.search(lines[name][3]), _operands(lines[name][3])
+        if scope or not operands:
+            return scope[1] if scope else ""
+        name = operands[0]
+    return ""
