@@ -355,6 +355,19 @@ def as_numpy(leaf: Any) -> Any:
         ) from error
 
 
+def numbers(batch: Tree) -> Tree:
+    """A batch with arrays of other libraries as NumPy's; raises for leaves that hold no numbers."""
+    batch = jax.tree.map(as_numpy, batch)
+    refuse_objects(batch)
+    return batch
+
+
+def argument_shapes(batch: Tree) -> Tree:
+    """Of what `as_arguments` has still to do with a batch the shapes that come of it."""
+    known = (jax.Array, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), numbers(batch))
+
+
 def refuse_objects(batch: Tree) -> None:
     """Raise for leaves of a batch that hold no numbers.
 

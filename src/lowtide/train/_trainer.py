@@ -43,7 +43,7 @@ from ._checks import (
     refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model, join
-from ._feed import StepData, as_arguments, as_numpy, refuse_objects
+from ._feed import StepData, argument_shapes, as_arguments, as_numpy, numbers
 from ._kept import Kept
 from ._loop import Loop
 from ._owned import settled
@@ -380,8 +380,7 @@ class Trainer(Kept):
         self._refuse_large(compiled, batch)
         with undisturbed():
             trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(on_device))
-            self.state = TrainState(step, trainable, opt_state, mutable)
-            self.metrics = metrics
+            self.state, self.metrics = TrainState(step, trainable, opt_state, mutable), metrics
         return self.processes.in_turn(metrics)
 
     # --- evaluation ------------------------------------------------------------------------------------------------
@@ -458,8 +457,7 @@ class Trainer(Kept):
         for callback in callbacks:
             callback.on_predict_begin(self)
         with self.processes.watched():
-            parts = list(self.predict_batches(data, fn))
-        joined = join(parts)
+            joined = join(list(self.predict_batches(data, fn)))
         for callback in callbacks:
             callback.on_predict_end(self)
         return joined
@@ -467,19 +465,15 @@ class Trainer(Kept):
     def _on_device(self, batch: Tree, *, is_training: bool = True) -> Tree:
         if self.sharding is None:
             return as_arguments(batch)
-        batch = jax.tree.map(as_numpy, batch)
-        self.processes.agree_on_batch(batch)
+        self.processes.agree_on_batch(batch := jax.tree.map(as_numpy, batch))
         return self.sharding.batch(batch, self._num_microbatches if is_training else None)
 
     def _shapes(self, batch: Tree) -> Tree:
         """Of what is not on the device yet the shapes that it will have there."""
-        batch = jax.tree.map(as_numpy, batch)
-        refuse_objects(batch)
-        if self.sharding is not None:
-            self.processes.agree_on_batch(batch)
-            return self.sharding.batch_shapes(batch, self._num_microbatches)
-        known = (jax.Array, jax.ShapeDtypeStruct)
-        return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), batch)
+        if self.sharding is None:
+            return argument_shapes(batch)
+        self.processes.agree_on_batch(batch := numbers(batch))
+        return self.sharding.batch_shapes(batch, self._num_microbatches)
 
     def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
         return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
@@ -494,14 +488,13 @@ class Trainer(Kept):
         """The compiled step for batches of this shape, checked to reuse every donated buffer."""
         leaves, structure = jax.tree.flatten(batch)
         shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
-        if (known := self._compiled.get(shapes)) is not None:
-            return known
-        with warnings.catch_warnings():
-            # JAX only warns, and without a path; check_donation raises, with one.
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-            lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
-            self.processes.agree_on_program(lowered)
-            compiled = lowered.compile()
-        check_donation(compiled, arg_names=STEP_ARGUMENTS)
-        self._compiled[shapes] = compiled
-        return compiled
+        if shapes not in self._compiled:
+            with warnings.catch_warnings():
+                # JAX only warns, and without a path; check_donation raises, with one.
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
+                self.processes.agree_on_program(lowered)
+                compiled = lowered.compile()
+            check_donation(compiled, arg_names=STEP_ARGUMENTS)
+            self._compiled[shapes] = compiled
+        return self._compiled[shapes]
