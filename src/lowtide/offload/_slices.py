@@ -122,11 +122,21 @@ def zero_after(tree: Tree) -> Any:
         most = (*[1] * (leaf.ndim - 2), 32, leaf.size)[-leaf.ndim :]
         limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
         corner = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, limits), DEVICE)
-        bits = jnp.sum(jnp.ravel(corner)[:1].astype(jnp.float32))
+        bits = jnp.sum(jnp.ravel(jnp.real(corner))[:1].astype(jnp.float32))
         # At most 32 bits are set, which XLA does not know.
         count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
         zero = zero + (count >> 6).astype(jnp.int32)
     return zero
+
+
+def later(index: Any, after: Tree) -> Any:
+    """An index that a CPU knows only when every leaf of a tree has been computed.
+
+    Of an array that a loop carries, XLA for CPUs makes a copy at each iteration, of all of it, unless whatever reads
+    old values comes before what overwrites them, by data. For TPUs and GPUs it finds such an order by itself.
+    """
+    wait = jax.lax.platform_dependent(after, cpu=zero_after, default=lambda _: jnp.int32(0))
+    return index + wait
 
 
 def _to(leaf: Any, space: Any) -> Any:

@@ -39,7 +39,7 @@ from lowtide.core import (
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._contract import check_running
-from ._slices import DEVICE, buffer, entry_shape, fetch, read, write
+from ._slices import DEVICE, buffer, entry_shape, fetch, later, read, write
 
 Carry = Any
 Consume = Callable[[Carry, Any, Tree, Tree], Carry]
@@ -115,7 +115,8 @@ class Sweeps:
                 kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
                 return kept, write(wave, after, m)
 
-            return self._each(visit, carry), _kept(layers, trained, i)
+            inputs, wave = self._each(visit, carry)
+            return (inputs, wave), _kept(layers, trained, later(i, wave))
 
         start = self._each(enter, (inputs, wave)), layers
         (inputs, wave), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
@@ -183,7 +184,7 @@ class Sweeps:
             carry, wave = state
             layer = read(layers(carry), i)
             grads, wave = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, wave)
-            return consume(carry, i, layer, grads), wave
+            return consume(carry, later(i, wave), layer, grads), wave
 
         return jax.lax.fori_loop(0, self.num_layers, body, (carry, wave))
 

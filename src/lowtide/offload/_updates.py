@@ -13,7 +13,7 @@ from lowtide.core import StructureError, Tree, memory_space
 
 from ._clip import scale
 from ._rows import Entry, stream
-from ._slices import HOST, read, write
+from ._slices import HOST, later, read, write
 
 
 def update(
@@ -84,7 +84,10 @@ def update_layer(
     def entry(leaf: Any) -> Any:
         return Entry(leaf, i) if memory_space(leaf) == HOST else read(leaf, i)
 
+    at = i
+
     def back(stacked: Any, new: Any) -> Any:
+        nonlocal at
         if memory_space(stacked) == HOST:
             return new
         if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
@@ -94,7 +97,9 @@ def update_layer(
                 got=f"{new.dtype}{list(new.shape)}",
                 hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
             )
-        return write(stacked, new, i)
+        written = write(stacked, new, at)
+        at = later(i, written)  # new parameters come from the old state, which is overwritten after them
+        return written
 
     into, state = jax.tree.map(entry, layers), jax.tree.map(entry, opt)
     new, new_state = update(tx, grads, layer, state, loss, factor, into=into, **options)
