@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from ._graph import TO_HOST, Atom, Carry, Graph, Loop, Op, Value
 
@@ -260,6 +258,9 @@ class _Cut:
         return 2 + self.number[node] * len(_BOUNDS) + _BOUNDS.index(bound)
 
     def solve(self) -> dict[Node, Pass]:
+        from scipy.sparse import coo_array  # takes 0.4 s; `import lowtide` does not need it
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         self._bounds()
         self._kept()
         # Capacities are 32-bit numbers there, and those of equal edges would add up beyond.
