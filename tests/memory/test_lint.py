@@ -399,3 +399,22 @@ def test_what_a_model_makes_of_its_input_is_no_state() -> None:
     assert rules_of(layers, shape(4, 512, 512), shape(1024, 512)) == []
     assert rules_of(residual, shape(512, 512), shape(1024, 512)) == []
     assert rules_of(cached, shape(1024, 512), shape(1, 512)) == [("undonated-state", "0")]
+
+
+@pytest.mark.parametrize("reads", ["new", "old"])
+def test_a_loop_that_copies_what_it_writes_into(reads: str) -> None:
+    """A cache of keys, one row a step: whoever reads it as it was before the write makes a CPU copy all of it."""
+
+    def decode(cache: Any, w: Any, token: Any) -> Any:
+        def step(i: Any, carry: Any) -> Any:
+            cache, h = carry
+            new = jax.lax.dynamic_update_slice(cache, (h @ w)[:, None], (0, i, 0))
+            weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", h, cache if reads == "old" else new))
+            return new, jnp.einsum("bt,btd->bd", weights, cache if reads == "old" else new)
+
+        return jax.lax.fori_loop(0, 64, step, (cache, token))
+
+    args = shape(4, 512, 512), shape(512, 512), shape(4, 512)
+    found = lint(decode, *args, donate_argnums=0, target="cpu")
+    copied = [("copied-in-loop", "0", 4 * 512 * 512 * 4)] if reads == "old" else []
+    assert [(one.rule, one.path, one.num_bytes) for one in found] == copied

@@ -19,6 +19,7 @@ RULES = {
     "checkpoint-name-unused": "names are given that no checkpoint policy asks for, though others are asked for",
     "duplicated-average": "two states of the step are updated in the same way from the same values",
     "stacked-gradients": "the gradients of many microbatches or examples are held at once, and only their sum is used",
+    "copied-in-loop": "a loop writes a part of an array that it carries, and copies all of it before",
     "whole-logits": "the logits of all tokens are held at once",
     "replicated": "a large argument is on every device of the mesh in full",
     "padded": "a large buffer is mostly padding",

@@ -21,6 +21,7 @@ from ._executable import ArgumentLeaf
 from ._finding import RULES as RULES
 from ._finding import Finding as Finding
 from ._graph import Value
+from ._loops import copied_in_loops
 from ._owners import Owners
 from ._report import MemoryReport
 from ._targets import Target
@@ -414,6 +415,7 @@ _RULES_OF_OWNERS = (
     _norms,
     _residual_copies,
     _stacked_gradients,
+    copied_in_loops,
     _whole_logits,
     _replicated,
 )

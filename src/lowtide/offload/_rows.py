@@ -28,7 +28,7 @@ from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, lea
 
 from ._folds import folded, identity
 from ._separable import Group, Program, separate, trace
-from ._slices import DEVICE, HOST, is_row_major, put
+from ._slices import DEVICE, HOST, is_row_major, later, put
 from ._slices import read as read_entry
 from ._slices import write as write_entry
 
@@ -398,7 +398,12 @@ class _Loop:
                 folds = zip(self.group.folds, arrays, strict=True)
                 return i + 1, [folded(e.primitive, e.params, blocks[e.inputs[0]], total) for e, total in folds]
             new = [blocks[program.outputs[at]] for at in outputs]
-            return i + 1, [_write(*pair, where) for pair in zip(now, new, strict=True)]
+            written: list[Any] = []
+            for pair in zip(now, new, strict=True):
+                # A CPU may read a block of one array again for another: it overwrites them one after the other.
+                wait = later(jnp.int32(0), written[-1:])
+                written.append(_write(*pair, (tuple(at + wait for at in where[0]), where[1] + wait)))
+            return i + 1, written
 
         first = [_array(buffer) for buffer in buffers]
         after, done = jax.lax.while_loop(lambda carry: carry[0] < trips, body, (jnp.int32(0), first))
