@@ -113,7 +113,8 @@ class Setting(nnx.Module):
     """A call that sets an attribute of the module."""
 
     def __init__(self, name: str) -> None:
-        self.linear, self.name, self.count = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), name, 0
+        self.linear, self.name, self.count, self.sizes = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), name, 0, (1, 2)
+        self.number, self.pair = nnx.Variable(0), nnx.Variable((jnp.zeros(()), 1))
 
     def __call__(self, x: Any) -> Any:
         y = self.linear(x)
@@ -123,6 +124,14 @@ class Setting(nnx.Module):
             self.last = nnx.BatchStat(y)
         elif self.name == "a number":
             self.count += 1
+        elif self.name == "a tuple":
+            self.sizes = (1, 3)
+        elif self.name == "a longer tuple":
+            self.sizes = (1, 2, 3)
+        elif self.name == "a number in a variable":
+            self.number.set_value(self.number.get_value() + 1)
+        elif self.name == "an array in a tuple in a variable":
+            self.pair.set_value((self.pair.get_value()[0] + 1, 1))
         elif self.name == "removed":
             del self.count
         elif self.name == "sown":
@@ -137,6 +146,10 @@ class Setting(nnx.Module):
         ("a variable", "set anew: last"),
         ("a number", "of another value: count"),
         ("removed", "removed: count"),
+        ("a tuple", "of another value: sizes/1"),
+        ("a longer tuple", "set anew: sizes/2"),
+        ("a number in a variable", "of another value: number"),
+        ("an array in a tuple in a variable", "of another value: pair"),
     ],
 )
 def test_an_attribute_that_a_call_sets_is_an_error(name: str, said: str) -> None:
