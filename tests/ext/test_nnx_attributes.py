@@ -164,6 +164,35 @@ def test_a_lower_precision_is_no_change_of_the_model() -> None:
     assert (model.linear.dtype, float(model.calls[0])) == (None, 2.0)
 
 
+def test_a_mode_that_the_loss_function_sets_is_set_in_every_step() -> None:
+    model = Setting("nothing")
+    model.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def of_eval(model: Any, x: Any) -> Any:
+        model.drop.eval()
+        return loss_fn(lambda x: model.drop(model(x)), x)
+
+    plain = fit(Setting("nothing"), 2)
+    records = lt.Trainer(Bridge(model), of_eval, optax.sgd(0.1)).fit([X] * 2, num_steps=2, progress=False)
+    assert [record["loss"] for record in records] == plain
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+def test_transforms_hand_parameters_on_and_write_nothing(transform: Any) -> None:
+    model = Setting("nothing")
+    del model.number, model.pair  # which they make arrays
+    whole = lt.Trainer(Bridge(model), lambda m, x: transform(loss_fn)(m, x), optax.sgd(0.1))
+    records = whole.fit([X] * 2, num_steps=2, progress=False)
+    assert [record["loss"] for record in records] == pytest.approx(fit(Setting("nothing"), 2))
+
+
+def test_what_is_written_inside_of_a_transform_is_said() -> None:
+    model = nnx.WeightNorm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    of_remat = lt.Trainer(Bridge(model), lambda m, x: nnx.remat(loss_fn)(m, x), optax.sgd(0.1))
+    with pytest.warns(UserWarning, match=r"writes into parameters that train: layer_instance/"):
+        of_remat.fit([X], num_steps=1, progress=False)
+
+
 def test_an_attribute_that_gets_the_value_of_another_one_is_seen() -> None:
     model = Setting("a number")
     model.other = 1  # what the count becomes

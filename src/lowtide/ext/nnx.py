@@ -146,11 +146,12 @@ class Bridge:
             if not training:
                 module.eval()
             self._seen = _attributes(module)
+            writes = _noted_writes(module, self._trains) if training else []
             result = fn(module, *args)
             _refuse_lost(self._seen, _attributes(module))
             state = dict(nnx.to_flat_state(nnx.state(module)))
             after = {name: _numbers(_raw(state[path])) for name, path in self._paths.items()}
-            if training:
+            if writes:
                 _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
             return result, after
 
@@ -317,6 +318,24 @@ def _warn_of_eval(module: nnx.Module) -> None:
             "call module.train() before its bridge is made",
             stacklevel=3,
         )
+
+
+def _noted_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
+    """Whatever is assigned to variables of a module from now on, also inside of NNX' transforms.
+
+    That a variable holds another value says little: `nnx.remat` hands all of them on as values of its own.
+    """
+    noted: list[Any] = []
+
+    def note(_: Any, value: Any) -> Any:
+        noted.append(value)
+        return value
+
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable) and _name(path) in names:
+            own = node.get_metadata().get("on_set_value", ())
+            node.set_metadata(on_set_value=(*(own if isinstance(own, tuple) else (own,)), note))
+    return noted
 
 
 def _warn_of_writes(names: Collection[str]) -> None:
