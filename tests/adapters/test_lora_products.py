@@ -63,6 +63,9 @@ WORKING: dict[str, Callable[[], Built]] = {
     "x @ w.T": by_hand(lambda x, w: x @ w.T, (6, 8)),
     "w @ x.T": by_hand(lambda x, w: w @ x.T, (6, 8)),
     "w.mT, stacked": by_hand(lambda x, w: x @ w.mT, (2, 6, 8)),
+    "a vector @ w, stacked": by_hand(lambda x, w: x[0] @ w, (2, 8, 6)),
+    "w @ a vector, stacked": by_hand(lambda x, w: w @ x[0], (2, 6, 8)),
+    "vectors @ w, stacked, as experts": by_hand(lambda x, w: jax.vmap(lambda row: row @ w)(x), (3, 8, 6)),
     "NumPy on the left": by_hand(lambda x, w: np.ones((3, 8), np.float32) @ w),
     "x @ w in a scan": by_hand(lambda x, w: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0], (3, 8, 8)),
     "bfloat16 @ float32": by_hand(lambda x, w: x.astype(jnp.bfloat16) @ w),
@@ -136,6 +139,12 @@ def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
     trainer = lt.Trainer(adapted, lambda model, _: jnp.sum(run(model)), optax.sgd(0.1), wrt="**/lora_*")
     with pytest.raises(StructureError, match=said):
         trainer.fit([X], num_steps=1, progress=False)
+
+
+def test_layers_are_not_transposed_with_their_weights() -> None:
+    adapted = lt.lora.add({"w": jnp.ones((2, 8, 8))}, lt.lora.Config(rank=2, targets="w"), key=KEY)
+    with pytest.raises(StructureError, match=r"(?s)turns its layers.*hint: write weight.mT"):
+        lt.value_and_grad(lambda model: jnp.sum(model["w"].T @ X.T), "**/lora_*")(adapted)
 
 
 def test_an_error_of_the_model_itself_stays_as_it_is() -> None:

@@ -113,7 +113,8 @@ class Setting(nnx.Module):
     """A call that sets an attribute of the module."""
 
     def __init__(self, name: str) -> None:
-        self.linear, self.name, self.count = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), name, 0
+        self.linear, self.name, self.count, self.sizes = nnx.Linear(2, 3, rngs=nnx.Rngs(0)), name, 0, (1, 2)
+        self.number, self.pair = nnx.Variable(0), nnx.Variable((jnp.zeros(()), 1))
 
     def __call__(self, x: Any) -> Any:
         y = self.linear(x)
@@ -123,6 +124,14 @@ class Setting(nnx.Module):
             self.last = nnx.BatchStat(y)
         elif self.name == "a number":
             self.count += 1
+        elif self.name == "a tuple":
+            self.sizes = (1, 3)
+        elif self.name == "a longer tuple":
+            self.sizes = (1, 2, 3)
+        elif self.name == "a number in a variable":
+            self.number.set_value(self.number.get_value() + 1)
+        elif self.name == "an array in a tuple in a variable":
+            self.pair.set_value((self.pair.get_value()[0] + 1, 1))
         elif self.name == "removed":
             del self.count
         elif self.name == "sown":
@@ -137,6 +146,10 @@ class Setting(nnx.Module):
         ("a variable", "set anew: last"),
         ("a number", "of another value: count"),
         ("removed", "removed: count"),
+        ("a tuple", "of another value: sizes/1"),
+        ("a longer tuple", "set anew: sizes/2"),
+        ("a number in a variable", "of another value: number"),
+        ("an array in a tuple in a variable", "of another value: pair"),
     ],
 )
 def test_an_attribute_that_a_call_sets_is_an_error(name: str, said: str) -> None:
@@ -149,6 +162,35 @@ def test_a_lower_precision_is_no_change_of_the_model() -> None:
     records = trainer(model, compute_dtype="bfloat16").fit([X] * 2, num_steps=2, progress=False)
     assert records[1]["loss"] < records[0]["loss"]
     assert (model.linear.dtype, float(model.calls[0])) == (None, 2.0)
+
+
+def test_a_mode_that_the_loss_function_sets_is_set_in_every_step() -> None:
+    model = Setting("nothing")
+    model.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def of_eval(model: Any, x: Any) -> Any:
+        model.drop.eval()
+        return loss_fn(lambda x: model.drop(model(x)), x)
+
+    plain = fit(Setting("nothing"), 2)
+    records = lt.Trainer(Bridge(model), of_eval, optax.sgd(0.1)).fit([X] * 2, num_steps=2, progress=False)
+    assert [record["loss"] for record in records] == plain
+
+
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+def test_transforms_hand_parameters_on_and_write_nothing(transform: Any) -> None:
+    model = Setting("nothing")
+    del model.number, model.pair  # which they make arrays
+    whole = lt.Trainer(Bridge(model), lambda m, x: transform(loss_fn)(m, x), optax.sgd(0.1))
+    records = whole.fit([X] * 2, num_steps=2, progress=False)
+    assert [record["loss"] for record in records] == pytest.approx(fit(Setting("nothing"), 2))
+
+
+def test_what_is_written_inside_of_a_transform_is_said() -> None:
+    model = nnx.WeightNorm(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+    of_remat = lt.Trainer(Bridge(model), lambda m, x: nnx.remat(loss_fn)(m, x), optax.sgd(0.1))
+    with pytest.warns(UserWarning, match=r"writes into parameters that train: layer_instance/"):
+        of_remat.fit([X], num_steps=1, progress=False)
 
 
 def test_an_attribute_that_gets_the_value_of_another_one_is_seen() -> None:

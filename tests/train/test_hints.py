@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,6 +32,7 @@ def trainer() -> lt.Trainer:
             {"epochs": 1, "validation_data": [], "verbose": 0},
             "validation_data is eval_data here; verbose is",
         ),
+        (([],), {"steps_per_epoch": 5}, "steps_per_epoch is num_steps in all here"),
         ((), {"num_steps": 1}, "missing a required argument: 'data'"),
     ],
 )
@@ -41,8 +43,14 @@ def test_fit_says_what_it_takes(args: Any, kwargs: Any, said: str) -> None:
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_so_do_evaluate_and_predict(method: str) -> None:
-    with pytest.raises(TypeError, match=rf"(?s)Trainer.{method}: .*hint: .*{method}\(lowtide.train.array_data"):
-        getattr(trainer(), method)(X, Y, batch_size=4)
+    ours = trainer()
+    with pytest.raises(TypeError, match=rf"(?s)Trainer.{method}: .*hint: .*{method}\(lowtide.train.array_data") as told:
+        getattr(ours, method)(X, Y, batch_size=4)
+    call = str(told.value).partition("lowtide.train.")[2].removesuffix(")")
+    rows = np.arange(40.0)
+    batches = eval(call, {"array_data": lt.train.array_data, "x": rows, "y": rows})
+    outputs = ours.predict(batches, lambda _, batch: batch)
+    np.testing.assert_array_equal(jax.tree.leaves(outputs)[0], rows)
 
 
 class Tensor:

@@ -15,7 +15,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.train import Callback
-from lowtide.train._rollback import undisturbed, valves
+from lowtide.train._rollback import _Shut, _Valve, undisturbed, valves
 
 
 class Ended(Exception):
@@ -67,6 +67,21 @@ def test_outside_of_the_block_valves_let_signals_through() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         reached.append("after the signal")
     assert reached == ["block"]
+
+
+def test_an_interrupt_between_two_valves_opens_the_first_again() -> None:
+    class Interrupted(_Valve):
+        """Where an interrupt comes right before it is shut."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if (name, value) == ("is_shut", True):
+                os.kill(os.getpid(), signal.SIGINT)
+            super().__setattr__(name, value)
+
+    first, second = _Valve(signal.SIGTERM, None), Interrupted(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt), _Shut([first, second]):
+        raise AssertionError("the block was entered")
+    assert not first.is_shut
 
 
 def test_a_failure_in_the_block_opens_the_valves() -> None:

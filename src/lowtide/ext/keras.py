@@ -138,7 +138,8 @@ class Bridge:
         self._refuse_own(
             ("compute_loss", "compute_metrics", "train_step", "test_step", "compute_loss_and_updates"),
             "loss_fn(model, batch, training), which may return model.compute_loss(x, y, model(x, training=training)); "
-            "add sum(model.losses) where that does not",
+            "add sum(model.losses) where that does not, and model.compile(loss=...) first where it calls Keras' own, "
+            "which is 0 without",
         )
         return compiled_loss(loss, metrics, class_weight)
 

@@ -146,11 +146,12 @@ class Bridge:
             if not training:
                 module.eval()
             self._seen = _attributes(module)
+            writes = _noted_writes(module, self._trains) if training else []
             result = fn(module, *args)
             _refuse_lost(self._seen, _attributes(module))
             state = dict(nnx.to_flat_state(nnx.state(module)))
             after = {name: _numbers(_raw(state[path])) for name, path in self._paths.items()}
-            if training:
+            if writes:
                 _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
             return result, after
 
@@ -230,24 +231,35 @@ def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
-    """The attributes of a module, or the items of a list or dictionary, by the keys that stand in paths."""
+    """The attributes of a module, or the items of a list, tuple or dictionary, by the keys that stand in paths."""
     if isinstance(node, nnx.Pytree):
         own = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
         return (
             (int(key), value) if isinstance(node, nnx.List) and key.isdigit() else (key, value) for key, value in own
         )
-    return node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    return node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list | tuple) else ()
+
+
+_MODES = ("deterministic", "use_running_average")
+"""What ``train()`` and ``eval()`` set; a function that calls them sets it again in every step."""
 
 
 def _attributes(module: nnx.Module) -> dict[str, Any]:
-    """All that a module holds, by path: values of Python as they are, and what has others inside or numbers by kind."""
-    holds = nnx.Variable | nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray
+    """All that a module holds, by path: what is no array as it is, and what has others inside or numbers by kind."""
     return {
-        _name((*path, key)): "held" if isinstance(value, holds) else value
+        _name((*path, key)): _held(value)
         for path, node in nnx.iter_graph(module)
         for key, value in _items(node)
-        if not isinstance(value, nnx.Intermediate)
+        if not isinstance(value, nnx.Intermediate) and key not in _MODES
     }
+
+
+def _held(value: Any) -> Any:
+    """A value, "held" for arrays and for what is listed by itself; all of what a variable holds beside one array."""
+    raw = _raw(value)
+    if raw is not value and not isinstance(raw, jax.Array):  # no state of the step
+        return tuple(jax.tree.leaves(raw, is_leaf=lambda leaf: leaf is None))
+    return "held" if isinstance(raw, nnx.Pytree | dict | list | tuple | jax.Array | np.ndarray) else raw
 
 
 def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -268,8 +280,11 @@ def _refuse_lost(before: dict[str, Any], after: dict[str, Any]) -> None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
     try:
-        return one is other or (type(one) is type(other) and bool(one == other))
+        is_array = isinstance(one, jax.Array)
+        return one is other or (type(one) is type(other) and not is_array and bool(one == other))
     except Exception:  # of objects that cannot be compared nothing is known
         return True
 
@@ -303,6 +318,24 @@ def _warn_of_eval(module: nnx.Module) -> None:
             "call module.train() before its bridge is made",
             stacklevel=3,
         )
+
+
+def _noted_writes(module: nnx.Module, names: Collection[str]) -> list[Any]:
+    """Whatever is assigned to variables of a module from now on, also inside of NNX' transforms.
+
+    That a variable holds another value says little: `nnx.remat` hands all of them on as values of its own.
+    """
+    noted: list[Any] = []
+
+    def note(_: Any, value: Any) -> Any:
+        noted.append(value)
+        return value
+
+    for path, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Variable) and _name(path) in names:
+            own = node.get_metadata().get("on_set_value", ())
+            node.set_metadata(on_set_value=(*(own if isinstance(own, tuple) else (own,)), note))
+    return noted
 
 
 def _warn_of_writes(names: Collection[str]) -> None:

@@ -30,7 +30,7 @@ from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
-from ._feed import is_count
+from ._feed import IN_ORDER, is_count
 from ._models import ModelObject, keywords
 from ._sharding import ShardingRules
 from ._step import TrainState
@@ -189,8 +189,9 @@ def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
                 renamed = [f"{name} is {names[name]} here" for name in kwargs if name in names]
-                end = ", num_epochs=1" if names else ""
-                call = f"{method.__name__}(lowtide.train.array_data((x, y), batch_size=32){end})"
+                data = "x" if method.__name__ == "predict" else "(x, y)"
+                order, end = ("", ", num_epochs=1") if names else (f", {IN_ORDER}", "")
+                call = f"{method.__name__}(lowtide.train.array_data({data}, batch_size=32{order}){end})"
                 hint = "; ".join([*renamed, f"arrays become batches in array_data: {call}"])
                 raise TypeError(f"Trainer.{method.__name__}: {error}\nhint: {hint}") from None
             return method(*args, **kwargs)

@@ -280,6 +280,10 @@ def is_count(value: Any, least: int) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
 
 
+IN_ORDER = "seed=None, drop_remainder=False"
+"""How `array_data` gives every example once and in its order, as outputs and evaluations need them."""
+
+
 def refuse_arrays(data: Any) -> None:
     """Raise for arrays, and for what else cannot be a number of batches.
 
@@ -292,7 +296,8 @@ def refuse_arrays(data: Any) -> None:
             "the data holds no batches",
             expected="batches by step number (a list, a grain.MapDataset), or an iterable of batches",
             got="a tuple of arrays" if is_pair else type(data).__name__,
-            hint="lowtide.train.array_data cuts arrays into batches; one batch alone is [batch]",
+            hint=f"lowtide.train.array_data cuts arrays into batches, with {IN_ORDER} all of them in their order; one "
+            "batch alone is [batch]",
         )
 
 

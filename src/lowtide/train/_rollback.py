@@ -139,8 +139,12 @@ class _Shut:
         self._valves = valves
 
     def __enter__(self) -> None:
-        for valve in self._valves:
-            valve.is_shut = True
+        try:
+            for valve in self._valves:
+                valve.is_shut = True
+        except BaseException:  # an interrupt between two valves: nobody would open the first again
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         for valve in self._valves:

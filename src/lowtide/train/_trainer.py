@@ -276,7 +276,7 @@ class Trainer(Kept):
         budget = self.budget_bytes
         return shortage(program, when=when, roles=_ROLES, budget_bytes=budget, hint=self._step.remedies)
 
-    @hints_at(epochs="num_epochs", steps_per_epoch="num_steps", validation_data="eval_data", verbose="progress")
+    @hints_at(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
     def fit(
         self,
         data: StepData | Iterable[Tree],

@@ -21,9 +21,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ...core import linear
+from ...core import StructureError, linear
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_a", "lora_b"], meta_fields=["alpha"])
@@ -81,14 +82,17 @@ class LoRAWeight:
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
         """The product (W + scaling B A) x, in the dtype that W x has."""
         result = self.weight @ x
-        low_rank = self.lora_a.astype(result.dtype) @ x * self.scaling
-        return result + self.lora_b.astype(result.dtype) @ low_rank.astype(result.dtype)
+        low_rank = (self.lora_a.astype(result.dtype) @ x * self.scaling).astype(result.dtype)
+        lora_b = self.lora_b.astype(result.dtype)
+        # Of a stacked weight a vector gives [L, r], which is no matrix.
+        return result + (lora_b @ low_rank if x.ndim > 1 else jnp.einsum("...or,...r->...o", lora_b, low_rank))
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
         """The product x (W + scaling B A), in the dtype that x W has."""
         result = x @ self.weight
-        low_rank = x @ self.lora_b.astype(result.dtype) * self.scaling
-        return result + low_rank.astype(result.dtype) @ self.lora_a.astype(result.dtype)
+        low_rank = (x @ self.lora_b.astype(result.dtype) * self.scaling).astype(result.dtype)
+        lora_a = self.lora_a.astype(result.dtype)
+        return result + (low_rank @ lora_a if x.ndim > 1 else jnp.einsum("...r,...ri->...i", low_rank, lora_a))
 
     @property
     def mT(self) -> LoRAWeight:  # noqa: N802 - NumPy's name
@@ -97,7 +101,18 @@ class LoRAWeight:
 
     @property
     def T(self) -> LoRAWeight:  # noqa: N802 - NumPy's name
-        """The transposed weight, [in, out], of one that is not stacked."""
+        """The transposed weight, [in, out], of one that is not stacked.
+
+        Raises:
+            StructureError: for a stacked weight, whose product would need another node.
+        """
+        if self.ndim > 2:
+            raise StructureError(
+                "weight.T of a stacked weight with an adapter turns its layers, too",
+                expected="weight.mT, which transposes each layer",
+                got=f"shape {list(self.shape)}",
+                hint="write weight.mT, or narrow the targets",
+            )
         return LoRAWeight(self.weight.T, self.lora_b.T, self.lora_a.T, self.alpha)
 
     @property
