@@ -91,19 +91,25 @@ def result(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise SystemExit(f"{path} is no JSON: {error}") from error
     targets, versions = (content.get(key) if isinstance(content, dict) else None for key in ("targets", "versions"))
+    made = content.get("made", {}) if isinstance(content, dict) else None
     rows = [*targets.values()] if isinstance(targets, dict) else [None]
-    if not all(isinstance(row, dict) for row in rows) or not isinstance(versions, dict) or "jax" not in versions:
+    rows += [row for program in rows if isinstance(program, dict) for row in program.values()]
+    headers = [*made.values()] if isinstance(made, dict) else [None]
+    versions = [versions, *(header.get("versions") if isinstance(header, dict) else None for header in headers)]
+    are_complete = all(isinstance(each, dict) and "jax" in each for each in versions)
+    if not are_complete or not all(isinstance(row, dict) for row in rows):
         raise SystemExit(f"{path} is no result of benchmarks/versions.py")
     return content
 
 
 def kept(path: Path, own: dict[str, Any], anew: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The targets of a file that are not compiled anew, of the same versions alone, and with what each was made."""
+    """The targets of a file, of the same versions alone, and with what each was made; `anew` are compiled again."""
     before = result(path) if path.exists() else {"targets": {}}
-    targets = {name: rows for name, rows in before["targets"].items() if name not in anew}
+    targets = dict(before["targets"])
     made = {name: before.get("made", {}).get(name) or {key: before.get(key) for key in own} for name in targets}
     for name in [name for name in targets if made[name]["versions"] != own["versions"]]:
-        print(f"{path}: {name} is dropped: it was compiled with {_said(made[name]['versions'])}", file=sys.stderr)
+        if name not in anew:
+            print(f"{path}: {name} is dropped: it was compiled with {_said(made[name]['versions'])}", file=sys.stderr)
         del targets[name], made[name]
     return targets, made
 

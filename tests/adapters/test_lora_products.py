@@ -141,6 +141,18 @@ def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
         trainer.fit([X], num_steps=1, progress=False)
 
 
+def test_a_layerwise_step_says_it_too() -> None:
+    stack = lt.LayerStack(
+        first=lambda outer, batch: batch,
+        block=lambda layer, h, batch: jnp.dot(h, layer["w"]),
+        last=lambda outer, h, batch: (jnp.sum(h), {}),
+    )
+    adapted = lt.lora.add({"w": jnp.ones((2, 8, 8))}, lt.lora.Config(rank=2, targets="w"), key=KEY)
+    step = lt.offload.layerwise_step(stack, optax.sgd(0.1), wrt="**/lora_*")
+    with pytest.raises(StructureError, match=r"(?s)a LoRAWeight stands now, at 1/w.*hint: .*narrow the targets"):
+        step(*step.init({}, adapted), jnp.ones((4, 8)))
+
+
 def test_layers_are_not_transposed_with_their_weights() -> None:
     adapted = lt.lora.add({"w": jnp.ones((2, 8, 8))}, lt.lora.Config(rank=2, targets="w"), key=KEY)
     with pytest.raises(StructureError, match=r"(?s)turns its layers.*hint: write weight.mT"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -50,16 +51,21 @@ def built(cls: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("wraps", [False, True])
 @pytest.mark.parametrize("name", ["compute_loss", "compute_metrics", "train_step", "test_step"])
-def test_what_a_model_does_itself_is_not_passed_over(name: str) -> None:
-    model = built(type("Own", (Plain,), {name: lambda self, *args, **kwargs: None}))
+def test_what_a_model_does_itself_is_not_passed_over(name: str, wraps: bool) -> None:
+    def own(*args: Any, **kwargs: Any) -> None: ...
+
+    if wraps:
+        own = functools.wraps(getattr(keras.Model, name))(own)
+    model = built(type("Own", (Plain,), {name: own}))
     bridge = Bridge(model)
     with pytest.raises(
         ConfigError, match=rf"(?s)Own has a {name} of its own.*hint: write loss_fn.*model.compile\(loss=...\)"
     ):
         bridge.loss("mse")
     model = built(Plain)
-    setattr(model, name, lambda *args: None)
+    setattr(model, name, own)
     with pytest.raises(ConfigError, match=f"a {name} of its own"):
         Bridge(model).loss("mse")
 
@@ -97,4 +103,8 @@ def test_variables_that_gradients_overwrite_are_refused() -> None:
 def test_a_model_without_variables_is_not_built() -> None:
     model = Plain()
     with pytest.raises(SelectionError, match=r"(?s)no variables that train.*got: a model that is not built"):
+        Bridge(model)
+    model = keras.Sequential([keras.layers.Flatten()])
+    model(X)
+    with pytest.raises(SelectionError, match="got: a model without variables"):
         Bridge(model)

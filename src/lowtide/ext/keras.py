@@ -69,7 +69,7 @@ class Bridge:
             raise SelectionError(
                 "the model has no variables that train",
                 expected="a model that is built, with trainable layers",
-                got="only frozen variables" if model.built and model.variables else "a model that is not built",
+                got=_nothing_trains(model),
                 hint="call model.build(input_shape), or the model on a batch; set layer.trainable = True",
             )
         overwritten = [v.path for v in model.trainable_variables if getattr(v, "overwrite_with_gradient", False)]
@@ -269,9 +269,16 @@ def _variables(model: Any) -> list[Any]:
     return [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in of_metrics]
 
 
+def _nothing_trains(model: Any) -> str:
+    if not model.built:
+        return "a model that is not built"
+    return "only frozen variables" if model.variables else "a model without variables"
+
+
 def _is_of_keras(method: Any) -> bool:
     """Whether a method of a model is the one that Keras has; one that is not there is."""
-    module = getattr(getattr(method, "__func__", method), "__module__", None) or ""
+    # A wrapper takes over the name of the module, and not the globals, of what it wraps.
+    module = getattr(getattr(method, "__func__", method), "__globals__", {}).get("__name__", "")
     return method is None or module.partition(".")[0] == "keras"
 
 

@@ -39,6 +39,7 @@ from lowtide.core import (
     microbatch_weights,
     num_layers,
     partition,
+    products_explained,
     split_batch,
 )
 
@@ -282,13 +283,16 @@ class LayerwiseStep:
         _refuse_other_state(state, frozen)
         self._check_places(state, frozen)
         refuse_explicit_axes(batch=batch)
-        step = self._step(state, frozen, batch)
+        with products_explained(self.parameters(state, frozen)):
+            return self._run(self._step(state, frozen, batch))
+
+    def _run(self, step: Step) -> tuple[LayerwiseState, dict[str, Any]]:
         if self.clip is not None and self.clip.mode == "exact":
             norm, layers = step.measure()
-            again = dataclasses.replace(step, state=dataclasses.replace(state, layers=layers))
+            again = dataclasses.replace(step, state=dataclasses.replace(step.state, layers=layers))
             return again.update(self.clip.factor(norm), jnp.isfinite(norm))
         if self.clip is not None and self.clip.mode == "previous":
-            return step.update(self.clip.factor(state.grad_norm))
+            return step.update(self.clip.factor(step.state.grad_norm))
         return step.update(None)
 
     def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> Step:

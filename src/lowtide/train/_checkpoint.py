@@ -39,7 +39,9 @@ _QUIET = ("/futures/", "/checkpointers/async_checkpointer", "/checkpoint_manager
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a record is none of Orbax', or an error that it does not raise."""
     path = record.pathname.replace("\\", "/")
-    return "orbax" not in path or (record.levelno >= logging.ERROR and not any(part in path for part in _QUIET))
+    return "orbax/checkpoint/" not in path or (
+        record.levelno >= logging.ERROR and not any(part in path for part in _QUIET)
+    )
 
 
 logging.getLogger("absl").addFilter(_is_news)
