@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -14,6 +14,7 @@ import jax
 
 from ..core import (
     ConfigError,
+    DataError,
     OutputError,
     SelectionError,
     StateError,
@@ -30,7 +31,7 @@ from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
-from ._feed import is_count
+from ._feed import is_count, refuse_arrays
 from ._models import ModelObject, keywords
 from ._sharding import ShardingRules
 from ._step import TrainState
@@ -38,6 +39,8 @@ from ._step import TrainState
 P = ParamSpec("P")
 R = TypeVar("R")
 OnNan = Literal["abort", "skip", "roll_back", "ignore"]
+_READ_ONCE = {"builtins", "itertools", "grain"}
+"""Whose iterators never begin again; a loader of the user's may be its own iterator, and do so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +178,34 @@ def _refuse_signature(loss_fn: Any) -> None:
             got=f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)}{signature}",
             hint="a batch is one pytree, such as a tuple (x, y); functools.partial fills other arguments in",
         ) from error
+
+
+def refuse_fit_arguments(eval_every: Any, checkpoint_every: Any, eval_data: Any, on_record: Any) -> None:
+    """Raise for arguments of `fit` that cannot be what they are for."""
+    for name, every in (("eval_every", eval_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and not is_count(every, 1):
+            raise ConfigError(
+                f"{name} is no number of steps",
+                expected="1 or more, or None for never",
+                got=every,
+                hint=f"{name}=100",
+            )
+    if on_record is not None and not callable(on_record):
+        raise ConfigError(
+            "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
+        )
+    if eval_data is None:
+        if eval_every is not None:
+            raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
+        return
+    refuse_arrays(eval_data)
+    if isinstance(eval_data, Iterator) and type(eval_data).__module__.split(".")[0] in _READ_ONCE:
+        raise DataError(
+            "eval_data gives its batches only once, and is evaluated at least twice",
+            expected="a list, a grain dataset, or an object whose __iter__ begins again",
+            got=type(eval_data).__name__,
+            hint="list(eval_data), if its batches fit in memory",
+        )
 
 
 def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
