@@ -15,8 +15,9 @@ from ..core import Tree, leaves_with_paths, on_host
 
 
 @jax.jit
-def _are_finite(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])
+def _are_finite(leaves: list[jax.Array]) -> list[jax.Array]:
+    # Scalars: of several processes each has them whole.
+    return [jnp.all(jnp.isfinite(leaf)) for leaf in leaves]
 
 
 def not_finite(tree: Tree) -> frozenset[str]:
@@ -33,7 +34,5 @@ def not_finite(tree: Tree) -> frozenset[str]:
         for path, leaf in leaves_with_paths(tree)
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not on_host(leaf.sharding)
     }
-    if not asked:
-        return frozenset()
-    answers = _are_finite(list(asked.values())).tolist()
+    answers = jax.device_get(_are_finite(list(asked.values())))
     return frozenset(path for path, is_finite in zip(asked, answers, strict=True) if not is_finite)
