@@ -108,3 +108,31 @@ def test_a_model_without_variables_is_not_built() -> None:
     model(X)
     with pytest.raises(SelectionError, match="got: a model without variables"):
         Bridge(model)
+
+
+def test_the_states_of_a_recurrent_layer_are_state_of_the_step(tmp_path: Any) -> None:
+    """Keras lists them nowhere, and its own `fit` loses what a call assigns to them."""
+    rng = np.random.default_rng(0)
+    data = [(rng.normal(size=(4, 5, 2)), rng.normal(size=(4, 1))) for _ in range(4)]
+
+    def made() -> tuple[Any, lt.Trainer]:
+        keras.utils.set_random_seed(0)
+        lstm = keras.layers.LSTM(3, stateful=True)
+        model = keras.Sequential([keras.Input((5, 2), batch_size=4), lstm, keras.layers.Dense(1)])
+        bridge = Bridge(model)
+        return model, lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.0), checkpoint_dir=tmp_path)
+
+    model, _ = made()
+    want = [float(np.mean((np.asarray(model(x)) - y) ** 2)) for x, y in data]
+    first, trainer = made()
+    found = [record["loss"] for record in trainer.fit(data, num_steps=2, progress=False)]
+    assert all(np.abs(state).sum() > 0 for state in first.layers[0].states)
+    _, trainer = made()
+    assert trainer.restore() == 2
+    found += [record["loss"] for record in trainer.fit(data, num_steps=4, progress=False)]
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="takes a model of Keras"):
+        Bridge(keras.layers.Dense)  # type: ignore[arg-type]

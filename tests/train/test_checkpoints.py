@@ -339,3 +339,35 @@ def test_a_model_that_is_returned_without_mutable_leaves_is_an_error():
         StructureError, match=r"(?s)returns a model, and none of its leaves may change.*hint: .*mutable="
     ):
         fit(ours, 1)
+
+
+@pytest.mark.parametrize("step", ["0", "7"])
+def test_folders_of_others_are_neither_deleted_nor_renamed(tmp_path, step):
+    """With the names of checkpoints they were: as old ones, or as damaged."""
+    (tmp_path / step / "precious").mkdir(parents=True)
+    with pytest.raises(OutputError, match=rf"(?s)/{step}: .*none of Lowtide's.*precious.*hint: choose another"):
+        trainer(checkpoint_dir=tmp_path)
+    shutil.rmtree(tmp_path / step)
+    ours = trainer(checkpoint_dir=tmp_path)
+    (tmp_path / step).mkdir()
+    with pytest.raises(OutputError, match="an empty folder"):
+        fit(ours, 3)
+    assert names(tmp_path) == [step]
+
+
+def test_a_folder_is_a_path_that_is_meant(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert trainer(checkpoint_dir="~/runs").checkpoints.directory == tmp_path / "runs"
+    monkeypatch.chdir(tmp_path)
+    for address in ("gs://bucket/run", pathlib.Path("s3://bucket/run")):
+        with pytest.raises(ConfigError, match="(?s)is an address.*hint: mount the bucket"):
+            trainer(checkpoint_dir=address)
+    assert names(tmp_path) == ["runs"]
+    with pytest.raises(OutputError, match="(?s)no checkpoint can be written there.*File name too long"):
+        trainer(checkpoint_dir=tmp_path / ("a" * 300))
+
+
+@pytest.mark.parametrize("number", [None, 1.5, 0])
+def test_how_many_checkpoints_to_keep_is_a_number(tmp_path, number):
+    with pytest.raises(ConfigError, match="no checkpoint would be kept"):
+        trainer(checkpoint_dir=tmp_path, max_to_keep=number)

@@ -7,6 +7,7 @@ import functools
 import logging
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -244,3 +245,80 @@ def test_outputs_of_the_average_are_not_read_after_it() -> None:
             next(before)
     with pytest.raises(StateError, match=r"(?s)inside of averaged are read outside.*hint: predict gives all"):
         next(inside)
+
+
+@pytest.mark.parametrize("ids", [np.array([0, 2**40]), np.array([2**63], np.uint64), np.int64(-(2**31) - 1), 2**40])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_integers_that_jax_would_cut_are_refused(ids: Any, is_sharded: bool) -> None:
+    """A hash or a time in 64 bits came to the step as its lower 32."""
+    options = {"sharding": lt.train.ShardingRules(mesh=lt.train.make_mesh(data=1, fsdp=1, devices=jax.devices()[:1]))}
+    ours = trainer(lambda m, batch: loss_fn(m, batch["x"]), **(options if is_sharded else {}))
+    batch = {"x": BATCHES[0], "ids": {"user": ids}}
+    for use in (lambda: ours.evaluate([batch]), lambda: ours.fit([batch], num_steps=1, progress=False)):
+        with pytest.raises(DataError, match=r"(?s)leaf ids/user holds integers of more than 32 bits.*hint:"):
+            use()
+    batch["ids"]["user"] = np.array([-(2**31), 2**31 - 1])
+    assert ours.fit([batch], num_steps=1, progress=False)
+
+
+def test_a_dataclass_that_is_no_pytree_says_how_to_make_it_one() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: Any
+
+    with pytest.raises(DataError, match="hint: .*register_dataclass"):
+        trainer().fit([Batch(BATCHES[0])], num_steps=1, progress=False)
+
+
+@pytest.mark.parametrize("metrics", [{1: 0.0}, {"phase": 1j}, {"eval_loss": 0.0}], ids=str)
+def test_what_cannot_be_recorded_under_its_name_is_refused(metrics: Any) -> None:
+    metrics = {name: jnp.asarray(value) for name, value in metrics.items()}
+    with pytest.raises(StructureError, match=r"(?s)metric .*(has no name|cannot be recorded|the trainer itself)"):
+        trainer(lambda m, x: (loss_fn(m, x), metrics)).fit(BATCHES, num_steps=1, progress=False)
+
+
+def test_a_name_of_an_event_that_does_not_come_is_told() -> None:
+    class Typo(Callback):
+        def on_batch_end(self, trainer: lt.Trainer, step: int) -> None:
+            raise AssertionError
+
+    with pytest.warns(UserWarning, match="(?s)Typo.on_batch_end is never called.*did you mean on_step_end"):
+        trainer().fit(BATCHES, num_steps=1, callbacks=[Typo()], progress=False)
+
+
+@pytest.mark.parametrize("seed", [2**32, 2**63, -(2**31) - 1])
+def test_a_seed_has_32_bits(seed: int) -> None:
+    with pytest.raises(ConfigError, match="seed is no integer of 32 bits"):
+        trainer(seed=seed)
+
+
+def test_flags_of_jax_for_debugging() -> None:
+    with jax.disable_jit(), pytest.raises(ConfigError, match=r"(?s)jax.disable_jit is on.*hint:"):
+        trainer().fit(BATCHES, num_steps=1, progress=False)
+    bad = [BATCHES[0], BATCHES[1] * np.nan]
+    with jax.debug_nans(True), pytest.warns(UserWarning, match="jax_debug_nans is on, .* donates nothing"):
+        ours = trainer()
+        with pytest.raises(Exception, match="nan"):  # an error of JAX' own
+            ours.fit(bad, num_steps=2, progress=False)
+    assert np.isfinite(ours.model["w"]).all()
+
+
+def test_an_optimizer_that_takes_no_value_and_one_that_wants_more() -> None:
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2)
+    model = {"w": jnp.zeros(2)}
+    assert len(lt.Trainer(model, loss_fn, sam).fit(BATCHES, num_steps=4, progress=False)) == 4
+    with pytest.raises(TypeError) as error:
+        lt.Trainer({"w": jnp.zeros(2)}, loss_fn, optax.lbfgs()).fit(BATCHES, num_steps=1, progress=False)
+    assert any("raised by the optimizer, whose update gets" in note for note in error.value.__notes__)
+
+
+def test_a_terminal_that_was_closed_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+        def flush(self) -> None:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    assert len(trainer().fit(BATCHES, num_steps=2, eval_data=BATCHES)) == 4

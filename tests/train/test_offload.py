@@ -11,7 +11,7 @@ import pytest
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import ConfigError, StructureError, leaves_with_paths, tree_bytes
+from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_with_paths, tree_bytes
 from lowtide.models import LlamaConfig
 from lowtide.offload import Clip, layerwise_step
 from lowtide.train import Finetune, FinetuneConfig, Trainer, analyze_naive
@@ -177,6 +177,30 @@ def test_a_layerwise_step_says_what_trains_by_itself():
         Trainer(model, loss_fn, step, wrt="layers/**")
     with pytest.raises(StructureError, match=r"made of outer and layers(.|\n)*got: list(.|\n)*hint:"):
         Trainer([model], loss_fn, step)
+
+
+def test_a_trainer_skips_with_a_layerwise_step_and_counts():
+    stack = lt.LayerStack(
+        lambda outer, x: x * outer["s"],
+        lambda w, h, x: jnp.tanh(h * w["w"][None]),
+        lambda outer, h, x: (jnp.mean(h**2), {}),
+    )
+
+    def trainer(on_nan):
+        model = {"outer": {"s": jnp.ones(())}, "layers": {"w": jnp.ones((2, 3))}}
+        loss_fn = lambda m, x: stack.apply(m["outer"], m["layers"], x)  # noqa: E731
+        return Trainer(model, loss_fn, layerwise_step(stack, optax.adam(0.1)), on_nan=on_nan)
+
+    good, bad = [jnp.full((4, 3), 1.0 + step) for step in range(4)], jnp.full((4, 3), jnp.nan)
+    ours, theirs = trainer("skip"), trainer("abort")
+    records = ours.fit([*good[:2], bad, *good[2:]], num_steps=5, progress=False)
+    theirs.fit(good, num_steps=4, progress=False)
+    assert [np.isfinite(record["loss"]) for record in records] == [True, True, False, True, True]
+    jax.tree.map(np.testing.assert_array_equal, ours.model, theirs.model)
+    with pytest.raises(NonFiniteError, match="nor was it in the 99 steps before"):
+        trainer("skip").fit([bad] * 120, num_steps=120, progress=False)
+    with pytest.raises(NonFiniteError):
+        theirs.fit([*good, bad], num_steps=5, progress=False)
 
 
 def test_leaves_loaded_onto_the_host_are_never_on_the_device(tiny_model_dir):

@@ -395,7 +395,7 @@ def test_records_are_written_into_a_folder_that_is_made(tmp_path: Any) -> None:
 
 
 def test_a_checkpoint_is_read_where_nothing_can_be_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lowtide.train._checkpoint as module
+    import lowtide.train._folders as module
 
     trainer(checkpoint_dir=tmp_path).fit(BATCHES, num_steps=2, progress=False)
 

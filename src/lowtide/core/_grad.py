@@ -221,7 +221,9 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
                 f"batch leaf {path_str(path) or '(root)'}: leading axis does not split into microbatches",
                 expected=f"a leading axis that is a multiple of {num_microbatches}",
                 got=f"shape {shape}",
-                hint="change num_microbatches or the batch size; pass what has no batch axis as a separate argument",
+                hint="change num_microbatches or the batch size"
+                if shape
+                else "repeat it for every row, such as np.full(num_rows, value), or keep it outside of the batch",
             )
         return jnp.reshape(leaf, (num_microbatches, shape[0] // num_microbatches, *shape[1:]))
 

@@ -12,6 +12,7 @@ Checked with Equinox 0.13.8.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,14 @@ class Bridge:
     def __init__(
         self, model: Any, state: eqx.nn.State | None = None, *, wrt: Any | str | Sequence[str] = eqx.is_inexact_array
     ) -> None:
+        nnx: Any = sys.modules.get("flax.nnx")  # whose modules are pytrees, too
+        if isinstance(model, type) or (nnx is not None and isinstance(model, nnx.Module)):
+            raise ConfigError(
+                "the bridge takes a module of Equinox",
+                expected="an eqx.Module",
+                got=repr(model)[:80] if isinstance(model, type) else f"a {type(model).__name__} of Flax NNX",
+                hint="lowtide.ext.nnx.Bridge takes modules of NNX; a class has to be called",
+            )
         if state is None and any(map(_is_index, jax.tree.leaves(model, is_leaf=_is_index))):
             raise ConfigError(
                 "the module has state, and none is given",

@@ -30,8 +30,8 @@ class Bridge:
         model: a model that is built; it holds placeholders while the trainer has its arrays.
 
     Raises:
-        ConfigError: for another backend than JAX, and for variables that Keras overwrites with their gradient (the
-            scales of ``float8``), which an optimizer would spoil.
+        ConfigError: for another backend than JAX, for what is no model, and for variables that Keras overwrites with
+            their gradient (the scales of ``float8``), which an optimizer would spoil.
         SelectionError: when the model is not built, or has nothing that trains.
 
     Warns:
@@ -62,6 +62,13 @@ class Bridge:
                 expected="jax",
                 got=keras.backend.backend(),
                 hint="set the environment variable KERAS_BACKEND=jax before keras is imported",
+            )
+        if not isinstance(model, keras.Model):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                "the bridge takes a model of Keras",
+                expected="a keras.Model",
+                got=repr(model)[:80],
+                hint="Bridge(model)",
             )
         self.model = model
         """The model."""
@@ -264,9 +271,23 @@ class Bridge:
 
 
 def _variables(model: Any) -> list[Any]:
-    """Those of the model, without those of its metrics."""
+    """Those of the model, without those of its metrics; and what a layer keeps that Keras lists nowhere.
+
+    The latter are the states of a recurrent layer with ``stateful=True``. Keras' own ``fit`` loses what a call assigns
+    to them.
+    """
     of_metrics = {id(variable) for variable in model.metrics_variables}
-    return [v for v in (*model.trainable_variables, *model.non_trainable_variables) if id(v) not in of_metrics]
+    listed = (*model.trainable_variables, *model.non_trainable_variables)
+    known = of_metrics | {id(variable) for variable in listed}
+    held = [v for layer in _layers(model) for value in vars(layer).values() for v in _held(value) if not v.trainable]
+    unlisted = {id(variable): variable for variable in held if id(variable) not in known}
+    return [*(v for v in listed if id(v) not in of_metrics), *unlisted.values()]
+
+
+def _held(value: Any) -> list[Any]:
+    """The variables that an attribute of a layer is, or is a list of."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return [each for each in values if isinstance(each, keras.Variable)]
 
 
 def _nothing_trains(model: Any) -> str:

@@ -61,6 +61,13 @@ class Bridge:
     """
 
     def __init__(self, model: nnx.Module, *, wrt: Any = nnx.Param) -> None:
+        if isinstance(model, type):
+            raise SelectionError(
+                "the bridge takes a module, and got a class",
+                expected="an object of it",
+                got=repr(model)[:80],
+                hint=f"Bridge({model.__name__}(..., rngs=nnx.Rngs(0)))",
+            )
         self.model = model
         """The module."""
         _warn_of_eval(model)

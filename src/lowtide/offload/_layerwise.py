@@ -91,7 +91,8 @@ def layerwise_step(
         on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` leaves
             updates out. All of them when the loss is not finite, or with ``"exact"`` clipping, which knows the norm of
             all gradients before; else those from the first layer backward on whose gradients are not finite. The
-            metrics say what the loss and the norm were; a `lowtide.Trainer` needs ``on_nan="ignore"`` beside it.
+            metrics say what the loss and the norm were. To a `lowtide.Trainer` ``on_nan="skip"`` is said, which passes
+            it on and counts.
 
     Returns:
         The step: ``state, frozen = step.init(outer, layers)``, then

@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -27,6 +27,7 @@ from ..core import ConfigError, OutputError, StateError, StructureError, Tree
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
+from ._folders import check_folder, meant, refuse_foreign
 from ._processes import SHARED, in_any, of_first
 from ._retention import FILE, Retention
 from ._stored import check_arrangement, check_base, check_leaves, flat, unflat
@@ -66,8 +67,8 @@ class Checkpoints:
         best_mode: ``"min"`` or ``"max"``.
 
     Raises:
-        ConfigError: for another `best_mode`, or no checkpoint to keep.
-        OutputError: for a folder that cannot be written to.
+        ConfigError: for another `best_mode`, no checkpoint to keep, or the address of a bucket.
+        OutputError: for a folder that cannot be written to, or that holds folders of others named like checkpoints.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class Checkpoints:
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
-        self.directory = Path(directory).resolve()
-        if not self.directory.is_dir():  # one that is there may be for reading alone
-            _check_folder(self.directory)
+        self.directory = meant(directory)
+        if not os.path.isdir(self.directory):  # one that is there may be for reading alone
+            check_folder(self.directory)
+        refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
         of_first(self._put_in_place)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
@@ -101,7 +103,8 @@ class Checkpoints:
         Raises:
             OutputError: for a folder that cannot be written to.
         """
-        _check_folder(self.directory)
+        check_folder(self.directory)
+        refuse_foreign(self.directory, (_NOTES, CHECKSUMS))
         self.wait()
         self._manager.reload()
         return self.latest_step()
@@ -183,12 +186,12 @@ class Checkpoints:
             _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
         }
         args = self._ocp.args.Composite(**items)
-        self._refuse_other_run()
-        if not self._has_saved:
-            self._clear()
-            self._has_saved = True
-        self._retention.forget(step)
         with self._writing():
+            self._refuse_other_run()
+            if not self._has_saved:
+                self._clear()
+                self._has_saved = True
+            self._retention.forget(step)
             if is_there:
                 self._replace(step, args)
                 return True
@@ -231,6 +234,8 @@ class Checkpoints:
         """Say where it was, when a checkpoint could not be written."""
         try:
             yield
+        except OutputError:
+            raise
         except Exception as error:  # whatever Orbax, TensorStore and the file system say
             self._has_saved = False  # what is left of it is deleted before the next
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
@@ -281,7 +286,7 @@ class Checkpoints:
         raise ConfigError(
             f"{self.directory}: there is no checkpoint of step {step}",
             expected=f"one of steps {', '.join(map(str, steps))}" if steps else "a checkpoint",
-            got=step,
+            got=repr(step),
             hint="max_to_keep says how many stay; restore() takes the newest",
         )
 
@@ -460,17 +465,3 @@ class Checkpoints:
         """
         with self._writing():
             self._manager.wait_until_finished()
-
-
-def _check_folder(directory: Path) -> None:
-    """Raise now rather than at the first checkpoint."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"{directory}: no checkpoint can be written there",
-            got=error.strerror or error,
-            hint="choose a checkpoint_dir that you may write to",
-        ) from error

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -14,6 +16,7 @@ import jax
 
 from ..core import (
     ConfigError,
+    DataError,
     OutputError,
     SelectionError,
     StateError,
@@ -26,18 +29,21 @@ from ..core import (
     parse_bytes,
     shared_leaves,
 )
+from ..memory import check_donation
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
-from ._feed import IN_ORDER, is_count
+from ._feed import IN_ORDER, is_count, refuse_arrays
 from ._models import ModelObject, keywords
 from ._sharding import ShardingRules
-from ._step import TrainState
+from ._step import STEP_ARGUMENTS, TrainState
 
 P = ParamSpec("P")
 R = TypeVar("R")
 OnNan = Literal["abort", "skip", "roll_back", "ignore"]
+_READ_ONCE = {"builtins", "itertools", "grain"}
+"""Whose iterators never begin again; a loader of the user's may be its own iterator, and do so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,14 +63,16 @@ def guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
             "unknown on_nan", expected='"abort", "skip", "roll_back" or "ignore"', got=repr(on_nan), hint='try "abort"'
         )
     hosted = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
-    if on_nan == "skip" and (is_layerwise or hosted):
+    if is_layerwise:  # which may have updated layers before it meets a gradient that is not finite
+        return on_nan == "skip"
+    if on_nan == "skip" and hosted:
         raise ConfigError(
             "this step's updates cannot be left out",
             expected='on_nan="abort", "roll_back" or "ignore"',
-            got=f"state on the host: {', '.join(hosted[:4])}" if hosted else "a layerwise step",
-            hint='"roll_back" returns to the last copy of the state',
+            got=f"state on the host: {', '.join(hosted[:4])}",
+            hint='"roll_back" returns to the last copy of the state; a layerwise step can skip',
         )
-    return on_nan in ("abort", "skip") and not is_layerwise and not hosted
+    return on_nan in ("abort", "skip") and not hosted
 
 
 def refuse_rollback_to_nothing(on_nan: str, *, has_copies: bool) -> None:
@@ -143,8 +151,10 @@ def refuse_arguments(
             got=repr(num_microbatches),
             hint="1 means no accumulation",
         )
-    if not is_count(seed, -(2**63)):
-        raise ConfigError("seed is no integer", expected="such as 0", got=repr(seed), hint="each seed is another run")
+    if not is_count(seed, -(2**31)) or seed >= 2**32:
+        raise ConfigError(
+            "seed is no integer of 32 bits", expected="such as 0", got=repr(seed), hint="each seed is another run"
+        )
     if not (isinstance(model, ModelObject) or any(map(is_array_like, jax.tree.leaves(model)))):
         raise ConfigError(
             "the model has no arrays",
@@ -175,6 +185,34 @@ def _refuse_signature(loss_fn: Any) -> None:
             got=f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)}{signature}",
             hint="a batch is one pytree, such as a tuple (x, y); functools.partial fills other arguments in",
         ) from error
+
+
+def refuse_fit_arguments(eval_every: Any, checkpoint_every: Any, eval_data: Any, on_record: Any) -> None:
+    """Raise for arguments of `fit` that cannot be what they are for."""
+    for name, every in (("eval_every", eval_every), ("checkpoint_every", checkpoint_every)):
+        if every is not None and not is_count(every, 1):
+            raise ConfigError(
+                f"{name} is no number of steps",
+                expected="1 or more, or None for never",
+                got=every,
+                hint=f"{name}=100",
+            )
+    if on_record is not None and not callable(on_record):
+        raise ConfigError(
+            "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
+        )
+    if eval_data is None:
+        if eval_every is not None:
+            raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
+        return
+    refuse_arrays(eval_data)
+    if isinstance(eval_data, Iterator) and type(eval_data).__module__.split(".")[0] in _READ_ONCE:
+        raise DataError(
+            "eval_data gives its batches only once, and is evaluated at least twice",
+            expected="a list, a grain dataset, or an object whose __iter__ begins again",
+            got=type(eval_data).__name__,
+            hint="list(eval_data), if its batches fit in memory",
+        )
 
 
 def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -219,7 +257,29 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 got=repr(callback)[:80],
                 hint="a class has to be called, EarlyStopping(); a function goes into on_record=",
             )
+        events = [name for name in dir(Callback) if name.startswith("on_")]
+        for name in dir(type(callback)):
+            ours = name.replace("train_batch", "step").replace("batch", "step")  # the words of other libraries
+            if name.startswith("on_") and name not in events and (near := get_close_matches(ours, events, 1, 0.75)):
+                warnings.warn(
+                    f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
+                    UserWarning,
+                    stacklevel=4,
+                )
     return found
+
+
+def refuse_copies(compiled: Any) -> None:
+    """Raise when a compiled step would hold a part of its state twice."""
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
+        warnings.warn(
+            "jax_debug_nans is on, with which JAX donates nothing: each step holds its state twice\n"
+            "hint: JAX stops at a step with NaN and cannot say where in it: call the loss function by itself for that",
+            UserWarning,
+            stacklevel=5,
+        )
+        return
+    check_donation(compiled, arg_names=STEP_ARGUMENTS)
 
 
 def refuse_consumed(*trees: Tree) -> None:

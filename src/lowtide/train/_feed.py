@@ -7,6 +7,7 @@ What can be asked for the batch of a step resumes anywhere. What is iterated res
 from __future__ import annotations
 
 import base64
+import dataclasses
 import enum
 import sys
 import warnings
@@ -331,14 +332,30 @@ def as_arguments(batch: Tree) -> Tree:
         is_array = type(leaf) is np.ndarray and leaf.dtype.kind not in _NO_NUMBERS
         if is_cpu and is_array and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
             return leaf.copy()
-        return jnp.asarray(as_numpy(leaf))
+        return jnp.asarray(narrowed(as_numpy(leaf)))
 
     leaves, structure = jax.tree.flatten(batch)
     try:
         return structure.unflatten([one(leaf) for leaf in leaves])
-    except TypeError:
+    except (TypeError, OverflowError):
         refuse_objects(batch)
         raise
+
+
+def narrowed(leaf: Any) -> Any:
+    """A leaf of a batch as it is, where its integers are those that JAX will make of them: without x64 of 32 bits.
+
+    Raises:
+        OverflowError: for larger ones, of which JAX would take the lower bits.
+    """
+    wide: Any = np.int64(leaf) if type(leaf) is int else leaf
+    if isinstance(wide, np.ndarray | np.generic) and wide.dtype.kind in "iu":
+        narrow = jax.dtypes.canonicalize_dtype(wide.dtype)
+        if narrow != wide.dtype and wide.size:
+            least, most = np.iinfo(narrow).min, np.iinfo(narrow).max
+            if wide.min() < least or wide.max() > most:
+                raise OverflowError(f"{wide.min()} to {wide.max()}")
+    return leaf
 
 
 def as_numpy(leaf: Any) -> Any:
@@ -374,18 +391,29 @@ def argument_shapes(batch: Tree) -> Tree:
 
 
 def refuse_objects(batch: Tree) -> None:
-    """Raise for leaves of a batch that hold no numbers.
+    """Raise for leaves of a batch that hold no numbers, or integers that JAX has no room for.
 
     Raises:
         DataError: with the path of the first.
     """
     for path, leaf in leaves_with_paths(batch):
+        try:
+            narrowed(leaf)
+        except OverflowError as error:
+            raise DataError(
+                f"batch leaf {path or '(root)'} holds integers of more than 32 bits",
+                expected="-2**31 to 2**31 - 1, of unsigned ones 0 to 2**32 - 1",
+                got=error,
+                hint="JAX would keep their lower bits: take them modulo a table's size, or set jax_enable_x64",
+            ) from None
         if not is_array_like(leaf) or getattr(getattr(leaf, "dtype", None), "kind", "f") in _NO_NUMBERS:
             raise DataError(
                 f"batch leaf {path or '(root)'} holds no numbers",
                 expected="an array, or a number",
                 got=f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__,
-                hint="encode strings as tokens, and leave other objects out of the batches",
+                hint="a dataclass has to be a pytree, jax.tree_util.register_dataclass"
+                if dataclasses.is_dataclass(leaf)
+                else "encode strings as tokens, and leave other objects out of the batches",
             )
 
 

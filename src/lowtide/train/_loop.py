@@ -14,16 +14,18 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from ..core import ConfigError, DataError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
+from ..core import ConfigError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
-from ._feed import Event, Feed, StepData, is_count, refuse_arrays
+from ._checks import refuse_fit_arguments
+from ._feed import Event, Feed, StepData
+from ._finite import not_finite
 from ._processes import in_any, refuse_other_folders
 from ._rollback import Ended, Terminated, is_alive, valves
 
@@ -34,8 +36,6 @@ _STOP, _TERMINATE = 1, 2
 """What a process may wish of the others."""
 _MAX_ROLLBACKS, _MAX_SKIPS = 3, 100
 """How often a run may go back to one copy, and how many steps in a row it may skip, before it gives up."""
-_READ_ONCE = {"builtins", "itertools", "grain"}
-"""Whose iterators never begin again; a loader of the user's may be its own iterator, and do so."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,8 +82,12 @@ class Loop:
         self._evaluated_at: int | None = None
         self._num_wrong = 0
         """Steps in a row whose loss or gradients are no numbers."""
-        self._num_rollbacks, self._back = 0, -1
-        """How often the run went back to one copy, and its step."""
+        self._odd: frozenset[str] | None = None
+        """What trains and was not finite when the run began, which is no harm then; None before that."""
+        self._asked_at = step
+        """The step at which weights were last asked whether they are finite."""
+        self._num_rollbacks, self._backs = 0, (-1, -1)
+        """How often the run went back to one copy, its step, and the one it went on from: a checkpoint there is it."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
         self._is_back = False
@@ -101,30 +105,7 @@ class Loop:
                 expected="one at a time",
                 hint="call it after the other has returned",
             )
-        for name in ("eval_every", "checkpoint_every"):
-            if (every := getattr(self, name)) is not None and not is_count(every, 1):
-                raise ConfigError(
-                    f"{name} is no number of steps",
-                    expected="1 or more, or None for never",
-                    got=every,
-                    hint=f"{name}=100",
-                )
-        if self.on_record is not None and not callable(self.on_record):
-            raise ConfigError(
-                "on_record is no function", expected="on_record(record)", got=repr(self.on_record)[:80], hint="print"
-            )
-        if self.eval_data is None:
-            if self.eval_every is not None:
-                raise ConfigError("eval_every needs eval_data", got="no eval_data", hint="fit(..., eval_data=batches)")
-            return
-        refuse_arrays(self.eval_data)
-        if isinstance(self.eval_data, Iterator) and type(self.eval_data).__module__.split(".")[0] in _READ_ONCE:
-            raise DataError(
-                "eval_data gives its batches only once, and is evaluated at least twice",
-                expected="a list, a grain dataset, or an object whose __iter__ begins again",
-                got=type(self.eval_data).__name__,
-                hint="list(eval_data), if its batches fit in memory",
-            )
+        refuse_fit_arguments(self.eval_every, self.checkpoint_every, self.eval_data, self.on_record)
 
     def run(self) -> list[Record]:
         """Train; see `Trainer.fit`."""
@@ -138,6 +119,7 @@ class Loop:
                     if self._due == trainer.step:
                         self._evaluate()
                     trainer.keep_copy((self._position(), self._states()))
+                    self._odd = not_finite(trainer.state.trainable)
                     self._train(terminated)
                     self._warn_of_nothing()
                     self.is_over = True
@@ -280,6 +262,17 @@ class Loop:
                 self._emit(record, error)
                 raise
             self._emit(record)  # the trainer has a good state when callbacks hear of it
+        if not keep and self._asked_at != (step := self.trainer.step):  # what comes takes the state for a good one
+            self._asked_at = step
+            if spoilt := self._spoilt():
+                self._is_spoilt = True
+                self._judge(step, dict.fromkeys(spoilt, math.nan), spoilt)
+
+    def _spoilt(self) -> list[str]:
+        """The weights of which an update has made NaN or infinity."""
+        if self._odd is None or self.trainer.on_nan == "ignore":
+            return []
+        return sorted(not_finite(self.trainer.state.trainable) - self._odd)
 
     def _judge(self, step: int, values: dict[str, float], wrong: Sequence[str]) -> None:
         """What to do when a step's loss or gradients are no numbers: raise, return to the last copy, or nothing."""
@@ -291,26 +284,31 @@ class Loop:
         if policy == "roll_back" and self._num_rollbacks < _MAX_ROLLBACKS:
             count = jnp.array(self.trainer.state.step)  # a copy; the batches that were seen stay behind
             if (back := self.trainer.roll_back()) is not None:
-                self._num_rollbacks, self._back = (self._num_rollbacks if back == self._back else 0) + 1, back
+                self._num_rollbacks = (self._num_rollbacks if back in self._backs else 0) + 1
+                self._backs = back, int(count)
                 self.trainer.state = dataclasses.replace(self.trainer.state, step=count)
                 self._pending, self._is_spoilt = [], False  # steps of states that are gone
                 warnings.warn(
                     f"step {step}: {wrong[0]} is not finite; back to the weights of step {back}", stacklevel=2
                 )
                 return
-        if policy == "ignore" or (policy == "skip" and self._num_wrong < _MAX_SKIPS):
+        spoilt = self._spoilt()
+        if policy == "ignore" or (policy == "skip" and self._num_wrong < _MAX_SKIPS and not spoilt):
             self._is_spoilt = False
             return
         hint = "lower the learning rate, or look for NaN in weights and data"
-        if not self.trainer.is_guarded:
+        if spoilt:
+            hint = f"an update has spoilt {spoilt[0]}: look at the learning rate, its schedule and the optimizer"
+        if spoilt or not self.trainer.is_guarded:
             self._is_back = self.trainer.roll_back() is not None
             if not self._is_back:
                 hint = "the weights have got this step's update, for there was no copy: make a new Trainer"
+        can_skip = policy == "abort" and self.trainer.is_guarded and not spoilt
         raise NonFiniteError(
             f"step {step}: {wrong[0]} is not finite"
             + (f", nor was it in the {self._num_wrong - 1} steps before" if self._num_wrong > 1 else ""),
             got=values[wrong[0]],
-            hint=hint + (', or go on with on_nan="skip"' if policy == "abort" and self.trainer.is_guarded else ""),
+            hint=hint + (', or go on with on_nan="skip"' if can_skip else ""),
         )
 
     def _evaluate(self) -> None:
@@ -385,6 +383,8 @@ class Loop:
         try:
             self._read_last(error, is_alone)
             was_alive = is_alive(trainer.state)
+            if was_alive and is_alone and not self._is_back and not self.is_over:
+                _tried(error, "going back", self._heal, error)
             holds = trainer.recover()
             self._is_back = self._is_back or not was_alive
             if self._has_batch and is_out_of_memory(error) and not isinstance(error, LowtideError):
@@ -425,6 +425,12 @@ class Loop:
                     error.add_note(f"{_not_finite(values)[0]} of step {step} is not finite")
                 self._is_back = True
             self._emit({"step": step, **values, "seconds": self._finished - begun}, error)
+
+    def _heal(self, error: BaseException) -> None:
+        """Go back from weights that an update has spoilt, and nobody has noticed."""
+        if spoilt := self._spoilt():
+            error.add_note(f"an update has made {spoilt[0]} not finite")
+            self._is_spoilt, self._is_back = True, self.trainer.roll_back() is not None
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Remember where the data is, for another `fit` that goes on with it, and after an exception the callbacks."""

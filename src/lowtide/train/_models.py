@@ -184,18 +184,28 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
     metrics: dict[str, Any] = parts[1]
     for name, value in metrics.items():
         shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-        if name in _RESERVED:
+        given: Any = name
+        if not isinstance(given, str):
+            raise StructureError(
+                f"metric {name!r} has no name", expected="text", got=type(given).__name__, hint=f'"metric_{name}"'
+            )
+        if name in _RESERVED or name.startswith("eval_"):
             raise StructureError(
                 f"metric {name!r} has a name that the trainer itself records",
-                expected=f"another name than {', '.join(sorted(_RESERVED))}",
+                expected=f"another name than {', '.join(sorted(_RESERVED))}, or eval_... of evaluations",
                 got=repr(name),
                 hint="rename it",
             )
-        if shape != ():
+        is_real = shape is not None and not jnp.issubdtype(jnp.result_type(value), jnp.complexfloating)
+        if shape != () or not is_real:
             raise StructureError(
                 f"metric {name!r} cannot be recorded",
                 expected="a scalar",
-                got=type(value).__name__ if shape is None else f"shape {list(shape)}",
+                got=type(value).__name__
+                if shape is None
+                else _described(value)
+                if shape == ()
+                else f"shape {list(shape)}",
                 hint="jnp.mean what is one value for each example",
             )
     return parts[0], parts[1], arrays

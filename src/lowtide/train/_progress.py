@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -32,22 +34,22 @@ class Progress(Callback):
 
     def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
         """Print the predicted bytes beside those that there are, and begin the bar."""
-        self._console.print(memory_table(report, trainer.budget_bytes))
+        self._show(memory_table(report, trainer.budget_bytes))
         if trainer.stages is not None:
-            self._console.print(trainer.stages)
+            self._show(trainer.stages)
         if self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
             self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True)
             self._task = self._bar.add_task("training", total=self._num_steps, completed=trainer.step)
-            self._bar.start()
+            self._tried(self._bar.start)
 
     def on_record(self, trainer: Trainer, record: Record) -> None:
         """Move the bar, or print an evaluation."""
         if "eval_loss" in record:
-            self._console.print(f"step {record['step']:>6}  eval_loss {record['eval_loss']:.4f}")
+            self._show(f"step {record['step']:>6}  eval_loss {record['eval_loss']:.4f}")
         elif self._bar is not None:
             text = f"loss {record['loss']:.4f}  {record['seconds']:.3f} s/step"
-            self._bar.update(self._task, completed=record["step"], description=text)
+            self._tried(partial(self._bar.update, self._task, completed=record["step"], description=text))
 
     def on_train_end(self, trainer: Trainer) -> None:
         """Take the bar away."""
@@ -59,8 +61,18 @@ class Progress(Callback):
 
     def _stop(self) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            self._tried(self._bar.stop)
             self._bar = None
+
+    def _show(self, what: Any) -> None:
+        self._tried(partial(self._console.print, what))
+
+    def _tried(self, show: Callable[[], Any]) -> None:
+        """Show something: a terminal that was closed, or a reader that has left, ends no run."""
+        try:
+            show()
+        except (OSError, ValueError):
+            self._console.quiet, self._bar = True, None
 
 
 def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table:

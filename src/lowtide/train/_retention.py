@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from ..core import ConfigError, write_files
+from ._feed import is_count
 
 FILE = "evaluations.json"
 
@@ -39,8 +40,10 @@ class Retention:
             raise ConfigError(
                 "unknown best_mode", expected='"min" or "max"', got=repr(best_mode), hint='"min" is for losses'
             )
-        if max_to_keep < 1:
-            raise ConfigError("no checkpoint would be kept", expected="max_to_keep >= 1", got=max_to_keep, hint="2")
+        if not is_count(max_to_keep, 1):
+            raise ConfigError(
+                "no checkpoint would be kept", expected="max_to_keep >= 1", got=repr(max_to_keep), hint="max_to_keep=2"
+            )
         self.best, self._sign = best, 1 if best_mode == "min" else -1
         self._directory, self._max_to_keep = directory, max_to_keep
         self._found: dict[int, dict[str, float]] = {}

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import ConfigError, DataError, SelectionError, StructureError, Tree, is_array_like, leaves_with_paths
+from ._feed import refuse_objects
 
 STAGE = "stage"
 """The axis of pipelines."""
@@ -303,6 +304,7 @@ class ShardingRules:
         def one(path: str, leaf: Any) -> Any:
             shape, sharding = self._whole(path, leaf, num_microbatches)
             is_numpy = not isinstance(leaf, jax.Array)
+            refuse_objects({path: leaf})
             if is_numpy and jax.default_backend() == "cpu":
                 leaf = np.array(leaf)  # a CPU shares the buffer, which a loader may fill again while the step runs
             if self._is_local(leaf) and jax.process_count() > 1 and shape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core import (
+    ConfigError,
     StructureError,
     Tree,
     Where,
@@ -96,8 +98,25 @@ class Step(Protocol):
         ...
 
 
+_OF_OPTIMIZER = (
+    "raised by the optimizer, whose update gets the gradients, its state, what trains and value=loss: one that calls "
+    "the loss function itself (optax.lbfgs, sophia), or wants other parameters (optax.lookahead's), needs another loop"
+)
+
+
 def flat(step: Step) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
-    """The step as a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and the metrics."""
+    """The step as a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and the metrics.
+
+    Raises:
+        ConfigError: where JAX is told to compile nothing.
+    """
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ConfigError(
+            "jax.disable_jit is on, and a step that is not compiled would hold its state twice",
+            expected="a step that is compiled",
+            got="jax_disable_jit=True",
+            hint="call the loss function by itself to look into it; jax.debug.print works in a compiled one, too",
+        )
 
     def run(
         trainable: Tree, opt_state: Tree, mutable: Tree, count: Any, frozen: Tree, batch: Tree
@@ -212,10 +231,17 @@ class WholeStep:
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
         update = optax.with_extra_args_support(self._tx).update
+        takes_value = "value" in (names := inspect.signature(update).parameters) or any(
+            names[name].kind is inspect.Parameter.VAR_KEYWORD for name in names
+        )
 
         def advance(state: TrainState, mutable: Tree, grads: Tree, loss: Any) -> TrainState:
-            # Some schedules read the loss.
-            updates, opt_state = update(grads, state.opt_state, state.trainable, value=loss)
+            extra = {"value": loss} if takes_value else {}  # some schedules read it
+            try:
+                updates, opt_state = update(grads, state.opt_state, state.trainable, **extra)
+            except Exception as error:
+                error.add_note(_OF_OPTIMIZER)
+                raise
             trainable = self._constrained(optax.apply_updates(state.trainable, updates))
             return TrainState(state.step, trainable, opt_state, mutable)
 
@@ -313,6 +339,16 @@ class LayerStep:
         sides(model, "a layerwise step")
         self._step, self._loss_fn = step, loss_fn
         self._rest = with_sides(model, None, None)
+
+    @property
+    def guard(self) -> bool:
+        """Whether updates are left out where the loss or gradients are not finite, as the layerwise step does it."""
+        return self._step.on_nan == "skip"
+
+    @guard.setter
+    def guard(self, is_guarded: bool) -> None:
+        if is_guarded:  # a step that was made to skip does so in any case
+            self._step = dataclasses.replace(self._step, on_nan="skip")
 
     def arranged(self, model: Tree) -> Tree:
         """See `Step`."""

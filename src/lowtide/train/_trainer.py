@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core import OutOfMemoryError, Tree, Where, combine
-from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
+from ..memory import MemoryReport, Target, analyze, analyze_compiled, compile, shortage
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
 from ._callbacks import Callback, Record
@@ -37,6 +37,7 @@ from ._checks import (
     parse_budget,
     refuse_arguments,
     refuse_consumed,
+    refuse_copies,
     refuse_later_checkpoint,
     refuse_rollback_to_nothing,
     refuse_shared,
@@ -51,7 +52,7 @@ from ._pipelined import PipelineStep
 from ._processes import placed
 from ._rollback import undisturbed
 from ._sharding import ShardingRules, abstract
-from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, WholeStep, flat, spread
+from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, flat, spread
 from ._steps import choose_step
 
 _ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
@@ -84,8 +85,9 @@ class Trainer(Kept):
         seed: of the keys that `loss_fn` gets; they follow from it and from the number of the step alone.
         on_nan: what to do when loss or gradients are not finite: ``"abort"`` raises and leaves the step's update out,
             ``"skip"`` leaves it out and goes on (the hundredth in a row raises), ``"roll_back"`` returns to the last
-            copy and goes on with the next batches, ``"ignore"`` does nothing. With optimizer state on the host or a
-            layerwise step, whose updates cannot be left out, ``"abort"`` returns to the last copy and raises.
+            copy and goes on with the next batches, ``"ignore"`` does nothing. With optimizer state on the host, whose
+            updates cannot be left out, or a layerwise step, and where an update has made weights not finite,
+            ``"abort"`` returns to the last copy and raises. A layerwise step skips as `layerwise_step` says.
         rollback: whether to keep a copy on the host of the state with which `fit` or an epoch began, where there is no
             checkpoint of it, for a step that fails after it has consumed its state.
         checkpoint_dir: where to keep checkpoints of the trainable state; none are written without it.
@@ -167,8 +169,7 @@ class Trainer(Kept):
         state, frozen = step.init(model)
         self.is_guarded = guards(on_nan, state, is_layerwise=isinstance(step, LayerStep))
         """Whether steps leave an update out whose loss or gradients are not finite."""
-        if isinstance(step, WholeStep):
-            step.guard = self.is_guarded
+        step.guard = self.is_guarded
         refuse_shared((state.trainable, state.mutable))
         refuse_rollback_to_nothing(on_nan, has_copies=rollback or checkpoint_dir is not None)
         # Python's numbers are no arrays that a step could consume.
@@ -273,8 +274,7 @@ class Trainer(Kept):
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
         batch = self._shapes(batch)
         program = compile(self.step_fn, *self._arguments(batch))
-        budget = self.budget_bytes
-        return shortage(program, when=when, roles=_ROLES, budget_bytes=budget, hint=self._step.remedies)
+        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
 
     @hints_at(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
     def fit(
@@ -490,11 +490,11 @@ class Trainer(Kept):
         shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
         if shapes not in self._compiled:
             with warnings.catch_warnings():
-                # JAX only warns, and without a path; check_donation raises, with one.
+                # JAX only warns, and without a path; refuse_copies raises, with one.
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
                 self.processes.agree_on_program(lowered)
                 compiled = lowered.compile()
-            check_donation(compiled, arg_names=STEP_ARGUMENTS)
+            refuse_copies(compiled)
             self._compiled[shapes] = compiled
         return self._compiled[shapes]
