@@ -44,6 +44,8 @@ def recomputations(report: MemoryReport) -> Iterable[tuple[str, int]]:
                 "put the layers into jax.lax.scan, with jax.checkpoint around its body (outside of a loop, the CPU's "
                 "compiler merges recomputation with the forward pass, or does all of it at once)"
             )
+        # All that the function keeps, at any time: before the peak the same arrays have other names.
+        kept = saving(report, lambda b, w=where: float(_is_kept(b, report) and _maker(b) == w))
         still = _still_kept(buffers, where in recomputed)
         yield f"recompute what {where} keeps for the backward pass ({shapes}): {how}", max(kept - still, 0)
 
