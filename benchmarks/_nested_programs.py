@@ -253,6 +253,51 @@ def neural_ode_adjoint() -> dict[str, Any]:
     return stepped(loss_fn, mlp_shapes(dim, wide, wide, dim), {name: shape(rows, dim) for name in ("x", "y")})
 
 
+# --- loops over time and state --------------------------------------------------------------------------------------
+
+
+def selective_scan() -> dict[str, Any]:
+    """A state-space model: a parallel scan over time in each of the stacked layers."""
+    (dim, length), layers, states, rows = sized(128, 256), 4, 16, 4
+
+    def layer(x: Any, one: Any) -> Any:
+        step = jax.nn.softplus(x @ one["step"])
+        decay = jnp.exp(-step[..., None] * jnp.exp(one["decay"]))
+        inputs = (step * x)[..., None] * (x @ one["into"])[:, :, None, :]
+        _, h = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, inputs), axis=1)
+        return x + jnp.einsum("bldn,bln->bld", h, x @ one["out"]), None
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        return jnp.mean((jax.lax.scan(layer, batch["x"], params)[0] - batch["y"]) ** 2)
+
+    params = {name: shape(layers, dim, states) for name in ("decay", "into", "out")}
+    params["step"] = shape(layers, dim, dim)
+    return stepped(loss_fn, params, {name: shape(rows, length, dim) for name in ("x", "y")})
+
+
+def cached_decoding() -> dict[str, Any]:
+    """One token through stacked layers whose caches are xs and ys of a scan, which makes them anew."""
+    (length, dim), layers, rows, heads = sized(1024, 256), 4, 4, 8
+
+    def step(params: Any, cache: Any, x: Any, at: Any) -> Any:
+        def layer(x: Any, one: Any) -> Any:
+            weights, cache = one
+            q, k, v = (jnp.reshape(x @ weights[name], (rows, heads, -1)) for name in "qkv")
+            cache = {
+                name: jax.lax.dynamic_update_slice(cache[name], new[:, None], (0, at, 0, 0))
+                for name, new in (("k", k), ("v", v))
+            }
+            scores = jnp.where(jnp.arange(length) <= at, jnp.einsum("bhd,bthd->bht", q, cache["k"]), -1e9)
+            out = jnp.einsum("bht,bthd->bhd", jax.nn.softmax(scores), cache["v"])
+            return x + out.reshape(rows, dim) @ weights["o"], cache
+
+        return jax.lax.scan(layer, x, (params, cache))
+
+    cache = {name: shape(layers, rows, length, heads, dim // heads) for name in "kv"}
+    args = ({name: shape(layers, dim, dim) for name in "qkvo"}, cache, shape(rows, dim), shape(dtype=I32))
+    return {"fn": step, "args": args, "roles": {"params": 0, "cache": 1, "batch": 2}, "donate_argnums": 1}
+
+
 NESTED: dict[str, Callable[..., dict[str, Any]]] = {
     f.__name__: f
     for f in (
@@ -265,5 +310,7 @@ NESTED: dict[str, Callable[..., dict[str, Any]]] = {
         unet,
         gnn,
         neural_ode_adjoint,
+        selective_scan,
+        cached_decoding,
     )
 }

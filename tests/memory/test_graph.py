@@ -87,3 +87,24 @@ def test_only_moves_make_copies(opcode: str, copied: bool) -> None:
     ]
     flow = Dataflow(Graph(module(entry)), {(1, ()): 0})
     assert (flow.copy_of((2, ())) == 0) is copied
+
+
+@pytest.mark.parametrize("opcode", ["all-gather", "all-gather-start", "all-reduce", "collective-permute-start"])
+def test_results_of_combined_collectives_come_from_their_own_operand(opcode: str) -> None:
+    arrays = [array(8), array(4, 2)]
+    results = tuple_of(tuple_of(*arrays), tuple_of(*arrays))
+    is_start = opcode.endswith("-start")
+    entry = [
+        {"id": 1, "opcode": "parameter", "shape": arrays[0]},
+        {"id": 2, "opcode": "parameter", "shape": arrays[1], "parameter_number": 1},
+        {"id": 3, "opcode": opcode, "shape": results if is_start else tuple_of(*arrays), "operand_ids": [1, 2]},
+    ]
+    if is_start:
+        done = opcode.replace("start", "done")
+        entry.append({"id": 4, "opcode": done, "shape": tuple_of(*arrays), "operand_ids": [3]})
+    graph = Graph(module(entry))
+    for at in (0, 1):
+        value = (entry[-1]["id"], (at,))
+        while graph.sources(value):
+            ((value, _),) = graph.sources(value)
+        assert value == (at + 1, ())

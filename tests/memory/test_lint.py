@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import ConfigError
 from lowtide.losses import chunked_cross_entropy
-from lowtide.memory import Finding, lint
+from lowtide.memory import Finding, analyze, lint
 from lowtide.memory._lint import RULES
 
 MIB = 2**20
@@ -418,3 +418,88 @@ def test_a_loop_that_copies_what_it_writes_into(reads: str) -> None:
     found = lint(decode, *args, donate_argnums=0, target="cpu")
     copied = [("copied-in-loop", "0", 4 * 512 * 512 * 4)] if reads == "old" else []
     assert [(one.rule, one.path, one.num_bytes) for one in found] == copied
+
+
+def test_what_a_wide_layer_makes_is_no_logits() -> None:
+    def loss(params: Any, x: Any, labels: Any) -> Any:  # wider than the number of classes
+        logits = jnp.tanh(x @ params["up"]) @ params["down"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    params = {"up": shape(64, 512), "down": shape(512, 32)}
+    assert rules_of(jax.grad(loss), params, shape(2048, 64), shape(2048, dtype=jnp.int32)) == []
+
+
+def test_a_loop_that_makes_its_state_anew() -> None:
+    def stacked(cache: Any, w: Any, x: Any) -> Any:
+        def layer(x: Any, one: Any) -> Any:
+            cache, w = one
+            return jnp.tanh(x @ w), jax.lax.dynamic_update_slice(cache, x[None] @ w, (3, 0, 0))
+
+        return jax.lax.scan(layer, x, (cache, w))
+
+    def carried(cache: Any, w: Any, x: Any) -> Any:
+        def layer(carry: Any, one: Any) -> Any:
+            x, cache = carry
+            at, w = one
+            return (jnp.tanh(x @ w), jax.lax.dynamic_update_slice(cache, (x @ w)[None, None], (at, 3, 0, 0))), None
+
+        return jax.lax.scan(layer, (x, cache), (jnp.arange(4), w))[0]
+
+    args = (shape(4, 256, 8, 64), shape(4, 64, 64), shape(8, 64))
+    (found,) = lint(stacked, *args, target="cpu", donate_argnums=0)
+    assert (found.rule, found.path, found.num_bytes) == ("rebuilt-state", "0", 4 * 256 * 8 * 64 * 4)
+    assert lint(carried, *args, target="cpu", donate_argnums=0) == ()
+    report = analyze(stacked, *args, target="cpu", donate_argnums=0)
+    assert report.peak_by_role["outputs"] >= found.num_bytes
+    saved = report.device_bytes - analyze(carried, *args, target="cpu", donate_argnums=0).device_bytes
+    assert saved == pytest.approx(found.num_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_recomputation_of_all_layers_at_once(is_loop: bool) -> None:
+    @jax.checkpoint
+    def block(h: Any, w: Any) -> Any:
+        return jnp.tanh(jnp.tanh(h) @ w) @ w.T
+
+    def loss(ws: Any, x: Any) -> Any:
+        if is_loop:
+            return jnp.mean(jax.lax.scan(lambda h, w: (block(h, w), None), x, ws)[0] ** 2)
+        for at in range(4):
+            x = block(x, ws[at])
+        return jnp.mean(x**2)
+
+    args = shape(4, 128, 512), shape(2048, 128)
+    merged = [f for f in lint(jax.grad(loss), *args, target="cpu") if f.rule == "checkpoint-undone"]
+    assert bool(merged) == (not is_loop)
+    kept = sum(
+        b.num_bytes for b in analyze(jax.grad(loss), *args, target="cpu").peak if b.phase in ("forward", "recompute")
+    )
+    assert sum(f.num_bytes for f in merged) <= kept
+    assert is_loop or sum(f.num_bytes for f in merged) >= 3 * 2048 * 512 * 4
+
+
+def over_frozen(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The gradient of low-rank factors beside a stack of frozen weights that the loop uses in bfloat16."""
+
+    def loss(lora: Any, base: Any, x: Any) -> Any:
+        def layer(h: Any, one: Any) -> Any:
+            w, a, b = one
+            return jnp.tanh(h @ w.astype(jnp.bfloat16) + (h @ a) @ b), None
+
+        return jnp.mean(jax.lax.scan(layer, x, (base, *lora))[0].astype(jnp.float32))
+
+    lora = (shape(32, 1024, 4, dtype=jnp.bfloat16), shape(32, 4, 1024, dtype=jnp.bfloat16))
+    return jax.grad(loss), (lora, shape(32, 1024, 1024, dtype=dtype), shape(512, 1024, dtype=jnp.bfloat16))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_frozen_weights_held_in_two_precisions(name: str) -> None:
+    step, args = over_frozen(jnp.float32)
+    (finding,) = [f for f in lint(step, *args, target=name) if f.rule == "frozen-cast"]
+    assert (finding.path, finding.num_bytes) == ("1", 64 * MIB)
+    assert "beside 128.00 MiB" in finding.detail
+    before = analyze(step, *args, target=name).device_bytes
+    step, args = over_frozen(jnp.bfloat16)
+    assert found(lint(step, *args, target=name), "frozen-cast") == {}
+    # A CPU computes in float32 and makes a stack of that.
+    assert before - analyze(step, *args, target=name).device_bytes >= (64 if name == "cpu" else 128) * MIB

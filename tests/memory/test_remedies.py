@@ -280,3 +280,56 @@ def test_a_jitted_step_is_donated_with_all_that_it_was_jitted_with() -> None:
     w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     (donated,) = remedies(jax.jit(step, static_argnames="mode"), w, w, mode="sum")
     assert (donated.kind, donated.compiled_bytes) == ("donate", 4 * 2**20)
+
+
+def test_one_buffer_serves_one_output() -> None:
+    x = shape(512, 512)
+    found = {r.kind: r for r in remedies(lambda x, y: (x + 1, x + 2, y, y), x, x, verify=False)}
+    assert found["donate"].estimated_bytes == 512 * 512 * 4
+    assert found["returned-unchanged"].estimated_bytes == 2 * 512 * 512 * 4
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_smaller_batch_says_what_accumulation_keeps(trains: bool) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x @ w) ** 2)
+
+    args = shape(512, 8), shape(4096, 512)
+    (found,) = remedies(jax.grad(loss) if trains else loss, *args, roles={"batch": 1}, verify=False)
+    assert ("lowtide.accumulate" in found.action) == trains
+    assert ("keeps the other half (4.00 MiB)" in found.action) == trains
+
+
+def layers_of(kind: str) -> tuple[Callable[..., Any], Any, Any]:
+    """The gradient of eight blocks, in a loop of Python or of JAX, recomputed or not."""
+    is_scan, is_checkpointed = "scan" in kind, "checkpoint" in kind
+
+    def block(h: Any, w: Any) -> Any:
+        return h + jax.nn.gelu(jnp.tanh(h) @ w["up"]) @ w["down"]
+
+    run = jax.checkpoint(block) if is_checkpointed else block
+
+    def loss(params: Any, x: Any) -> Any:
+        if is_scan:
+            x, _ = jax.lax.scan(lambda h, w: (run(h, w), None), x, params)
+        else:
+            for layer in params:
+                x = run(x, layer)
+        return jnp.mean(x**2)
+
+    if is_scan:
+        return jax.grad(loss), {"up": shape(8, 64, 512), "down": shape(8, 512, 64)}, shape(512, 64)
+    return jax.grad(loss), [{"up": shape(64, 512), "down": shape(512, 64)}] * 8, shape(512, 64)
+
+
+@pytest.mark.parametrize("kind", ["loop", "loop checkpoint"])
+def test_on_a_cpu_only_a_loop_of_jax_recomputes(kind: str) -> None:
+    before, after = (analyze(*layers_of(k), target="cpu").device_bytes for k in (kind, "scan checkpoint"))
+    (found,) = [r for r in remedies(*layers_of(kind), target="cpu", verify=False) if r.kind == "recompute"]
+    assert "jax.lax.scan" in found.action
+    assert 0.3 * (before - after) < found.estimated_bytes < 1.1 * (before - after)
+
+
+def test_what_is_recomputed_already_is_not_proposed_again() -> None:
+    kinds = {r.kind for r in remedies(*layers_of("scan checkpoint"), target="cpu", verify=False)}
+    assert "recompute" not in kinds

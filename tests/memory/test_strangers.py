@@ -105,3 +105,25 @@ def test_a_small_curve_is_looked_at_twice() -> None:
     out = io.StringIO()
     found.print(Console(file=out, width=200))
     assert "0.0 % off at the answer" in out.getvalue()
+
+
+def test_an_equinox_module_without_functions_is_no_array_either() -> None:
+    eqx = pytest.importorskip("equinox")
+    model = eqx.filter_eval_shape(lambda key: eqx.nn.MultiheadAttention(2, 32, key=key), jax.random.key(0))
+    report = analyze(lambda models, x: models[0](x, x, x), [model], shape(16, 32))
+    assert {b.path for b in report.buffers if b.path.startswith("0/")} >= {"0/0/query_proj/weight"}
+
+
+def test_the_line_that_calls_analyze_is_no_line_of_the_program() -> None:
+    report = analyze(jax.nn.gelu, shape(512, 512), target="cpu")
+    assert all("test_strangers.py" not in buffer.source for buffer in report.buffers)
+
+
+def test_a_layer_s_noise_is_no_loop_over_layers() -> None:
+    def loss(w: Any, x: Any, key: Any) -> Any:
+        h = jnp.tanh(x @ w)
+        return jnp.mean(jnp.where(jax.random.bernoulli(key, 0.5, h.shape), h, 0) ** 2)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = remedies(jax.grad(loss), shape(64, 512), shape(1024, 64), key, target="cpu", verify=False)
+    assert "recompute" not in {r.kind for r in found}

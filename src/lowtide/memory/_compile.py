@@ -187,17 +187,21 @@ def _foreign_jit(fn: Any) -> StructureError:
 
 
 def _split_functions(tree: Any) -> tuple[Any, Any]:
-    """Constants among the leaves of arguments that hold functions, and the arguments without them.
+    """Constants among the leaves of arguments that hold functions or Equinox modules, and the arguments without them.
 
-    `jax.jit` refuses an argument that holds a function (an Equinox module and its activation); such an argument is
-    treated as `equinox.filter_jit` does: what is no array is a constant, Python numbers included.
+    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. Such
+    an argument is treated as `equinox.filter_jit` does: what is no array is a constant, Python numbers included.
     """
 
     def is_constant(leaf: Any) -> bool:
         return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
+    def is_module(node: Any) -> bool:
+        return any(f"{kind.__module__}.".startswith("equinox.") for kind in type(node).__mro__)
+
     def split(argument: Any) -> tuple[Any, Any]:
-        if not any(callable(leaf) and is_constant(leaf) for leaf in jax.tree.leaves(argument)):
+        leaves = jax.tree.leaves(argument, is_leaf=is_module)
+        if not any(is_module(leaf) or (callable(leaf) and is_constant(leaf)) for leaf in leaves):
             return None, argument
         return (
             jax.tree.map(lambda leaf: leaf if is_constant(leaf) else None, argument),

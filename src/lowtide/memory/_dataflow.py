@@ -27,6 +27,7 @@ _ELEMENTWISE = {"add", "all-reduce", "all-reduce-start", "divide", "multiply", "
 # What adds up the parts of a gradient that devices hold.
 _COLLECTIVES = {"all-reduce", "all-reduce-start", "reduce-scatter"}
 _REDUCTIONS = {"reduce", "reduce-window"}
+_PRODUCTS = {"convolution", "dot"}
 # Operations whose result of equal size is another thing than their operand.
 _MIXING = {"cholesky", "convolution", "custom-call", "dot", "fft", "gather", "scatter", "sort", "triangular-solve"}
 
@@ -53,6 +54,8 @@ class Dataflow:
         self._scopes = {at: graph.scope(at) for at in graph.instructions}
         self._copies = self._origins()
         self._named = self._named_passes()
+        self.merged = set[Value]()
+        self.partial = set[Value]()
         self.phases = self._phases()
         self._read_backward = self._reads()
         self._differentiated = self._computed_with()
@@ -75,8 +78,9 @@ class Dataflow:
         return self._gradients.get(value)
 
     def is_activation(self, value: Value) -> bool:
-        """Whether the forward pass made it for the backward pass."""
-        return value in self._read_backward and self.phase(value) == "forward"
+        """Whether the forward pass made it for the backward pass, which may begin by moving it."""
+        maker = self._maker(value) if self.phase(value) == "backward" else value
+        return value in self._read_backward and maker is not None and self.phase(maker) == "forward"
 
     def is_read_backward(self, value: Value) -> bool:
         """Whether the backward pass reads a value, directly or behind moves."""
@@ -228,7 +232,21 @@ class Dataflow:
                 own = named[maker[0]]  # what a loop stacks belongs to what made it
             default: Pass = "update" if value in late else "forward"
             phases[value] = default if own is None else own
-        return phases
+        merged: dict[Value, Pass] = dict.fromkeys(self._merged(phases), "forward")
+        return phases | merged
+
+    def _merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
+        """What the forward pass reads of what is to be recomputed.
+
+        A compiler merges the two where nothing keeps them apart, as a CPU's does outside of loops; then it is kept.
+        """
+
+        def recomputed(value: Value) -> list[tuple[Value, Edge]]:
+            return [e for e in self._sources[value] if phases[e[0]] == "recompute"]
+
+        forward = [v for v in self._values if phases[v] == "forward" and self._named[v[0]] == "forward"]
+        self.merged = self._spread((s for v in forward for s, _ in recomputed(v)), recomputed)
+        return self.merged
 
     def _pass_of_nameless(self, value: Value, made: Value) -> Pass | None:
         """The pass of what the compiler made: of what it copies, of a branch's conditional, of what it is made for."""
@@ -337,8 +355,10 @@ class Dataflow:
                     if follows and source not in seen and not self._is_argument_data(source):
                         seen.add(source)
                         border.append(source)
+        dims = {leaf: self.graph.shape(value).dimensions for value, leaf in self._leaves.items()}
         for value, leaf in list(self._gradients.items()):
-            self._gradients.update({one: leaf for one in self._summands(value) if one not in self._gradients})
+            if sum(dim > 1 for dim in dims.get(leaf, ())) > 1:  # the cotangents of activations are summed for a bias
+                self._gradients.update({one: leaf for one in self._summands(value) if one not in self._gradients})
 
     def _summands(self, total: Value) -> set[Value]:
         """Gradients of one leaf for many examples, tasks or microbatches at once, where a value is their sum.
@@ -348,9 +368,13 @@ class Dataflow:
         """
         many = total
         # A compiler may reduce in two steps.
-        while (made := self._made_as(many)) and self.graph.instructions[made[0]].opcode in _REDUCTIONS:
-            many = (self.graph.instructions[made[0]].proto.operand_ids[made[1][0] if made[1] else 0], ())
-        if many == total or sum(dim > 1 for dim in self.graph.shape(total).dimensions) < 2:
+        is_split = True
+        while (one := self._added_up(made := self._made_as(many))) is not None:
+            # A product that a compiler computes in parts is summed under its own name.
+            is_sum = self.graph.instructions[made[0]].opcode in _REDUCTIONS
+            is_split = is_split and is_sum and self._scopes[made[0]] in ("", self._scopes[self._made_as(one)[0]])
+            many = one
+        if many == total:
             return set()
 
         def alike(step: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[tuple[Value, Edge]]:
@@ -367,7 +391,22 @@ class Dataflow:
             for user, _ in self.users.get(value, ())
             if user not in parts
         )
+        if is_split:
+            self.partial |= parts
         return set() if goes_on else parts
+
+    def _added_up(self, value: Value) -> Value | None:
+        """What a value is the sum of along an axis, be it weighted as the clipped gradients of examples are."""
+        instruction = self.graph.instructions[value[0]]
+        operands: list[Value] = [(at, ()) for at in instruction.proto.operand_ids]
+        if instruction.opcode in _REDUCTIONS:
+            return operands[value[1][0] if value[1] else 0]
+        if instruction.opcode in _PRODUCTS and len(operands) == 2 and not value[1]:
+            weights, many = sorted(operands, key=self.graph.num_elements)
+            count = self.graph.num_elements(weights)
+            if 1 < count and count * self.graph.num_elements(value) == self.graph.num_elements(many):
+                return many
+        return None
 
     def _is_summand(self, value: Value, like: Value) -> bool:
         graph = self.graph
@@ -383,7 +422,7 @@ class Dataflow:
                 e
                 for e in self.users.get(value, ())
                 if self.phases.get(e[0]) == "update"
-                and (self.graph.num_elements(e[0]) == size or self.graph.instructions[e[0][0]].opcode in _REDUCTIONS)
+                and (self.graph.num_elements(e[0]) == size or self._added_up(e[0]) is not None)
             ]
 
         made = [v for v in self._values if self.graph.num_elements(v) > 1 and not self.is_constant(v)]

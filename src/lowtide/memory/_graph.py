@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import math
 import os
 import pathlib
@@ -55,6 +56,8 @@ _MOVED_OPERANDS = {
     "pad": slice(None),
     "broadcast": slice(0, 1),
 }
+# Collectives that a compiler combines: as many results as operands, each of its own.
+_COMBINED = {"all-gather", "all-reduce", "all-reduce-start", "collective-permute", "reduce-scatter"}
 _MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
 _FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
 # Operations whose result holds their operands' own memory.
@@ -78,6 +81,7 @@ _HOLDERS = {
 # Files that are not the user's: installed packages, and this one, wherever it stands.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
 _HERE = str(pathlib.Path(__file__).parents[1]) + os.sep
+_COMPILE = str(pathlib.Path(__file__).with_name("_compile.py"))
 _OPENED = {"fusion", "call", "while", "conditional", "async-start"}
 
 
@@ -201,6 +205,8 @@ class Graph:
         self, instruction: Instruction, index: tuple[int, ...], operands: list[int]
     ) -> list[tuple[Value, Edge]]:
         opcode = instruction.opcode
+        if opcode in _COMBINED and len(operands) > 1 and index:
+            operands, index = operands[index[0] : index[0] + 1], index[1:]
         if opcode == "async-start":
             # (operands, result, contexts ...)
             if index[:1] == (0,) and len(index) > 1:
@@ -212,7 +218,8 @@ class Graph:
             return [((operands[0], inner), Edge.ALIAS)]
         if opcode in _STARTS:
             kind = Edge.MOVE if index[:1] == (_STARTS[opcode],) else Edge.ALIAS
-            return [((operands[0], ()), kind)] if index[:1] in ((0,), (1,)) else []
+            own = index[1] if len(index) > 1 else 0  # of a combined one, a table of operands and a table of results
+            return [((operands[own], ()), kind)] if index[:1] in ((0,), (1,)) and own < len(operands) else []
         if opcode.endswith("-done"):
             start = self.instructions[operands[0]]
             inner = (_STARTS[start.opcode],) if start.opcode in _STARTS else ()
@@ -346,6 +353,8 @@ class Graph:
             file = index.file_names[location.file_name_id - 1]
             lines.append((file, location.line, index.function_names[location.function_name_id - 1]))
             frame = entry.parent_frame_id
+        # What stands around the call of Lowtide is not the program; a library's own line says more.
+        lines = list(itertools.takewhile(lambda line: line[0] != _COMPILE, lines))
         own = [line for line in lines if not (_INSTALLED.search(line[0]) or line[0].startswith(_HERE))]
         if not lines:
             return ""

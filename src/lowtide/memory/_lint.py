@@ -17,6 +17,7 @@ from lowtide.core import format_bytes, leaf_bytes, parse_bytes
 from ._analyze import Role, examine
 from ._buffers import Buffer
 from ._compile import Program, compile
+from ._copies import residual_copies
 from ._executable import ArgumentLeaf
 from ._finding import RULES as RULES
 from ._finding import Finding as Finding
@@ -25,7 +26,7 @@ from ._loops import copied_in_loops
 from ._owners import Owners
 from ._report import MemoryReport
 from ._targets import Target
-from ._traced import constants, duplicated_averages, equations, unmatched_names, unused_names
+from ._traced import casts, constants, duplicated_averages, equations, unmatched_names, unused_names
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _NOTABLE = 0.01
@@ -82,16 +83,18 @@ def lint_program(
     found = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_offload(program, report)]
     found += constants(program.jaxpr)
     if owners is not None:
-        found += [*lint_owners(owners, report), *duplicated_averages(program.jaxpr, owners)]
+        found += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
     else:
         found += _padded(report)
     kept = [f for f in found if f.num_bytes >= limit or f.rule in ("checkpoint-name-unmatched",)]
     return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
 
 
-def lint_owners(owners: Owners, report: MemoryReport) -> list[Finding]:
-    """The findings that need nothing but the compiled program."""
-    return [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
+def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
+    """The findings about the compiled program; with the function as it was traced, without what the compiler casts."""
+    found = [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
+    known = None if jaxpr is None else casts(jaxpr)
+    return [f for f in found if known is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in known]
 
 
 # --- arguments and outputs -----------------------------------------------------------------------------------------
@@ -138,6 +141,28 @@ def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]
             )
 
 
+def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    donated = {
+        owners.outputs[owners.results[output]].path: owners.leaves[at]
+        for output, at in owners.replaced.items()
+        if output in owners.in_place and owners.leaves[at].donated
+    }
+    beside = collections.Counter[str]()
+    for buffer in report.peak:
+        # The output itself lies in the argument's memory, so this is what is copied there.
+        if buffer.role == "outputs" and buffer.path in donated and "while/body" in buffer.scope:
+            beside[buffer.path] += buffer.num_bytes
+    for path, num_bytes in beside.items():
+        yield Finding(
+            rule="rebuilt-state",
+            path=donated[path].path,
+            num_bytes=num_bytes,
+            detail=f"returned as {path or 'the result'}",
+            remedy="keep an array for each layer and loop over them in Python, so that each is updated in place; or "
+            "carry it through the loop and write slices (jax.lax.dynamic_update_slice), where that keeps its layout",
+        )
+
+
 def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     for output, at in owners.results.items():
         copied = owners.dataflow.copy_of(output)
@@ -158,13 +183,6 @@ def _same_array(owners: Owners, output: Value, leaf: int) -> bool:
     parameter = owners.parameter_of[leaf]
     one, other = graph.shape(output), graph.shape(parameter)
     return one.element_type == other.element_type and one.dimensions == other.dimensions
-
-
-def _same_items(owners: Owners, value: Value, leaf: int) -> bool:
-    graph = owners.dataflow.graph
-    parameter = owners.parameter_of[leaf]
-    same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
-    return same_type and graph.num_elements(value) <= graph.num_elements(parameter)
 
 
 def _follows(owners: Owners, output: Value, leaf: int) -> bool:
@@ -284,38 +302,20 @@ def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
     }
 
 
-def _residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    flow = owners.dataflow
-    written = {b.operation: b for b in report.buffers if b.role == "copies"}
-    largest: dict[int, Buffer] = {}
-    for value in flow.phases:
-        at, buffer = flow.copy_of(value), written.get(flow.graph.name(value))
-        if at is None or buffer is None or flow.phase(value) != "forward" or not flow.is_read_backward(value):
-            continue
-        # A copy in the same type and size is the compiler's own (another layout), and nobody's to avoid.
-        if buffer.path != owners.leaves[at].path or _same_items(owners, value, at):
-            continue
-        if at not in largest or buffer.num_bytes > largest[at].num_bytes:
-            largest[at] = buffer
-    for at, buffer in largest.items():
-        yield Finding(
-            rule="residual-copy",
-            path=owners.leaves[at].path,
-            num_bytes=buffer.num_bytes,
-            detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
-            remedy="recompute it: jax.checkpoint around the cast or gather; or make it once, outside of the loop",
-        )
-
-
 # --- what is held at once ------------------------------------------------------------------------------------------
 
 
 def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     sizes = {leaf.path: leaf.num_bytes for leaf in owners.leaves}
+    split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # one product's, in parts
     largest: dict[str, Buffer] = {}
     for buffer in report.peak:
         is_many = buffer.role == "gradients" and buffer.num_bytes >= 2 * sizes.get(buffer.path, buffer.num_bytes) > 0
-        if is_many and (buffer.path not in largest or buffer.num_bytes > largest[buffer.path].num_bytes):
+        if (
+            is_many
+            and buffer.operation not in split
+            and (buffer.path not in largest or buffer.num_bytes > largest[buffer.path].num_bytes)
+        ):
             largest[buffer.path] = buffer
     for path, buffer in largest.items():
         yield Finding(
@@ -324,7 +324,30 @@ def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding
             num_bytes=buffer.num_bytes - sizes[path],
             detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
             remedy="add each one to a total: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that carries "
-            "the sum",
+            "the sum, and clips each one before",
+        )
+
+
+def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    names = {owners.dataflow.graph.name(value) for value in owners.dataflow.merged}
+    merged: dict[str, list[Buffer]] = {}
+    recomputed: dict[tuple[object, ...], list[Buffer]] = {}
+    for buffer in report.peak:
+        if buffer.role == "activations" and buffer.operation in names:
+            merged.setdefault(buffer.source or buffer.scope, []).append(buffer)
+        elif buffer.role == "recomputed" and "while/body" not in buffer.scope:
+            recomputed.setdefault((buffer.scope, buffer.source, buffer.shape), []).append(buffer)
+    for buffers in recomputed.values():
+        if len(buffers) > 2:  # of as many layers at once
+            merged.setdefault(buffers[0].source or buffers[0].scope, []).extend(buffers)
+    for where, buffers in merged.items():
+        yield Finding(
+            rule="checkpoint-undone",
+            path=where,
+            num_bytes=sum(buffer.num_bytes for buffer in buffers),
+            detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)} and the like",
+            remedy="put the layers into jax.lax.scan, with jax.checkpoint around its body; outside of loops the "
+            "compiler for CPUs does not keep the layers apart, those for TPUs and GPUs do",
         )
 
 
@@ -340,12 +363,29 @@ def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
             widths.add(max(dims))
     widest = max(widths, default=0)
     sizes = {count * widest for count in tokens if count > 1}
+    if _are_hidden(owners, widest, sizes):
+        sizes = set[int]()
 
     def is_logits(buffer: Buffer) -> bool:
         made = buffer.role in ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
         return made and widest in buffer.shape and math.prod(buffer.shape) in sizes
 
     return widest, is_logits
+
+
+def _are_hidden(owners: Owners, columns: int, sizes: set[int]) -> bool:
+    """Whether arrays of the logits' size are multiplied again in the forward pass, as those of a wide layer are."""
+    flow, graph = owners.dataflow, owners.dataflow.graph
+    for at, instruction in graph.instructions.items():
+        if instruction.opcode not in _PRODUCTS or flow.phase((at, ())) != "forward":
+            continue
+        for operand in instruction.proto.operand_ids:
+            value = (operand, ())
+            if graph.num_elements(value) in sizes and columns in graph.shape(value).dimensions:
+                made = (graph.instructions[one[0]].opcode for one in flow.same_size(value))
+                if any(opcode in _PRODUCTS for opcode in made):
+                    return True
+    return False
 
 
 def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
@@ -410,12 +450,14 @@ def _padded(report: MemoryReport) -> Iterator[Finding]:
 _RULES_OF_OWNERS = (
     _undonated,
     _unused_donations,
+    _rebuilt,
     _unchanged,
     _optimizer_over_frozen,
     _norms,
-    _residual_copies,
+    residual_copies,
     _stacked_gradients,
     copied_in_loops,
+    _undone_checkpoints,
     _whole_logits,
     _replicated,
 )

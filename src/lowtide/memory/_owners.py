@@ -18,7 +18,7 @@ from typing import Any
 from ._buffers import Buffer, Space
 from ._dataflow import Dataflow
 from ._executable import ArgumentLeaf
-from ._graph import Graph, Value
+from ._graph import Edge, Graph, Value
 from ._heap import DEVICE_COLOR, HOST_COLOR, Segment, peak_position, segments
 from ._matching import match_outputs
 from ._passes import first_scope
@@ -104,6 +104,7 @@ class _Finder:
         self.uncounted = list[Buffer]()
         self.replaced = self._replaced()
         self.flow.follow_gradients(self.replaced)
+        self.written_first = self._written_first()
         self.places = {
             (self.graph.instructions[at].proto.parameter_number, index): ((at, index), leaf)
             for (at, index), leaf in self.parameters.items()
@@ -218,6 +219,19 @@ class _Finder:
             border.extend(new)
         return None
 
+    def _written_first(self) -> dict[Value, int]:
+        """The output leaf of everything that is only moved into an output, and of what a loop makes it in."""
+        found = dict(self.results)
+        border = list(found)
+        while border:
+            value = border.pop()
+            size = self.graph.num_elements(value)
+            for source, edge in self.flow.sources(value):
+                if edge != Edge.COMPUTE and source not in found and self.graph.num_elements(source) == size > 1:
+                    found[source] = found[value]
+                    border.append(source)
+        return found
+
     def _defined(self, allocation: Any) -> list[Value]:
         """The values that an allocation holds; of tuples, what is in them."""
         ids = sorted({a.logical_buffer_id for a in allocation.assigned})
@@ -247,6 +261,8 @@ class _Finder:
             role, path = "gradients", self.leaves[gradient].path
         elif flow.is_activation(value):
             role = "activations"
+        elif value in self.written_first:
+            role, path = "outputs", self.outputs[self.written_first[value]].path
         elif not scope:
             role = "unattributed"
         elif flow.is_scratch(value):

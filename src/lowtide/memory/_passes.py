@@ -117,7 +117,7 @@ def _transformations(part: str) -> Iterator[str]:
 
 
 def _parts(scope: str) -> list[str]:
-    """The parts between slashes that stand in no bracket, without the primitive at the end."""
+    """The parts between slashes that stand in no bracket, without the primitive at the end, if there is one."""
     scope = first_scope(scope)
     parts, depth, begin = list[str](), 0, 0
     for at, char in enumerate(scope):
@@ -125,4 +125,4 @@ def _parts(scope: str) -> list[str]:
         if char == "/" and depth == 0:
             parts.append(scope[begin:at])
             begin = at + 1
-    return parts
+    return [*parts, scope[begin:]] if _TRANSFORMED.fullmatch(scope[begin:]) else parts

@@ -8,9 +8,9 @@ what replaces a buffer (recomputation, transfers) takes memory, too.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lowtide.core import format_bytes
 
 from ._analyze import Role, examine
-from ._buffers import Buffer, live_bytes
+from ._buffers import Buffer
 from ._compile import Program, compile
+from ._estimates import recomputations, saving, some
 from ._executable import ArgumentLeaf
 from ._finding import Finding
 from ._lint import lint_owners, logits
@@ -113,7 +114,7 @@ def remedies(
     report, owners = examine(program, roles)
     if owners is None:
         return ()
-    found = suggest(report, owners, lint_owners(owners, report), call, roles, batch)
+    found = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, roles, batch)
     if verify:
         found = tuple(_verified(remedy, report) for remedy in found)
     return ranked(found, report)
@@ -207,19 +208,6 @@ def suggest(
     return tuple(found)
 
 
-def saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
-    """Device bytes less at the peak when a share of every buffer goes away.
-
-    Args:
-        report: the report.
-        share: the part of a buffer that goes, between 0 and 1.
-    """
-    mine = [b for b in report.buffers if b.space == "device"]
-    smaller = [dataclasses.replace(b, num_bytes=round(b.num_bytes * (1 - share(b)))) for b in mine]
-    moments = len(report.moments)
-    return max(live_bytes(mine, moments)) - max(live_bytes(smaller, moments))
-
-
 def _donations(
     report: MemoryReport, owners: Owners, findings: Sequence[Finding], call: _Call | None
 ) -> Iterable[Remedy]:
@@ -230,12 +218,12 @@ def _donations(
             arguments.setdefault(leaf.argument, []).append(leaf)
     for argument, leaves in arguments.items():
         paths = {leaf.path for leaf in leaves}
-        outputs = {
-            owners.outputs[owners.results[value]].path
-            for value, at in owners.replaced.items()
-            if owners.leaves[at].path in paths
-        }
-        estimate = saving(report, lambda b, o=outputs: float(b.role == "outputs" and b.dtype != "" and b.path in o))
+        served = {at: value for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
+        # One buffer serves one output, however many are made of the argument.
+        outputs = {owners.outputs[owners.results[value]].path for value in served.values()}
+        mine = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
+        throughout = {id(b) for b in mine if (b.start, b.end) == (0, len(report.moments) - 1)}
+        estimate = saving(report, lambda b, t=throughout: float(id(b) in t))
         yield Remedy(
             kind="donate",
             action=f"donate argument {argument!r} ({_roles_of(report, paths)})",
@@ -256,7 +244,7 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
     if frozen:
         yield Remedy(
             kind="split-frozen",
-            action=f"build the optimizer over what trains: {_some(frozen)} get no gradient",
+            action=f"build the optimizer over what trains: {some(frozen)} get no gradient",
             estimated_bytes=saving(report, lambda b: float(b.phase == "argument" and b.path in frozen)),
         )
     copied = {f.path for f in findings if f.rule == "residual-copy"}
@@ -266,11 +254,26 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
             action=f"recompute the copy of {path} in the backward pass, or make it once, outside of the loop",
             estimated_bytes=saving(report, lambda b, p=path: float(b.role == "copies" and b.path == p)),
         )
+    for finding in (f for f in findings if f.rule == "frozen-cast"):
+        leaf = next(b for b in report.buffers if b.phase == "argument" and b.path == finding.path)
+        kept = finding.num_bytes / leaf.num_bytes
+
+        def share(b: Buffer, path: str = finding.path, kept: float = kept) -> float:
+            return (b.path == path) * ((1 - kept) if b.phase == "argument" else float(b.role == "copies"))
+
+        yield Remedy(
+            kind="frozen-cast",
+            action=f"pass {finding.path} in {finding.detail.partition('[')[0]}, in which it is used: it does not train",
+            estimated_bytes=saving(report, share),
+        )
+    unchanged = collections.Counter[str]()
     for finding in (f for f in findings if f.rule == "returned-unchanged"):
+        unchanged[finding.path] += finding.num_bytes
+    for path, num_bytes in unchanged.items():
         yield Remedy(
             kind="returned-unchanged",
-            action=f"leave {finding.path} out of the result",
-            estimated_bytes=min(finding.num_bytes, report.device.output_bytes - report.device.alias_bytes),
+            action=f"leave {path} out of the result",
+            estimated_bytes=min(num_bytes, report.device.output_bytes - report.device.alias_bytes),
         )
 
 
@@ -291,53 +294,14 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     estimate = saving(report, lambda b: float(b.phase == "argument" and b.path in paths)) - staging
     yield Remedy(
         kind="offload-optimizer",
-        action=f"keep {_roles_of(report, paths)} in host memory, streamed leaf by leaf: {_some(paths)}",
+        action=f"keep {_roles_of(report, paths)} in host memory, streamed leaf by leaf: {some(paths)}",
         estimated_bytes=max(estimate, 0),
     )
 
 
 def _recompute(report: MemoryReport) -> Iterable[Remedy]:
-    """The largest groups of activations, by the function that makes them."""
-    groups: dict[str, list[Buffer]] = {}
-    for buffer in report.peak:
-        if buffer.role == "activations":
-            groups.setdefault(_maker(buffer), []).append(buffer)
-    for where, buffers in sorted(groups.items(), key=lambda item: -sum(b.num_bytes for b in item[1]))[:5]:
-        shapes = _some(f"{b.dtype}{list(b.shape)}" for b in buffers)
-        yield Remedy(
-            kind="recompute",
-            action=f"recompute what {where} keeps for the backward pass ({shapes}): jax.checkpoint around it, "
-            "or checkpoint_name and offload it",
-            # All that the function keeps, at any time: before the peak the same arrays have other names.
-            estimated_bytes=max(saving(report, lambda b, w=where: _is_kept(b, w)) - _still_kept(buffers), 0),
-        )
-
-
-def _is_kept(buffer: Buffer, where: str) -> float:
-    return float(buffer.role == "activations" and _maker(buffer) == where)
-
-
-def _still_kept(buffers: Sequence[Buffer]) -> int:
-    """Bytes that recomputation needs itself: what the function begins with, and one layer's largest array.
-
-    What it begins with is taken to be the smallest of what it keeps in each layer, as a block's input is.
-    """
-    kinds: dict[object, list[Buffer]] = {}
-    for buffer in buffers:
-        # A loop's stack holds all layers; else each layer has a buffer of its own.
-        is_stack = buffer.operation.startswith(("while", "parameter"))
-        kinds.setdefault(buffer if is_stack else (buffer.scope, buffer.source, buffer.shape), []).append(buffer)
-    if len(kinds) < 2:
-        return 0
-    layers = [(kind[0].shape[:1] or (1,))[0] if key is kind[0] else len(kind) for key, kind in kinds.items()]
-    sizes = [sum(buffer.num_bytes for buffer in kind) for kind in kinds.values()]
-    floating = [size for size, kind in zip(sizes, kinds.values(), strict=True) if kind[0].dtype[:1] in ("f", "b", "c")]
-    return min(floating, default=0) + max(size // max(count, 1) for size, count in zip(sizes, layers, strict=True))
-
-
-def _maker(buffer: Buffer) -> str:
-    """The file and function of a buffer's source line, ``train.py (block)``; its scope when there is none."""
-    return re.sub(r":\d+ \(", " (", buffer.source) or buffer.scope
+    for action, num_bytes in recomputations(report):
+        yield Remedy(kind="recompute", action=action, estimated_bytes=num_bytes)
 
 
 def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
@@ -430,9 +394,14 @@ def _smaller_batch(
     argument = roles.get(batch)
     if call is not None and isinstance(argument, int):
         apply = call.changing(argument % len(call.args), _halved).compile
+    action = f"half of the {length} examples"
+    if any(phase == "backward" for phase in owners.dataflow.phases.values()):
+        kept = sum(leaf.num_bytes for leaf in leaves) // 2
+        less = f", which keeps the other half ({format_bytes(kept)})" if kept >= _SHARE * report.device_bytes else ""
+        action += f"; for the same values lowtide.accumulate(grad_fn, num_microbatches=2){less}"
     yield Remedy(
         kind="smaller-batch",
-        action=f"half of the {length} examples in a microbatch: lowtide.accumulate(grad_fn, num_microbatches=2)",
+        action=action,
         estimated_bytes=saving(report, lambda b: 0.5 * scales(b)),
         apply=apply,
     )
@@ -451,10 +420,4 @@ def _role(report: MemoryReport, leaf: ArgumentLeaf) -> str:
 
 def _roles_of(report: MemoryReport, paths: set[str]) -> str:
     roles = {b.role for b in report.buffers if b.phase == "argument" and b.path in paths}
-    return ", ".join(sorted(roles - {"other"})) or _some(paths)
-
-
-def _some(names: Iterable[str], limit: int = 3) -> str:
-    listed = list(dict.fromkeys(sorted(names)))
-    more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
-    return ", ".join(listed[:limit]) + more
+    return ", ".join(sorted(roles - {"other"})) or some(paths)

@@ -71,6 +71,18 @@ def equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
                     yield from equations(inner, times)
 
 
+def casts(jaxpr: Any) -> set[str]:
+    """The types, in XLA's words, that the function casts to or gives its arguments."""
+    made = {
+        str(v.aval.dtype)
+        for e, _ in equations(jaxpr.jaxpr, 1)
+        if e.primitive.name == "convert_element_type"
+        for v in e.outvars
+    }
+    given = {str(variable.aval.dtype) for variable in jaxpr.jaxpr.invars if hasattr(variable.aval, "dtype")}
+    return {name.replace("bfloat", "bf").replace("float", "f").replace("_", "") for name in made | given}
+
+
 # --- constants -----------------------------------------------------------------------------------------------------
 
 
