@@ -27,6 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from lowtide.core._flops import jaxpr_flops
+from lowtide.core._jaxprs import make_jaxpr
+
 from ..core import LayerStack, StructureError, Tree, combine, leaves_with_paths
 from ._cut import Pass
 from ._graph import operations
@@ -36,6 +39,7 @@ from ._replay import Rows, at, put, shape_of
 from ._schedule import Schedule
 from ._split import TracedSplit, trace_split
 from ._tables import Tables, tables
+from ._work import PassFlops
 
 State = dict[str, Any]
 
@@ -97,7 +101,28 @@ class Program:
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
             [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
             run.tables.used,
+            {**{name: part.split.flops for name, part in run.parts.items()}, "last": self._flops_of_last(run.shapes.h)},
         )
+
+    def _flops_of_last(self, h: Tree) -> PassFlops:
+        """Of the last function, forward and backward in one go."""
+        seed = jax.ShapeDtypeStruct((), jnp.float32)
+        trainable, frozen = self.trainable["outer"], self.frozen["outer"]
+        closed, _ = make_jaxpr(self.last)(trainable, frozen, h, seed, self.batch)
+        return PassFlops(forward=0, input=jaxpr_flops(closed.jaxpr), weight=0)
+
+    def last(self, trainable: Tree, frozen: Tree, h: Tree, seed: Any, batch: Tree) -> Any:
+        """The loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
+        leaves, structure = jax.tree.flatten(h)
+        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
+
+        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
+            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
+            return self.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
+
+        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
+        grads, dh = back(seed.astype(value.dtype))
+        return value, metrics, grads, structure.unflatten(dh)
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
         """The passes of each part of the model, of activations of these shapes."""
@@ -196,6 +221,8 @@ class Held(NamedTuple):
     """Shapes and dtypes of what is made of weights once."""
     used: dict[str, tuple[int, ...]]
     """Slots that each rank uses of them."""
+    flops: dict[str, PassFlops]
+    """Arithmetic of the functions of the stack, of blocks that of a stage."""
 
 
 class Shapes(NamedTuple):
@@ -375,20 +402,12 @@ class _Run(_Forward):
     def _last(self, state: State, h: Tree, seed: Any, batch: Tree) -> tuple[Tree, State]:
         """The loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
-        leaves, structure = jax.tree.flatten(h)
-        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
-
-        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
-            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
-            return self.program.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
-
-        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
-        grads, dh = back(seed.astype(value.dtype))
+        value, metrics, grads, dh = self.program.last(trainable, frozen, h, seed, batch)
         buffers = dict(state["buffers"])
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
         state = self._add_loss({**state, "buffers": buffers}, seed, value, metrics)
-        return _filled(jax.tree.map(jnp.zeros_like, h), structure.unflatten(dh)), state
+        return _filled(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted, begin = self.weights.outer, self.hoisted, self.weights.begin(cell["chunk"])
