@@ -31,6 +31,13 @@ class Value:
     """The innermost loop that it is in."""
     stack: Value | None = None
     """Inside a loop: the value outside that holds those of all iterations, if there is one."""
+    left_varying: frozenset[str] | None = None
+    """`varying`, of what halves of an operation leave to each other."""
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """Along which axes of a `shard_map` with types it differs."""
+        return self.aval.manual_axis_type.varying if self.left_varying is None else self.left_varying
 
     @property
     def size_bytes(self) -> int:

@@ -181,7 +181,7 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tu
             env: Environment = dict(zip([branch.graph.inputs[i] for i in of_early], operands, strict=True))
             results = branch.early.run(env)
             left = {number: env[value] for value, number in zip(branch.left, place, strict=True)}
-            return results + [left.get(i, jnp.zeros(one.shape, one.dtype)) for i, one in enumerate(lefts)]
+            return results + [_typed(left.get(i), one, is_cond) for i, one in enumerate(lefts)]
 
         return run
 
@@ -206,7 +206,9 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tu
     waiting: list[Value] = []
     for one in lefts:
         shape = one.shape if is_cond else (math.prod(sizes[axis] for axis in one.varies), *one.shape)
-        waiting.append(Value(ShapedArray(shape, one.dtype), loop))
+        waiting.append(
+            Value(ShapedArray(shape, one.dtype), loop, left_varying=frozenset(one.varies if is_cond else ()))
+        )
     given, reads = op.reads[:begin], op.reads[begin:]
     num_devices = 1 if is_cond else manual_devices(params)
     flops = [num_devices * max(branch.flops(passes) for branch in branches) for passes in (_EARLY, _LATE)]
@@ -251,11 +253,20 @@ def _places(branches: Sequence[_Branch], params: Any) -> tuple[list[_Left], list
 
 def _varies(value: Value, params: Any) -> tuple[str, ...]:
     if "newly_manual_axes" not in params:
-        return ()
+        return tuple(sorted(value.varying))
     axes = params["newly_manual_axes"]
     if params["check_vma"]:  # what does not vary must not seem to
-        axes = axes & value.aval.manual_axis_type.varying
+        axes = axes & value.varying
     return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
+
+
+def _typed(value: Any, left: _Left, is_branch: bool) -> Any:
+    """What is left, zeros where nothing is; branches have to agree along which axes of a `shard_map` it differs."""
+    value = jnp.zeros(left.shape, left.dtype) if value is None else value
+    if not (is_branch and left.varies):
+        return value
+    missing = set(left.varies) - jax.typeof(value).manual_axis_type.varying
+    return lax.pcast(value, tuple(sorted(missing)), to="varying")
 
 
 def _switch(runs: Sequence[Callable[..., list[Any]]]) -> Callable[..., list[Any]]:
