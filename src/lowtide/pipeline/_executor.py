@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from lowtide.core._flops import jaxpr_flops
 from lowtide.core._jaxprs import make_jaxpr
 
 from ..core import LayerStack, StructureError, Tree, combine, leaves_with_paths
+from ._checks import refuse_collectives, refuse_undivided_calls
 from ._cut import Pass
-from ._graph import operations
 from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
 from ._replay import Rows, at, put, shape_of
@@ -61,6 +61,8 @@ class Program:
     remat: bool | Callable[..., bool]
     batch_axes: tuple[str, ...]
     """Along which axes of the mesh the rows of a microbatch are divided."""
+    platform: str
+    """Of the devices."""
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
         """The program; runs under `shard_map`.
@@ -101,15 +103,17 @@ class Program:
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
             [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
             run.tables.used,
-            {**{name: part.split.flops for name, part in run.parts.items()}, "last": self._flops_of_last(run.shapes.h)},
+            {
+                **{name: part.split.flops for name, part in run.parts.items()},
+                # Forward and backward in one go.
+                "last": PassFlops(forward=0, input=jaxpr_flops(self.traced_last(run.shapes.h)), weight=0),
+            },
         )
 
-    def _flops_of_last(self, h: Tree) -> PassFlops:
-        """Of the last function, forward and backward in one go."""
+    def traced_last(self, h: Tree) -> Any:
+        """The jaxpr of `last`."""
         seed = jax.ShapeDtypeStruct((), jnp.float32)
-        trainable, frozen = self.trainable["outer"], self.frozen["outer"]
-        closed, _ = make_jaxpr(self.last)(trainable, frozen, h, seed, self.batch)
-        return PassFlops(forward=0, input=jaxpr_flops(closed.jaxpr), weight=0)
+        return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, seed, self.batch)[0].jaxpr
 
     def last(self, trainable: Tree, frozen: Tree, h: Tree, seed: Any, batch: Tree) -> Any:
         """The loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
@@ -133,13 +137,10 @@ class Program:
         outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
         rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        splits = {
+        return {
             "first": trace_split(first, *outer, (), self.batch),
             "blocks": trace_split(self.blocks, *rows, h, self.batch, count),
         }
-        for name, split in splits.items():
-            _refuse_callbacks(name, split)
-        return splits
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
         """The blocks of a stage, of which only `count` are there."""
@@ -255,6 +256,18 @@ class _Forward:
         self.program, self.weights, self.microbatches, self.seeds = program, weights, microbatches, seeds
         self.shapes = program.refuse_other_shapes(jax.tree.map(program.stage_shape, weights.layers))
         self.tables = self._tables()
+        for name, jaxpr in self._traced():
+            refuse_undivided_calls(name, jaxpr, program.platform)
+            refuse_collectives(name, jaxpr, program.axis)
+
+    def _traced(self) -> Iterator[tuple[str, Any]]:
+        """The jaxprs of what this runs."""
+        stack, batch = self.program.stack, self.program.batch
+        outer, layers = jax.tree.map(jax.typeof, (self.weights.outer, self.weights.layers))
+        layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
+        yield "first", make_jaxpr(stack.first)(outer, batch)[0].jaxpr
+        yield "blocks", make_jaxpr(stack.block)(layer, self.shapes.h, batch)[0].jaxpr
+        yield "last", make_jaxpr(stack.last)(outer, self.shapes.h, batch)[0].jaxpr
 
     def _tables(self) -> Tables:
         return tables(self.program.schedule, self.program.layout.layers_per_stage, forward_only=True)
@@ -352,6 +365,10 @@ class _Run(_Forward):
         waiting = [one for part in self.parts.values() for one in part.waiting()]
         return tables(self.program.schedule, self.program.layout.layers_per_stage, waiting)
 
+    def _traced(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, part.split.traced) for name, part in self.parts.items())
+        yield "last", self.program.traced_last(self.shapes.h)
+
     def begin(self) -> State:
         buffers: State = {}
         for part in self.parts.values():
@@ -428,21 +445,6 @@ class _Run(_Forward):
             rows = Rows(whole, chunk * (whole.shape[0] // num_chunks))
             hoisted.append(rows if shape_of(value).shape else at(whole, chunk))
         return self.weights.of(chunk), tuple(hoisted)
-
-
-def _refuse_callbacks(name: str, split: TracedSplit) -> None:
-    """Raise for what JAX cannot lower where the compiler divides arrays along other axes: it would name no place."""
-    mesh = jax.sharding.get_abstract_mesh()
-    others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-    names = {getattr(op, "name", "") for op in operations(split.plan.graph.items)}
-    if others and "pure_callback" in names:
-        raise StructureError(
-            f"{name}: jax.pure_callback in a pipeline whose mesh has other axes",
-            expected=f"a mesh of the pipeline's axis alone, or a callback that is told how {', '.join(others)} divide",
-            got="a callback whose arrays the compiler divides",
-            hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
-            f"axis_names={set(others)})(x), with P({others[0]!r}) for rows that are divided; Pallas kernels likewise",
-        )
 
 
 def _total(leaf: Any) -> Any:

@@ -353,6 +353,7 @@ class Pipeline:
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
             remat=self.remat,
             batch_axes=self.batch_axes,
+            platform=self.mesh.devices.flat[0].platform,
         )
 
     def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:

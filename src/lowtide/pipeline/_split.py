@@ -121,6 +121,8 @@ class TracedSplit:
     """Where the arguments and results are in it."""
     kept: dict[tuple[Pass, Pass], list[Value]]
     """What is left by a pass and read last by another."""
+    traced: Any
+    """The jaxpr of all of them together."""
     flops: PassFlops
     """How much arithmetic each pass has, and which operations of the backward pass are not split."""
 
@@ -348,6 +350,7 @@ def trace_split(
         plan=plan,
         arguments=arguments,
         kept=kept,
+        traced=closed.jaxpr,
         flops=pass_flops(plan, sources, sinks, wholes),
     )
 

@@ -77,9 +77,9 @@ def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], who
         found.append((whole.eqn.primitive.name, whole.where, _hint(whole.eqn), whole.flops if is_seen else None))
     found += _early(plan, Reach(plan.graph, list(sources), list(sinks)), sinks)
     merged: dict[tuple[str, str, str], int | None] = {}
-    for *key, flops in found:
-        before = merged.get(tuple(key), 0)
-        merged[tuple(key)] = None if flops is None or before is None else before + flops
+    for name, where, hint, flops in found:
+        before = merged.get((name, where, hint), 0)
+        merged[name, where, hint] = None if flops is None or before is None else before + flops
     unsplit = [
         Unsplit(name=name, where=where, flops=flops, share=None if flops is None else min(flops / back, 1.0), hint=hint)
         for (name, where, hint), flops in merged.items()
