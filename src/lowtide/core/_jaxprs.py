@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -115,6 +116,24 @@ def _plain_equation(eqn: Any) -> Any:
 
     params = {key: replaced(value) for key, value in eqn.params.items()}
     return eqn.replace(params=params) if any(params[key] is not eqn.params[key] for key in params) else eqn
+
+
+def source_line(eqn: Any) -> str:
+    """The innermost line of the source, JAX's own apart, that an operation comes from.
+
+    Args:
+        eqn: of a jaxpr; of a backward pass, the line is that of the forward pass.
+
+    Returns:
+        The file, from the working directory where it is in it, with the number of the line; empty if nobody knows.
+    """
+    frames = getattr(eqn.source_info.traceback, "frames", None) or ()
+    own = os.path.dirname(jax.__file__)
+    for frame in frames:
+        if not frame.file_name.startswith((own, "<")):
+            path = os.path.relpath(frame.file_name)
+            return f"{frame.file_name if path.startswith(os.pardir) else path}:{frame.line_num}"
+    return ""
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from jax.extend.core.primitives import name_p
 from lowtide.core import format_bytes, leaf_bytes
 from lowtide.core._jaxprs import CALLS
 
-from ._flops import eqn_flops
+from ..core._flops import eqn_flops
 from ._trace import HIDING, trace
 
 

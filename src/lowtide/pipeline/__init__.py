@@ -17,12 +17,15 @@ from ._split import TracedSplit as TracedSplit
 from ._split import split_backward as split_backward
 from ._stages import RankBytes as RankBytes
 from ._stages import StageReport as StageReport
+from ._work import PassFlops as PassFlops
+from ._work import Unsplit as Unsplit
 
 __all__ = [
     "SCHEDULES",
     "Action",
     "Costs",
     "Kind",
+    "PassFlops",
     "Pipeline",
     "RankBytes",
     "Residuals",
@@ -31,6 +34,7 @@ __all__ = [
     "StageReport",
     "StageSplit",
     "TracedSplit",
+    "Unsplit",
     "schedule",
     "simulate",
     "split_backward",

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.extend import core as jex
 from jax.sharding import AxisType, Mesh
+
+from lowtide.core._jaxprs import source_line
 
 from ..core import ConfigError, LayerStack, StructureError
 from ._schedule import Schedule
@@ -68,6 +72,101 @@ def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | No
             hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
         )
     tables(schedule, [1] * schedule.num_stages)  # refuses stages that are no neighbours
+
+
+def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
+    """Raise for what JAX cannot lower where the compiler divides arrays along axes: it would name no place."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
+    found = next(_undivided_calls(jaxpr, axes, "", platform), None)
+    if found is None:
+        return
+    call, where, others = found
+    raise StructureError(
+        f"{name}: {call}{where and f' at {where}'} in a pipeline whose mesh has other axes",
+        expected=f"a mesh of the pipeline's axis alone, or a call that is told how {', '.join(others)} divide",
+        got="a call whose arrays the compiler divides",
+        hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
+        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({others[0]!r}) for rows that are divided; of one "
+        "with a custom_vjp, the function that has it",
+    )
+
+
+_COLLECTIVES = {
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"),
+    *("all_to_all", "ragged_all_to_all", "reduce_scatter", "pgather"),
+}
+
+
+def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
+    """Raise for collectives that not all devices come to: they would wait for one another for ever.
+
+    Args:
+        name: of the function of the stack.
+        jaxpr: of it.
+        axis: the pipeline's.
+    """
+    for collective, axes, where in _collectives(jaxpr, ""):
+        if axis in axes:
+            raise StructureError(
+                f"{name}: {collective} along {axis!r}{where and f' at {where}'}, the axis of the pipeline",
+                expected="collectives along other axes of the mesh",
+                got="one for which ranks would wait that do something else, or nothing, in the same tick",
+                hint="what stages tell each other is a leaf of h; sums over layers are one that blocks add to",
+            )
+    for choice, axes, where in _choices(jaxpr, ""):
+        raise StructureError(
+            f"{name}: {choice}{where and f' at {where}'} is decided by each device along {', '.join(axes)} for itself, "
+            "and holds collectives along it",
+            expected="a decision that devices which wait for each other have in common",
+            got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
+            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that are "
+            f"alike on all devices as jax.lax.pcast(w, {axes[0]!r}, to='varying'): their gradients are added up outside",
+        )
+
+
+def _collectives(jaxpr: Any, where: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
+    """Collectives, their axes and their lines."""
+    for eqn in jaxpr.eqns:
+        line = source_line(eqn) or where
+        if eqn.primitive.name in _COLLECTIVES:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            yield eqn.primitive.name, axes if isinstance(axes, tuple) else (axes,), line
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _collectives(getattr(inner, "jaxpr", inner), line)
+
+
+def _choices(jaxpr: Any, where: str) -> Iterator[tuple[str, list[str], str]]:
+    """Branches and loops whose predicate differs along an axis of a collective in them."""
+    for eqn in jaxpr.eqns:
+        line, held = source_line(eqn) or where, [getattr(one, "jaxpr", one) for one in jex.jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name in ("cond", "while"):
+            decides = eqn.invars[0] if eqn.primitive.name == "cond" else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+            varying = decides.aval.manual_axis_type.varying
+            axes = {axis for inner in held for _, axes, _ in _collectives(inner, "") for axis in axes}
+            if varying & axes:
+                yield eqn.primitive.name, sorted(varying & axes), line
+        for inner in held:
+            yield from _choices(inner, line)
+
+
+def _undivided_calls(
+    jaxpr: Any, axes: Sequence[str], where: str, platform: str
+) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Calls of other code, their lines, and along which axes the compiler divides their arrays."""
+    for eqn in jaxpr.eqns if axes else ():
+        primitive, params = eqn.primitive.name, eqn.params
+        line = source_line(eqn) or where
+        if primitive == "pure_callback":
+            yield "jax.pure_callback", line, axes
+        elif primitive == "pallas_call":
+            if platform == "tpu" and not params["interpret"]:
+                yield "pallas_call", line, axes
+            continue
+        manual = params["newly_manual_axes"] if primitive == "shard_map" else ()
+        left = [axis for axis in axes if axis not in manual]
+        for inner in jex.jaxprs_in_params(params):
+            yield from _undivided_calls(getattr(inner, "jaxpr", inner), left, line, platform)
 
 
 def warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:

@@ -19,23 +19,27 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
+
+from lowtide.core._flops import jaxpr_flops
+from lowtide.core._jaxprs import make_jaxpr
 
 from ..core import LayerStack, StructureError, Tree, combine, leaves_with_paths
+from ._checks import refuse_collectives, refuse_undivided_calls
 from ._cut import Pass
-from ._graph import operations
 from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
 from ._replay import Rows, at, put, shape_of
 from ._schedule import Schedule
 from ._split import TracedSplit, trace_split
 from ._tables import Tables, tables
+from ._work import PassFlops
 
 State = dict[str, Any]
 
@@ -57,6 +61,8 @@ class Program:
     remat: bool | Callable[..., bool]
     batch_axes: tuple[str, ...]
     """Along which axes of the mesh the rows of a microbatch are divided."""
+    platform: str
+    """Of the devices."""
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
         """The program; runs under `shard_map`.
@@ -97,7 +103,30 @@ class Program:
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
             [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
             run.tables.used,
+            {
+                **{name: part.split.flops for name, part in run.parts.items()},
+                # Forward and backward in one go.
+                "last": PassFlops(forward=0, input=jaxpr_flops(self.traced_last(run.shapes.h)), weight=0),
+            },
         )
+
+    def traced_last(self, h: Tree) -> Any:
+        """The jaxpr of `last`."""
+        seed = jax.ShapeDtypeStruct((), jnp.float32)
+        return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, seed, self.batch)[0].jaxpr
+
+    def last(self, trainable: Tree, frozen: Tree, h: Tree, seed: Any, batch: Tree) -> Any:
+        """The loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
+        leaves, structure = jax.tree.flatten(h)
+        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
+
+        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
+            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
+            return self.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
+
+        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
+        grads, dh = back(seed.astype(value.dtype))
+        return value, metrics, grads, structure.unflatten(dh)
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
         """The passes of each part of the model, of activations of these shapes."""
@@ -108,13 +137,10 @@ class Program:
         outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
         rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
         count = jax.ShapeDtypeStruct((), jnp.int32)
-        splits = {
+        return {
             "first": trace_split(first, *outer, (), self.batch),
             "blocks": trace_split(self.blocks, *rows, h, self.batch, count),
         }
-        for name, split in splits.items():
-            _refuse_callbacks(name, split)
-        return splits
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
         """The blocks of a stage, of which only `count` are there."""
@@ -196,6 +222,8 @@ class Held(NamedTuple):
     """Shapes and dtypes of what is made of weights once."""
     used: dict[str, tuple[int, ...]]
     """Slots that each rank uses of them."""
+    flops: dict[str, PassFlops]
+    """Arithmetic of the functions of the stack, of blocks that of a stage."""
 
 
 class Shapes(NamedTuple):
@@ -228,6 +256,18 @@ class _Forward:
         self.program, self.weights, self.microbatches, self.seeds = program, weights, microbatches, seeds
         self.shapes = program.refuse_other_shapes(jax.tree.map(program.stage_shape, weights.layers))
         self.tables = self._tables()
+        for name, jaxpr in self._traced():
+            refuse_undivided_calls(name, jaxpr, program.platform)
+            refuse_collectives(name, jaxpr, program.axis)
+
+    def _traced(self) -> Iterator[tuple[str, Any]]:
+        """The jaxprs of what this runs."""
+        stack, batch = self.program.stack, self.program.batch
+        outer, layers = jax.tree.map(jax.typeof, (self.weights.outer, self.weights.layers))
+        layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
+        yield "first", make_jaxpr(stack.first)(outer, batch)[0].jaxpr
+        yield "blocks", make_jaxpr(stack.block)(layer, self.shapes.h, batch)[0].jaxpr
+        yield "last", make_jaxpr(stack.last)(outer, self.shapes.h, batch)[0].jaxpr
 
     def _tables(self) -> Tables:
         return tables(self.program.schedule, self.program.layout.layers_per_stage, forward_only=True)
@@ -325,6 +365,10 @@ class _Run(_Forward):
         waiting = [one for part in self.parts.values() for one in part.waiting()]
         return tables(self.program.schedule, self.program.layout.layers_per_stage, waiting)
 
+    def _traced(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, part.split.traced) for name, part in self.parts.items())
+        yield "last", self.program.traced_last(self.shapes.h)
+
     def begin(self) -> State:
         buffers: State = {}
         for part in self.parts.values():
@@ -375,20 +419,12 @@ class _Run(_Forward):
     def _last(self, state: State, h: Tree, seed: Any, batch: Tree) -> tuple[Tree, State]:
         """The loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
-        leaves, structure = jax.tree.flatten(h)
-        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
-
-        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
-            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
-            return self.program.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
-
-        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
-        grads, dh = back(seed.astype(value.dtype))
+        value, metrics, grads, dh = self.program.last(trainable, frozen, h, seed, batch)
         buffers = dict(state["buffers"])
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
         state = self._add_loss({**state, "buffers": buffers}, seed, value, metrics)
-        return _filled(jax.tree.map(jnp.zeros_like, h), structure.unflatten(dh)), state
+        return _filled(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted, begin = self.weights.outer, self.hoisted, self.weights.begin(cell["chunk"])
@@ -409,21 +445,6 @@ class _Run(_Forward):
             rows = Rows(whole, chunk * (whole.shape[0] // num_chunks))
             hoisted.append(rows if shape_of(value).shape else at(whole, chunk))
         return self.weights.of(chunk), tuple(hoisted)
-
-
-def _refuse_callbacks(name: str, split: TracedSplit) -> None:
-    """Raise for what JAX cannot lower where the compiler divides arrays along other axes: it would name no place."""
-    mesh = jax.sharding.get_abstract_mesh()
-    others = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-    names = {getattr(op, "name", "") for op in operations(split.plan.graph.items)}
-    if others and "pure_callback" in names:
-        raise StructureError(
-            f"{name}: jax.pure_callback in a pipeline whose mesh has other axes",
-            expected=f"a mesh of the pipeline's axis alone, or a callback that is told how {', '.join(others)} divide",
-            got="a callback whose arrays the compiler divides",
-            hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
-            f"axis_names={set(others)})(x), with P({others[0]!r}) for rows that are divided; Pallas kernels likewise",
-        )
 
 
 def _total(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex
 
+from lowtide.core._flops import eqn_flops
 from lowtide.core._jaxprs import CALLS, close, is_closed, scan_counts
 
 
@@ -30,6 +31,13 @@ class Value:
     """The innermost loop that it is in."""
     stack: Value | None = None
     """Inside a loop: the value outside that holds those of all iterations, if there is one."""
+    left_varying: frozenset[str] | None = None
+    """`varying`, of what halves of an operation leave to each other."""
+
+    @property
+    def varying(self) -> frozenset[str]:
+        """Along which axes of a `shard_map` with types it differs."""
+        return self.aval.manual_axis_type.varying if self.left_varying is None else self.left_varying
 
     @property
     def size_bytes(self) -> int:
@@ -65,8 +73,10 @@ class Op:
     has_effects: bool = False
     is_heavy: bool = False
     """Whether it is too much to do twice, or to put off for a few bytes."""
-    inner: Any = None
-    """The equation, where it holds operations that can be told apart (`_inner`)."""
+    eqn: Any = None
+    """The equation that it is of; not of what was made of one (`_inner`)."""
+    flops: int = 0
+    """Of one iteration of the loop that it is in."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -122,6 +132,15 @@ def operations(items: Sequence[Op | Loop]) -> Iterator[Op | Carry]:
             yield from operations(item.body)
         else:
             yield item
+
+
+def repeated(items: Sequence[Op | Loop], times: int = 1) -> Iterator[tuple[Op, int]]:
+    """Every operation, and how often it runs."""
+    for item in items:
+        if isinstance(item, Loop):
+            yield from repeated(item.body, times * item.length)
+        else:
+            yield item, times
 
 
 def lift(items: list[Op | Loop], given: set[Value]) -> None:
@@ -198,8 +217,8 @@ class _Reader:
         results = [Value(var.aval, self.loop) for var in eqn.outvars]
         dropped = [isinstance(var, jex.DropVar) for var in eqn.outvars]
         gives = [None if drop else result for drop, result in zip(dropped, results, strict=True)]
-        inner = eqn if eqn.primitive.name in ("cond", "shard_map") else None
-        self.items.append(Op(_name(eqn), reads, gives, _runner(eqn), _has_effects(eqn), _is_heavy(eqn), inner))
+        op = Op(_name(eqn), reads, gives, _runner(eqn), _has_effects(eqn), _is_heavy(eqn), eqn, eqn_flops(eqn))
+        self.items.append(op)
         return results
 
     def _scan(self, eqn: Any, reads: list[Atom]) -> list[Value]:
@@ -239,6 +258,7 @@ _HEAVY = {
     "conv_general_dilated",
     "custom_call",
     "ffi_call",
+    "pure_callback",
     "random_bits",
     "threefry2x32",
     "sort",

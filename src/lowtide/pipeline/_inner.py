@@ -19,7 +19,8 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
-from lowtide.core._jaxprs import close, is_closed
+from lowtide.core._flops import manual_devices
+from lowtide.core._jaxprs import close, is_closed, source_line
 
 from ._cut import Pass, Reach, Sink, Source, assign
 from ._graph import Atom, Graph, Loop, Op, Value, graph
@@ -29,40 +30,68 @@ _EARLY = (Pass.HOISTED, Pass.FORWARD, Pass.INPUT)
 _LATE = (Pass.WEIGHT,)
 
 
-def split_inner(whole: Graph, sources: list[Source], sinks: list[Sink]) -> None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Whole:
+    """An operation that gives gradients of both kinds and cannot be told apart."""
+
+    eqn: Any
+    flops: int
+    """Of one run of the stage."""
+    where: str
+    """The line of the source that it comes from, or what it is in; empty where nobody knows."""
+
+
+def split_inner(whole: Graph, sources: list[Source], sinks: list[Sink]) -> list[Whole]:
     """Replace each operation that holds others and gives gradients of both kinds by two.
 
     Args:
         whole: of a stage, or of what such an operation holds; its items are changed in place.
         sources: what its inputs are.
         sinks: its results.
+
+    Returns:
+        The operations that give both and could not be replaced.
     """
     reach = Reach(whole, sources, sinks)
-    needed = [sink for sink in sinks if not sink.is_added]
-    read = {value for node in reach.ancestors(needed) for value in reach.reads(node)}
-    _split_items(whole.items, reach, read)
+    effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects]
+
+    def read_by(nodes: Sequence[Op | Sink]) -> set[Value]:
+        return {value for node in reach.ancestors(nodes) for value in reach.reads(node)}
+
+    needed = read_by([*effects, *(sink for sink in sinks if not sink.is_added)])
+    return _split_items(whole.items, reach, needed, read_by([*effects, *sinks]), 1)
 
 
-def _split_items(items: list[Op | Loop], reach: Reach, read: set[Value]) -> None:
+def _split_items(
+    items: list[Op | Loop], reach: Reach, read: set[Value], live: set[Value], num_times: int
+) -> list[Whole]:
     found: list[Op | Loop] = []
+    wholes: list[Whole] = []
     for item in items:
         if isinstance(item, Loop):
-            _split_items(item.body, reach, read)
-        found += _split_operation(item, reach, read) if isinstance(item, Op) and item.inner is not None else [item]
+            wholes += _split_items(item.body, reach, read, live, num_times * item.length)
+            found.append(item)
+            continue
+        ops, inner = _split_operation(item, reach, read, live)
+        found += ops
+        wholes += [dataclasses.replace(one, flops=one.flops * num_times) for one in inner]
     items[:] = found
+    return wholes
 
 
-def _split_operation(op: Op, reach: Reach, read: set[Value]) -> list[Op]:
-    """The operation, or the two that take its place."""
-    if op.has_effects or Source.COTANGENT not in reach.ancestors([op]):
-        return [op]
+def _split_operation(op: Op, reach: Reach, read: set[Value], live: set[Value]) -> tuple[list[Op], list[Whole]]:
+    """The operation, or the two that take its place; and what stays whole, itself or in it."""
     early: list[int] = []
     late: list[int] = []
     for i, value in enumerate(op.gives):
-        if value is not None:
+        if _is_read(value, live):
             (early if _is_read(value, read) else late).append(i)
-    if not (early and late):
-        return [op]
+    if not (early and late) or op.eqn is None or Source.COTANGENT not in reach.ancestors([op]):
+        return [op], []
+    if op.name in _SEPARATE:
+        return [_part(op, early), _part(op, late)], []
+    if op.has_effects or op.name not in ("cond", "shard_map"):
+        return [op], [Whole(op.eqn, op.flops, source_line(op.eqn))] if op.is_heavy else []
 
     def source(atom: Atom) -> Source:
         # What all passes have costs nothing to read late.
@@ -70,6 +99,20 @@ def _split_operation(op: Op, reach: Reach, read: set[Value]) -> list[Op]:
         return Source.BATCH if is_there else Source.COTANGENT
 
     return _two(op, early, late, [source(atom) for atom in op.reads])
+
+
+_SEPARATE = {"optimization_barrier", "psum", "psum_invariant", "pvary"}
+"""Operations of many arrays, each of whose results is of one operand."""
+
+
+def _part(op: Op, at: list[int]) -> Op:
+    """An operation on some of its arrays."""
+    eqn = op.eqn
+
+    def run(*values: Any) -> Sequence[Any]:
+        return eqn.primitive.bind(*values, **eqn.params)
+
+    return Op(op.name, [op.reads[i] for i in at], [op.gives[i] for i in at], run)
 
 
 def _is_read(value: Value | None, read: set[Value]) -> bool:
@@ -102,13 +145,16 @@ class _Branch:
         outputs = self.graph.outputs
         sinks = [Sink([outputs[i]], Pass.INPUT) for i in early]
         later = [Sink([outputs[i]], Pass.WEIGHT, is_added=True) for i in late]
-        split_inner(self.graph, sources, [*sinks, *later])
+        self.wholes = split_inner(self.graph, sources, [*sinks, *later])
         assignment = assign(self.graph, sources, [*sinks, *later])
         # Nothing adds them to a total here, so those that are made early are left to the second half.
         later = [dataclasses.replace(sink, is_added=False) for sink in later]
         self.plan = Plan(self.graph, assignment, [*sinks, *later])
         self.left = [v for v, (made, last) in self.plan.kept().items() if made in _EARLY and last in _LATE]
         self.early, self.late = _Half(self, _EARLY, early), _Half(self, _LATE, late)
+
+    def flops(self, passes: Sequence[Pass]) -> int:
+        return sum(self.plan.flops(at) for at in passes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,8 +167,8 @@ class _Left:
     """Along which axes of a `shard_map` it differs."""
 
 
-def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> list[Op]:
-    params, is_cond = op.inner.params, op.name == "cond"
+def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tuple[list[Op], list[Whole]]:
+    params, is_cond = op.eqn.params, op.name == "cond"
     begin = int(is_cond)  # the number of the branch comes first
     bodies = params["branches"] if is_cond else [params["jaxpr"]]
     branches = [_Branch(body, early, late, sources[begin:]) for body in bodies]
@@ -135,7 +181,7 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> li
             env: Environment = dict(zip([branch.graph.inputs[i] for i in of_early], operands, strict=True))
             results = branch.early.run(env)
             left = {number: env[value] for value, number in zip(branch.left, place, strict=True)}
-            return results + [left.get(i, jnp.zeros(one.shape, one.dtype)) for i, one in enumerate(lefts)]
+            return results + [_typed(left.get(i), one, is_cond) for i, one in enumerate(lefts)]
 
         return run
 
@@ -160,15 +206,20 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> li
     waiting: list[Value] = []
     for one in lefts:
         shape = one.shape if is_cond else (math.prod(sizes[axis] for axis in one.varies), *one.shape)
-        waiting.append(Value(ShapedArray(shape, one.dtype), loop))
+        waiting.append(
+            Value(ShapedArray(shape, one.dtype), loop, left_varying=frozenset(one.varies if is_cond else ()))
+        )
     given, reads = op.reads[:begin], op.reads[begin:]
-    return [
+    num_devices = 1 if is_cond else manual_devices(params)
+    flops = [num_devices * max(branch.flops(passes) for branch in branches) for passes in (_EARLY, _LATE)]
+    ops = [
         Op(
             op.name,
             [*given, *(reads[i] for i in of_early)],
             [*(op.gives[i] for i in early), *waiting],
             run_first,
             is_heavy=True,
+            flops=flops[0],
         ),
         Op(
             op.name,
@@ -176,8 +227,11 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> li
             [op.gives[i] for i in late],
             run_second,
             is_heavy=True,
+            flops=flops[1],
         ),
     ]
+    wholes = [one for branch in branches for one in branch.wholes]
+    return ops, [Whole(one.eqn, one.flops * num_devices, one.where or source_line(op.eqn)) for one in wholes]
 
 
 def _places(branches: Sequence[_Branch], params: Any) -> tuple[list[_Left], list[list[int]]]:
@@ -199,11 +253,20 @@ def _places(branches: Sequence[_Branch], params: Any) -> tuple[list[_Left], list
 
 def _varies(value: Value, params: Any) -> tuple[str, ...]:
     if "newly_manual_axes" not in params:
-        return ()
+        return tuple(sorted(value.varying))
     axes = params["newly_manual_axes"]
     if params["check_vma"]:  # what does not vary must not seem to
-        axes = axes & value.aval.manual_axis_type.varying
+        axes = axes & value.varying
     return tuple(axis for axis in params["mesh"].axis_names if axis in axes)
+
+
+def _typed(value: Any, left: _Left, is_branch: bool) -> Any:
+    """What is left, zeros where nothing is; branches have to agree along which axes of a `shard_map` it differs."""
+    value = jnp.zeros(left.shape, left.dtype) if value is None else value
+    if not (is_branch and left.varies):
+        return value
+    missing = set(left.varies) - jax.typeof(value).manual_axis_type.varying
+    return lax.pcast(value, tuple(sorted(missing)), to="varying")
 
 
 def _switch(runs: Sequence[Callable[..., list[Any]]]) -> Callable[..., list[Any]]:

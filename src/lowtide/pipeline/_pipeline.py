@@ -208,7 +208,7 @@ class Pipeline:
         return run(trainable, frozen, batches, fractions(weights)), total
 
     def report(self, outer: Tree, layers: Tree, batch: Tree, *, memory: MemoryReport | None = None) -> StageReport:
-        """What every rank holds throughout the program, before anything is compiled.
+        """What every rank holds throughout the program, and what its passes compute, before anything is compiled.
 
         Args:
             outer: as in a call; arrays or shapes.
@@ -218,7 +218,8 @@ class Pipeline:
                 what the device has in all.
 
         Returns:
-            The report, which `rich` prints as a table.
+            The report, which `rich` prints as tables: bytes of every rank, FLOPs of F, I and W, and which operations
+            the split had to leave whole, so that W misses their work.
 
         Examples:
             >>> from lowtide.pipeline import schedule
@@ -352,6 +353,7 @@ class Pipeline:
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
             remat=self.remat,
             batch_axes=self.batch_axes,
+            platform=self.mesh.devices.flat[0].platform,
         )
 
     def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:

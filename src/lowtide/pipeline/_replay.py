@@ -17,7 +17,7 @@ from jax.extend import core as jex
 
 from ..core._compat import laid_out
 from ._cut import Assignment, Pass, Sink
-from ._graph import Atom, Graph, Loop, Op, Value
+from ._graph import Atom, Graph, Loop, Op, Value, repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +118,10 @@ class Plan:
             if is_outside and last > made:
                 found[value] = made, last
         return found
+
+    def flops(self, at: Pass) -> int:
+        """The arithmetic of a pass."""
+        return sum(op.flops * times for op, times in repeated(self.graph.items) if self.passes.get(op) is at)
 
     def is_stacked(self, value: Value) -> bool:
         """Whether a loop makes a value row by row."""

@@ -22,6 +22,7 @@ from ._cut import Pass, Sink, Source, assign
 from ._graph import Value, graph, lift
 from ._inner import split_inner
 from ._replay import Buffers, Environment, Plan, shape_of
+from ._work import PassFlops, pass_flops
 
 Arrays = tuple[Any, ...]
 
@@ -120,6 +121,10 @@ class TracedSplit:
     """Where the arguments and results are in it."""
     kept: dict[tuple[Pass, Pass], list[Value]]
     """What is left by a pass and read last by another."""
+    traced: Any
+    """The jaxpr of all of them together."""
+    flops: PassFlops
+    """How much arithmetic each pass has, and which operations of the backward pass are not split."""
 
     def hoist(self, weights: Tree) -> Arrays:
         """What depends on the weights alone, and more than one pass reads; made once for all microbatches."""
@@ -314,7 +319,7 @@ def trace_split(
     sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
     sinks += [Sink([atom], Pass.INPUT) for atom in of_dx]
     sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
-    split_inner(both, sources, sinks)
+    wholes = split_inner(both, sources, sinks)
     plan = Plan(both, assign(both, sources, sinks), sinks)
     kept = _kept(plan, of_x, of_dy)
     given = iter(of_dx)
@@ -345,6 +350,8 @@ def trace_split(
         plan=plan,
         arguments=arguments,
         kept=kept,
+        traced=closed.jaxpr,
+        flops=pass_flops(plan, sources, sinks, wholes),
     )
 
 

@@ -1,4 +1,4 @@
-"""What every rank of a pipeline holds throughout its program, from shapes alone.
+"""What every rank of a pipeline holds throughout its program, and what its passes compute, from shapes alone.
 
 One program runs on all ranks, so each device has the room that the fullest rank needs, and a rank that needs less
 leaves some of it empty. What a pass has while it runs is the compiler's: `lowtide.memory` reports it.
@@ -19,8 +19,10 @@ from ..core import Tree, format_bytes
 from ..memory import MemoryReport
 from ._executor import Held, total_dtype
 from ._layout import Layout
+from ._work import PassFlops, Unsplit
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
 
 
@@ -67,6 +69,11 @@ class StageReport:
     """What is made of weights once for all microbatches: casts, transposes."""
     num_padding_rows: int
     """Rows of the layers, on all ranks, that make stages equally long."""
+    flops: Mapping[str, PassFlops]
+    """Arithmetic of the stack's functions in each pass, of one microbatch, by all devices of a rank: ``first``,
+    ``blocks`` (those of a stage, of uneven ones the longest) and ``last``, which runs in the last stage's I alone."""
+    is_split: bool
+    """Whether the schedule has I and W apart."""
     memory: MemoryReport | None = None
     """Of the compiled program, if there is one."""
 
@@ -97,9 +104,32 @@ class StageReport:
         device = None if self.memory is None else self.memory.device_bytes
         return {**plain, "held_bytes": self.held_bytes, "other_bytes": self.other_bytes, "device_bytes": device}
 
-    def __rich__(self) -> Table:
+    def __rich__(self) -> Group:
+        """A table of bytes by rank, one of arithmetic by pass, and what the split had to leave whole."""
+        from rich.console import Group  # `import lowtide` does not need what draws
+        from rich.text import Text
+
+        notes = [f"not split: {_described(one)}" for part in self.flops.values() for one in part.unsplit]
+        return Group(self._bytes(), "", self._arithmetic(), *map(Text, notes if self.is_split else []))
+
+    def _arithmetic(self) -> Table:
+        """A row for each function of the stack."""
+        from rich.table import Table
+
+        title = "FLOPs of one microbatch"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        for name in ("F", "I", "W", "--costs"):
+            table.add_column(name, justify="right")
+        for name, part in self.flops.items():
+            counts = (_short(count) for count in (part.forward, part.input, part.weight))
+            is_stage = name == "blocks"
+            table.add_row("blocks of a stage" if is_stage else name, *counts, part.ratio if is_stage else "")
+        return table
+
+    def _bytes(self) -> Table:
         """A row for each rank, what all have, and the sum."""
-        from rich.table import Table  # `import lowtide` does not need what draws
+        from rich.table import Table
 
         title = f"{self.name}, {self.num_microbatches} microbatches: bytes of one device"
         table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
@@ -209,8 +239,22 @@ def stage_report(
         message_bytes=messages,
         hoisted_bytes=_hoisted_bytes(held, (trainable, frozen), per_rank, axis),
         num_padding_rows=plan.num_rows - plan.num_layers,
+        flops=held.flops,
+        is_split=schedule.is_split,
         memory=memory,
     )
+
+
+def _short(count: int) -> str:
+    """A number in three digits: ``1.63 G``."""
+    power = min(int(f"{count:.2e}".split("e")[1]) // 3, 5)  # of what is printed: 999,999 is 1 M
+    return f"{count / 1000**power:.3g} {' kMGTP'[power]}".rstrip()
+
+
+def _described(one: Unsplit) -> str:
+    share = "" if one.share is None else f" ({one.share:.0%} of the backward pass)"
+    place = f" at {one.where}" if one.where else ""
+    return f"{one.name}{place}{share} gives gradients of weights in I\nhint: {one.hint}"
 
 
 def _is_alive(memory: MemoryReport | None, shape: tuple[int, ...], dtype: Any, num_parts: int) -> bool:

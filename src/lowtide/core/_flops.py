@@ -1,0 +1,86 @@
+"""Arithmetic of a traced function, counted on its jaxpr.
+
+A count for choosing between values, not for timing: 2mnk for a product, one for each element of any other result, one
+for each element that a reduction reads, none for moving data. Of a Pallas kernel counts what it says of itself
+(`cost_estimate`), or its body for each point of its grid; other kernels that XLA does not see into count as one
+operation for each element of their results, except cuDNN's attention. A `while` loop counts once; of a `cond` the
+dearest branch; of a `shard_map` what all devices do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax.extend import core as jex
+
+_FREE = {
+    *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "gather", "rev"),
+    *("dynamic_update_slice", "concatenate", "pad", "convert_element_type", "bitcast_convert_type", "copy"),
+    *("name", "device_put", "iota", "split", "stop_gradient", "optimization_barrier", "sharding_constraint"),
+    *("get", "swap", "masked_load", "masked_swap", "program_id", "num_programs"),  # of Pallas kernels
+}
+
+
+def jaxpr_flops(jaxpr: Any) -> int:
+    """FLOPs of a jaxpr, everything inside included."""
+    return sum(eqn_flops(eqn) for eqn in jaxpr.eqns)
+
+
+def eqn_flops(eqn: Any) -> int:
+    """FLOPs of one operation, all iterations of a scan included."""
+    primitive = eqn.primitive.name
+    out = eqn.outvars[0].aval if eqn.outvars else None
+    if primitive == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        lhs = eqn.invars[0].aval.shape
+        return 2 * _size(out) * math.prod(lhs[dim] for dim in contracted)
+    if primitive == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        stuffed = math.prod(eqn.params["lhs_dilation"])  # with zeros, in the gradient of a convolution with strides
+        return 2 * _size(out) * math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]] // stuffed
+    if primitive == "ragged_dot_general":
+        return _ragged_flops(eqn)
+    if primitive.startswith("dot_product_attention_fwd"):  # query [B, T, N, H], key [B, S, K, H]
+        return 4 * _size(eqn.invars[0].aval) * eqn.invars[1].aval.shape[1]
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None:
+        return estimate.flops
+    inner = [jaxpr_flops(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params)]
+    if inner and not primitive.startswith(("scatter", "reduce", "select_and")):  # these hold one scalar operation
+        return max(inner) if primitive == "cond" else _num_times(eqn) * sum(inner)
+    if primitive in _FREE:
+        return 0
+    if primitive.startswith(("reduce_", "arg", "cum")) and primitive != "reduce_precision":
+        return _size(eqn.invars[0].aval)
+    return sum(_size(var.aval) for var in eqn.outvars)
+
+
+def _ragged_flops(eqn: Any) -> int:
+    """Of a product whose rows, or what is summed over, are in groups."""
+    numbers, (lhs, _, groups) = eqn.params["ragged_dot_dimension_numbers"], (var.aval for var in eqn.invars)
+    (contracted, _), _ = numbers.dot_dimension_numbers
+    each = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)
+    return each // groups.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracted) else each
+
+
+def _num_times(eqn: Any) -> int:
+    """How often what an operation holds is run."""
+    params = eqn.params
+    if eqn.primitive.name == "shard_map":
+        return manual_devices(params)
+    grid = getattr(params.get("grid_mapping"), "grid", ())
+    return params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))
+
+
+def manual_devices(params: Any) -> int:
+    """Among how many devices a `shard_map` divides its arrays.
+
+    Args:
+        params: of its equation.
+    """
+    return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+
+
+def _size(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ()))
