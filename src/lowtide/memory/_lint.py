@@ -90,11 +90,13 @@ def lint_program(
     return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
 
 
-def lint_owners(owners: Owners, report: MemoryReport) -> list[Finding]:
-    """The findings that need nothing but the compiled program."""
+def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
+    """The findings about the compiled program; with the function as it was traced, without what the compiler casts."""
     found = [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
-    copied = {finding.path for finding in found if finding.rule == "copied-in-loop"}  # the same bytes, better known
-    return [finding for finding in found if finding.rule != "rebuilt-state" or finding.path not in copied]
+    known = None if jaxpr is None else casts(jaxpr)
+    found = [f for f in found if known is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in known]
+    copied = {f.path for f in found if f.rule == "copied-in-loop"}  # the same bytes, better known
+    return [f for f in found if f.rule != "rebuilt-state" or f.path not in copied]
 
 
 # --- arguments and outputs -----------------------------------------------------------------------------------------
