@@ -121,7 +121,8 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
             expected="a decision that devices which wait for each other have in common",
             got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
             hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that "
-            f"are alike on all devices as jax.lax.pcast(w, {axes[0]!r}, to='varying'): their gradients are added up outside",
+            f"are alike on all devices as jax.lax.pcast(w, {axes[0]!r}, to='varying'): their gradients are added up "
+            "outside",
         )
 
 
