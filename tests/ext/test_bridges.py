@@ -264,3 +264,18 @@ def test_a_keras_model_predicts_outside_of_training_where_its_layers_train_by_de
     trainer = lt.Trainer(bridge, bridge.loss("mse"), optax.sgd(0.1))
     x = np.random.default_rng(0).normal(size=(4, 8, 8, 1)).astype(np.float32)
     np.testing.assert_allclose(trainer.predict([x]), model(x, training=False), rtol=1e-6)
+
+
+def test_a_class_and_a_module_of_another_library_are_refused() -> None:
+    import equinox as eqx
+    from flax import nnx
+
+    from lowtide.core import ConfigError, SelectionError
+    from lowtide.ext.equinox import Bridge as EquinoxBridge
+    from lowtide.ext.nnx import Bridge as NnxBridge
+
+    with pytest.raises(SelectionError, match=r"(?s)got a class.*hint: Bridge\(Linear\("):
+        NnxBridge(nnx.Linear)  # type: ignore[arg-type]
+    for given in (eqx.nn.Linear, nnx.Linear(2, 1, rngs=nnx.Rngs(0))):
+        with pytest.raises(ConfigError, match="(?s)takes a module of Equinox.*hint: .*ext.nnx.Bridge"):
+            EquinoxBridge(given)
