@@ -263,6 +263,34 @@ def test_a_device_without_host_memory_warns_and_updates_block_by_block() -> None
     assert report.device_bytes <= (16 + 4 * 4) * MIB  # gradients, which the updates overwrite, and blocks
 
 
+@pytest.mark.parametrize("shape", [(56, 128), (2, 3, 16, 128), (4096,)])
+def test_integers_and_state_of_64_bits(shape: tuple[int, ...]) -> None:
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+    with jax.enable_x64(True):
+        start = {"w": jnp.linspace(-1, 1, int(np.prod(shape)), dtype=jnp.float64).reshape(shape)}
+        wrapped = optimizer(tx, chunk_bytes=CHUNK // 2)
+        got = jax.jit(step_of(wrapped))(start, wrapped.init(start), start)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step_of(tx)(start, tx.init(start), start)), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+def test_eight_rows_that_are_longer_than_a_block_are_told_not_to_be_cut() -> None:
+    start, wrapped = params(w=(8, 8192)), optimizer(optax.adam(1e-2), chunk_bytes=CHUNK)
+    with pytest.warns(PlacementWarning, match=r"0/mu/w, 0/nu/w: (.|\n)*its shape cannot be cut"):
+        jax.jit(wrapped.update).trace(start, wrapped.init(start), start)
+
+
+@pytest.mark.parametrize("mode", ["streamed", "leaf", "whole"])
+def test_state_of_another_structure_is_refused_in_every_mode(mode: str) -> None:
+    tx = optax.GradientTransformation(
+        lambda params: {"mu": params}, lambda grads, state, params=None: (grads, {**state, "nu": grads})
+    )
+    start, wrapped = params(w=(8, 128)), optimizer(tx, ".*", mode=mode)
+    with pytest.raises(StructureError, match=r"not the structure of what it replaces(.|\n)*hint: update"):
+        wrapped.update(start, wrapped.init(start))
+
+
 # --- on a mesh -----------------------------------------------------------------------------------------------------
 
 

@@ -37,7 +37,7 @@ from lowtide.core._compat import inside_branch
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
-from ._rows import large_on_host, stream
+from ._rows import large_on_host, refuse_other_structure, stream
 from ._slices import DEVICE, HOST, put
 
 _MODES = ("streamed", "leaf", "whole")
@@ -218,6 +218,7 @@ class _Offloaded:
         if self.mode == "whole" or (self.mode == "streamed" and self._is_narrow(grads, state, chosen)):
             on_device = put(state, DEVICE)
             updates, new = update(grads, on_device, params, arrays)
+            refuse_other_structure(jax.tree.structure((updates, new)), jax.tree.structure(replaces(*args)))
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
         return stream(
             update,
