@@ -76,9 +76,19 @@ def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
     """Zeros to write entries into: for every leaf of `like` an array with more leading axes, in a memory space.
 
     XLA allocates them on the host at once. A scalar that is broadcast there would do for a TPU, too; GPUs would compute
-    it on the host.
+    it on the host. Random keys stay on the device.
     """
-    return put(jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like), space)
+
+    def one(leaf: Any) -> Any:
+        zeros = jnp.zeros((*leading, *leaf.shape), leaf.dtype)
+        return zeros if is_key(leaf) else _to(zeros, space)
+
+    return jax.tree.map(one, like)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf holds typed random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def put(tree: Tree, space: Any) -> Tree:
@@ -122,7 +132,8 @@ def zero_after(tree: Tree) -> Any:
         most = (*[1] * (leaf.ndim - 2), 32, leaf.size)[-leaf.ndim :]
         limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
         corner = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, limits), DEVICE)
-        bits = jnp.sum(jnp.ravel(corner)[:1].astype(jnp.float32))
+        corner = jax.random.key_data(corner) if is_key(corner) else corner
+        bits = jnp.sum(jnp.real(jnp.ravel(corner)[:1]).astype(jnp.float32))
         # At most 32 bits are set, which XLA does not know.
         count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
         zero = zero + (count >> 6).astype(jnp.int32)
