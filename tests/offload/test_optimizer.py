@@ -347,6 +347,35 @@ def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, chunk_bytes:
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.lamb(1e-2),
+        optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9),
+        optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(),
+    ],
+    ids=["lamb", "adafactor", "MultiSteps"],
+)
+@pytest.mark.filterwarnings("ignore::lowtide.core.PlacementWarning")
+def test_axes_that_are_part_of_the_type(tx: Any) -> None:
+    """As `jax.make_mesh` makes them: an update repeats, selects and reduces, which is traced without shardings."""
+    mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    plain = {
+        "w": jnp.sin(jnp.arange(56.0 * 128)).reshape(56, 128),
+        "t": jnp.cos(jnp.arange(4.0 * 128)).reshape(2, 2, 128),
+    }
+    specs = {"w": P("fsdp"), "t": P(None, None, "fsdp")}
+    start = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), plain, specs)
+    wrapped = optimizer(tx, ".*", chunk_bytes=CHUNK)
+    state = jax.jit(wrapped.init, out_shardings=state_shardings(wrapped, start))(start)
+    got = jax.jit(step_of(wrapped))(start, state, start)
+    want = step_of(tx)(plain, tx.init(plain), plain)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    assert all(got[0][name].sharding.is_equivalent_to(start[name].sharding, start[name].ndim) for name in start)
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(got[1])} == {"pinned_host"}
+
+
 @pytest.mark.tpu_aot
 def test_on_eight_chips_only_shards_move() -> None:
     shardings = fsdp(jax.sharding.Mesh(np.array(memory.target("v5e:2x4").devices()), ("fsdp",)))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -220,17 +221,23 @@ class _Offloaded:
             updates, new = update(grads, on_device, params, arrays)
             refuse_other_structure(jax.tree.structure((updates, new)), jax.tree.structure(replaces(*args)))
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
-        return stream(
-            update,
-            args,
-            replaces,
-            chunk_bytes=self.chunk_bytes,
-            by_leaf=self.mode == "leaf",
-            shardings=shardings,
-            prevented=_ON_MESH if shardings is None and _num_devices(args) > 1 else None,
-            declared={len(jax.tree.leaves(grads)) + at for at in chosen},
-            on_fallback=self._warn_once,
-        )
+        declared = {len(jax.tree.leaves(grads)) + at for at in chosen}
+        prevented = _ON_MESH if shardings is None and _num_devices(args) > 1 else None
+
+        def streamed(*args: Any, shardings: Tree = shardings) -> tuple[Tree, Tree]:
+            return stream(
+                update,
+                args,
+                replaces,
+                chunk_bytes=self.chunk_bytes,
+                by_leaf=self.mode == "leaf",
+                shardings=shardings,
+                prevented=prevented,
+                declared=declared,
+                on_fallback=self._warn_once,
+            )
+
+        return _without_explicit_axes(streamed, args, replaces(*args), shardings)
 
     def _chosen(self, state: Tree) -> set[int]:
         """Positions of the selected leaves. Random keys stay on the device, whatever the pattern says."""
@@ -348,6 +355,31 @@ def _explicit(tree: Tree) -> Tree:
     known = [None if type_ is None or type_.mesh.empty else type_ for type_ in types]
     is_known = all(type_.mesh.are_all_axes_explicit for type_ in known if type_ is not None)
     return structure.unflatten(known) if is_known else None
+
+
+def _without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
+    """Call a function where no sharding is part of a type: the operations of an update are run on blocks and shards.
+
+    Args:
+        run: the function, which takes `shardings` beside its arguments.
+        args: its arguments.
+        like: what has the shardings of its result.
+        shardings: of the arguments, where they are known.
+    """
+    types = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
+    mesh = next((type_.mesh for type_ in types if type_.mesh.explicit_axes), None)
+    if mesh is None:
+        return run(*args)
+
+    def of_result(leaf: Any) -> Any:
+        own = jax.typeof(leaf).sharding
+        return own if own.mesh.explicit_axes else jax.sharding.NamedSharding(mesh, jax.P())
+
+    def inside(*args: Any) -> Tree:
+        here = jax.sharding.get_abstract_mesh()
+        return run(*args, shardings=jax.tree.map(lambda s: jax.sharding.NamedSharding(here, s.spec), shardings))
+
+    return jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=jax.tree.map(of_result, like))(*args)
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
