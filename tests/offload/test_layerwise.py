@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -269,7 +270,8 @@ def test_random_keys_travel_with_the_activations_and_64_bits_keep_their_digits(n
         batch = {"x": jnp.sin(jnp.arange(24.0)).reshape(6, 4), "key": jax.random.split(jax.random.key(0), 6)}
 
         def loss(params: Any) -> Any:
-            parts = [jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:])[m], batch) for m in at]
+            split = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+            parts = [jax.tree.map(operator.itemgetter(m), split) for m in at]
             losses = [stack.apply(*params, part)[0] for part in parts]
             return sum(weight * of_part for weight, of_part in zip(weights, losses, strict=True)) / sum(weights)
 

@@ -291,6 +291,52 @@ def test_state_of_another_structure_is_refused_in_every_mode(mode: str) -> None:
         wrapped.update(start, wrapped.init(start))
 
 
+def under_shards(update: Any, *, check_vma: bool) -> Any:
+    """The update of arrays whose rows are divided, state and all, on each device's own rows."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.jit(
+        lambda *args: jax.shard_map(
+            update,
+            mesh=mesh,
+            in_specs=(specs := jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), args)),
+            out_specs=specs[:2],
+            check_vma=check_vma,
+        )(*args)
+    )
+
+
+@pytest.mark.parametrize(
+    ("under", "hint"),
+    [
+        (jax.vmap, r"jax\.vmap(.|\n)*hint: .*mode=\"leaf\""),
+        (
+            lambda update: jax.grad(lambda *args: jnp.sum(update(*args)[0]["w"])),
+            r"differentiation(.|\n)*hint: .*\"whole\"",
+        ),
+        (lambda update: under_shards(update, check_vma=True), r"shard_map(.|\n)*hint: pass check_vma=False"),
+    ],
+)
+def test_transformations_of_the_loops_are_refused(under: Any, hint: str) -> None:
+    start, wrapped = params(w=(64, 128)), optimizer(optax.sgd(1e-2, momentum=0.9), ".*", chunk_bytes=8 * 1024)
+    with pytest.raises(StructureError, match=hint):
+        under(wrapped.update)(start, wrapped.init(start), start)
+
+
+@pytest.mark.filterwarnings("error::lowtide.core.PlacementWarning")
+def test_a_shard_is_streamed_like_any_array() -> None:
+    tx, start = optax.adamw(1e-2), params(w=(64, 128))
+    wrapped = optimizer(tx, chunk_bytes=8 * 1024)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    grads, state = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, NamedSharding(mesh, P("data") if leaf.ndim else P())), (start, tx.init(start))
+    )
+    traced = under_shards(wrapped.update, check_vma=False).trace(grads, to_host(state, "0/{mu,nu}/**"), grads)
+    assert "<host>[8,128]" in str(traced.jaxpr)
+    got = traced.lower().compile()(grads, to_host(state, "0/{mu,nu}/**"), grads)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(tx.update(start, tx.init(start), start)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
 # --- on a mesh -----------------------------------------------------------------------------------------------------
 
 

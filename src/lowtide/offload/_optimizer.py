@@ -11,6 +11,7 @@ takes the state for one on the device; `jax.jit(step).eval_shape` with sharded s
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from lowtide.core import (
     memory_space,
     parse_bytes,
 )
-from lowtide.core._compat import inside_branch
+from lowtide.core._compat import inside_branch, transformation, varying_axes
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
@@ -83,7 +84,8 @@ def optimizer(
         ConfigError: for a `tx`, `mode`, `chunk_bytes` or regular expression that cannot be used.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
-        StructureError: when `shardings` has not the structure of the gradients.
+        StructureError: when `shardings` has not the structure of the gradients; from ``update``, under `jax.vmap`,
+            under differentiation, in a branch, or inside of a `jax.shard_map` with ``check_vma``.
 
     Warns:
         PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut (or must not
@@ -221,6 +223,7 @@ class _Offloaded:
             updates, new = update(grads, on_device, params, arrays)
             refuse_other_structure(jax.tree.structure((updates, new)), jax.tree.structure(replaces(*args)))
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
+        self._refuse_transformed(args)
         declared = {len(jax.tree.leaves(grads)) + at for at in chosen}
         prevented = _ON_MESH if shardings is None and _num_devices(args) > 1 else None
 
@@ -238,6 +241,27 @@ class _Offloaded:
             )
 
         return _without_explicit_axes(streamed, args, replaces(*args), shardings)
+
+    def _refuse_transformed(self, args: Tree) -> None:
+        """Raise where JAX would run the loops over blocks in a way that mixes memories, or not at all."""
+        leaves = [leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
+        found, remedy = transformation(leaves), 'choose mode="whole"'
+        if found == "jax.vmap" and self.mode == "leaf":
+            return
+        if found == "jax.vmap":
+            remedy = 'choose mode="leaf", or stack the leaves and call update once, without vmap'
+        elif any(varying_axes(jax.typeof(leaf)) for leaf in leaves):
+            found, remedy = (
+                "jax.shard_map, which checks how values vary",
+                'pass check_vma=False, or choose mode="whole"',
+            )
+        if found:
+            raise StructureError(
+                f"the optimizer's update is called under {found}",
+                expected="loops over blocks of arrays in host memory, which JAX cannot transform",
+                got=f'mode="{self.mode}"',
+                hint=remedy,
+            )
 
     def _chosen(self, state: Tree) -> set[int]:
         """Positions of the selected leaves. Random keys stay on the device, whatever the pattern says."""
@@ -343,9 +367,17 @@ def _refuse_branch() -> None:
 
 
 def _num_devices(tree: Tree) -> int:
-    """How many devices the mesh has that traced leaves are on; a single one where they have none."""
+    """How many devices the mesh has that traced leaves are on; a single one where they have none.
+
+    Axes inside of a `jax.shard_map` over them do not count: a leaf is a shard there.
+    """
     meshes = [getattr(jax.typeof(leaf).sharding, "mesh", None) for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
-    return max((mesh.size for mesh in meshes if mesh is not None and not mesh.empty), default=1)
+    sizes = [
+        math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+        for mesh in meshes
+        if mesh is not None and not mesh.empty
+    ]
+    return max(sizes, default=1)
 
 
 def _explicit(tree: Tree) -> Tree:

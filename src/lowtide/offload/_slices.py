@@ -171,7 +171,8 @@ def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int
 
     Returns:
         Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
-        blocks have to be multiples of a TPU's tiles, and eight long rows are one tile. Of sizes near the wanted one, one that divides the axis is taken.
+        blocks have to be multiples of a TPU's tiles, and eight long rows are one tile. Of sizes near the wanted one,
+        one that divides the axis is taken.
     """
     if num_bytes <= chunk_bytes or not prefix:
         return None
