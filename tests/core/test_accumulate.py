@@ -173,11 +173,11 @@ def test_a_batch_that_does_not_split_is_named(batch: Any, text: str, got: str) -
     assert f"hint: {hint}" in str(error.value)
 
 
-@pytest.mark.parametrize("num_microbatches", [0, -2])
-def test_less_than_one_microbatch_is_refused(num_microbatches: int) -> None:
+@pytest.mark.parametrize("num_microbatches", [0, -2, 2.0, "2"])
+def test_less_than_one_microbatch_is_refused(num_microbatches: Any) -> None:
     with pytest.raises(StructureError, match="num_microbatches has to be at least 1") as error:
         accumulate(GRAD_FN, num_microbatches)
-    assert f"got: {num_microbatches}" in str(error.value)
+    assert f"got: {num_microbatches!r}" in str(error.value)
     assert "hint: 1 means no accumulation" in str(error.value)
 
 
@@ -187,3 +187,20 @@ def test_float64_keeps_its_digits() -> None:
         grad_fn = value_and_grad(lambda model, x: jnp.mean(model["w"] * x))
         want, got = grad_fn(model, x), accumulate(grad_fn, 3)(model, x)
         np.testing.assert_allclose((got[0], got[1]["w"]), (want[0], want[1]["w"]), rtol=1e-15)
+        got = accumulate(grad_fn, 3, weight=lambda x: jnp.sum(x) / 7)(model, x)
+        parts = x.reshape(3, 3)
+        want = jnp.sum(parts.mean(1) * parts.sum(1)) / jnp.sum(parts)
+        np.testing.assert_allclose((got[0], got[1]["w"]), (want, want), rtol=1e-14)
+
+
+def test_a_batch_without_leaves_is_the_same_in_every_part() -> None:
+    _, grads = accumulate(value_and_grad(lambda model, batch: model["w"] ** 2), 3)({"w": jnp.float32(2)}, {})
+    np.testing.assert_allclose(grads["w"], 4)
+
+
+@pytest.mark.parametrize("weight", [lambda x: x[:2], lambda x: None])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(StructureError, match=r"(?s)weight of a microbatch is no number.*hint: sum it"):
+        accumulate(value_and_grad(lambda model, x: jnp.mean(model["w"] * x)), 2, weight=weight)(
+            {"w": jnp.float32(1)}, jnp.ones(6)
+        )

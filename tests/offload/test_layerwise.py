@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import ConfigError, PlacementError, SelectionError, StructureError
+from lowtide.core import ConfigError, LayerStack, PlacementError, SelectionError, StructureError
 from lowtide.models import LlamaConfig, init
 from lowtide.offload import Clip, layerwise_step
 
@@ -264,6 +265,53 @@ def test_a_cpu_copies_no_stack(tx: Any, num_microbatches: int) -> None:
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def noisy_stack() -> Any:
+    def block(layer: Any, h: Any, batch: Any) -> Any:
+        keep = jax.random.bernoulli(h["key"], 0.8, h["x"].shape)
+        return {"x": h["x"] * keep + jnp.tanh(h["x"] @ layer["w"]), "key": jax.random.split(h["key"])[0]}
+
+    return LayerStack(
+        first=lambda outer, batch: {"x": batch["x"] * outer["scale"], "key": batch["key"][0]},
+        block=block,
+        last=lambda outer, h, batch: (jnp.mean(h["x"] ** 2), {}),
+    )
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_random_keys_travel_with_the_activations_and_64_bits_keep_their_digits(num_microbatches: int) -> None:
+    stack, tx = noisy_stack(), optax.chain(optax.clip_by_global_norm(1e-3), optax.sgd(1.0))
+    with jax.enable_x64(True):
+        outer, layers = {"scale": jnp.float64(1.5)}, {"w": jnp.linspace(-1, 1, 48).reshape(3, 4, 4)}
+        batch = {"x": jnp.sin(jnp.arange(24.0)).reshape(6, 4), "key": jax.random.split(jax.random.key(0), 6)}
+
+        def loss(params: Any) -> Any:
+            split = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+            parts = [jax.tree.map(operator.itemgetter(m), split) for m in at]
+            losses = [stack.apply(*params, part)[0] for part in parts]
+            return sum(weight * of_part for weight, of_part in zip(weights, losses, strict=True)) / sum(weights)
+
+        at, weights = range(num_microbatches), (1 / 3, 1 / 7)[:num_microbatches]
+        updates, _ = tx.update(jax.grad(loss)((outer, layers)), tx.init((outer, layers)))
+        theirs = optax.apply_updates((outer, layers), updates)
+        step = layerwise_step(
+            stack,
+            optax.sgd(1.0),
+            clip=Clip(max_norm=1e-3),
+            num_microbatches=num_microbatches,
+            weight=lambda part: jnp.where(jnp.all(part["x"] == batch["x"][:3]), 1 / 3, 1 / 7),
+        )
+        state, frozen = step.init(outer, layers)
+        state, _ = jax.jit(step)(state, frozen, batch)
+        for a, b in zip(jax.tree.leaves(step.parameters(state, frozen)), jax.tree.leaves(theirs), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-13)
+
+
+def test_a_stack_without_layers_is_refused() -> None:
+    with pytest.raises(StructureError, match=r"(?s)no layers.*hint: lt.value_and_grad"):
+        layerwise_step(noisy_stack(), optax.sgd(1.0)).init({"scale": jnp.ones(())}, {"w": jnp.zeros((0, 4, 4))})
 
 
 def test_what_is_no_stack_is_refused() -> None:

@@ -134,6 +134,16 @@ def test_parameters_on_the_host_and_gradients_on_either_side() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_state_that_grows_is_read_as_it_was() -> None:
+    def fn(grads: Any, state: Any) -> Any:
+        return grads + state[:, :128], jnp.concatenate([state, grads], axis=1)
+
+    grads, state = jnp.ones((64, 128)), on_host(64, 128)
+    got = jax.jit(lambda g, s: stream(fn, (g, s), lambda g, s: (g, s), chunk_bytes=8 * 1024))(grads, state)
+    for a, b in zip(got, fn(grads, jax.device_put(state, jax.memory.Space.Device)), strict=True):
+        np.testing.assert_allclose(a, b)
+
+
 def test_results_of_another_structure_are_refused() -> None:
     with pytest.raises(StructureError, match=r"not the structure of what it replaces(.|\n)*hint:"):
         plan(lambda w: (w, w), (on_host(16, 128),), lambda w: w, chunk_bytes=CHUNK)
@@ -147,6 +157,8 @@ def test_results_of_another_structure_are_refused() -> None:
         ((64, 128), 2, 21, (0, 16)),  # a multiple of the tile that divides
         ((56, 128), 2, 24, (0, 24)),  # none near divides: a tail of eight
         ((50257, 128), 2, 1000, None),  # broken tiles
+        ((8, 4096), 2, 1, None),  # one tile of rows, which used to pass for a block
+        ((16, 4096), 2, 1, (0, 8)),
         ((10, 64, 128), 3, 3.0 * 64, (0, 2)),  # whole layers where they fit
         ((10, 64, 128), 3, 8, (1, 8)),  # rows of one layer
         ((10, 60, 128), 3, 8, (0, 1)),  # layers of broken tiles stay whole

@@ -30,7 +30,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 
@@ -242,6 +242,22 @@ def inside_branch() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+_TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "LinearizeTracer": "differentiation"}
+
+
+def transformation(values: Iterable[Any]) -> str | None:
+    """The transformation that some values are traced for, ``jax.vmap`` or ``differentiation``; None for neither.
+
+    Read off the names of JAX's tracers (jax 0.10.2 to 0.12.0). One inside of which a `jax.jit` is traced is not seen.
+    """
+    return next((found for value in values if (found := _TRANSFORMATIONS.get(type(value).__name__))), None)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Axes of a `jax.shard_map` with ``check_vma`` along which values of a type differ (jax 0.10.2 to 0.12.0)."""
+    return getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
 def argument_names(traced: Any) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._errors import SelectionError, StructureError
 from ._linear import products_explained
@@ -101,7 +102,8 @@ def accumulate(
         with a leading axis of length `num_microbatches`, the carry as the last microbatch left it.
 
     Raises:
-        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`.
+        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`, or `weight`
+            gives no number.
 
     Memory:
         One accumulator for the leaves that have gradients, float32 at least, carried through `lax.scan` and so
@@ -113,9 +115,13 @@ def accumulate(
         >>> float(loss), float(grads["w"])
         (3.0, 1.5)
     """
-    if num_microbatches < 1:
+    number: Any = num_microbatches
+    if not isinstance(number, (int, np.integer)) or number < 1:
         raise StructureError(
-            "num_microbatches has to be at least 1", got=num_microbatches, hint="1 means no accumulation"
+            "num_microbatches has to be at least 1",
+            expected="a whole number",
+            got=repr(number),
+            hint="1 means no accumulation",
         )
 
     @functools.wraps(grad_fn)
@@ -144,12 +150,13 @@ def accumulate(
         def body(carried: Any, microbatch: Tree) -> tuple[Any, Any]:
             total_loss, total_grads, total_weight, carry = carried
             loss, aux, carry, grads = call(microbatch, carry)
-            w = jnp.float32(1) if weight is None else jnp.asarray(weight(microbatch), jnp.float32)
+            w = jnp.ones((), float) if weight is None else _weight_of(weight, microbatch)
             add = functools.partial(_add_weighted, w)
             return (add(total_loss, loss), jax.tree.map(add, total_grads, grads), total_weight + w, carry), aux
 
         zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
-        (loss, grads, total, carry), aux = jax.lax.scan(body, (zero, wide, jnp.float32(0), first), microbatches)
+        start = (zero, wide, jnp.zeros((), float), first)
+        (loss, grads, total, carry), aux = jax.lax.scan(body, start, microbatches, length=num_microbatches)
         total = jnp.where(total == 0, 1, total)
 
         def mean(acc: Any, like: Any) -> Any:
@@ -239,26 +246,26 @@ def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_
         num_microbatches: how many there are.
 
     Returns:
-        Numbers, float32 of shape [num_microbatches].
+        Numbers of shape [num_microbatches]: float32, with `jax_enable_x64` float64.
 
     Raises:
         StructureError: when `weight` gives no number.
     """
     if weight is None:
-        return jnp.ones(num_microbatches, jnp.float32)
+        return jnp.ones(num_microbatches, float)
+    return jax.vmap(functools.partial(_weight_of, weight), axis_size=num_microbatches)(batches)
 
-    def of_part(part: Tree) -> Any:
-        found = weight(part)
-        if not is_array_like(found) or jnp.ndim(found):
-            raise StructureError(
-                "the weight of a microbatch is no number",
-                expected="a scalar",
-                got=f"shape {list(jnp.shape(found))}" if is_array_like(found) else repr(found)[:80],
-                hint="sum it: lambda batch: jnp.sum(batch['mask'])",
-            )
-        return jnp.asarray(found, jnp.float32)
 
-    return jax.vmap(of_part, axis_size=num_microbatches)(batches)
+def _weight_of(weight: Callable[[Tree], Any], microbatch: Tree) -> Any:
+    found = weight(microbatch)
+    if not is_array_like(found) or jnp.ndim(found):
+        raise StructureError(
+            "the weight of a microbatch is no number",
+            expected="a scalar",
+            got=f"shape {list(jnp.shape(found))}" if is_array_like(found) else repr(found)[:80],
+            hint="sum it: lambda batch: jnp.sum(batch['mask'])",
+        )
+    return jnp.asarray(found, float)
 
 
 def fractions(weights: Any) -> Any:

@@ -58,9 +58,13 @@ class Clip:
 
 
 def square_norm(tree: Tree) -> Any:
-    """Sum of the squares of all leaves, float32."""
-    squares = [jnp.sum(jnp.square(jnp.abs(leaf).astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
-    return sum(squares, jnp.float32(0))
+    """Sum of the squares of all leaves, float32 or with `jax_enable_x64` float64."""
+
+    def square(leaf: Any) -> Any:
+        size = jnp.abs(leaf)
+        return jnp.sum(jnp.square(size.astype(jnp.promote_types(size.dtype, jnp.float32))))
+
+    return sum((square(leaf).astype(float) for leaf in jax.tree.leaves(tree)), jnp.zeros((), float))
 
 
 def scale(tree: Tree, factor: Any) -> Tree:

@@ -236,7 +236,13 @@ class LayerwiseStep:
             One copy of each parameter where it is placed; optimizer state is made a layer at a time. What is there
             already is not copied: it belongs to the state, and the first step consumes it.
         """
-        num_layers(layers)
+        if not num_layers(layers):
+            raise StructureError(
+                "the stack has no layers",
+                expected="at least one",
+                got="0",
+                hint="lt.value_and_grad and an optimizer train what has no layers",
+            )
         refuse_equal_paths(outer)
         refuse_explicit_axes(outer=outer, layers=layers)
         refuse_unmatched(self.stack.running, outer)

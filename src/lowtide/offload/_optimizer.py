@@ -11,8 +11,10 @@ takes the state for one on the device; `jax.jit(step).eval_shape` with sharded s
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,11 +35,11 @@ from lowtide.core import (
     memory_space,
     parse_bytes,
 )
-from lowtide.core._compat import inside_branch
+from lowtide.core._compat import inside_branch, transformation, varying_axes
 from lowtide.core._jaxprs import make_jaxpr
 
 from ._place import default_device
-from ._rows import large_on_host, stream
+from ._rows import large_on_host, refuse_other_structure, stream
 from ._slices import DEVICE, HOST, put
 
 _MODES = ("streamed", "leaf", "whole")
@@ -82,7 +84,8 @@ def optimizer(
         ConfigError: for a `tx`, `mode`, `chunk_bytes` or regular expression that cannot be used.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
-        StructureError: when `shardings` has not the structure of the gradients.
+        StructureError: when `shardings` has not the structure of the gradients; from ``update``, under `jax.vmap`,
+            under differentiation, in a branch, or inside of a `jax.shard_map` with ``check_vma``.
 
     Warns:
         PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut (or must not
@@ -218,18 +221,47 @@ class _Offloaded:
         if self.mode == "whole" or (self.mode == "streamed" and self._is_narrow(grads, state, chosen)):
             on_device = put(state, DEVICE)
             updates, new = update(grads, on_device, params, arrays)
+            refuse_other_structure(jax.tree.structure((updates, new)), jax.tree.structure(replaces(*args)))
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
-        return stream(
-            update,
-            args,
-            replaces,
-            chunk_bytes=self.chunk_bytes,
-            by_leaf=self.mode == "leaf",
-            shardings=shardings,
-            prevented=_ON_MESH if shardings is None and _num_devices(args) > 1 else None,
-            declared={len(jax.tree.leaves(grads)) + at for at in chosen},
-            on_fallback=self._warn_once,
-        )
+        self._refuse_transformed(args)
+        declared = {len(jax.tree.leaves(grads)) + at for at in chosen}
+        prevented = _ON_MESH if shardings is None and _num_devices(args) > 1 else None
+
+        def streamed(*args: Any, shardings: Tree = shardings) -> tuple[Tree, Tree]:
+            return stream(
+                update,
+                args,
+                replaces,
+                chunk_bytes=self.chunk_bytes,
+                by_leaf=self.mode == "leaf",
+                shardings=shardings,
+                prevented=prevented,
+                declared=declared,
+                on_fallback=self._warn_once,
+            )
+
+        return _without_explicit_axes(streamed, args, replaces(*args), shardings)
+
+    def _refuse_transformed(self, args: Tree) -> None:
+        """Raise where JAX would run the loops over blocks in a way that mixes memories, or not at all."""
+        leaves = [leaf for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
+        found, remedy = transformation(leaves), 'choose mode="whole"'
+        if found == "jax.vmap" and self.mode == "leaf":
+            return
+        if found == "jax.vmap":
+            remedy = 'choose mode="leaf", or stack the leaves and call update once, without vmap'
+        elif any(varying_axes(jax.typeof(leaf)) for leaf in leaves):
+            found, remedy = (
+                "jax.shard_map, which checks how values vary",
+                'pass check_vma=False, or choose mode="whole"',
+            )
+        if found:
+            raise StructureError(
+                f"the optimizer's update is called under {found}",
+                expected="loops over blocks of arrays in host memory, which JAX cannot transform",
+                got=f'mode="{self.mode}"',
+                hint=remedy,
+            )
 
     def _chosen(self, state: Tree) -> set[int]:
         """Positions of the selected leaves. Random keys stay on the device, whatever the pattern says."""
@@ -335,9 +367,17 @@ def _refuse_branch() -> None:
 
 
 def _num_devices(tree: Tree) -> int:
-    """How many devices the mesh has that traced leaves are on; a single one where they have none."""
+    """How many devices the mesh has that traced leaves are on; a single one where they have none.
+
+    Axes inside of a `jax.shard_map` over them do not count: a leaf is a shard there.
+    """
     meshes = [getattr(jax.typeof(leaf).sharding, "mesh", None) for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
-    return max((mesh.size for mesh in meshes if mesh is not None and not mesh.empty), default=1)
+    sizes = [
+        math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
+        for mesh in meshes
+        if mesh is not None and not mesh.empty
+    ]
+    return max(sizes, default=1)
 
 
 def _explicit(tree: Tree) -> Tree:
@@ -347,6 +387,31 @@ def _explicit(tree: Tree) -> Tree:
     known = [None if type_ is None or type_.mesh.empty else type_ for type_ in types]
     is_known = all(type_.mesh.are_all_axes_explicit for type_ in known if type_ is not None)
     return structure.unflatten(known) if is_known else None
+
+
+def _without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
+    """Call a function where no sharding is part of a type: the operations of an update are run on blocks and shards.
+
+    Args:
+        run: the function, which takes `shardings` beside its arguments.
+        args: its arguments.
+        like: what has the shardings of its result.
+        shardings: of the arguments, where they are known.
+    """
+    types = [jax.typeof(leaf).sharding for leaf in jax.tree.leaves(args) if is_array_like(leaf)]
+    mesh = next((type_.mesh for type_ in types if type_.mesh.explicit_axes), None)
+    if mesh is None:
+        return run(*args)
+
+    def of_result(leaf: Any) -> Any:
+        own = jax.typeof(leaf).sharding
+        return own if own.mesh.explicit_axes else jax.sharding.NamedSharding(mesh, jax.P())
+
+    def inside(*args: Any) -> Tree:
+        here = jax.sharding.get_abstract_mesh()
+        return run(*args, shardings=jax.tree.map(lambda s: jax.sharding.NamedSharding(here, s.spec), shardings))
+
+    return jax.sharding.auto_axes(inside, axes=mesh.explicit_axes, out_sharding=jax.tree.map(of_result, like))(*args)
 
 
 def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:

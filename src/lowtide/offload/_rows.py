@@ -28,7 +28,7 @@ from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, lea
 
 from ._folds import folded, identity
 from ._separable import Group, Program, separate, trace
-from ._slices import DEVICE, HOST, is_row_major, later, put
+from ._slices import DEVICE, HOST, cut_block, is_row_major, later, put
 from ._slices import read as read_entry
 from ._slices import write as write_entry
 
@@ -102,13 +102,7 @@ def plan(
     program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
-    if expected != treedef:
-        raise StructureError(
-            "the result of an update has not the structure of what it replaces",
-            expected=expected,
-            got=treedef,
-            hint="update(grads, state, params) has to return trees like grads and state",
-        )
+    refuse_other_structure(treedef, expected)
     passes, groups = map(tuple, separate(program, on_host, replaced, fold=fold))
     return Plan(
         program=program,
@@ -118,6 +112,17 @@ def plan(
         groups=groups,
         passes=passes,
     )
+
+
+def refuse_other_structure(got: Any, expected: Any) -> None:
+    """Raise unless the structure of an update's result is that of what it replaces."""
+    if expected != got:
+        raise StructureError(
+            "the result of an update has not the structure of what it replaces",
+            expected=expected,
+            got=got,
+            hint="update(grads, state, params) has to return trees like grads and state",
+        )
 
 
 def stream(
@@ -390,7 +395,7 @@ class _Loop:
             where = start(i)
             now = [_like(buffer, array) for buffer, array in zip(buffers, arrays, strict=True)]
             # What is overwritten is read from where it is written: one buffer, not two.
-            same = {at: b for at, b in zip(targets, now, strict=False) if at in read and b.dtype == read[at].dtype}
+            same = {at: b for at, b in zip(targets, now, strict=False) if at in read and _are_alike(b, read[at])}
             blocks = {at: _slice(leaf, where, sizes) for at, leaf in {**read, **same}.items()}
             # Behind the axis that is cut, a shard may be shorter than the leaf that was traced.
             program.run(self.group.equations, blocks, (*sizes, *prefix[len(sizes) :]))
@@ -426,6 +431,11 @@ def _array(leaf: Any) -> Any:
     return leaf.array if isinstance(leaf, (Entry, _Rows)) else leaf
 
 
+def _are_alike(leaf: Any, other: Any) -> bool:
+    mine, others = _array(leaf), _array(other)
+    return (mine.shape, mine.dtype) == (others.shape, others.dtype)
+
+
 def _like(leaf: Any, array: Any) -> Any:
     """The leaf with another array."""
     return dataclasses.replace(leaf, array=array) if isinstance(leaf, (Entry, _Rows)) else array
@@ -451,7 +461,7 @@ def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) 
     # An axis of one belongs to every block, too: elementwise operations repeat it.
     where_here = [at if size > 1 else 0 for at, size in zip(where[0], leaf.shape, strict=False)]
     shape = (*map(min, sizes, leaf.shape), *leaf.shape[len(sizes) :])
-    return jax.lax.dynamic_slice(leaf, (*where_here, *(0,) * (leaf.ndim - len(where_here))), shape)
+    return jax.lax.dynamic_slice(leaf, _starts(where_here, leaf.ndim), shape)
 
 
 def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
@@ -461,7 +471,12 @@ def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
         return jax.lax.dynamic_update_slice_in_dim(leaf.array, rows, leaf.begin + where[1], 0)
     if not where[0] or isinstance(leaf, Entry):
         return _replaced(leaf, block)
-    return jax.lax.dynamic_update_slice(leaf, block, (*where[0], *(0,) * (leaf.ndim - len(where[0]))))
+    return jax.lax.dynamic_update_slice(leaf, block, _starts(where[0], leaf.ndim))
+
+
+def _starts(leading: Sequence[Any], ndim: int) -> list[Any]:
+    """Where a slice begins along all axes: of one type, also where JAX's integers have 64 bits."""
+    return [jnp.asarray(at, jnp.int32) for at in (*leading, *(0,) * (ndim - len(leading)))]
 
 
 def _whole(leaf: Any) -> Any:
@@ -472,30 +487,3 @@ def _whole(leaf: Any) -> Any:
 def _replaced(leaf: Any, value: Any) -> Any:
     """The array of a leaf with all of the leaf replaced, in its memory."""
     return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else put(value, memory_space(leaf))
-
-
-def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int) -> tuple[int, int] | None:
-    """Which axis a block cuts, and its size along it.
-
-    Args:
-        prefix: the leading axes that may be cut. Along those before the cut a block has one row.
-        ndim: the rank of the arrays.
-        num_bytes: bytes of all rows.
-        chunk_bytes: bytes wanted in a block.
-
-    Returns:
-        Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
-        blocks have to be multiples of a TPU's tiles. Of sizes near the wanted one, one that divides the axis is taken.
-    """
-    if num_bytes <= chunk_bytes or not prefix:
-        return None
-    tiles = [{1: 1024, 2: 8}.get(ndim - axis, 1) for axis in range(len(prefix))]
-    axis, row_bytes = 0, num_bytes / prefix[0]
-    while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1) and not prefix[axis + 1] % tiles[axis + 1]:
-        axis += 1
-        row_bytes /= prefix[axis]
-    length, tile = prefix[axis], tiles[axis]
-    if length % tile:
-        return None
-    wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
-    return axis, next((size for size in range(wanted, wanted // 2, -tile) if length % size == 0), wanted)

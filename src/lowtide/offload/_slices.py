@@ -76,9 +76,19 @@ def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
     """Zeros to write entries into: for every leaf of `like` an array with more leading axes, in a memory space.
 
     XLA allocates them on the host at once. A scalar that is broadcast there would do for a TPU, too; GPUs would compute
-    it on the host.
+    it on the host. Random keys stay on the device.
     """
-    return put(jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), like), space)
+
+    def one(leaf: Any) -> Any:
+        zeros = jnp.zeros((*leading, *leaf.shape), leaf.dtype)
+        return zeros if is_key(leaf) else _to(zeros, space)
+
+    return jax.tree.map(one, like)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf holds typed random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def put(tree: Tree, space: Any) -> Tree:
@@ -122,7 +132,8 @@ def zero_after(tree: Tree) -> Any:
         most = (*[1] * (leaf.ndim - 2), 32, leaf.size)[-leaf.ndim :]
         limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
         corner = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, limits), DEVICE)
-        bits = jnp.sum(jnp.ravel(jnp.real(corner))[:1].astype(jnp.float32))
+        corner = jax.random.key_data(corner) if is_key(corner) else corner
+        bits = jnp.sum(jnp.real(jnp.ravel(corner)[:1]).astype(jnp.float32))
         # At most 32 bits are set, which XLA does not know.
         count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
         zero = zero + (count >> 6).astype(jnp.int32)
@@ -157,3 +168,33 @@ def is_row_major(shape: Sequence[int]) -> bool:
 
     axes = range(len(shape))
     return len(shape) < 2 or padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)
+
+
+def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int) -> tuple[int, int] | None:
+    """Which axis a block cuts, and its size along it.
+
+    Args:
+        prefix: the leading axes that may be cut. Along those before the cut a block has one row.
+        ndim: the rank of the arrays.
+        num_bytes: bytes of all rows.
+        chunk_bytes: bytes wanted in a block.
+
+    Returns:
+        Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
+        blocks have to be multiples of a TPU's tiles, and eight long rows are one tile. Of sizes near the wanted one,
+        one that divides the axis is taken.
+    """
+    if num_bytes <= chunk_bytes or not prefix:
+        return None
+    tiles = [{1: 1024, 2: 8}.get(ndim - axis, 1) for axis in range(len(prefix))]
+    axis, row_bytes = 0, num_bytes / prefix[0]
+    while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1) and not prefix[axis + 1] % tiles[axis + 1]:
+        axis += 1
+        row_bytes /= prefix[axis]
+    length, tile = prefix[axis], tiles[axis]
+    if length % tile:
+        return None
+    wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
+    if wanted == length and not axis:
+        return None
+    return axis, next((size for size in range(wanted, wanted // 2, -tile) if length % size == 0), wanted)

@@ -38,7 +38,7 @@ class LayerwiseState:
     layers_opt: Tree
     """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
     grad_norm: Any
-    """Norm of all gradients of the last step, float32; 0 before the first."""
+    """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first."""
 
 
 def alone(tree: Tree, path: str) -> Tree:
@@ -107,7 +107,7 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
         layers=layers,
         outer_opt={path: _made(make_outer, alone(outer, path)) for path, _ in leaves_with_paths(outer)},
         layers_opt=_made(make_layers, layers),
-        grad_norm=_zero(layers, jnp.float32),
+        grad_norm=_zero(layers, jnp.result_type(float)),
     )
 
 

@@ -59,7 +59,7 @@ class Sweeps:
     batches: Tree
     """The batch, every leaf with a leading axis of length M."""
     seeds: Any
-    """The part of each microbatch in the loss, float32 [M], adding up to one."""
+    """The part of each microbatch in the loss, [M], adding up to one."""
     num_layers: int
     """L."""
     inputs_space: Any
@@ -153,7 +153,9 @@ class Sweeps:
             values, totals, wave = carry
             loss, metrics, grads, dh = grads_of(m, read(wave, m), totals)
             part = functools.partial(self._part, m)
-            values = jax.tree.map(lambda total, value: total + part(value * self.seeds[m]), values, (loss, metrics))
+            values = jax.tree.map(
+                lambda total, value: total + part(value * self.seeds[m].astype(total.dtype)), values, (loss, metrics)
+            )
             keys = jax.tree_util.tree_map_with_path
             # A running total has left out what has no weight: choosing between it and the one before would keep both.
             totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)

@@ -389,7 +389,7 @@ class Pipeline:
         batches = jax.tree.map(
             lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
         )
-        return batches, microbatch_weights(self.weight, batches, number)
+        return batches, microbatch_weights(self.weight, batches, number).astype(jnp.float32)
 
 
 def _with_gradients_of_its_own(results: Tree) -> Tree:
