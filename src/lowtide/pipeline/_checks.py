@@ -120,8 +120,8 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
             "and holds collectives along it",
             expected="a decision that devices which wait for each other have in common",
             got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
-            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that are "
-            f"alike on all devices as jax.lax.pcast(w, {axes[0]!r}, to='varying'): their gradients are added up outside",
+            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that all devices "
+            f"have alike as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are added up outside",
         )
 
 
