@@ -93,8 +93,11 @@ def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
 
 
 _COLLECTIVES = {
-    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_gather", "all_gather_invariant"),
-    *("all_to_all", "ragged_all_to_all", "reduce_scatter", "pgather"),
+    *("psum", "psum_invariant", "psum_start", "psum_invariant_start", "unreduced_psum", "unreduced_psum_start"),
+    *("pmax", "pmin", "ppermute", "ppermute_start", "psend", "precv", "pbroadcast", "pbroadcast_start", "pgather"),
+    *("all_gather", "all_gather_start", "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start"),
+    *("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "all_to_all", "all_to_all_start"),
+    "ragged_all_to_all",
 }
 
 
@@ -120,9 +123,8 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
             "and holds collectives along it",
             expected="a decision that devices which wait for each other have in common",
             got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
-            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that "
-            f"are alike on all devices as jax.lax.pcast(w, {axes[0]!r}, to='varying'): their gradients are added up "
-            "outside",
+            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that all devices "
+            f"have alike as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are added up outside",
         )
 
 
