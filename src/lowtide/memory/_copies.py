@@ -9,6 +9,7 @@ from lowtide.core import format_bytes
 
 from ._buffers import Buffer
 from ._finding import Finding
+from ._graph import Value
 from ._owners import Owners
 from ._report import MemoryReport
 
