@@ -1,4 +1,4 @@
-"""Optimizer state on the host where JAX computes otherwise: in 64 bits, under its transformations, on typed axes."""
+"""Optimizer state on the host where JAX computes otherwise: in 64 bits, under its transformations, on typed axes, on a CPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lowtide import memory
 from lowtide.core import PlacementWarning, StructureError
 from lowtide.offload import optimizer, state_shardings, to_host
 
@@ -40,6 +41,15 @@ def test_integers_and_state_of_64_bits(shape: tuple[int, ...]) -> None:
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(step_of(tx)(start, tx.init(start), start)), strict=True):
             assert a.dtype == b.dtype
             np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(1e-2), optax.amsgrad(1e-2)], ids=["adamw", "amsgrad"])
+def test_a_cpu_copies_no_leaf_at_each_block(tx: Any) -> None:
+    start = params(w=(256, 256))
+    wrapped = optimizer(tx, chunk_bytes=CHUNK)
+    args = start, wrapped.init(start), start
+    found = memory.lint(step_of(wrapped), *args, donate_argnums=(0, 1), target="cpu", min_bytes=1024)
+    assert "copied-in-loop" not in [finding.rule for finding in found]
 
 
 def test_eight_rows_that_are_longer_than_a_block_are_told_not_to_be_cut() -> None:
