@@ -1,4 +1,4 @@
-"""Optimizer state on the host where JAX computes otherwise: in 64 bits, under its transformations, on typed axes, on a CPU."""
+"""Optimizer state on the host where JAX computes otherwise: in 64 bits, transformed, on typed axes, on a CPU."""
 
 from __future__ import annotations
 
