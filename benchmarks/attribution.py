@@ -3,9 +3,9 @@
     python benchmarks/attribution.py [--program NAME] [--target NAME] [--out FILE]
 
 For each: the owners at the peak add up to XLA's total exactly; `device_bytes` is argument + output - alias + temp (+
-code); how much is unattributed, how much only a temporary, and how much of the heap is fragmentation. `_nested_programs.py` adds nested
-gradients, pooling, graphs, adjoints, scans and caches. Every target runs in a process of its own, since a process that
-compiled for a TPU keeps much memory. Every figure is compiled; nothing runs.
+code); how much is unattributed, how much only a temporary, and how much of the heap is fragmentation.
+`_nested_programs.py` adds nested gradients, pooling, graphs, adjoints, scans and caches. Every target runs in a process
+of its own, since a process that compiled for a TPU keeps much memory. Every figure is compiled; nothing runs.
 """
 
 from __future__ import annotations
