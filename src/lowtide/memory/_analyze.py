@@ -24,6 +24,7 @@ from ._executable import (
     output_paths,
 )
 from ._heap import DEVICE_COLOR, HOST_COLOR
+from ._host_copies import with_host_copies
 from ._owners import OutputLeaf, Owners, find_owners
 from ._report import MemoryReport, SpaceBytes
 from ._targets import Target, resolve_target
@@ -279,19 +280,23 @@ def _examine(
         notes = (*notes, *_uncounted(found))
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
+    buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
+    buffers = tuple(moved.apply(buffer, facts.leaves) for buffer in buffers)
+    peak_moment = found.peak_moment if found else 0
+    if found and goal.platform == "gpu" and moved.leaves:
+        device, buffers, peak_moment = with_host_copies(found, device, buffers, moved.leaves)
     names = [*(roles or {}), "other"]
     on_host = [leaf.on_host or at in moved.leaves for at, leaf in enumerate(facts.leaves)]
     kept = list(zip(facts.leaves, leaf_roles, on_host, strict=True))
-    buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
     report = MemoryReport(
         target=goal,
         device=device,
         host=host,
         by_role=_by_role(device, names, [(leaf, role) for leaf, role, hosted in kept if not hosted]),
         host_by_role=_by_role(host, names, [(leaf, role) for leaf, role, hosted in kept if hosted]),
-        buffers=tuple(moved.apply(buffer, facts.leaves) for buffer in buffers),
+        buffers=buffers,
         moments=found.moments if found else ("",),
-        peak_moment=found.peak_moment if found else 0,
+        peak_moment=peak_moment,
         host_peak_moment=found.host_peak_moment if found else 0,
         notes=notes,
     )
@@ -365,7 +370,7 @@ def _as_called(leaf: ArgumentLeaf, num_args: int, static: Sequence[int]) -> Argu
 _HOST_NOTES = {
     "cpu": "this compiler has one memory space: arguments and outputs declared in host memory were moved to the host",
     "gpu": "compile-only GPUs know no host memory for arguments: arguments and outputs declared there were moved to "
-    "the host, and the copies that a real GPU makes on the device to read them are not in the temporaries",
+    "the host, and the copies that a real GPU makes on the device to read them are counted from above",
     "tpu": "arguments and outputs declared in host memory were moved to the host",
 }
 

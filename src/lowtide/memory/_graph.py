@@ -252,6 +252,11 @@ class Graph:
         callers = self._callers.get(instruction.computation, ())
         return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
 
+    def caller(self, at: int) -> int | None:
+        """The operation whose computation an operation belongs to; None in the program itself."""
+        callers = self._callers.get(self.instructions[at].computation, ())
+        return callers[0].proto.id if callers else None
+
     def is_loop_state(self, value: Value) -> bool:
         """Whether a value is carried by a loop: made of what it begins with, and of what the body returns."""
         return self.instructions[value[0]].opcode == "while" or self.loop_of(value) is not None

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import linear_call
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ..core import (
     ConfigError,
@@ -353,7 +353,7 @@ class Pipeline:
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
             remat=self.remat,
             batch_axes=self.batch_axes,
-            platform=self.mesh.devices.flat[0].platform,
+            platform=_platform(self.mesh),
         )
 
     def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:
@@ -460,3 +460,8 @@ def _struct(leaf: Any) -> Any:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key) and leaf.ndim == 0
+
+
+def _platform(mesh: Mesh | AbstractMesh) -> str:
+    """That of a mesh's devices; without devices, as in a trainer's step, that of this process."""
+    return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

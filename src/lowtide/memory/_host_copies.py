@@ -1,0 +1,157 @@
+"""What a GPU copies of arguments in host memory, where the compiler knew no host memory.
+
+A GPU that only compiles reads such arguments in place. A real one has copies on the device: of an array that is read as
+a whole from the beginning of the program (there XLA starts its copies, as on a TPU) until it is last read, or until the
+result that overwrites it is made; in a loop for the length of the loop's body; of slices, the slice. That is an upper
+bound: a real schedule may start a copy later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from ._buffers import Buffer, live_bytes
+from ._graph import Edge, Graph, Value
+from ._owners import Owners
+from ._proto import element_type
+from ._report import SpaceBytes
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+_IN_PLACE = ("dynamic-update-slice", "scatter")
+
+
+def with_host_copies(
+    owners: Owners, device: SpaceBytes, buffers: tuple[Buffer, ...], leaves: Collection[int]
+) -> tuple[SpaceBytes, tuple[Buffer, ...], int]:
+    """Add the copies of host arguments to a program's figures.
+
+    Args:
+        owners: of the program.
+        device: its bytes on the device, without what is on the host.
+        buffers: its buffers.
+        leaves: positions of the arguments on the host.
+
+    Returns:
+        The bytes on the device, the buffers, and the position of the peak, all with the copies.
+    """
+    mine = [buffer for buffer in buffers if buffer.space == "device"]
+    before = live_bytes(mine, len(owners.moments))
+    copies = list(_Copies(owners).of(leaves))
+    after = live_bytes([*mine, *copies], len(owners.moments))
+    peak = max(range(len(after)), key=after.__getitem__)
+    added = after[peak] - before[owners.peak_moment]
+    moved = [
+        dataclasses.replace(b, start=peak, end=peak) if b.role == "fragmentation" and b.space == "device" else b
+        for b in buffers
+    ]
+    return dataclasses.replace(device, temp_bytes=device.temp_bytes + added), (*moved, *copies), peak
+
+
+class _Copies:
+    """The copies of arguments, found by following their memory through the program."""
+
+    def __init__(self, owners: Owners) -> None:
+        self.owners, self.graph = owners, owners.dataflow.graph
+        self.readers: dict[Value, list[tuple[Value, Edge]]] = {}
+        for value in self.graph.values():
+            for source, edge in self.graph.sources(value):
+                self.readers.setdefault(source, []).append((value, edge))
+
+    def of(self, leaves: Collection[int]) -> Iterator[Buffer]:
+        for at in leaves:
+            if at not in self.owners.parameter_of:
+                continue
+            parameter = self.owners.parameter_of[at]
+            wholes, slices = self._ranges(at, parameter)
+            leaf, item = self.owners.leaves[at], self._item(parameter)
+            for (start, end), num_bytes in {**slices, **dict.fromkeys(wholes, leaf.num_bytes)}.items():
+                yield Buffer(
+                    space="device",
+                    role="copies",
+                    path=leaf.path,
+                    phase="argument",
+                    operation="copy from host memory",
+                    shape=tuple(self.graph.shape(parameter).dimensions) if (start, end) in wholes else (),
+                    dtype=item[0] if (start, end) in wholes else "",
+                    num_bytes=num_bytes,
+                    start=start,
+                    end=end,
+                )
+
+    def _item(self, value: Value) -> tuple[str, int]:
+        return element_type(self.graph.shape(value).element_type)
+
+    def _bytes(self, value: Value) -> int:
+        return self.graph.num_elements(value) * self._item(value)[1] // 8
+
+    def _ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
+        """Where the leaf is read as a whole; and where slices of it are, with the bytes of the largest."""
+        wholes = dict[int, tuple[int, int]]()
+        slices = dict[tuple[int, int], int]()
+        memory, border = {parameter}, [parameter]
+        while border:
+            value = border.pop()
+            for reader, edge in self.readers.get(value, ()):
+                instruction = self.graph.instructions[reader[0]]
+                written = instruction.opcode in _IN_PLACE and instruction.proto.operand_ids[0] == value[0]
+                if edge == Edge.ALIAS or written or instruction.opcode == "bitcast":
+                    if reader not in memory:
+                        memory.add(reader)
+                        border.append(reader)
+                    if not written:
+                        continue
+                at = _scheduled(self.graph, reader[0])
+                if at is None:
+                    continue
+                computation = self.graph.instructions[at].computation
+                here = self._range(at)
+                if written or instruction.opcode in _SLICES:
+                    part = (instruction.proto.operand_ids[1], ()) if written else reader
+                    slices[here] = max(slices.get(here, 0), self._bytes(part))
+                else:
+                    first, last = wholes.get(computation, here)
+                    wholes[computation] = min(first, here[0]), max(last, here[1])
+        if (entry := wholes.get(self.graph.entry.id)) is not None:
+            wholes[self.graph.entry.id] = 0, max(entry[1], self._overwritten(leaf, memory))
+        found = set(wholes.values())
+        inside = {r: b for r, b in slices.items() if not any(a <= r[0] and r[1] <= z for a, z in found)}
+        return found, inside
+
+    def _overwritten(self, leaf: int, memory: set[Value]) -> int:
+        """The position at which the result that takes the leaf's place is made; 0 without one."""
+        made = (value for value, at in self.owners.replaced.items() if at == leaf and value in self.owners.in_place)
+        return max((_made_at(self.graph, value) for value in made if value not in memory), default=0)
+
+    def _range(self, at: int) -> tuple[int, int]:
+        """The positions of a loop's body; of the program itself one."""
+        positions = self.graph.positions
+        computation = self.graph.computations[self.graph.instructions[at].computation]
+        if computation.id == self.graph.entry.id:
+            return positions[at]
+        inside = [positions[i.id] for i in computation.instructions if i.id in positions]
+        return min(first for first, _ in inside), max(last for _, last in inside)
+
+
+def _made_at(graph: Graph, value: Value) -> int:
+    """The position at which a value is made, under whatever name it is known."""
+    seen = {value}
+    while True:
+        at = _scheduled(graph, value[0])
+        aliases = [s for s, edge in graph.sources(value) if edge == Edge.ALIAS and s not in seen]
+        if at is not None and graph.instructions[at].opcode == "fusion":
+            return graph.positions[at][0]
+        if not aliases:
+            return graph.positions[at][0] if at is not None else 0
+        value = aliases[0]
+        seen.add(value)
+
+
+def _scheduled(graph: Graph, at: int) -> int | None:
+    """The instruction that runs for one that may be inside of a fusion; None for what never runs by itself."""
+    while at not in graph.positions:
+        caller = graph.caller(at)
+        if caller is None:
+            return None
+        at = caller
+    return at
