@@ -371,3 +371,34 @@ def test_a_folder_is_a_path_that_is_meant(tmp_path, monkeypatch):
 def test_how_many_checkpoints_to_keep_is_a_number(tmp_path, number):
     with pytest.raises(ConfigError, match="no checkpoint would be kept"):
         trainer(checkpoint_dir=tmp_path, max_to_keep=number)
+
+
+def noisy(model, x, key):
+    return jnp.mean((model["w"] - x + jax.random.normal(key, x.shape)) ** 2)
+
+
+@pytest.mark.parametrize("setting", [("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False)])
+def test_other_random_numbers_than_before_are_told(tmp_path, setting):
+    name, value = setting
+    ours = lt.Trainer({"w": jnp.zeros(4)}, noisy, optax.sgd(0.1), checkpoint_dir=tmp_path)
+    fit(ours, 2)
+    assert ours.restore() == 2
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        with pytest.warns(UserWarning, match=f"drew its random numbers with {name}={before!r} until step 2"):
+            assert ours.restore() == 2
+    finally:
+        jax.config.update(name, before)
+
+
+def test_keys_of_another_kind_are_refused(tmp_path):
+    def made(impl):
+        model = {"w": jnp.zeros(4), "key": jax.random.key(0, impl=impl)}
+        loss = lambda model, x: (loss_fn(model, x), {}, model)  # noqa: E731
+        return lt.Trainer(model, loss, optax.sgd(0.1), wrt="w", mutable="key", checkpoint_dir=tmp_path)
+
+    fit(made("rbg"), 1)
+    assert made("rbg").restore() == 1
+    with pytest.raises(StructureError, match=r"(?s)keys .* are of another kind.*expected: rbg.*got: unsafe_rbg"):
+        made("unsafe_rbg").restore()

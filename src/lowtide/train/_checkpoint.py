@@ -30,7 +30,7 @@ from ._checksums import damage, has_checksums, sealed
 from ._folders import check_folder, meant, refuse_foreign
 from ._processes import SHARED, in_any, of_first
 from ._retention import FILE, Retention
-from ._stored import check_arrangement, check_base, check_leaves, flat, unflat
+from ._stored import check_arrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 # What fails in its threads and tasks is raised, and not worth the traceback of each that was still under way.
@@ -298,8 +298,8 @@ class Checkpoints:
         Args:
             step: its number.
             like: as in `restore`.
-            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen, and
-                ``arrangement``, the layer of every row of a pipeline's state.
+            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen,
+                ``arrangement``, the layer of every row of a pipeline's state, and ``random``, how numbers are drawn.
             give_up: called before arrays are read.
 
         Returns:
@@ -320,6 +320,7 @@ class Checkpoints:
             check_arrangement(step, notes.get("arrangement"), given["arrangement"])
             self.check(step, like)
             check_base(step, notes.get("base"), given["base"])
+            check_random(step, notes.get("random"), given["random"])
             give_up()
             state = self.restore(step, like)
         except (StructureError, MemoryError):
@@ -330,6 +331,7 @@ class Checkpoints:
             said = (str(error).splitlines() or [type(error).__name__])[0][:200]
             raise self._damaged(step, said) from error
         self._retention.changed(None)
+        warn_of_random(step, notes.get("random"), given["random"])
         if not is_verified:
             warnings.warn(
                 f"the checkpoint of step {step} in {self.directory} has no checksums, as those of earlier versions: "
@@ -366,8 +368,8 @@ class Checkpoints:
 
         Args:
             like: as in `restore`.
-            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen, and
-                ``arrangement``, the layer of every row of a pipeline's state.
+            given: what the notes of the checkpoint have to say: ``base``, the fingerprint of what is frozen,
+                ``arrangement``, the layer of every row of a pipeline's state, and ``random``, how numbers are drawn.
             give_up: called once, before arrays are read.
 
         Returns:

@@ -262,7 +262,13 @@ class Kept(Owned):
         """Of what run a checkpoint is."""
         if self._hashed is None or self._hashed[0] is not self.frozen:  # `update` may have replaced it
             self._hashed = self.frozen, fingerprint(self.frozen)
-        return {"base": self._hashed[1], "arrangement": self._step.arrangement}
+        keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self.state) if _is_key(leaf)]
+        random = {"keys": keys, "settings": {name: getattr(jax.config, name) for name in _RANDOM}}
+        return {"base": self._hashed[1], "arrangement": self._step.arrangement, "random": random}
+
+
+_RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable")
+"""Settings of JAX that decide which random numbers a seed gives."""
 
 
 def _is_key(leaf: Any) -> bool:

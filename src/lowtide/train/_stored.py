@@ -5,6 +5,7 @@ Leaves without elements are not in it, which Orbax refuses; they come back from 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,30 @@ def check_base(step: int, saved: str | None, base: str) -> None:
             expected=f"the base model with fingerprint {saved}",
             got=f"one with {base}",
             hint="resume with the model that the run began with",
+        )
+
+
+def check_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
+    """Raise where the random keys of a checkpoint are of another kind than those of the state."""
+    if saved is not None and saved["keys"] != own["keys"]:
+        raise StructureError(
+            f"the random keys in the checkpoint of step {step} are of another kind",
+            expected=", ".join(saved["keys"]),
+            got=", ".join(own["keys"]),
+            hint="make the keys as the run began with, such as jax.random.key(0, impl=...)",
+        )
+
+
+def warn_of_random(step: int, saved: Mapping[str, Any] | None, own: Mapping[str, Any]) -> None:
+    """Warn where JAX draws other random numbers than it did until this checkpoint."""
+    before: Mapping[str, Any] = {} if saved is None else saved["settings"]
+    changed = [f"{name}={value!r}" for name, value in before.items() if own["settings"].get(name) != value]
+    if changed:
+        warnings.warn(
+            f"the run drew its random numbers with {', '.join(changed)} until step {step}, and draws others from here "
+            "on\nhint: set jax.config as it was, unless nothing in the model is random",
+            UserWarning,
+            stacklevel=5,
         )
 
 
