@@ -12,15 +12,11 @@ from pathlib import Path
 
 # Set before JAX is imported. `JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs the GPU tests.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = [
+for flag, value in (
     ("xla_force_host_platform_device_count", "8"),
     # Collectives in one order on every device: else those of a pipeline with FSDP may wait for one another.
     ("xla_cpu_enable_concurrency_optimized_scheduler", "false"),
-]
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    # LLVM's optimisations take a third of the time of the tests, and change neither XLA's programs nor their bytes.
-    _FLAGS.append(("xla_backend_optimization_level", "0"))
-for flag, value in _FLAGS:
+):
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}".strip()
 # Without these libtpu asks an absent metadata server, and refuses to load in two test processes at once.
