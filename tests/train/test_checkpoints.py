@@ -208,6 +208,21 @@ def test_what_another_run_is_writing_is_left_to_it(tmp_path):
     assert half.is_dir()
 
 
+def test_a_kill_during_a_deletion_leaves_no_half_of_a_checkpoint(tmp_path, monkeypatch):
+    """Under its name it was no checkpoint of ours any more, and refused."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            shutil, "rmtree", lambda folder, *_: (pathlib.Path(folder) / "checksums.json").unlink(missing_ok=True)
+        )
+        fit(trainer(checkpoint_dir=tmp_path), 5, checkpoint_every=1)
+        assert names(tmp_path) == [".old-checkpoints", "4", "5"]
+    ours = trainer(checkpoint_dir=tmp_path)
+    assert ours.restore() == 5
+    assert names(tmp_path) == [".old-checkpoints", "4", "5"]  # who reads deletes nothing
+    fit(ours, 8, checkpoint_every=1)
+    assert names(tmp_path) == ["7", "8"]
+
+
 def test_files_by_which_killed_processes_looked_for_one_another_are_deleted(tmp_path):
     (tmp_path / ".shared-0123").touch()
     fit(trainer(checkpoint_dir=tmp_path), 1)

@@ -2,8 +2,9 @@
 
 Orbax writes under a temporary name and renames what is complete. What a killed run left under such names is deleted by
 the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
-A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one. Its
-files have checksums (`_checksums`), and it is verified before it is restored.
+A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one. One
+that is too old is renamed before it is deleted: a kill leaves no half of it under the name of a whole one. Its files
+have checksums (`_checksums`), and it is verified before it is restored.
 
 The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
 and its contents can be listed by name. Frozen leaves are never in it, nor leaves without elements, which Orbax refuses.
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -52,7 +54,9 @@ logging.getLogger("asyncio").addFilter(
 
 _STATE, _NOTES = "state", "notes"
 _NEW, _OLD = ".new-", ".old-"
-"""How the names begin of a checkpoint that takes the place of another one, and of that one."""
+"""How the names begin of a checkpoint that takes the place of another one, and of what is deleted."""
+_DELETED = f"{_OLD}checkpoints"
+"""The folder that Orbax moves checkpoints to that are too old."""
 _VERIFY_SECONDS = 24 * 3600
 """How long processes wait for one another: who reads files needs as long as that takes, and who died is heard of."""
 
@@ -84,9 +88,13 @@ class Checkpoints:
         of_first(self._put_in_place)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
+        self._deletion: threading.Thread | None = None
         self._folder = sealed(ocp, self.directory)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._retention, create=True, temporary_path_class=self._folder
+            preservation_policy=self._retention,
+            create=True,
+            temporary_path_class=self._folder,
+            todelete_subdir=_DELETED,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=self._handlers())
 
@@ -195,6 +203,8 @@ class Checkpoints:
             if is_there:
                 self._replace(step, args)
                 return True
+            self._manager.wait_until_finished()
+            self._delete_old()
             is_begun = self._manager.save(step, args=args)
         if not is_begun:
             raise OutputError(
@@ -249,6 +259,7 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Delete what a killed run did not complete."""
+        self._end_deletion()
         if jax.process_index() == 0:
             self._put_in_place()
             for path in self.directory.iterdir():
@@ -256,6 +267,22 @@ class Checkpoints:
                     shutil.rmtree(path)
                 elif path.name.startswith((f".{FILE}.", SHARED)):
                     path.unlink()
+
+    def _delete_old(self) -> None:
+        """Begin to delete what Orbax has put aside, beside the training: removing files may take long."""
+        self._end_deletion()
+        folder = self.directory / _DELETED
+        if self._has_saved and jax.process_index() == 0 and folder.is_dir():
+            paths = list(folder.iterdir())
+            self._deletion = threading.Thread(target=lambda: [shutil.rmtree(path, True) for path in paths])
+            self._deletion.start()
+
+    def _end_deletion(self) -> None:
+        if self._deletion is not None:
+            self._deletion.join()
+            self._deletion = None
+            with contextlib.suppress(OSError):
+                (self.directory / _DELETED).rmdir()
 
     def notes(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step."""
@@ -467,3 +494,5 @@ class Checkpoints:
         """
         with self._writing():
             self._manager.wait_until_finished()
+        self._delete_old()
+        self._end_deletion()
