@@ -1,5 +1,10 @@
 """Tree paths and selection, partition, gradients, the layer stack, units and errors."""
 
+from ._batches import argument_shapes as argument_shapes
+from ._batches import as_arguments as as_arguments
+from ._batches import as_numpy as as_numpy
+from ._batches import numbers as numbers
+from ._batches import refuse_objects as refuse_objects
 from ._errors import ConfigError as ConfigError
 from ._errors import DataError as DataError
 from ._errors import DonationError as DonationError
@@ -32,10 +37,12 @@ from ._inputs import validate as validate
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
 from ._linear import products_explained as products_explained
+from ._models import ModelObject as ModelObject
 from ._naming import ExternalNames as ExternalNames
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import shared_leaves as shared_leaves
+from ._partition import split_static as split_static
 from ._paths import Tree as Tree
 from ._paths import is_array_like as is_array_like
 from ._paths import leaf_bytes as leaf_bytes
@@ -68,6 +75,7 @@ __all__ = [
     "LinearWeight",
     "LowtideError",
     "ModelFileError",
+    "ModelObject",
     "NonFiniteError",
     "OutOfMemoryError",
     "OutputError",
@@ -84,11 +92,15 @@ __all__ = [
     "Where",
     "accumulate",
     "add_running",
+    "argument_shapes",
+    "as_arguments",
+    "as_numpy",
     "bytes_by_space",
     "check_differentiable",
     "combine",
     "dividing",
     "format_bytes",
+    "fractions",
     "if_active",
     "input_file",
     "is_array_like",
@@ -99,9 +111,9 @@ __all__ = [
     "match_names",
     "match_path",
     "memory_space",
-    "fractions",
     "microbatch_weights",
     "num_layers",
+    "numbers",
     "on_host",
     "parse_bytes",
     "parse_json",
@@ -109,11 +121,13 @@ __all__ = [
     "path_str",
     "products_explained",
     "read_input",
+    "refuse_objects",
     "select",
     "shared_leaves",
     "shortened",
     "shown",
     "split_batch",
+    "split_static",
     "tree_bytes",
     "validate",
     "value_and_grad",

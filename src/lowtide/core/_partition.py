@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ._errors import SelectionError, StructureError
-from ._paths import Tree, leaves_with_paths
+from ._paths import Tree, is_array_like, leaves_with_paths
 from ._select import Where, select
 
 
@@ -111,3 +111,9 @@ def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
                 expected="both paths selected, neither, or two separate arrays",
                 hint=f"select {outside[0]} too, or untie them first with jnp.array(leaf, copy=True)",
             )
+
+
+def split_static(model: Tree) -> tuple[Tree, Tree]:
+    """The leaves of a model that hold numbers, and those that do not (an Equinox module's activation function)."""
+    arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
+    return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)

@@ -1,5 +1,6 @@
 """The training loop, its state, data and checkpoints, and the fine-tuning job made of them."""
 
+from ..core import ModelObject as ModelObject
 from ._callbacks import Callback as Callback
 from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
@@ -13,7 +14,6 @@ from ._config import read_config as read_config
 from ._ema import ema as ema
 from ._feed import array_data as array_data
 from ._finetune import Finetune as Finetune
-from ._models import ModelObject as ModelObject
 from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive

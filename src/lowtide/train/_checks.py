@@ -17,6 +17,7 @@ import jax
 from ..core import (
     ConfigError,
     DataError,
+    ModelObject,
     OutputError,
     SelectionError,
     StateError,
@@ -35,7 +36,7 @@ from ..pipeline import Pipeline, Schedule
 from ._callbacks import Callback
 from ._checkpoint import Checkpoints
 from ._feed import IN_ORDER, is_count, refuse_arrays
-from ._models import ModelObject, keywords
+from ._models import keywords
 from ._sharding import ShardingRules
 from ._step import STEP_ARGUMENTS, TrainState
 

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, StateError, Tree, combine
+from ..core import ConfigError, ModelObject, StateError, Tree, combine
 from ._checks import refuse_other_types, refuse_shared
 from ._ema import find_average
 from ._feed import is_count
-from ._models import ModelObject
 from ._rollback import undisturbed
 from ._sharding import ShardingRules, put
 from ._step import Step, TrainState, WholeStep

@@ -15,11 +15,21 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..core import ConfigError, LayerStack, StructureError, Tree, Where, leaves_with_paths, num_layers, on_host
+from ..core import (
+    ConfigError,
+    LayerStack,
+    StructureError,
+    Tree,
+    Where,
+    leaves_with_paths,
+    num_layers,
+    on_host,
+    split_static,
+)
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
 from ._checks import refuse_shared
-from ._models import keywords, parse_loss, sides, split_static, with_sides
+from ._models import keywords, parse_loss, sides, with_sides
 from ._sharding import STAGE, ShardingRules, make_mesh, put
 from ._step import TrainState, WholeStep
 

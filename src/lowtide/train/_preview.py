@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import Tree, Where, accumulate, combine, partition
+from ..core import Tree, Where, accumulate, combine, partition, split_static
 from ..memory import MemoryReport, Target, analyze
 from ..offload import state_shardings
-from ._models import parse_loss, split_static
+from ._models import parse_loss
 from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat, spread
 
 

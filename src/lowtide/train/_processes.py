@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, StateError, Tree, leaves_with_paths, write_files
+from ..core import ConfigError, ModelObject, StateError, Tree, leaves_with_paths, split_static, write_files
 from ..core._compat import exchange, post, posted
 from ._fingerprint import fingerprint
-from ._models import ModelObject, split_static
 from ._sharding import ShardingRules
 
 _TOPICS = itertools.count()

@@ -20,8 +20,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, DataError, SelectionError, StructureError, Tree, is_array_like, leaves_with_paths
-from ._feed import refuse_objects
+from ..core import (
+    ConfigError,
+    DataError,
+    SelectionError,
+    StructureError,
+    Tree,
+    is_array_like,
+    leaves_with_paths,
+    refuse_objects,
+)
 
 STAGE = "stage"
 """The axis of pipelines."""

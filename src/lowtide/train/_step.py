@@ -19,6 +19,7 @@ import optax
 
 from ..core import (
     ConfigError,
+    ModelObject,
     StructureError,
     Tree,
     Where,
@@ -28,9 +29,10 @@ from ..core import (
     dividing,
     leaves_with_paths,
     partition,
+    split_static,
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
-from ._models import ModelObject, Pytree, keywords, parse_loss, sides, split_static, with_sides
+from ._models import Pytree, keywords, parse_loss, sides, with_sides
 from ._precision import Precision
 from ._rates import recorded_rate
 

@@ -6,11 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..core import ConfigError, Tree, Where
+from ..core import ConfigError, ModelObject, Tree, Where
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._checks import Defaults, refuse_beside_layerwise
-from ._models import ModelObject
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
 from ._sharding import ShardingRules

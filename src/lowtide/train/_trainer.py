@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import OutOfMemoryError, Tree, Where, combine
+from ..core import OutOfMemoryError, Tree, Where, argument_shapes, as_arguments, as_numpy, combine, numbers
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, compile, shortage
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
@@ -44,7 +44,7 @@ from ._checks import (
     refuse_unevaluated,
 )
 from ._evaluation import Evaluation, call_model, join
-from ._feed import StepData, argument_shapes, as_arguments, as_numpy, numbers
+from ._feed import StepData
 from ._kept import Kept
 from ._loop import Loop
 from ._owned import settled

@@ -1,0 +1,113 @@
+"""Leaves of a batch: what of them JAX takes, and what it would take for other numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._errors import DataError
+from ._paths import Tree, is_array_like, leaves_with_paths
+
+_NO_NUMBERS = "OSUMm"
+"""NumPy's kinds of objects, text and times."""
+
+
+def as_arguments(batch: Tree) -> Tree:
+    """A batch as the compiled step takes it.
+
+    On a CPU a call shares the buffers of NumPy's arrays, and the user may fill them again while the step runs: they are
+    copied, which costs the host less than making them arrays of JAX.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+
+    def one(leaf: Any) -> Any:
+        is_array = type(leaf) is np.ndarray and leaf.dtype.kind not in _NO_NUMBERS
+        if is_cpu and is_array and leaf.dtype == jax.dtypes.canonicalize_dtype(leaf.dtype):
+            return leaf.copy()
+        return jnp.asarray(narrowed(as_numpy(leaf)))
+
+    leaves, structure = jax.tree.flatten(batch)
+    try:
+        return structure.unflatten([one(leaf) for leaf in leaves])
+    except (TypeError, OverflowError):
+        refuse_objects(batch)
+        raise
+
+
+def narrowed(leaf: Any) -> Any:
+    """A leaf of a batch as it is, where its integers are those that JAX will make of them: without x64 of 32 bits.
+
+    Raises:
+        OverflowError: for larger ones, of which JAX would take the lower bits.
+    """
+    wide: Any = np.int64(leaf) if type(leaf) is int else leaf
+    if isinstance(wide, np.ndarray | np.generic) and wide.dtype.kind in "iu":
+        narrow = jax.dtypes.canonicalize_dtype(wide.dtype)
+        if narrow != wide.dtype and wide.size:
+            least, most = np.iinfo(narrow).min, np.iinfo(narrow).max
+            if wide.min() < least or wide.max() > most:
+                raise OverflowError(f"{wide.min()} to {wide.max()}")
+    return leaf
+
+
+def as_numpy(leaf: Any) -> Any:
+    """A leaf of a batch; an array of another library, such as a PyTorch tensor in host memory, as NumPy's of it.
+
+    Raises:
+        DataError: for one that cannot be made one: on another device, in a graph of gradients, of bfloat16.
+    """
+    if not hasattr(leaf, "__array__") or isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+        return leaf
+    try:
+        return np.asarray(leaf)
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"a {type(leaf).__module__}.{type(leaf).__name__} of a batch cannot be made an array of NumPy",
+            expected="arrays of JAX or NumPy, or what NumPy can read",
+            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            hint="of a PyTorch tensor tensor.detach().cpu().float().numpy(), for instance in its loader's collate_fn",
+        ) from error
+
+
+def numbers(batch: Tree) -> Tree:
+    """A batch with arrays of other libraries as NumPy's; raises for leaves that hold no numbers."""
+    batch = jax.tree.map(as_numpy, batch)
+    refuse_objects(batch)
+    return batch
+
+
+def argument_shapes(batch: Tree) -> Tree:
+    """Of what `as_arguments` has still to do with a batch the shapes that come of it."""
+    known = (jax.Array, jax.ShapeDtypeStruct)
+    return jax.tree.map(lambda x: x if isinstance(x, known) else jax.eval_shape(jnp.asarray, x), numbers(batch))
+
+
+def refuse_objects(batch: Tree) -> None:
+    """Raise for leaves of a batch that hold no numbers, or integers that JAX has no room for.
+
+    Raises:
+        DataError: with the path of the first.
+    """
+    for path, leaf in leaves_with_paths(batch):
+        try:
+            narrowed(leaf)
+        except OverflowError as error:
+            raise DataError(
+                f"batch leaf {path or '(root)'} holds integers of more than 32 bits",
+                expected="-2**31 to 2**31 - 1, of unsigned ones 0 to 2**32 - 1",
+                got=error,
+                hint="JAX would keep their lower bits: take them modulo a table's size, or set jax_enable_x64",
+            ) from None
+        if not is_array_like(leaf) or getattr(getattr(leaf, "dtype", None), "kind", "f") in _NO_NUMBERS:
+            raise DataError(
+                f"batch leaf {path or '(root)'} holds no numbers",
+                expected="an array, or a number",
+                got=f"dtype {leaf.dtype}" if hasattr(leaf, "dtype") else type(leaf).__name__,
+                hint="a dataclass has to be a pytree, jax.tree_util.register_dataclass"
+                if dataclasses.is_dataclass(leaf)
+                else "encode strings as tokens, and leave other objects out of the batches",
+            )
