@@ -40,7 +40,7 @@ from rich.table import Table
 from lowtide import models, target
 from lowtide.memory import analyze
 from lowtide.pipeline import StageReport, schedule, value_and_grad
-from lowtide.pipeline import _executor as executor
+from lowtide.pipeline.program import _executor as executor
 
 Tree = Any
 RANKS, ROWS, LENGTH = 4, 2, 512

@@ -11,8 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
-from lowtide.core import _jaxprs
 from lowtide.core._compat import classic_remat
+from lowtide.jaxprs import _versions as _jaxprs
 
 
 def test_the_parts_of_a_scan_are_counted() -> None:

@@ -15,8 +15,8 @@ from jax.experimental.layout import Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lowtide.core import ConfigError, OutputError, StructureError, TargetError
+from lowtide.hlo._executable import padded_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, analyze_compiled, compile, target
-from lowtide.memory._executable import padded_bytes
 
 TPU = pytest.param("v5e:2x2", marks=pytest.mark.tpu_aot)
 

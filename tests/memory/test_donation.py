@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import DonationError
+from lowtide.hlo._executable import aliased_parameters
 from lowtide.memory import UndonatedLeaf, check_donation, target, undonated
-from lowtide.memory._executable import aliased_parameters
 
 UNUSABLE = "ignore:Some donated buffers were not usable:UserWarning"
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lowtide.hlo._graph import Edge, Graph
+from lowtide.hlo._proto import _message_class
 from lowtide.memory._dataflow import Dataflow
-from lowtide.memory._graph import Edge, Graph
-from lowtide.memory._proto import _message_class
 
 F32, TUPLE, S32 = 11, 13, 4
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from lowtide.hlo._graph import Graph
+from lowtide.hlo._heap import segments
 from lowtide.memory import Buffer, Program, compile
 from lowtide.memory._analyze import examine
-from lowtide.memory._graph import Graph
-from lowtide.memory._heap import segments
 from lowtide.memory._passes import scope_phase
 
 LAYERS, WIDTH, ROWS = 8, 2048, 8192

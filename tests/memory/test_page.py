@@ -289,7 +289,7 @@ def test_light_and_dark_follow_the_system_and_the_button(browser: Page, reports:
 
 
 def test_sizes_are_printed_as_in_python(browser: Page, reports: Any, tmp_path: Path) -> None:
-    from lowtide.memory.views import _html
+    from lowtide.report.views import _html
 
     reports.make([], [""]).to_html(tmp_path / "report.html")
     browser.open(tmp_path / "report.html")
@@ -320,7 +320,7 @@ def test_sizes_are_printed_as_in_python(browser: Page, reports: Any, tmp_path: P
 def test_a_folded_page_says_so_and_still_adds_up(
     browser: Page, llm: MemoryReport, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from lowtide.memory.views import _html
+    from lowtide.report.views import _html
 
     payload, _ = _html.report_payload(llm)
     folded = _html.report_payload(llm, limit=len(payload) * 3 // 4)

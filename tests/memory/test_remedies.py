@@ -219,7 +219,7 @@ def test_a_program_compiled_before_the_block_is_said_to_be_unknown() -> None:
 
 
 def test_an_explanation_that_fails_never_hides_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.memory import _oom
+    from lowtide.memory.advice import _oom
 
     monkeypatch.setattr(_oom, "read_dump", lambda folder: None)
     with pytest.raises(Exception, match="RESOURCE_EXHAUSTED") as caught, explain_oom():

@@ -17,9 +17,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from lowtide.core import ConfigError, TargetError
-from lowtide.memory import Target, _targets, target, targets
-from lowtide.memory._catalogue import catalogue, plain
-from lowtide.memory._targets import _gpu_devices
+from lowtide.memory import Target, target, targets
+from lowtide.targets import _targets
+from lowtide.targets._catalogue import catalogue, plain
+from lowtide.targets._targets import _gpu_devices
 
 GIB = 2**30
 

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from lowtide.core import ConfigError, OutputError, ReportError, format_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, analyze, diff
-from lowtide.memory._buffers import DERIVED_ROLES, Buffer
-from lowtide.memory.views._groups import differing
-from lowtide.memory.views._png import byte_ticks
-from lowtide.memory.views._roles import _FIXED, DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
-from lowtide.memory.views._verdict import fit_text
+from lowtide.report._buffers import DERIVED_ROLES, Buffer
+from lowtide.report.views._groups import differing
+from lowtide.report.views._png import byte_ticks
+from lowtide.report.views._roles import _FIXED, DARK_BACKGROUND, LIGHT_BACKGROUND, contrast, stacked, styles
+from lowtide.report.views._verdict import fit_text
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import LayerStack
 from lowtide.memory import MemoryReport, analyze, target
-from lowtide.pipeline import _executor as executor
 from lowtide.pipeline import schedule, value_and_grad
+from lowtide.pipeline.program import _executor as executor
 
 pytestmark = pytest.mark.tpu_aot
 

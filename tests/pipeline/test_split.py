@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from lowtide.core import SelectionError, StructureError
-from lowtide.core._jaxprs import make_jaxpr
+from lowtide.jaxprs._versions import make_jaxpr
 from lowtide.models import LlamaConfig, init
 from lowtide.pipeline import split_backward
 

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 from rich.console import Console
 
 from lowtide.core import LayerStack
-from lowtide.core._flops import jaxpr_flops
-from lowtide.core._jaxprs import make_jaxpr
+from lowtide.jaxprs._flops import jaxpr_flops
+from lowtide.jaxprs._versions import make_jaxpr
 from lowtide.pipeline import PassFlops, schedule, split_backward, value_and_grad
-from lowtide.pipeline._split import trace_split
+from lowtide.pipeline.split._split import trace_split
 
 from .test_executor import mesh_of
 from .test_split import CASES, normal

@@ -13,7 +13,7 @@ from rich.console import Console
 from lowtide.cli import _fits
 from lowtide.core import ConfigError, format_bytes, parse_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, extrapolate, target
-from lowtide.memory._buffers import DERIVED_ROLES
+from lowtide.report._buffers import DERIVED_ROLES
 from lowtide.testing import DeviceMemory, Limit
 from lowtide.testing._limit import tolerated_bytes
 from lowtide.testing._owners import DERIVED

@@ -13,7 +13,8 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, OutputError, SelectionError, StateError, StructureError
-from lowtide.train import Callback, _processes
+from lowtide.distributed import _processes
+from lowtide.train import Callback
 
 DATA = [np.full(4, step, np.float32) for step in range(10)]
 

@@ -8,26 +8,28 @@ from typing import Any
 
 import jax
 
-from lowtide.core import ConfigError, TargetError, format_bytes, leaves_with_paths
-from lowtide.core._compat import has_cudnn
-
-from ._buffers import DERIVED_ROLES, Buffer, Space
-from ._compile import Program, compile, positions
-from ._executable import (
+from ..core import ConfigError, TargetError, format_bytes, leaves_with_paths
+from ..core._compat import has_cudnn
+from ..hlo import (
+    DEVICE_COLOR,
+    HOST_COLOR,
     ArgumentLeaf,
+    CompiledProgram,
     aliased,
     aliased_in,
     argument_leaves,
+    compile_program,
     host_outputs,
     lowered_leaves,
     named_leaves,
     output_paths,
+    positions,
 )
-from ._heap import DEVICE_COLOR, HOST_COLOR
+from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes
+from ..targets import Target, resolve_target
 from ._host_copies import with_host_copies
+from ._isolate import run_isolated
 from ._owners import OutputLeaf, Owners, find_owners
-from ._report import MemoryReport, SpaceBytes
-from ._targets import Target, resolve_target
 
 Role = int | str | Sequence[int | str]
 """Which arguments a role covers: a position, a keyword, or several."""
@@ -84,13 +86,13 @@ def analyze(
         (4096, 4096, 0)
     """
     if isolate:
-        from ._isolate import analyze_isolated
-
         call = {"donate_argnums": donate_argnums, "static_argnums": static_argnums, "roles": roles, "kwargs": kwargs}
-        return analyze_isolated(fn, args, call, resolve_target(target))
+        return run_isolated(analyze, fn, args, call, resolve_target(target))
     # Before the compiler's minutes are spent.
     _owners(roles or {}, len(args), list(kwargs), positions("static_argnums", static_argnums, len(args)))
-    program = compile(fn, *args, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums, **kwargs)
+    program = compile_program(
+        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
+    )
     return analyze_program(program, roles)
 
 
@@ -133,12 +135,12 @@ def analyze_compiled(
     return _examine(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths)[0]
 
 
-def analyze_program(program: Program, roles: Mapping[str, Role] | None = None) -> MemoryReport:
+def analyze_program(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> MemoryReport:
     """Report the bytes of a program that `compile` made, with their owners; see `examine`."""
     return examine(program, roles)[0]
 
 
-def examine(program: Program, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
+def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
     """The report of a program, and what is behind it.
 
     Args:

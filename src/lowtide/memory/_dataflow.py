@@ -19,7 +19,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from ._graph import Edge, Graph, Value
+from ..hlo import Edge, Graph, Value
 from ._passes import Pass, Passes
 
 # What may happen to a cotangent inside the backward pass without making it another value's.

@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from lowtide.core import DonationError, format_bytes
-
-from ._executable import ArgumentLeaf, aliased, argument_leaves
+from ..core import DonationError, format_bytes
+from ..hlo import ArgumentLeaf, aliased, argument_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

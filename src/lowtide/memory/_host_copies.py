@@ -11,11 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from ._buffers import Buffer, live_bytes
-from ._graph import Edge, Graph, Value
+from ..hlo import Edge, Graph, Value, element_type
+from ..report import Buffer, SpaceBytes, live_bytes
 from ._owners import Owners
-from ._proto import element_type
-from ._report import SpaceBytes
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _IN_PLACE = ("dynamic-update-slice", "scatter")

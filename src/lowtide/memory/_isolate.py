@@ -20,18 +20,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from lowtide.core import StructureError, TargetError
+from ..core import StructureError, TargetError
+from ..report import MemoryReport
+from ..targets import Target
 
-from ._report import MemoryReport
-from ._targets import Target
 
-
-def analyze_isolated(
-    fn: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], goal: Target
+def run_isolated(
+    analyze: Callable[..., MemoryReport],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    goal: Target,
 ) -> MemoryReport:
     """Run `lowtide.memory.analyze` in a child process.
 
     Args:
+        analyze: that function.
         fn: the function.
         args: its arguments; arrays are sent as shapes.
         options: further arguments of `analyze`.
@@ -48,7 +52,7 @@ def analyze_isolated(
     shapes = [_shapes(arg) for arg in args]
     call = {**options, "kwargs": {key: _shapes(value) for key, value in options["kwargs"].items()}}
     try:
-        payload = pickle.dumps(_configuration()) + _dumps((fn, shapes, call, goal), goal)
+        payload = pickle.dumps(_configuration()) + _dumps((analyze, fn, shapes, call, goal), goal)
     except (TypeError, pickle.PicklingError, AttributeError, ValueError) as error:
         raise StructureError(
             "the function or its arguments cannot be sent to a process of its own",
@@ -129,12 +133,10 @@ def _shapes(tree: Any) -> Any:
 def _main(source: str, result: str) -> None:
     import cloudpickle
 
-    from ._analyze import analyze
-
     # One after the other: what is configured decides how the rest is read.
     payload = io.BytesIO(Path(source).read_bytes())
     _configure(pickle.load(payload))
-    fn, args, call, goal = pickle.load(payload)
+    analyze, fn, args, call, goal = pickle.load(payload)
     kwargs = call.pop("kwargs")
     try:
         outcome: Any = analyze(fn, *args, target=goal, **call, **kwargs)

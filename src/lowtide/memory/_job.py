@@ -12,11 +12,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from lowtide.core import ConfigError
-
+from ..core import ConfigError
+from ..report import MemoryReport
+from ..targets import Target, resolve_target
 from ._analyze import Role, analyze
-from ._report import MemoryReport
-from ._targets import Target, resolve_target
 
 _FORMS = (
     "(fn, args), (fn, args, roles), or a dict with the keys fn, args, kwargs, roles, donate_argnums, static_argnums"

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..hlo import ArgumentLeaf, Value
 from ._dataflow import Dataflow
-from ._executable import ArgumentLeaf
-from ._graph import Value
 
 
 def match_outputs(

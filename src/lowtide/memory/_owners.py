@@ -15,14 +15,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._buffers import Buffer, Space
+from ..hlo import (
+    DEVICE_COLOR,
+    HOST_COLOR,
+    ArgumentLeaf,
+    Edge,
+    Graph,
+    Segment,
+    Value,
+    element_type,
+    peak_position,
+    segments,
+)
+from ..report import Buffer, Space
 from ._dataflow import Dataflow
-from ._executable import ArgumentLeaf
-from ._graph import Edge, Graph, Value
-from ._heap import DEVICE_COLOR, HOST_COLOR, Segment, peak_position, segments
 from ._matching import match_outputs
 from ._passes import first_scope
-from ._proto import element_type
 
 _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
 

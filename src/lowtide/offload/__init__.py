@@ -1,9 +1,6 @@
 """Host offload that moves bytes: activations, parameters, optimizer state, and updates inside the backward pass."""
 
 from ._checkpoint import checkpoint as checkpoint
-from ._clip import Clip as Clip
-from ._layerwise import LayerwiseStep as LayerwiseStep
-from ._layerwise import layerwise_step as layerwise_step
 from ._names import Name as Name
 from ._names import Names as Names
 from ._names import names as names
@@ -13,10 +10,13 @@ from ._place import memory_kinds as memory_kinds
 from ._place import to_device as to_device
 from ._place import to_host as to_host
 from ._scan import scan as scan
-from ._state import LayerwiseState as LayerwiseState
 from ._tag import tag as tag
 from ._verify import Placement as Placement
 from ._verify import verify as verify
+from .layerwise import Clip as Clip
+from .layerwise import LayerwiseState as LayerwiseState
+from .layerwise import LayerwiseStep as LayerwiseStep
+from .layerwise import layerwise_step as layerwise_step
 
 __all__ = [
     "Clip",

@@ -26,9 +26,8 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError
-from lowtide.core._compat import classic_remat
-
+from ..core import ConfigError, PlacementError, PlacementWarning, SelectionError
+from ..core._compat import classic_remat
 from ._trace import NamedValue, Traced, has_custom_rule, named_values, names_under_differentiation, trace
 
 Which = str | Sequence[str]

@@ -16,10 +16,8 @@ from typing import Any
 from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
-from lowtide.core import format_bytes, leaf_bytes
-from lowtide.core._jaxprs import CALLS
-
-from ..core._flops import eqn_flops
+from ..core import format_bytes, leaf_bytes
+from ..jaxprs import CALLS, eqn_flops
 from ._trace import HIDING, trace
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from lowtide.core import (
+from ..core import (
     ConfigError,
     PlacementError,
     PlacementWarning,
@@ -35,9 +35,8 @@ from lowtide.core import (
     memory_space,
     parse_bytes,
 )
-from lowtide.core._compat import inside_branch, transformation, varying_axes
-from lowtide.core._jaxprs import make_jaxpr
-
+from ..core._compat import inside_branch, transformation, varying_axes
+from ..jaxprs import make_jaxpr
 from ._place import default_device
 from ._rows import large_on_host, refuse_other_structure, stream
 from ._slices import DEVICE, HOST, put

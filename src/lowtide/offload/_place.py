@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from lowtide.core import (
+from ..core import (
     ConfigError,
     PlacementError,
     PlacementWarning,

@@ -24,8 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowtide.core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
-
+from ..core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
 from ._folds import folded, identity
 from ._separable import Group, Program, separate, trace
 from ._slices import DEVICE, HOST, cut_block, is_row_major, later, put

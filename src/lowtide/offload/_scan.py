@@ -28,7 +28,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from lowtide.core import (
+from ..core import (
     ConfigError,
     PlacementError,
     PlacementWarning,
@@ -39,7 +39,6 @@ from lowtide.core import (
     memory_space,
     num_layers,
 )
-
 from ._place import default_device, explain_spaces
 from ._slices import DEVICE, HOST, put
 

@@ -28,9 +28,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowtide.core import PlacementWarning
-from lowtide.core._jaxprs import CALLS, make_jaxpr
-
+from ..core import PlacementWarning
+from ..jaxprs import CALLS, make_jaxpr
 from ._folds import FOLDS
 
 _LOOPS = frozenset(("while", "scan"))

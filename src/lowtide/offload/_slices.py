@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lowtide.core import Tree, memory_space
-from lowtide.core._compat import row_major
+from ..core import Tree, memory_space
+from ..core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -31,9 +31,8 @@ import jax
 from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
-from lowtide.core import SelectionError
-from lowtide.core._jaxprs import is_closed, scan_counts
-
+from ..core import SelectionError
+from ..jaxprs import is_closed, scan_counts
 from ._trace import HIDING, trace
 
 Origin = tuple[str, ...] | None

@@ -14,8 +14,8 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
-from lowtide.core import Tree, leaves_with_paths
-from lowtide.core._jaxprs import make_jaxpr
+from ..core import Tree, leaves_with_paths
+from ..jaxprs import make_jaxpr
 
 HIDING: Mapping[str, str] = {
     "custom_vjp_call": "inside a function with a custom_vjp",

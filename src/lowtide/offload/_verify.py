@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import jax
 
-from lowtide.core import (
+from ..core import (
     ConfigError,
     PlacementError,
     format_bytes,
@@ -31,8 +31,7 @@ from lowtide.core import (
     parse_bytes,
     path_str,
 )
-from lowtide.memory import Program, crossed_donations, undonated
-
+from ..memory import Program, crossed_donations, undonated
 from ._text import gradients, host_shapes
 
 Space = Literal["host", "device"]

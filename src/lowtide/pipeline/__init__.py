@@ -1,24 +1,24 @@
 """Pipelines: schedules as data, the split of a backward pass, and the one program that runs a schedule."""
 
-from ._actions import Action as Action
-from ._actions import Kind as Kind
-from ._costs import Costs as Costs
-from ._make import SCHEDULES as SCHEDULES
-from ._make import schedule as schedule
-from ._pipeline import Pipeline as Pipeline
-from ._pipeline import value_and_grad as value_and_grad
-from ._schedule import Schedule as Schedule
-from ._simulate import Simulation as Simulation
-from ._simulate import simulate as simulate
-from ._simulate import ticks as ticks
-from ._split import Residuals as Residuals
-from ._split import StageSplit as StageSplit
-from ._split import TracedSplit as TracedSplit
-from ._split import split_backward as split_backward
-from ._stages import RankBytes as RankBytes
-from ._stages import StageReport as StageReport
-from ._work import PassFlops as PassFlops
-from ._work import Unsplit as Unsplit
+from .program import Pipeline as Pipeline
+from .program import RankBytes as RankBytes
+from .program import StageReport as StageReport
+from .program import value_and_grad as value_and_grad
+from .schedules import SCHEDULES as SCHEDULES
+from .schedules import Action as Action
+from .schedules import Costs as Costs
+from .schedules import Kind as Kind
+from .schedules import Schedule as Schedule
+from .schedules import Simulation as Simulation
+from .schedules import schedule as schedule
+from .schedules import simulate as simulate
+from .schedules import ticks as ticks
+from .split import PassFlops as PassFlops
+from .split import Residuals as Residuals
+from .split import StageSplit as StageSplit
+from .split import TracedSplit as TracedSplit
+from .split import Unsplit as Unsplit
+from .split import split_backward as split_backward
 
 __all__ = [
     "SCHEDULES",

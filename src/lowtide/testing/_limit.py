@@ -7,8 +7,8 @@ import difflib
 import re
 from typing import Any
 
-from lowtide.core import ConfigError, TargetError, format_bytes, parse_bytes
-from lowtide.memory import Target, target
+from ..core import ConfigError, TargetError, format_bytes, parse_bytes
+from ..memory import Target, target
 
 _HINT = '@pytest.mark.device_memory_limit("12 GiB", target="v5e:2x2")'
 _PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")

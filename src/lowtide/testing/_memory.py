@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lowtide.core import ConfigError, format_bytes, parse_bytes
-from lowtide.memory import Job, MemoryReport, Target, target
-
+from ..core import ConfigError, format_bytes, parse_bytes
+from ..memory import Job, MemoryReport, Target, target
 from ._limit import Limit, beyond_text
 from ._owners import check_role, owners_text, role_bytes
 from ._scaling import Ratio, Slope

@@ -6,8 +6,8 @@ import difflib
 import io
 from typing import Any
 
-from lowtide.core import ConfigError, format_bytes
-from lowtide.memory import MemoryReport, diff
+from ..core import ConfigError, format_bytes
+from ..memory import MemoryReport, diff
 
 DERIVED = (
     "activations",

@@ -6,9 +6,8 @@ import dataclasses
 
 import numpy as np
 
-from lowtide.core import ConfigError, format_bytes, parse_bytes
-from lowtide.memory import MemoryReport
-
+from ..core import ConfigError, format_bytes, parse_bytes
+from ..memory import MemoryReport
 from ._limit import beyond_text, tolerated_bytes
 from ._owners import difference_text, owners_text, role_bytes
 

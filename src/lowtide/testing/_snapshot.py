@@ -15,9 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lowtide.core import ConfigError, ReportError, format_bytes, write_files
-from lowtide.memory import MemoryReport, diff
-
+from ..core import ConfigError, ReportError, format_bytes, write_files
+from ..memory import MemoryReport, diff
 from ._limit import tolerated_bytes
 from ._owners import difference_text
 

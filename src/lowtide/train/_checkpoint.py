@@ -26,11 +26,11 @@ from typing import Any
 import jax
 
 from ..core import ConfigError, OutputError, StateError, StructureError, Tree
+from ..distributed import SHARED, in_any, of_first
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
 from ._folders import check_folder, meant, refuse_foreign
-from ._processes import SHARED, in_any, of_first
 from ._retention import FILE, Retention
 from ._stored import check_arrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
 

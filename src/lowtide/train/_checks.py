@@ -30,6 +30,7 @@ from ..core import (
     parse_bytes,
     shared_leaves,
 )
+from ..distributed import ShardingRules
 from ..memory import check_donation
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
@@ -37,7 +38,6 @@ from ._callbacks import Callback
 from ._checkpoint import Checkpoints
 from ._feed import IN_ORDER, is_count, refuse_arrays
 from ._models import keywords
-from ._sharding import ShardingRules
 from ._step import STEP_ARGUMENTS, TrainState
 
 P = ParamSpec("P")

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import ConfigError, DataError, StructureError, Tree, combine
+from ..distributed import Processes
 from ._feed import refuse_arrays
-from ._processes import Processes
 from ._step import Step, scalar_weight, weighted
 
 _EVALUATION = 2**31 - 1

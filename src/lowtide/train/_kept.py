@@ -15,14 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from ..core import ConfigError, StateError, Tree
+from ..distributed import Processes, ShardingRules, fingerprint
 from ._checkpoint import Checkpoints
 from ._checks import needs_checkpoints
 from ._feed import Feed
-from ._fingerprint import fingerprint
 from ._owned import Owned
-from ._processes import Processes
 from ._rollback import Snapshot, is_alive
-from ._sharding import ShardingRules
 from ._step import Step, TrainState
 
 if TYPE_CHECKING:

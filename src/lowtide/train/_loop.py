@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from ..core import ConfigError, LowtideError, NonFiniteError, StateError, Tree, leaves_with_paths
+from ..distributed import in_any, refuse_other_folders
 from ..memory import is_out_of_memory
 from ._callbacks import Callback, Record
 from ._checks import refuse_fit_arguments
 from ._feed import Event, Feed, StepData
 from ._finite import not_finite
-from ._processes import in_any, refuse_other_folders
 from ._rollback import Ended, Terminated, is_alive, valves
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Loop:
         if not self.feed.go_on(self.trainer.feed, self.trainer.position):
             self.feed.start(self.trainer.step, self.trainer.position)
         if self.progress and self.trainer.processes.is_first:
-            from ._progress import Progress  # `import lowtide` does not need what draws
+            from ._progress import Progress
 
             self.callbacks = (Progress(self.feed.num_steps), *self.callbacks)
         self._keep = int(not any(callback.is_immediate for callback in self.callbacks))

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import ConfigError, ModelObject, StateError, Tree, combine
+from ..distributed import ShardingRules, put
 from ._checks import refuse_other_types, refuse_shared
 from ._ema import find_average
 from ._feed import is_count
 from ._rollback import undisturbed
-from ._sharding import ShardingRules, put
 from ._step import Step, TrainState, WholeStep
 
 _MAX_STEP = 2**31 - 1

@@ -26,11 +26,11 @@ from ..core import (
     on_host,
     split_static,
 )
+from ..distributed import STAGE, ShardingRules, make_mesh, put
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
 from ._checks import refuse_shared
 from ._models import keywords, parse_loss, sides, with_sides
-from ._sharding import STAGE, ShardingRules, make_mesh, put
 from ._step import TrainState, WholeStep
 
 _WHAT = "a pipeline"

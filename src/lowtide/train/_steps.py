@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core import ConfigError, ModelObject, Tree, Where
+from ..distributed import ShardingRules
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._checks import Defaults, refuse_beside_layerwise
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
-from ._sharding import ShardingRules
 from ._step import LayerStep, LossFn, WholeStep
 
 

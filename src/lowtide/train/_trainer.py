@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 
 from ..core import OutOfMemoryError, Tree, Where, argument_shapes, as_arguments, as_numpy, combine, numbers
+from ..distributed import ShardingRules, abstract, placed
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, compile, shortage
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
@@ -49,9 +50,7 @@ from ._kept import Kept
 from ._loop import Loop
 from ._owned import settled
 from ._pipelined import PipelineStep
-from ._processes import placed
 from ._rollback import undisturbed
-from ._sharding import ShardingRules, abstract
 from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, flat, spread
 from ._steps import choose_step
 

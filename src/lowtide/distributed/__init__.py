@@ -1,0 +1,31 @@
+"""Several devices and several processes: sharding rules, what processes agree on, fingerprints."""
+
+from ._fingerprint import fingerprint as fingerprint
+from ._processes import SHARED as SHARED
+from ._processes import Processes as Processes
+from ._processes import in_any as in_any
+from ._processes import of_first as of_first
+from ._processes import placed as placed
+from ._processes import refuse_other_folders as refuse_other_folders
+from ._processes import same_in_all as same_in_all
+from ._sharding import STAGE as STAGE
+from ._sharding import ShardingRules as ShardingRules
+from ._sharding import abstract as abstract
+from ._sharding import make_mesh as make_mesh
+from ._sharding import put as put
+
+__all__ = [
+    "Processes",
+    "SHARED",
+    "STAGE",
+    "ShardingRules",
+    "abstract",
+    "fingerprint",
+    "in_any",
+    "make_mesh",
+    "of_first",
+    "placed",
+    "put",
+    "refuse_other_folders",
+    "same_in_all",
+]

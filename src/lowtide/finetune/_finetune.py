@@ -1,0 +1,349 @@
+"""Tune a language model, its adapters or all of it: the whole job, from files to files that other software reads.
+
+Everything here is the public interface put together; `lowtide finetune` parses arguments, calls this and prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tokenizers import Tokenizer
+
+from .. import models
+from ..adapters import lora
+from ..core import (
+    ConfigError,
+    ModelFileError,
+    NonFiniteError,
+    Tree,
+    combine,
+    num_layers,
+    partition,
+    tree_bytes,
+    write_files,
+)
+from ..distributed import Processes, ShardingRules, of_first, refuse_other_folders
+from ..memory import Target
+from ..offload import to_device
+from ..train import Record, Trainer, analyze_naive
+from ._config import FinetuneConfig, config_to_toml
+from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
+from ._runs import (
+    ADAPTER,
+    CHECKPOINTS,
+    MEMORY,
+    METRICS,
+    MODEL,
+    MetricsFile,
+    check_checkpoint,
+    check_same_run,
+    read_records,
+    write_config,
+)
+from ._table import MemoryTable
+from ._text import IGNORE, TextData, read_documents, text_data
+
+_WRT = "**/lora_*"
+_PROMPT_TOKENS = 24
+
+
+class Finetune:
+    """A fine-tuning run.
+
+    Args:
+        config: what to do.
+        out: the run's folder, checked by `open_run`.
+        on_tokenise: called with documents done and documents in all.
+        sharding: how the work is shared among devices, of one process or of many.
+
+    Raises:
+        ModelFileError: for an unusable model directory.
+        DataError: for unusable data.
+        SelectionError: when ``config.targets`` matches no module.
+        ConfigError: when a resumed run's data changed, processes differ, or `sharding` meets ``full`` or ``offload``.
+        StructureError: when a checkpoint does not fit.
+    """
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        out: str | Path,
+        *,
+        on_tokenise: Callable[[int, int], None] | None = None,
+        sharding: ShardingRules | None = None,
+    ) -> None:
+        if sharding is not None and (config.full or config.offload):
+            raise ConfigError(
+                "what is in host memory cannot be shared among devices yet",
+                expected="adapters, with everything on the devices",
+                got="full" if config.full else f"offload = {', '.join(config.offload or ())}",
+                hint="leave --distributed or --full and --offload out",
+            )
+        self._processes = Processes(sharding)
+        self.config, self.out = config, Path(out)
+        self.directory = Path(config.model) if config.model is not None else models.base_path()
+        self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
+        self.data = _data(config, self.base, self.tokenizer, on_tokenise)
+        model = self.base if config.full else _with_adapters(config, self.base)
+        # An adapter where the model cannot use one is an error here, before anything is written.
+        loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
+        jax.eval_shape(loss_fn, model, self.data.train[0])
+        if sharding is not None:
+            sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises where rows cannot be divided
+        self._processes.agree(config=config_to_toml(config), data=self.data.digest)
+        refuse_other_folders(self._processes, self.out)
+        # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
+        of_first(lambda: (write_config(self.out, config), check_same_run(self.out, config, self.data.digest)))
+        self.schedule = _schedule(config)
+        self._naive = optimizer(dataclasses.replace(config, offload=()), self.schedule)
+        tx: Any = optimizer(config, self.schedule)
+        options: dict[str, Any] = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
+        if config.full:
+            tx, options = full_step(config, self.base.stack, self.schedule, _num_targets), {}
+        self.trainer = Trainer(
+            model,
+            loss_fn,
+            tx,
+            weight=_num_targets,
+            checkpoint_dir=self.out / CHECKPOINTS,
+            sharding=sharding,
+            rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
+            **options,
+        )
+        self.resumed_at = self.trainer.restore()
+        if config.full:
+            self.base = self.trainer.model  # nothing else holds the arrays that training consumes
+        check_checkpoint(self.out, config, self.resumed_at)
+
+    def memory(self, target: Target | str | None = None) -> MemoryTable:
+        """Compile our step and the naive one, and say where their bytes go.
+
+        Args:
+            target: what to compile for; None for the hardware at hand.
+
+        Returns:
+            The table.
+
+        Memory:
+            Compiles; allocates nothing on the device.
+        """
+        state, batch, sharding = self.trainer.state, self.data.train[0], self.trainer.sharding
+        ours = self.trainer.memory(batch, target=target)
+        batch = batch if sharding is None else sharding.batch_shapes(batch, self.config.num_microbatches)
+        try:
+            naive = analyze_naive(
+                self.trainer.model,
+                partial(models.loss, remat=self.config.remat),
+                self._naive,
+                "**" if self.config.full else _WRT,
+                batch,
+                num_microbatches=self.config.num_microbatches,
+                weight=_num_targets,
+                target=target,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            naive = None
+        return MemoryTable(
+            ours=ours,
+            naive=naive,
+            trainable_bytes=tree_bytes(state.trainable),
+            frozen_bytes=tree_bytes(self.trainer.frozen),
+            gradient_bytes=_layerwise_bytes(state.trainable) if self.config.full else _device_bytes(state.trainable),
+            naive_gradient_bytes=_device_bytes(self.trainer.model),
+            optimizer_bytes=tree_bytes(state.opt_state),
+        )
+
+    def run(self, on_record: Callable[[Record], None] | None = None) -> None:
+        """Train to the last step, writing metrics and checkpoints as it goes.
+
+        Args:
+            on_record: called with every record, the learning rate included.
+
+        Raises:
+            NonFiniteError: when a loss or gradients are not finite; the run stops there, and its checkpoints are of
+                earlier steps.
+        """
+        metrics = MetricsFile(self.out / METRICS, self.resumed_at)
+
+        def record_step(record: Record) -> None:
+            if not np.isfinite(record.get("eval_loss", 0.0)):
+                raise NonFiniteError(f"step {record['step']}: eval_loss is not finite", got=record["eval_loss"])
+            if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
+                return  # no JSON; the trainer raises
+            if "loss" in record:
+                record = {**record, "learning_rate": float(np.asarray(self.schedule(record["step"] - 1)))}
+            metrics.append(record)
+            if on_record is not None:
+                on_record(record)
+
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="fit took no step")  # a finished run may be resumed
+                self.trainer.fit(
+                    self.data.train,
+                    num_steps=self.config.num_steps,
+                    eval_data=self.data.held_out,
+                    eval_every=self.config.eval_every,
+                    checkpoint_every=self.config.checkpoint_every,
+                    callbacks=[metrics],
+                    on_record=record_step,
+                    progress=False,
+                )
+        except NonFiniteError as error:
+            hint = "lower learning_rate, or look for NaN in the model's weights; checkpoints are from before"
+            raise NonFiniteError(f"{error.message}, so the run was stopped", got=error.got, hint=hint) from error
+        finally:
+            metrics.close()
+
+    def finish(self, table: MemoryTable) -> None:
+        """Write the adapter, or with ``config.full`` the model, and `memory.json`.
+
+        Args:
+            table: the result of `memory`.
+
+        Memory:
+            On the host, of a whole model one shard at a time. Sharded adapters come to every device as a whole.
+        """
+        model, sharding = self.trainer.model, self.trainer.sharding
+        if sharding is not None:
+            trainable, frozen = partition(model, _WRT)
+            model = combine(sharding.gather(trainable), frozen)
+        if not self._processes.is_first:
+            return
+        if self.config.full:
+            models.save(model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
+        else:
+            lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
+        write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
+
+    def eval_losses(self) -> list[tuple[int, float]]:
+        """Held-out losses so far: step and mean nats per token."""
+        records = read_records(self.out / METRICS)
+        return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
+
+    def sample_before(self) -> tuple[str, str] | None:
+        """What the model says untuned, as `sample` returns it; to be called before `run`.
+
+        Returns:
+            None when no sample is asked for, or a resumed run tunes the whole model: there is only the tuned one then.
+            Several processes sample nothing.
+        """
+        gone = self.config.full and self.resumed_at is not None
+        return None if gone or not self.samples else self.sample(self.base)
+
+    @property
+    def samples(self) -> bool:
+        """Whether text is sampled before and after."""
+        return bool(self.config.sample_tokens) and self._processes.count == 1
+
+    def sample(self, model: Tree) -> tuple[str, str]:
+        """Continue the beginning of a held-out sequence.
+
+        Args:
+            model: the model to sample from: `base`, or ``trainer.model``.
+
+        Returns:
+            The prompt and its continuation.
+
+        Memory:
+            Layers on the host are streamed, all of them once for each token; embedding and head on the device.
+        """
+        prompt = self.data.held_out[0]["tokens"][0, : min(_PROMPT_TOKENS, self.config.seq_len)]
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
+        model = dataclasses.replace(model, outer=to_device(model.outer))
+        tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
+        tokens = np.asarray(tokens)
+        return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
+
+
+def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:
+    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
+    on_cpu = jax.default_backend() == "cpu"
+    stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
+    compute = ("float32" if on_cpu else "bfloat16") if config.compute_dtype == "auto" else config.compute_dtype
+    sizes = models.load_config(directory)
+    tokenizer = models.load_tokenizer(directory)
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= sizes.vocab_size:
+        raise ModelFileError(
+            f"{directory}: tokenizer.json has more tokens than the model has embeddings",
+            expected=f"ids below {sizes.vocab_size}",
+            got=f"ids up to {largest}",
+            hint="tokenizer.json and config.json are of different models",
+        )
+    stored = "float32" if config.full else stored  # what trains, as adapters do
+    options: dict[str, Any] = {
+        "dtype": stored,
+        "compute_dtype": compute,
+        "host": is_hosted(config),
+        "sharding": sharding,
+    }
+    return models.load(directory, **options), tokenizer
+
+
+def _with_adapters(config: FinetuneConfig, base: models.Llama) -> Tree:
+    adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
+    return lora.add(base, adapter, key=jax.random.key(config.seed))
+
+
+def _device_bytes(tree: Tree) -> int:
+    """Bytes that a device has of arrays, or of gradients that are divided like them."""
+    structs = [
+        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array)
+    ]
+    return tree_bytes(structs)
+
+
+def _layerwise_bytes(trainable: Tree) -> int:
+    """The most bytes of gradients that live together in a layerwise step."""
+    outer, layers = trainable["outer"], trainable["layers"]
+    layer = tree_bytes(layers) // num_layers(layers)
+    largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)
+    return max(layer, largest) if "lm_head" in outer else layer + tree_bytes(outer["embed"])
+
+
+def _data(
+    config: FinetuneConfig,
+    base: models.Llama,
+    tokenizer: Tokenizer,
+    on_tokenise: Callable[[int, int], None] | None,
+) -> TextData:
+    end = base.config.eos_token_id
+    return text_data(
+        read_documents(config.data),
+        tokenizer,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        end_token=end[0] if isinstance(end, tuple) else end,
+        held_out_fraction=config.held_out_fraction,
+        on_progress=on_tokenise,
+    )
+
+
+def _schedule(config: FinetuneConfig) -> optax.Schedule:
+    given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
+    peak = config.learning_rate or (given if config.model is not None else embedded)
+    num_steps = config.schedule_steps or config.num_steps
+    warmup = min(config.warmup_steps, num_steps - 1)
+    return optax.warmup_cosine_decay_schedule(
+        peak / (warmup + 1), peak, warmup, max(num_steps, warmup + 1), end_value=peak / 10
+    )
+
+
+def _num_targets(batch: Tree) -> Any:
+    return jnp.sum(batch["labels"] != IGNORE)

@@ -1,0 +1,246 @@
+"""The folder of a run: is it free, is it the run to resume, and the metrics in it.
+
+config.toml     what was run
+metrics.jsonl   one record a line
+checkpoints/    trainable state only
+adapter/        the adapter in PEFT's format, or
+model/          the model, when all of it was tuned
+memory.json     where the bytes went
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..core import ConfigError, OutputError, write_files
+from ..distributed import of_first, same_in_all
+from ..train import Callback
+from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
+
+CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
+    "config.toml",
+    "metrics.jsonl",
+    "checkpoints",
+    "adapter",
+    "model",
+    "memory.json",
+    "data.json",
+)
+_FREE = (
+    *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
+    *("num_microbatches", "offload", "remat"),
+)
+"""Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
+
+
+def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
+    """Settle a run's configuration, and check that its folder can be used.
+
+    Args:
+        out: the run's folder.
+        values: configuration values that were asked for.
+        where: where they come from, for messages.
+        resume: continue the run in `out`: its own `config.toml` holds, and `values` must not contradict it, but for
+            more steps.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        OutputError: when `out` holds something and `resume` is not set, cannot be written, or has nothing to resume.
+        ConfigError: for unusable values, or values that differ from those of the run to resume.
+    """
+    same_in_all("arguments", json.dumps(values, default=str, sort_keys=True))
+    saved = of_first(lambda: config_to_toml(_open_run(Path(out), values, where, resume=resume)))
+    return config_from_dict(tomllib.loads(saved), where)
+
+
+def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
+    # Absolute paths, so that the run can be resumed from another working directory; an empty one is none.
+    named = {name: values[name] for name in ("model", "data") if isinstance(values.get(name), str) and values[name]}
+    values = {**values, **{name: str(Path(path).resolve()) for name, path in named.items()}}
+    if resume:
+        if not _looked_at(out, lambda: (out / CONFIG).is_file()):
+            raise OutputError(
+                f"{out}: no run to resume", expected=f"{out / CONFIG}", hint="start the run without --resume"
+            )
+        saved = read_config(out / CONFIG)
+        config = config_from_dict(saved, str(out / CONFIG))
+        asked = config_from_dict({**saved, **values}, where)
+        if asked.num_steps > config.num_steps:
+            # The learning rate goes on from where it was: stretched over the new number it would jump back up.
+            steps = {"num_steps": asked.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
+            config = dataclasses.replace(config, **steps)
+        _refuse_other_config(config, asked, values, out)
+        _check_writable(out)
+        return config
+    config = config_from_dict(values, where)
+    if _looked_at(out, lambda: out.is_dir() and any(out.iterdir())):
+        raise OutputError(
+            f"{out}: the folder is not empty",
+            hint="continue that run with --resume, or choose another --out; nothing in it was changed",
+        )
+    _check_writable(out)
+    return config
+
+
+def write_config(out: Path, config: FinetuneConfig) -> None:
+    """Write `config.toml`, whole or not at all."""
+    write_files(out, {CONFIG: config_to_toml(config).encode()})
+
+
+def check_same_run(out: Path, config: FinetuneConfig, digest: str) -> None:
+    """Refuse to resume over other data, or with other settings; the first call of a run records which they are.
+
+    For the first process.
+
+    Raises:
+        ConfigError: when the tokens, or settings in `config.toml`, differ from those the run began with.
+    """
+    path, settings = out / DATA, _deciding(config)
+    if not path.is_file():
+        write_files(out, {DATA: (json.dumps({"sha256_of_tokens": digest, "settings": settings}) + "\n").encode()})
+        return
+    digest_then, then = _recorded(path)
+    changed = [name for name in sorted(then.keys() & settings.keys()) if then[name] != settings[name]]
+    if changed:
+        raise ConfigError(
+            f"{out / CONFIG} was changed since the run began",
+            expected=", ".join(f"{name} = {then[name]!r}" for name in changed),
+            got=", ".join(f"{name} = {settings[name]!r}" for name in changed),
+            hint="put it back, or start another --out; more steps are asked for with --resume --steps",
+        )
+    if digest_then != digest:
+        raise ConfigError(
+            f"{out}: the data or the tokenizer changed since this run began",
+            hint="resume needs the same data, or its losses would not be those of one run; start another --out",
+        )
+
+
+def check_checkpoint(out: Path, config: FinetuneConfig, resumed_at: int | None) -> None:
+    """Refuse to begin again over a run whose checkpoints are gone.
+
+    A kill before the first checkpoint is complete leaves records, and the run begins again. The first is complete when
+    the second is begun, which is after the record of its step and before the next; and when the run has ended.
+
+    Raises:
+        OutputError: when the metrics say that there was a checkpoint and there is none.
+    """
+    recorded = max((record["step"] for record in read_records(out / METRICS)), default=0)
+    has_saved = recorded > 2 * config.checkpoint_every or (out / MEMORY).is_file()
+    if resumed_at is None and has_saved:
+        raise OutputError(
+            f"{out / CHECKPOINTS}: no checkpoint in it",
+            expected=f"a checkpoint of a run that has recorded {recorded} steps",
+            hint="put the folder back, or start again with another --out; nothing was changed",
+        )
+
+
+class MetricsFile(Callback):
+    """`metrics.jsonl`: records appended and flushed line by line.
+
+    Args:
+        path: the file.
+        keep_through: keep earlier records up to this step (of a run that continues there) and drop later ones, so
+            that the file reads as if the run had never stopped; None drops all.
+    """
+
+    def __init__(self, path: Path, keep_through: int | None) -> None:
+        self._file = None
+        if jax.process_index():  # one process writes
+            return
+        kept = [] if keep_through is None else [r for r in read_records(path) if r["step"] <= keep_through]
+        write_files(path.parent, {path.name: "".join(json.dumps(record) + "\n" for record in kept).encode()})
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one record."""
+        if self._file is None:
+            return
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def state(self) -> None:
+        """Make what was written survive a power cut; asked for before every checkpoint."""
+        if self._file is not None and not self._file.closed:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self.state()
+            self._file.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The complete records of a metrics file; a line that a kill cut off is left out."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
+    return records
+
+
+def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: Mapping[str, Any], out: Path) -> None:
+    differing = {
+        name: (was, now)
+        for name, was in dataclasses.asdict(saved).items()
+        if name in values and was != (now := getattr(asked, name))
+    }
+    if differing:
+        raise ConfigError(
+            f"{out}: --resume with another configuration",
+            expected=", ".join(f"{name} = {was!r}" for name, (was, _) in differing.items()),
+            got=", ".join(f"{name} = {now!r}" for name, (_, now) in differing.items()),
+            hint=f"leave them out to continue as {out / CONFIG} says, or start another run with another --out; only "
+            "--steps may be more",
+        )
+
+
+def _check_writable(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"{out}: cannot be written", got=error.strerror or error, hint="choose an --out that you may write to"
+        ) from error
+
+
+def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
+    """What is found in a folder, which may be one that nobody may look into."""
+    try:
+        return look()
+    except OSError as error:
+        raise OutputError(
+            f"{out}: cannot be read", got=error.strerror or error, hint="choose an --out that you may read and write"
+        ) from error
+
+
+def _deciding(config: FinetuneConfig) -> dict[str, Any]:
+    """The settings that decide what a run's losses are; paths are not among them, since files may be moved."""
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE}
+    return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
+
+
+def _recorded(path: Path) -> tuple[str, dict[str, Any]]:
+    """The data and the settings that a run began with; earlier versions recorded no settings."""
+    try:
+        values = json.loads(path.read_text())
+        return values["sha256_of_tokens"], dict(values.get("settings", {}))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise OutputError(f"{path}: damaged", got=str(error), hint="restore it, or start another --out") from error

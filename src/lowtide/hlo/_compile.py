@@ -1,0 +1,311 @@
+"""Compile a function for a target, and keep what the compiler says about its memory.
+
+XLA writes its buffer assignment only into dumps, so every compile here dumps the program into a temporary folder, also
+when a TPU's compiler gives up because the program does not fit.
+
+Known inefficiency: a compile is the price of every report, the same as the first call of the function. JAX's
+persistent cache is left out, because a cached program dumps nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ..core import ConfigError, PlacementError, PlacementWarning, StructureError, combine, leaves_with_paths, on_host
+from ..core._compat import argument_names, without_compilation_cache
+from ..jaxprs import plain
+from ..targets import Target, resolve_target
+from ._placement import place
+from ._proto import read_hlo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A function compiled for a target; made by `compile_program`."""
+
+    target: Target
+    """What it was compiled for."""
+    lowered: Any
+    """The `jax.stages.Lowered` that was compiled."""
+    jaxpr: Any
+    """The function as JAX traced it: a `jax.core.ClosedJaxpr`."""
+    hlo: Any
+    """XLA's own description of the optimised program, its buffers and their lifetimes: a protobuf message."""
+    static: tuple[int, ...] = ()
+    """Positions of the static arguments."""
+    host_paths: frozenset[str] = frozenset()
+    """Arguments that the caller declared in host memory."""
+    argument_names: tuple[str, ...] = ()
+    """JAX's names of the argument leaves, in flattening order."""
+    error: BaseException | None = None
+    """Why there is no executable: what the compiler raised when the program did not fit."""
+    _compiled: Any = None
+
+    @property
+    def compiled(self) -> Any:
+        """The `jax.stages.Compiled`.
+
+        Raises:
+            Exception: the compiler's out-of-memory error, unchanged, when the program does not fit.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._compiled
+
+
+def compile_program(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    target: Target | str | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+) -> CompiledProgram:
+    """Compile a function, as `lowtide.memory.compile` says, which has the same arguments, errors and warnings."""
+    goal = resolve_target(target)
+    is_jitted = hasattr(fn, "trace") and hasattr(fn, "lower")
+    if is_jitted and donate_argnums is not None:
+        raise ConfigError(
+            "donate_argnums was given for a function that is jitted already",
+            hint="pass the plain function, or leave donate_argnums out: the jitted function's own donation holds",
+        )
+    if not is_jitted and hasattr(fn, "lower"):
+        raise _foreign_jit(fn)
+    static = positions("static_argnums", static_argnums, len(args))
+    donated = positions("donate_argnums", donate_argnums, len(args))
+    # The static arguments become None, a tree without leaves, so that paths keep the caller's numbering.
+    movable: Any = (tuple(None if at in static else arg for at, arg in enumerate(args)), kwargs)
+    if is_jitted:
+        jitted: Any = fn
+    else:
+        functions, movable = _split_functions(movable)
+        jitted = jax.jit(_with_functions(fn, functions), static_argnums=static, donate_argnums=donated)
+    (placed, keywords), host_paths = place(movable, goal, strict=not is_jitted)
+    positional = tuple(arg if at in static else new for at, (arg, new) in enumerate(zip(args, placed, strict=True)))
+    traced, lowered = _lower(jitted, positional, keywords, goal)
+    num_static = len(args) - len(lowered.args_info[0])
+    if num_static != len(static):
+        raise ConfigError(
+            "the jitted function has static arguments that static_argnums does not name",
+            expected=f"{num_static} positions in static_argnums",
+            got=static,
+            hint="repeat the static positional arguments of the jitted function in static_argnums",
+        )
+    if not (goal.platform == "gpu" and goal.is_ahead_of_time):  # which knows no kinds of memory
+        _warn_of_crossed_donations(lowered)
+    compiled, hlo, error = _compile(lowered)
+    return CompiledProgram(
+        target=goal,
+        lowered=lowered,
+        jaxpr=plain(traced.jaxpr),
+        hlo=hlo,
+        static=static,
+        host_paths=host_paths,
+        argument_names=tuple(argument_names(traced)),
+        error=error,
+        _compiled=compiled,
+    )
+
+
+def _foreign_jit(fn: Any) -> StructureError:
+    return StructureError(
+        f"the function is wrapped by {type(fn).__module__.partition('.')[0]}'s own jit, whose arguments Lowtide "
+        "cannot name",
+        expected="a plain function, or one that jax.jit returned",
+        got=type(fn).__name__,
+        hint="pass the function below the decorator (often fn.__wrapped__), with donate_argnums where it donates; "
+        "of an NNX module, split it and merge it inside (lowtide.ext.nnx)",
+    )
+
+
+def _split_functions(tree: Any) -> tuple[Any, Any]:
+    """Constants among the leaves of arguments that hold functions or Equinox modules, and the arguments without them.
+
+    `jax.jit` refuses an argument that holds a function (a module's activation), and traces a dropout's switch. Such
+    an argument is treated as `equinox.filter_jit` does: what is no array is a constant, Python numbers included.
+    """
+
+    def is_constant(leaf: Any) -> bool:
+        return not (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+    def is_module(node: Any) -> bool:
+        return any(f"{kind.__module__}.".startswith("equinox.") for kind in type(node).__mro__)
+
+    def split(argument: Any) -> tuple[Any, Any]:
+        leaves = jax.tree.leaves(argument, is_leaf=is_module)
+        if not any(is_module(leaf) or (callable(leaf) and is_constant(leaf)) for leaf in leaves):
+            return None, argument
+        return (
+            jax.tree.map(lambda leaf: leaf if is_constant(leaf) else None, argument),
+            jax.tree.map(lambda leaf: None if is_constant(leaf) else leaf, argument),
+        )
+
+    args, kwargs = [split(arg) for arg in tree[0]], {key: split(arg) for key, arg in tree[1].items()}
+    return (
+        (tuple(held for held, _ in args), {key: held for key, (held, _) in kwargs.items()}),
+        (tuple(rest for _, rest in args), {key: rest for key, (_, rest) in kwargs.items()}),
+    )
+
+
+def _with_functions(fn: Callable[..., Any], functions: Any) -> Callable[..., Any]:
+    """The function of arrays alone: what `_split_functions` took out of its arguments becomes part of it."""
+    if not jax.tree.leaves(functions):
+        return fn
+
+    @functools.wraps(fn)
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        positional = tuple(
+            combine(arg, held) if jax.tree.leaves(held) else arg for arg, held in zip(args, functions[0], strict=True)
+        )
+        return fn(*positional, **{key: combine(arg, functions[1][key]) for key, arg in kwargs.items()})
+
+    return bound
+
+
+def positions(name: str, argnums: int | Sequence[int] | None, num_args: int) -> tuple[int, ...]:
+    """Argument positions as non-negative numbers, sorted.
+
+    Raises:
+        ConfigError: for a position that no argument has.
+    """
+    given = () if argnums is None else (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for position in given:
+        if not -num_args <= position < num_args:
+            raise ConfigError(
+                f"{name} names argument {position}",
+                expected=f"positions of the {num_args} positional arguments",
+                got=position,
+                hint="count from 0",
+            )
+    return tuple(sorted({position % num_args for position in given}))
+
+
+def _lower(jitted: Any, args: Sequence[Any], kwargs: Mapping[str, Any], goal: Target) -> tuple[Any, Any]:
+    try:
+        # Without a placed argument that the program reads, JAX would compile for its own default device instead; and
+        # a function that asks while it is traced (for a kernel of one platform) has to hear of the target.
+        with jax.default_device(goal.devices()[0]):
+            traced = jitted.trace(*args, **kwargs)
+            if not hasattr(traced, "jaxpr"):
+                raise _foreign_jit(jitted)
+            platform = "cuda" if goal.platform == "gpu" else goal.platform
+            lowered = traced.lower(lowering_platforms=(platform,)) if goal.is_ahead_of_time else traced.lower()
+        return traced, lowered
+    except ValueError as error:
+        if "memory_space of all inputs passed to" in str(error):
+            raise PlacementError(
+                "the function computes with a value in host memory beside one on the device",
+                expected="operands in device memory",
+                got=f"{str(error).splitlines()[0]}; on the host: {_hosted(args, kwargs)}",
+                hint="move it with lt.offload.to_device inside the function; an optimizer whose state is on the host "
+                "has to be wrapped by lt.offload.optimizer",
+            ) from error
+        if "incompatible devices" not in str(error):
+            raise
+        raise StructureError(
+            f"the function's arrays, shardings or meshes are not all on target {goal.name!r}",
+            got=str(error).splitlines()[0],
+            hint="shard every argument on one mesh, and build the function's own meshes from target(...).devices()",
+        ) from error
+    except TypeError as error:
+        if "abstract array" not in str(error):
+            raise
+        raise StructureError(
+            "an argument is not something a compiled function takes",
+            expected="arrays, jax.ShapeDtypeStructs or numbers",
+            got=str(error).splitlines()[0],
+            hint="make the argument static, or leave it out of the tree",
+        ) from error
+
+
+def crossed_donations(lowered: Any) -> list[str]:
+    """Results that would overwrite a donated argument in another memory.
+
+    JAX pairs donated arguments with results by shape and dtype (jax 0.10.2). XLA then keeps a second copy, and libtpu
+    and the CPU may abort the process.
+
+    Args:
+        lowered: a `jax.stages.Lowered`.
+
+    Returns:
+        What is wrong with each such result, by its name in the function's value.
+    """
+    main = next(
+        op for op in lowered.compiler_ir("stablehlo").body.operations if op.attributes["sym_name"].value == "main"
+    )
+    results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else []
+    found: list[str] = []
+    for argument in main.arg_attrs:
+        if "tf.aliasing_output" not in argument:
+            continue
+        result = results[argument["tf.aliasing_output"].value]
+        kinds = [side["mhlo.memory_kind"].value if "mhlo.memory_kind" in side else None for side in (argument, result)]
+        if kinds[1] is not None and (kinds[0] or "device") != kinds[1]:
+            name = result["jax.result_info"].value if "jax.result_info" in result else "a result"
+            found.append(
+                f"{name}, in {kinds[1]} memory, overwrites a donated argument in {kinds[0] or 'device'} memory"
+            )
+    return found
+
+
+def _warn_of_crossed_donations(lowered: Any) -> None:
+    found = crossed_donations(lowered)
+    if found:
+        warnings.warn(
+            f"{'; '.join(found[:3])}{'; …' if len(found) > 3 else ''}: JAX pairs them by shape alone\n"
+            "hint: donate what a result replaces, too (gradients for updates, parameters for new parameters), in the "
+            "order of the results; TPU and CPU may abort otherwise",
+            PlacementWarning,
+            stacklevel=4,
+        )
+
+
+def _hosted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Paths of the arguments in host memory."""
+    leaves = [*leaves_with_paths(tuple(args)), *leaves_with_paths(dict(kwargs))]
+    paths = [path for path, leaf in leaves if on_host(getattr(leaf, "sharding", None))]
+    return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "") or "no argument"
+
+
+def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
+    """The executable (None when it does not fit), the dumped program (None without one), and the error."""
+    with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
+        compiled, error = None, None
+        try:
+            with without_compilation_cache():
+                compiled = lowered.compile(compiler_options=options)
+        except Exception as failure:
+            if not is_out_of_memory(failure):
+                raise
+            error = failure
+        dumped = read_dump(folder)
+        if error is not None and dumped is None:
+            raise error
+        return compiled, dumped, error
+
+
+def read_dump(folder: str | Path) -> Any:
+    """The optimised program of a dump; None when there is none, or it has no buffer assignment.
+
+    Args:
+        folder: where XLA wrote its dump. Of several programs the largest is meant: helpers are compiled beside it.
+    """
+    files = sorted(Path(folder).glob("*after_optimizations.hlo.pb"), key=lambda path: -path.stat().st_size)
+    hlo = read_hlo(files[0]) if files else None
+    return hlo if hlo is not None and hlo.assignment.allocations else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of JAX says that a program or an array does not fit."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "CompileTimeHbmOom" in text or "Out of memory" in text

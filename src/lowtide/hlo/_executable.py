@@ -1,0 +1,341 @@
+"""What a compiled executable says about its arguments: padded bytes, memory space, donation and aliasing.
+
+Only public interfaces of `jax.stages.Compiled` are read: `input_formats` (layout and sharding per leaf), `args_info`
+(shape, dtype, donation) and the header line of `as_text()`, whose `input_output_alias` entries name parameters.
+
+How the pieces meet:
+
+- A leaf that the program does not read is dropped by `jit` (unless `keep_unused`); its format then has no layout, it
+  is no parameter of the program and costs no bytes in XLA's figures.
+- Parameters are numbered over the kept leaves, after any constants that JAX hoisted into arguments. With thousands of
+  arguments TPU programs take one tuple parameter, and leaves are indices into it.
+- A layout lists dimensions from major to minor and then tiles: ``{0,1:T(8,128)(2,1)}`` of ``bf16[1000,5]`` pads 5 to
+  8 and 1000 to 1024. Tile sizes are XLA's choice, so they are read and never assumed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import leaf_bytes, leaves_with_paths, on_host, path_str
+from ..core._compat import kept_arguments
+from ._heap import HOST_COLOR
+
+_ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
+_BRACKETS = {"{": "}", "(": ")", "[": "]"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArgumentLeaf:
+    """One leaf of a compiled function's arguments."""
+
+    path: str
+    """Where it is: the argument's number or keyword, then the tree path (``0/params/w``)."""
+    argument: int | str
+    """The argument it belongs to: position (in a compiled program, among those that are not static) or keyword."""
+    num_bytes: int
+    """Compiled bytes on one device: padded, tiled, this device's shard; 0 when the program dropped the leaf."""
+    logical_bytes: int
+    """Elements times item size of the whole leaf."""
+    on_host: bool
+    """Whether the program takes it in host memory."""
+    donated: bool
+    """Whether the caller gives the buffer away."""
+    kept: bool
+    """Whether the program reads it."""
+    num_replicas: int = 1
+    """On how many devices it lies in full; 1 when it is sharded or there is one device."""
+
+
+def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
+    """The leaves of a compiled function's arguments, in flattening order.
+
+    Args:
+        compiled: a `jax.stages.Compiled`.
+
+    Returns:
+        One entry a leaf, those that the program dropped included.
+    """
+    infos = jax.tree_util.tree_leaves_with_path(compiled.args_info)
+    formats = jax.tree.leaves(compiled.input_formats)
+    leaves: list[ArgumentLeaf] = []
+    for (path, info), fmt in zip(infos, formats, strict=True):
+        kept = fmt.layout is not None
+        leaves.append(
+            ArgumentLeaf(
+                path=path_str(path[1:]),
+                argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
+                num_bytes=_compiled_bytes(info, fmt) if kept else 0,
+                logical_bytes=leaf_bytes(info),
+                on_host=kept and on_host(fmt.sharding),
+                donated=bool(info.donated),
+                kept=kept,
+                num_replicas=len(fmt.sharding.device_set) if kept and fmt.sharding.is_fully_replicated else 1,
+            )
+        )
+    return leaves
+
+
+def host_outputs(compiled: Any) -> dict[str, int]:
+    """Paths and compiled bytes of the outputs whose sharding names host memory."""
+    if not any(on_host(sharding) for sharding in jax.tree.leaves(compiled.output_shardings)):
+        return {}  # JAX knows no formats where tokens of ordered effects are among the outputs
+    shapes = leaves_with_paths(compiled.out_info)
+    formats = jax.tree.leaves(compiled.output_formats)
+    return {
+        path: _compiled_bytes(info, fmt)
+        for (path, info), fmt in zip(shapes, formats, strict=True)
+        if fmt.layout is not None and on_host(fmt.sharding)
+    }
+
+
+def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any = None) -> list[ArgumentLeaf]:
+    """The leaves of a program's arguments from its dumped buffer assignment.
+
+    For programs that the compiler refused, and for those with ordered effects, of whose layouts JAX tells nothing.
+
+    Args:
+        lowered: the `jax.stages.Lowered`.
+        hlo: the dumped program.
+        names: JAX's names of the leaves: a leaf that no parameter of the program is named after was dropped.
+        compiled: the `jax.stages.Compiled`, where there is one.
+
+    Returns:
+        One entry a leaf, in flattening order.
+    """
+    infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
+    shardings = _input_shardings(compiled, len(infos))
+    parameters = _parameter_arrays(hlo)
+    allocations = {
+        (a.parameter_number, tuple(a.parameter_shape_index)): a
+        for a in hlo.assignment.allocations
+        if a.is_entry_parameter
+    }
+    kept = kept_arguments(lowered, len(infos))
+    if kept is None:
+        kept = _kept_by_name([name for _, name in parameters], names, len(infos))
+    offset = max(len(parameters) - len(kept), 0)  # constants that JAX hoisted and tokens come first
+    place_of = {at: place for at, (place, _) in zip(kept, parameters[offset:], strict=False)}
+    leaves: list[ArgumentLeaf] = []
+    for at, (path, info) in enumerate(infos):
+        allocation, sharding = allocations.get(place_of.get(at, (-1, ()))), shardings[at]
+        leaves.append(
+            ArgumentLeaf(
+                path=path_str(path[1:]),
+                argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
+                num_bytes=allocation.size if allocation is not None else 0,
+                logical_bytes=leaf_bytes(info),
+                on_host=allocation is not None and allocation.color == HOST_COLOR,
+                donated=bool(info.donated),
+                kept=at in place_of,
+                num_replicas=len(sharding.device_set) if sharding is not None and sharding.is_fully_replicated else 1,
+            )
+        )
+    return leaves
+
+
+def _parameter_arrays(hlo: Any) -> list[tuple[tuple[int, tuple[int, ...]], str]]:
+    """The place and the name of every array of the entry's parameters; thousands of them come as one tuple."""
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
+        return [((0, (at,)), "") for at in range(len(parameters[0].shape.tuple_shapes))]
+    return [((i.parameter_number, ()), i.metadata.op_name) for i in parameters]
+
+
+def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
+    """Leaves that a parameter is named after; all of them when JAX told no names."""
+    waiting = list(found)
+    if len(names) != num_leaves or not any(found):
+        return list(range(num_leaves))
+    kept: list[int] = []
+    for at, name in enumerate(names):
+        if name in waiting:
+            del waiting[: waiting.index(name) + 1]
+            kept.append(at)
+    return kept
+
+
+def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
+    """The shardings of the leaves of a compiled program; None for each when there is none."""
+    shardings = compiled.input_shardings if compiled is not None else None
+    found = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None) if shardings is not None else []
+    return found if len(found) == num_leaves else [None] * num_leaves
+
+
+def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
+    """The argument leaves of a program of which only the dump is left, by the names that JAX gave its parameters.
+
+    ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. Donation is not told:
+    a leaf counts as donated when an output reuses it.
+    """
+    allocations = {
+        (a.parameter_number, tuple(a.parameter_shape_index)): a
+        for a in hlo.assignment.allocations
+        if a.is_entry_parameter
+    }
+    leaves: list[ArgumentLeaf] = []
+    for number, (place, name) in enumerate(_parameter_arrays(hlo)):
+        path = _path_of_name(name or f"argument {number}")
+        allocation = allocations.get(place)
+        size = allocation.size if allocation is not None else 0
+        leaves.append(
+            ArgumentLeaf(
+                path=path,
+                argument=path.partition("/")[0],
+                num_bytes=size,
+                logical_bytes=size,
+                on_host=allocation is not None and allocation.color == HOST_COLOR,
+                donated=allocation is not None and allocation.is_parameter_aliased_with_output,
+                kept=True,
+            )
+        )
+    return leaves
+
+
+def output_paths(hlo: Any) -> list[str]:
+    """Stand-ins for the paths of a program's results: their numbers."""
+    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    root = next(i for i in entry.instructions if i.id == entry.root_id)
+    return [str(at) for at in range(len(root.shape.tuple_shapes))] or [""]
+
+
+def _path_of_name(name: str) -> str:
+    """``params['a'][0].b`` as ``params/a/0/b``."""
+    return re.sub(r"\[['\"]?(.*?)['\"]?\]|\.", lambda match: f"/{match[1] or ''}", name.replace("\\'", "'")).strip("/")
+
+
+def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
+    """Say for every leaf whether the executable writes an output into its buffer.
+
+    Args:
+        compiled: the `jax.stages.Compiled` that `leaves` was read from.
+        leaves: the result of `argument_leaves`.
+
+    Returns:
+        One boolean a leaf; False for dropped ones. Of a program whose text cannot be printed (some TPU programs with
+        asynchronous operations), all donated leaves or none, as XLA's total of reused bytes says.
+    """
+    try:
+        header = (compiled.as_text() or "").split("\n", 1)[0]
+    except jax.errors.JaxRuntimeError:
+        donated = [leaf.kept and leaf.donated for leaf in leaves]
+        stats = compiled.memory_analysis()
+        reused = stats.alias_size_in_bytes + stats.host_alias_size_in_bytes
+        complete = reused >= sum(leaf.num_bytes for leaf, hit in zip(leaves, donated, strict=True) if hit)
+        return [hit and complete for hit in donated]
+    parameters = aliased_parameters(header)
+    kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
+    shapes = _entry_parameters(header)
+    tupled = len(shapes) == 1 and shapes[0].startswith("(")
+    if tupled:
+        shapes = _split_top_level(shapes[0][1:-1])
+    # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
+    offset = max(len(shapes) - len(kept), 0)
+    result = [False] * len(leaves)
+    for position, index in enumerate(kept, start=offset):
+        result[index] = ((0, (position,)) if tupled else (position, ())) in parameters
+    return result
+
+
+def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
+    """The same as `aliased` from a dumped program (the text of some TPU programs cannot be printed)."""
+    module = hlo.module
+    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
+    shapes = {i.parameter_number: i.shape for i in entry.instructions if i.opcode == "parameter"}
+    parameters = {
+        (entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in module.input_output_alias.entries
+    }
+    tupled = len(shapes) == 1 and bool(shapes[0].tuple_shapes)
+    kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
+    offset = max((len(shapes[0].tuple_shapes) if tupled else len(shapes)) - len(kept), 0)
+    result = [False] * len(leaves)
+    for position, index in enumerate(kept, start=offset):
+        result[index] = ((0, (position,)) if tupled else (position, ())) in parameters
+    return result
+
+
+def aliased_parameters(header: str) -> set[tuple[int, tuple[int, ...]]]:
+    """Parameters that an HLO module header aliases to an output.
+
+    Args:
+        header: the first line of an executable's text.
+
+    Returns:
+        Parameter numbers, each with its index inside the parameter (empty unless the parameter is a tuple); empty
+        when the header has no ``input_output_alias``.
+
+    Examples:
+        >>> sorted(aliased_parameters("HloModule f, input_output_alias={ {0, 1}: (2, {}, may-alias), {}: (0, {5}) }"))
+        [(0, (5,)), (2, ())]
+    """
+    body = _bracketed(header, "input_output_alias=")
+    return {
+        (int(parameter), tuple(int(part) for part in index.split(",") if part.strip()))
+        for _, parameter, index in _ALIAS_ENTRY.findall(body)
+    }
+
+
+def padded_bytes(shape: Sequence[int], item_bits: int, layout: Any) -> int:
+    """Bytes of an array in an XLA layout.
+
+    Args:
+        shape: the physical shape on one device, logical dimension order.
+        item_bits: bits of an element as it is stored.
+        layout: a `jax.experimental.layout.Layout`: `major_to_minor` and `tiling`, outermost tile first.
+
+    Returns:
+        Bytes including the padding to whole tiles.
+    """
+    dims = [shape[dim] for dim in layout.major_to_minor]
+    tiling = layout.tiling or ()
+    if any(size <= 0 for tile in tiling for size in tile):
+        tiling = ()  # a negative tile size means "combine with the next dimension": no padding to compute
+    for tile in tiling:
+        dims = [1] * (len(tile) - len(dims)) + dims
+        head, tail = dims[: -len(tile)], dims[-len(tile) :]
+        dims = [*head, *(-(-dim // size) for dim, size in zip(tail, tile, strict=True)), *tile]
+    return (math.prod(dims) * item_bits + 7) // 8
+
+
+def _compiled_bytes(info: Any, fmt: Any) -> int:
+    shape, dtype = fmt.sharding.shard_shape(tuple(info.shape)), info.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        physical = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = physical.shape, physical.dtype
+    return padded_bytes(shape, fmt.layout.sub_byte_element_size_in_bits or dtype.itemsize * 8, fmt.layout)
+
+
+def _entry_parameters(header: str) -> list[str]:
+    layout = _bracketed(header, "entry_computation_layout=")
+    return _split_top_level(_bracketed(layout, "", start=layout.find("(")))
+
+
+def _bracketed(text: str, key: str, start: int | None = None) -> str:
+    """What stands between the bracket that follows `key` (or opens at `start`) and the one that closes it."""
+    at = text.find(key) + len(key) if start is None else start
+    if at < len(key) or at < 0 or at >= len(text) or text[at] not in _BRACKETS:
+        return ""
+    depth = 0
+    for end in range(at, len(text)):
+        depth += (text[end] in _BRACKETS) - (text[end] in _BRACKETS.values())
+        if depth == 0:
+            return text[at + 1 : end]
+    return ""
+
+
+def _split_top_level(text: str) -> list[str]:
+    parts, depth, begin = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char in _BRACKETS) - (char in _BRACKETS.values())
+        if char == "," and depth == 0:
+            parts.append(text[begin:at])
+            begin = at + 1
+    return [part.strip() for part in [*parts, text[begin:]] if part.strip()]

@@ -1,0 +1,25 @@
+"""What to do about memory: lint, remedies, out-of-memory errors, and sizes that were not compiled."""
+
+from ._extrapolate import ByteFit as ByteFit
+from ._extrapolate import Extrapolation as Extrapolation
+from ._extrapolate import SizePoint as SizePoint
+from ._extrapolate import extrapolate as extrapolate
+from ._finding import Finding as Finding
+from ._lint import lint as lint
+from ._oom import explain_oom as explain_oom
+from ._oom import shortage as shortage
+from ._remedies import Remedy as Remedy
+from ._remedies import remedies as remedies
+
+__all__ = [
+    "ByteFit",
+    "Extrapolation",
+    "Finding",
+    "Remedy",
+    "SizePoint",
+    "explain_oom",
+    "extrapolate",
+    "lint",
+    "remedies",
+    "shortage",
+]

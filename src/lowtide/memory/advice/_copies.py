@@ -1,0 +1,64 @@
+"""Rules of the lint about copies of arguments that are kept for the backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ...core import format_bytes
+from ...hlo import Value
+from ...report import Buffer, MemoryReport
+from .._owners import Owners
+from ._finding import Finding
+
+
+def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    """Copies of arguments that wait for the backward pass, and whole frozen arguments in a lower precision."""
+    flow = owners.dataflow
+    written = {b.operation: b for b in report.buffers if b.role == "copies"}
+    largest: dict[int, Buffer] = {}
+    for value in flow.phases:
+        at, buffer = flow.copy_of(value), written.get(flow.graph.name(value))
+        if at is None or buffer is None or flow.phase(value) != "forward" or not flow.is_read_backward(value):
+            continue
+        # A copy in the same type and size is the compiler's own (another layout), and nobody's to avoid.
+        if buffer.path != owners.leaves[at].path or _same_items(owners, value, at):
+            continue
+        if at not in largest or buffer.num_bytes > largest[at].num_bytes:
+            largest[at] = buffer
+    for at, buffer in largest.items():
+        leaf = owners.leaves[at]
+        where = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}"
+        if _is_cast_of_frozen(owners, buffer, at):
+            yield Finding(
+                rule="frozen-cast",
+                path=leaf.path,
+                num_bytes=buffer.num_bytes,
+                detail=f"{where}, beside {format_bytes(leaf.num_bytes)}",
+                # Neither a barrier nor jax.checkpoint keeps a compiler from casting all layers before the loop.
+                remedy=f"pass it in {buffer.dtype}, as it does not train",
+            )
+        elif buffer.source:  # else the compiler's own, as the bfloat16 of a TPU's products
+            yield Finding(
+                rule="residual-copy",
+                path=leaf.path,
+                num_bytes=buffer.num_bytes,
+                detail=where,
+                remedy="recompute it: jax.checkpoint around the cast or gather and the product that reads it; or make "
+                "it once, outside of the loop",
+            )
+
+
+def _is_cast_of_frozen(owners: Owners, copy: Buffer, leaf: int) -> bool:
+    """Whether a copy holds all of a leaf that no output replaces, in fewer bytes."""
+    is_whole = math.prod(copy.shape) == owners.dataflow.graph.num_elements(owners.parameter_of[leaf])
+    is_narrower = copy.num_bytes < owners.leaves[leaf].num_bytes
+    is_frozen = owners.dataflow.is_differentiated(leaf) and leaf not in owners.replaced.values()
+    return is_whole and is_narrower and is_frozen
+
+
+def _same_items(owners: Owners, value: Value, leaf: int) -> bool:
+    graph = owners.dataflow.graph
+    parameter = owners.parameter_of[leaf]
+    same_type = graph.shape(value).element_type == graph.shape(parameter).element_type
+    return same_type and graph.num_elements(value) <= graph.num_elements(parameter)

@@ -1,0 +1,461 @@
+"""The largest size that fits: fitted on a few small programs, and confirmed by compiling the answer.
+
+The fit only says where to look. The answer is a compiled figure, and so is that of the next size, which does not fit;
+between them the search assumes that bytes never shrink as the size grows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core import ConfigError, format_bytes, parse_bytes
+from ...report import MemoryReport
+from ...targets import Target, resolve_target
+from .._job import Job
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_GOOD_FIT = 0.05
+"""The error at the size that was held out, as a share of the growth, up to which a fit counts as good."""
+_STRAIGHT = 0.002
+"""The same, up to which a line needs no second look: a curve that is small there is large far away."""
+_MORE_SIZES = 3
+"""How often the largest size is doubled when the fit is poor or flat: small sizes may be padding alone."""
+_FARTHEST = 2**40
+"""No size beyond this one is looked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByteFit:
+    """Bytes as a polynomial of a size.
+
+    Examples:
+        >>> ByteFit(coefficients=(100.0, 3.0), residual=None).predict(10)
+        130
+    """
+
+    coefficients: tuple[float, ...]
+    """Constant, bytes per unit, and for a quadratic fit bytes per squared unit."""
+    residual: float | None
+    """The error at the largest size when it is predicted from the others, as a share of the bytes that it is larger
+    than the smallest; None when there were too few to hold one out."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the size that was held out was predicted well: to 5 % of the growth."""
+        return self.residual is not None and self.residual <= _GOOD_FIT
+
+    def predict(self, size: int) -> int:
+        """Bytes at a size."""
+        return round(sum(c * size**power for power, c in enumerate(self.coefficients)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizePoint:
+    """One compiled size.
+
+    Examples:
+        >>> SizePoint(size=2, device_bytes=64, host_bytes=0, fits=True, predicted_bytes=None).size
+        2
+    """
+
+    size: int
+    """The size."""
+    device_bytes: int
+    """Compiled bytes on one device."""
+    host_bytes: int
+    """Compiled bytes in host memory."""
+    fits: bool
+    """Whether they fit."""
+    predicted_bytes: int | None
+    """What the fit said about the device before the size was compiled; None for a size it was made from."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Extrapolation:
+    """The largest size that fits, and how it was found; made by `extrapolate`."""
+
+    variable: str
+    """What the size is called."""
+    target: Target
+    """What was compiled for."""
+    limit_bytes: int
+    """Bytes of one device that it may take."""
+    points: tuple[SizePoint, ...]
+    """Every size that was compiled, in that order."""
+    fit: ByteFit
+    """Device bytes by size."""
+    host_fit: ByteFit
+    """Host bytes by size."""
+    by_role: Mapping[str, ByteFit]
+    """Device bytes at the peak by size, role by role, a line each; those that grow fastest first."""
+    answer: int
+    """The largest size that fits."""
+    report: MemoryReport
+    """The compiled report at the answer."""
+    following: SizePoint | None
+    """The next size that was compiled, which does not fit: at most `multiple_of` larger. None when the answer is the
+    maximum."""
+
+    @property
+    def predicted_bytes(self) -> int:
+        """What the fit says about the answer."""
+        return self.fit.predict(self.answer)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain data, integer bytes throughout."""
+        return {
+            "variable": self.variable,
+            "target": self.target.name,
+            "limit_bytes": self.limit_bytes,
+            "answer": self.answer,
+            "device_bytes": self.report.device_bytes,
+            "host_bytes": self.report.host_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "next": None if self.following is None else vars(self.following),
+            "points": [vars(point) for point in self.points],
+            "fit": {**vars(self.fit), "is_good": self.fit.is_good},
+        }
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the answer, the fit and the sizes that were compiled.
+
+        Args:
+            console: a `rich.console.Console`; None for one on standard output.
+        """
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        out = console or Console(highlight=False)
+        out.print(Text(repr(self), style="bold"))
+        out.print(Text(self._fit_text()))
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        host = any(point.host_bytes for point in self.points)
+        for name in (self.variable, "compiled", "predicted", *(("host",) if host else ()), "fits"):
+            table.add_column(Text(name), justify="right", no_wrap=True)
+        for point in sorted(self.points, key=lambda p: p.size):
+            predicted = "" if point.predicted_bytes is None else format_bytes(point.predicted_bytes)
+            sizes = [format_bytes(point.device_bytes), predicted, *([format_bytes(point.host_bytes)] if host else [])]
+            mark = " <-" if point.size == self.answer else ""
+            table.add_row(f"{point.size:,}", *sizes, ("yes" if point.fits else "no") + mark)
+        out.print(table)
+        growing = {role: fit for role, fit in self.by_role.items() if round(fit.coefficients[1]) > 0}
+        for role, fit in list(growing.items())[:6]:
+            text = f"{role}: {format_bytes(round(fit.coefficients[1]))} per {self.variable}"
+            out.print(Text(text, style="dim"))
+
+    def _fit_text(self) -> str:
+        names = ("", f" × {self.variable}", f" × {self.variable}²")
+        terms = [
+            f"{format_bytes(round(c))}{name}" for c, name in zip(self.fit.coefficients, names, strict=False) if round(c)
+        ]
+        text = f"predicted bytes: {' + '.join(terms).replace('+ -', '- ') or format_bytes(0)}"
+        if self.fit.residual is None:
+            return f"{text} (two sizes: the fit was not checked)"
+        verdict = "" if self.fit.is_good else ": a poor fit, the search relied on compiling"
+        off = abs(self.predicted_bytes - self.report.device_bytes) / self.report.device_bytes
+        held_out = f"{100 * self.fit.residual:.1f} % of the growth off at the size that was held out"
+        return f"{text} ({held_out}{verdict}; {100 * off:.1f} % off at the answer)"
+
+    def __repr__(self) -> str:
+        fits = f"{self.variable} {self.answer:,} fits {self.target.name}: {format_bytes(self.report.device_bytes)} of "
+        limit = f"{format_bytes(self.limit_bytes)} (compiled)"
+        if self.following is None:
+            return f"{fits}{limit}; it is the maximum"
+        point = self.following
+        beyond = point.device_bytes - self.limit_bytes
+        where = f", {format_bytes(beyond)} too much" if beyond > 0 else ", and its host memory does not fit"
+        return f"{fits}{limit}; {point.size:,} needs {format_bytes(point.device_bytes)}{where}"
+
+
+def extrapolate(
+    make: Callable[[int], Any],
+    sizes: Sequence[int] = (2, 3, 4),
+    *,
+    limit: int | str | None = None,
+    target: Target | str | None = None,
+    maximum: int | None = None,
+    multiple_of: int = 1,
+    variable: str = "n",
+) -> Extrapolation:
+    """Find the largest size of a program that fits: a batch, a number of layers, a length of sequences.
+
+    Args:
+        make: takes a size and returns a `Job`, ``(fn, args)``, ``(fn, args, roles)`` or a dict of the same; when it has
+            a parameter ``target`` it gets the `Target`.
+        sizes: small sizes to compile first, increasing; from three on, the fit is checked at the largest.
+        limit: bytes that it may take of one device (``"14 GiB"``); None for what the target says is usable.
+        target: as in `analyze`.
+        maximum: the largest size to consider.
+        multiple_of: the answer is a multiple of this.
+        variable: what the size is called when the result is printed.
+
+    Returns:
+        The answer with its compiled report. The answer itself and the next size were compiled: the one fits, the other
+        does not, unless the answer is the maximum. Host memory counts, too, where the target knows it.
+
+    Raises:
+        ConfigError: for sizes that do not increase, a limit that is neither given nor known, when nothing fits, or when
+            the bytes do not grow with the size and there is no maximum.
+        Exception: what `make` or the compiler raises, unchanged.
+
+    Memory:
+        None on the target. A handful of programs are compiled in this process, one after another.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> def make(n):
+        ...     return jnp.negative, (jax.ShapeDtypeStruct((n, 256), jnp.float32),)
+        >>> found = extrapolate(make, limit="1 MiB", target="cpu")
+        >>> found.answer, found.report.device_bytes
+        (512, 1048576)
+    """
+    goal = resolve_target(target)
+    sizes = _checked_sizes(sizes, maximum, multiple_of)
+    if limit is None and goal.budget_bytes is None:
+        raise ConfigError(
+            f"the capacity of {goal.name!r} is unknown",
+            hint='give the bytes that it may take: limit="14 GiB" (--budget on the command line)',
+        )
+    limit_bytes = parse_bytes(limit) if limit is not None else goal.budget_bytes
+    assert limit_bytes is not None, "checked above"
+    search = _Search(make, goal, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of)
+    fit, host_fit = search.fit(sizes)
+    answer = search.run(fit, host_fit)
+    return Extrapolation(
+        variable=variable,
+        target=goal,
+        limit_bytes=limit_bytes,
+        points=tuple(search.points.values()),
+        fit=fit,
+        host_fit=host_fit,
+        by_role=search.role_fits(),
+        answer=answer,
+        report=search.reports[answer],
+        following=search.following(answer),
+    )
+
+
+def _checked_sizes(sizes: Sequence[int], maximum: int | None, multiple_of: int) -> tuple[int, ...]:
+    if multiple_of < 1:
+        raise ConfigError("multiple_of has to be positive", got=multiple_of)
+    if maximum is not None and maximum < multiple_of:
+        raise ConfigError(
+            "maximum is below the smallest size", expected=f"at least {multiple_of} (multiple_of)", got=maximum
+        )
+    found = tuple(sizes)
+    if len(found) < 2 or found[0] < 1 or any(b <= a for a, b in zip(found, found[1:], strict=False)):
+        raise ConfigError(
+            "sizes have to increase",
+            expected="two or more positive whole numbers, the smallest first",
+            got=", ".join(map(str, found)) or "none",
+            hint="for instance (2, 3, 4)",
+        )
+    return found
+
+
+def fit_bytes(points: Sequence[tuple[int, int]]) -> ByteFit:
+    """Fit bytes by size: a line, or a parabola where it predicts the largest size better.
+
+    Args:
+        points: sizes and bytes, at least two, sizes increasing.
+
+    Returns:
+        The fit through all points. Its residual is that of a fit without the largest size.
+    """
+    (last_size, last_bytes), rest = points[-1], points[:-1]
+    best: tuple[float, int] | None = None
+    for degree in range(1, min(2, len(rest) - 1) + 1):
+        guess = ByteFit(coefficients=_polynomial(rest, degree), residual=None).predict(last_size)
+        residual = abs(guess - last_bytes) / max(abs(last_bytes - rest[0][1]), 1)
+        bends_down = degree == 2 and _polynomial(points, 2)[2] < 0
+        # A parabola has to earn its third coefficient: both of them fit a line.
+        if best is None or (best[0] > _STRAIGHT and residual < best[0] / 2 and not bends_down):
+            best = residual, degree
+    residual, degree = best or (None, 1)
+    return ByteFit(coefficients=_polynomial(points, degree), residual=residual)
+
+
+def _polynomial(points: Sequence[tuple[int, int]], degree: int) -> tuple[float, ...]:
+    sizes, values = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    scale = float(sizes.max())
+    solved = np.linalg.lstsq(np.vander(sizes / scale, degree + 1, increasing=True), values, rcond=None)[0]
+    return tuple(float(c) / scale**power for power, c in enumerate(solved))
+
+
+def _middle(low: int, high: int | None) -> int:
+    """Halfway between two steps; by ratio, where they lie far apart."""
+    if high is None:
+        return 2 * low
+    return math.isqrt(low * high) if high > 4 * low > 0 else (low + high) // 2
+
+
+class _Search:
+    """Compiles sizes, remembers them, and closes in on the largest that fits; steps count multiples."""
+
+    def __init__(
+        self, make: Callable[[int], Any], goal: Target, limit_bytes: int, multiple_of: int, most: int | None
+    ) -> None:
+        self.make, self.goal, self.limit_bytes = make, goal, limit_bytes
+        self.multiple_of, self.most = multiple_of, most
+        self.points = dict[int, SizePoint]()
+        self.reports = dict[int, MemoryReport]()
+
+    def fit(self, sizes: Sequence[int]) -> tuple[ByteFit, ByteFit]:
+        for size in sizes:
+            self.measure(size)
+        smallest = self.points[sizes[0]]
+        if not smallest.fits:
+            raise ConfigError(
+                f"it does not fit even at {sizes[0]}",
+                expected=f"at most {format_bytes(self.limit_bytes)} on one device of {self.goal.name}",
+                got=format_bytes(smallest.device_bytes)
+                + (f", and {format_bytes(smallest.host_bytes)} on the host" if smallest.host_bytes else ""),
+                hint="begin with smaller sizes (sizes=(1, 2, 3), or --sizes 1,2,3), or choose a larger target",
+            )
+        fits = self._fits_by_space()
+        largest = sizes[-1]
+        for _ in range(_MORE_SIZES if len(sizes) >= 3 else 0):
+            too_large = self.most is not None and 2 * largest > self.most * self.multiple_of
+            grows = self.points[largest].device_bytes > smallest.device_bytes
+            # Three sizes cannot tell a line from a parabola.
+            is_certain = fits[0].is_good and ((fits[0].residual or 0) <= _STRAIGHT or len(self.points) > 3)
+            if (is_certain and grows) or too_large or not self.points[largest].fits:
+                break
+            largest *= 2
+            self.measure(largest)
+            fits = self._fits_by_space()
+        return fits
+
+    def _fits_by_space(self) -> tuple[ByteFit, ByteFit]:
+        # At most the four largest: what is true of small sizes, where padding rules, misleads.
+        points = sorted(self.points.values(), key=lambda p: p.size)[-4:]
+        return (
+            fit_bytes([(p.size, p.device_bytes) for p in points]),
+            fit_bytes([(p.size, p.host_bytes) for p in points]),
+        )
+
+    def role_fits(self) -> dict[str, ByteFit]:
+        sizes = sorted(self.reports)[:4]  # beyond them lie those around the answer
+        found = {size: self.reports[size].peak_by_role for size in sizes}
+        roles = dict.fromkeys(role for peak in found.values() for role in peak)
+        fits = {
+            role: ByteFit(
+                coefficients=_polynomial([(size, peak.get(role, 0)) for size, peak in found.items()], 1),
+                residual=None,
+            )
+            for role in roles
+        }
+        return dict(sorted(fits.items(), key=lambda item: -item[1].coefficients[1]))
+
+    def measure(self, size: int, predicted: int | None = None) -> bool:
+        if size not in self.points:
+            report = Job.make(self.make, size, target=self.goal).analyze(self.goal)
+            host_limit = self.goal.host_bytes
+            fits = report.device_bytes <= self.limit_bytes
+            fits = fits and (host_limit is None or report.host_bytes <= host_limit)
+            self.points[size] = SizePoint(
+                size=size,
+                device_bytes=report.device_bytes,
+                host_bytes=report.host_bytes,
+                fits=fits,
+                predicted_bytes=predicted,
+            )
+            self.reports[size] = report
+        return self.points[size].fits
+
+    def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
+        """The largest size that fits: compiled itself, and so is the next."""
+        fits_at = max(size for size, point in self.points.items() if point.fits)
+        over = [size for size, point in self.points.items() if not point.fits and size > fits_at]
+        low = fits_at // self.multiple_of
+        high = None if not over else -(-min(over) // self.multiple_of)
+        if self.most is not None and low >= self.most:
+            low, high = self.most, self.most + 1
+        probes = 0
+        step = self._predict(fit, host_fit, low)
+        while high is None or high - low > 1 or not self._is_measured(low):
+            if self.most is not None and low == self.most and self._is_measured(low):
+                break
+            least = low if low and not self._is_measured(low) else low + 1
+            most = (_FARTHEST // self.multiple_of) if self.most is None else self.most
+            step = min(max(step, least), most if high is None else high - 1)
+            if self.most is None and low == most:
+                raise self._endless()
+            assert not self._is_measured(step), f"size {step * self.multiple_of} looked at twice"
+            if high is not None and low == 0 and high == 1:
+                raise ConfigError(
+                    f"no multiple of {self.multiple_of} fits {format_bytes(self.limit_bytes)}",
+                    got=f"{format_bytes(self.points[min(over)].device_bytes)} at {min(over)}" if over else None,
+                    hint="lower multiple_of",
+                )
+            size = step * self.multiple_of
+            if self.measure(size, fit.predict(size)):
+                low = max(low, step)
+            else:
+                high = step if high is None else min(high, step)
+                low = low if low < step else 0  # what had only been assumed to fit does not
+                over.append(size)
+            probes += 1
+            step = self._next(low, high, probes)
+        return low * self.multiple_of
+
+    def following(self, answer: int) -> SizePoint | None:
+        """The smallest size above the answer that was compiled, if it shows that the next multiple does not fit."""
+        above = [p for p in self.points.values() if answer < p.size <= answer + self.multiple_of and not p.fits]
+        return min(above, key=lambda p: p.size, default=None)
+
+    def _is_measured(self, step: int) -> bool:
+        return step * self.multiple_of in self.points
+
+    def _predict(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
+        """The largest step that the fits say fits."""
+        host_limit = self.goal.host_bytes
+
+        def fits(step: int) -> bool:
+            size = step * self.multiple_of
+            return fit.predict(size) <= self.limit_bytes and (
+                host_limit is None or host_fit.predict(size) <= host_limit
+            )
+
+        farthest = _FARTHEST // self.multiple_of if self.most is None else self.most
+        if fits(farthest):
+            if self.most is not None:
+                return farthest
+            raise self._endless()
+        below, above = low, farthest
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (middle, above) if fits(middle) else (below, middle)
+        return below
+
+    def _endless(self) -> ConfigError:
+        points = sorted(self.points.values(), key=lambda p: p.size)
+        shown = [*points[:4], *points[4:][-1:]]
+        return ConfigError(
+            "the bytes do not grow with the size, as far as the sizes that were compiled show",
+            got=", ".join(f"{format_bytes(p.device_bytes)} at {p.size}" for p in shown),
+            hint="give a maximum, or sizes that lie farther apart",
+        )
+
+    def _next(self, low: int, high: int | None, probes: int) -> int:
+        """Where to look next: where the line through the nearest sizes meets the limit; every third time halfway."""
+        if probes % 3 == 0:
+            return _middle(low, high)
+        points = sorted(self.points.values(), key=lambda p: p.size)
+        below = [p for p in points if p.fits]
+        above = [p for p in points if not p.fits]
+        one, other = (
+            (below[-1], above[0]) if above and below[-1].size < above[0].size else (below[-2:] + below[-1:])[:2]
+        )
+        slope = (other.device_bytes - one.device_bytes) / max(1, other.size - one.size)
+        if slope <= 0:
+            return _middle(low, high)
+        return math.floor((one.size + (self.limit_bytes - one.device_bytes) / slope) / self.multiple_of)

@@ -1,0 +1,463 @@
+"""Findings: what a step holds or moves without need, each with its path, its bytes and a remedy.
+
+The rules ask the compiled program, not the source: whether an output reuses its argument's buffer, whether a state is
+fed by any gradient, whether a value holds only the data of a weight. So they hold for any framework, and a finding
+means that the bytes are really there.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ...core import format_bytes, leaf_bytes, parse_bytes
+from ...hlo import ArgumentLeaf, CompiledProgram, Value, compile_program
+from ...report import Buffer, MemoryReport
+from ...targets import Target
+from .._analyze import Role, examine
+from .._owners import Owners
+from ._copies import residual_copies
+from ._finding import RULES as RULES
+from ._finding import Finding as Finding
+from ._loops import copied_in_loops
+from ._traced import casts, constants, duplicated_averages, equations, unmatched_names, unused_names
+
+_PRODUCTS = {"convolution", "custom-call", "dot"}
+_NOTABLE = 0.01
+"""Below this share of the device bytes, logits are no finding."""
+
+
+def lint(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    roles: Mapping[str, Role] | None = None,
+    min_bytes: int | str = "1 MiB",
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Finding, ...]:
+    """Compile a step and say what it holds or moves without need.
+
+    Args:
+        fn: the step, as in `lowtide.memory.compile`.
+        *args: its arguments, or shapes of them.
+        target: what to compile for.
+        roles: as in `lowtide.memory.analyze`; no rule needs them.
+        min_bytes: smaller findings are left out (those without bytes of their own never are).
+        donate_argnums: as in `jax.jit`.
+        static_argnums: as in `jax.jit`.
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        Findings, the largest first; empty when there is nothing to say.
+
+    Raises:
+        ConfigError: for a `min_bytes` that is no size; otherwise as `lowtide.memory.compile`.
+
+    Memory:
+        Nothing is allocated on the target.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        >>> [finding.rule for finding in lint(lambda w, g: w - 0.1 * g, w, w)]
+        ['undonated-state']
+    """
+    program = compile_program(
+        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
+    )
+    return lint_program(program, roles, min_bytes=min_bytes)
+
+
+def lint_program(
+    program: CompiledProgram, roles: Mapping[str, Role] | None = None, *, min_bytes: int | str = "1 MiB"
+) -> tuple[Finding, ...]:
+    """The findings of a program that is compiled already; arguments as of `lint`."""
+    limit = parse_bytes(min_bytes)
+    report, owners = examine(program, roles)
+    found = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_offload(program, report)]
+    found += constants(program.jaxpr)
+    if owners is not None:
+        found += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
+    else:
+        found += _padded(report)
+    kept = [f for f in found if f.num_bytes >= limit or f.rule in ("checkpoint-name-unmatched",)]
+    return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
+
+
+def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
+    """The findings about the compiled program; with the function as it was traced, without what the compiler casts."""
+    found = [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
+    known = None if jaxpr is None else casts(jaxpr)
+    found = [f for f in found if known is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in known]
+    copied = {f.path for f in found if f.rule == "copied-in-loop"}  # the same bytes, better known
+    return [f for f in found if f.rule != "rebuilt-state" or f.path not in copied]
+
+
+# --- arguments and outputs -----------------------------------------------------------------------------------------
+
+
+def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    told = set[int]()  # one buffer serves one output
+    trains = "backward" in owners.dataflow.phases.values()
+    for output, at in owners.replaced.items():
+        leaf = owners.leaves[at]
+        if leaf.donated or at in told or output in owners.in_place or not _follows(owners, output, at):
+            continue
+        if owners.dataflow.copy_of(output) == at:
+            continue  # returned unchanged
+        if not trains and _is_output_of_a_model(owners, output, at):
+            continue
+        told.add(at)
+        yield Finding(
+            rule="undonated-state",
+            path=leaf.path,
+            num_bytes=leaf.num_bytes,
+            detail=f"returned as {owners.outputs[owners.results[output]].path or 'the result'}",
+            remedy=f"donate argument {leaf.argument!r}: jax.jit(step, donate_argnums=...)",
+        )
+
+
+def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    graph = owners.dataflow.graph
+    entries = graph.module.input_output_alias.entries
+    reused = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
+    used = {
+        at
+        for (instruction, index), at in owners.parameters.items()
+        if (graph.instructions[instruction].proto.parameter_number, index) in reused
+    }
+    for at, leaf in enumerate(owners.leaves):
+        if leaf.donated and at not in used:
+            yield Finding(
+                rule="donation-not-used",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes or leaf.logical_bytes,
+                detail="" if leaf.kept else "the program does not read it",
+                remedy="return a value of the same shape, dtype and layout for it, or do not donate it",
+            )
+
+
+def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    donated = {
+        owners.outputs[owners.results[output]].path: owners.leaves[at]
+        for output, at in owners.replaced.items()
+        if output in owners.in_place and owners.leaves[at].donated
+    }
+    beside = collections.Counter[str]()
+    for buffer in report.peak:
+        # The output itself lies in the argument's memory, so this is what is copied there.
+        if buffer.role == "outputs" and buffer.path in donated and "while/body" in buffer.scope:
+            beside[buffer.path] += buffer.num_bytes
+    for path, num_bytes in beside.items():
+        yield Finding(
+            rule="rebuilt-state",
+            path=donated[path].path,
+            num_bytes=num_bytes,
+            detail=f"returned as {path or 'the result'}",
+            remedy="keep an array for each layer and loop over them in Python, so that each is updated in place; or "
+            "carry it through the loop and write slices (jax.lax.dynamic_update_slice), where that keeps its layout",
+        )
+
+
+def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    for output, at in owners.results.items():
+        copied = owners.dataflow.copy_of(output)
+        if copied is None or output in owners.in_place or not _same_array(owners, output, copied):
+            continue
+        leaf = owners.leaves[copied]
+        yield Finding(
+            rule="returned-unchanged",
+            path=leaf.path,
+            num_bytes=leaf.num_bytes,
+            detail=f"returned as {owners.outputs[at].path or 'the result'}",
+            remedy="leave it out of the result: what does not change is the caller's already",
+        )
+
+
+def _same_array(owners: Owners, output: Value, leaf: int) -> bool:
+    graph = owners.dataflow.graph
+    parameter = owners.parameter_of[leaf]
+    one, other = graph.shape(output), graph.shape(parameter)
+    return one.element_type == other.element_type and one.dimensions == other.dimensions
+
+
+def _follows(owners: Owners, output: Value, leaf: int) -> bool:
+    """Whether an output is computed from a leaf element by element, as a new state from the old one."""
+    return any(owners.dataflow.copy_of(value) == leaf for value in owners.dataflow.same_size(output))
+
+
+def _is_output_of_a_model(owners: Owners, output: Value, leaf: int) -> bool:
+    """Whether an output of an argument's shape is what a model makes of it, not the argument's next value.
+
+    An input goes through products on its way; a state is replaced element by element or in slices, or has the name of
+    what replaces it.
+    """
+    path, name = owners.outputs[owners.results[output]].path, owners.leaves[leaf].path.partition("/")[2]
+    if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
+        return False
+    flow = owners.dataflow
+    seen, border = {(output, False)}, [(output, False)]
+    while border:
+        value, mixed = border.pop()
+        if flow.copy_of(value) == leaf and mixed:
+            return True
+        mixed = mixed or flow.graph.instructions[value[0]].opcode in _PRODUCTS
+        new = [(source, mixed) for source, _ in flow.sources(value) if (source, mixed) not in seen]
+        seen.update(new)
+        border.extend(new)
+    return False
+
+
+# --- frozen leaves -------------------------------------------------------------------------------------------------
+
+
+def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    flow = owners.dataflow
+    if not any(phase == "backward" for phase in flow.phases.values()):
+        return
+    sizes = _dimensions(owners)
+    counts = collections.Counter(sizes.values())
+    for output, at in owners.replaced.items():
+        leaf, own = owners.leaves[at], flow.graph.num_elements(output)
+        # A state of a leaf has the leaf's shape; the leaf itself is read by the forward pass.
+        has_twin = at in sizes and counts[sizes[at]] > 1
+        if own <= 1 or not has_twin or flow.is_differentiated(at) or _is_fed(owners, output, at):
+            continue
+        yield Finding(
+            rule="optimizer-over-frozen",
+            path=leaf.path,
+            num_bytes=leaf.num_bytes,
+            detail="no gradient reaches it",
+            remedy="build the optimizer over what trains: tx.init(trainable) after lowtide.partition(params, wrt)",
+        )
+
+
+def _is_fed(owners: Owners, output: Value, leaf: int) -> bool:
+    """Whether more than the old state reaches a new one: a gradient, an activation, a leaf that the passes read.
+
+    Scalars do not count: the norm of all gradients scales also what is zero. A moving average of parameters or of
+    statistics is fed, and no optimizer's state.
+    """
+    flow = owners.dataflow
+    seen, border = {output}, [output]
+    while border:
+        value = border.pop()
+        origin = flow.copy_of(value)
+        if origin is not None:
+            if origin != leaf and flow.is_differentiated(origin):
+                return True
+            continue
+        if not flow.is_constant(value) and flow.is_of_a_pass(value):
+            return True
+        new = [s for s, _ in flow.sources(value) if s not in seen and flow.graph.num_elements(s) > 1]
+        seen.update(new)
+        border.extend(new)
+    return False
+
+
+def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    flow, graph = owners.dataflow, owners.dataflow.graph
+    trained = set(owners.replaced.values())
+    frozen: dict[tuple[int, ...], list[ArgumentLeaf]] = {}
+    # A compiler may compute a gradient twice, once for the norm: such a one has no leaf of its own.
+    unnamed: dict[tuple[int, ...], set[int]] = {}
+    for at, dims in _dimensions(owners).items():
+        if at not in trained and len(dims) > 1:
+            frozen.setdefault(dims, []).append(owners.leaves[at])
+        elif at in trained and flow.is_differentiated(at):
+            unnamed.setdefault(dims, set()).add(at)
+    norms = collections.Counter[tuple[int, ...]]()
+    for at, instruction in graph.instructions.items():
+        if instruction.opcode not in ("reduce", "reduce-window") or flow.phase((at, ())) != "update":
+            continue
+        values = list(flow.same_size((instruction.proto.operand_ids[0], ()), through_backward=True))
+        leaves = {leaf for value in values if (leaf := flow.gradient_of(value)) is not None}
+        if leaves:
+            for rest in unnamed.values():
+                rest -= leaves
+            continue  # of a leaf that trains
+        made = (v for v in values if flow.phase(v) == "backward" and not flow.is_constant(v))
+        norms.update({tuple(sorted(d for d in graph.shape(value).dimensions if d != 1)) for value in made})
+    for dims, count in norms.items():
+        for leaf in frozen.get(dims, [])[: max(count - len(unnamed.get(dims, ())), 0)]:
+            yield Finding(
+                rule="norm-over-frozen",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes,
+                remedy="take the norm over the gradients of what trains only",
+            )
+
+
+def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
+    """Dimensions other than 1 of every floating leaf, sorted: layouts may be transposed."""
+    graph = owners.dataflow.graph
+    return {
+        at: tuple(sorted(d for d in graph.shape(value).dimensions if d != 1))
+        for value, at in owners.parameters.items()
+        if graph.is_floating(value)
+    }
+
+
+# --- what is held at once ------------------------------------------------------------------------------------------
+
+
+def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    sizes = {leaf.path: leaf.num_bytes for leaf in owners.leaves}
+    split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # one product's, in parts
+    largest: dict[str, Buffer] = {}
+    for buffer in report.peak:
+        is_many = buffer.role == "gradients" and buffer.num_bytes >= 2 * sizes.get(buffer.path, buffer.num_bytes) > 0
+        if (
+            is_many
+            and buffer.operation not in split
+            and (buffer.path not in largest or buffer.num_bytes > largest[buffer.path].num_bytes)
+        ):
+            largest[buffer.path] = buffer
+    for path, buffer in largest.items():
+        yield Finding(
+            rule="stacked-gradients",
+            path=path,
+            num_bytes=buffer.num_bytes - sizes[path],
+            detail=f"{buffer.dtype}{list(buffer.shape)} from {buffer.source or buffer.scope}",
+            remedy="add each one to a total: lowtide.accumulate(grad_fn, num_microbatches=...), or a scan that carries "
+            "the sum, and clips each one before",
+        )
+
+
+def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    names = {owners.dataflow.graph.name(value) for value in owners.dataflow.merged}
+    merged: dict[str, list[Buffer]] = {}
+    recomputed: dict[tuple[object, ...], list[Buffer]] = {}
+    for buffer in report.peak:
+        if buffer.role == "activations" and buffer.operation in names:
+            merged.setdefault(buffer.source or buffer.scope, []).append(buffer)
+        elif buffer.role == "recomputed" and "while/body" not in buffer.scope:
+            recomputed.setdefault((buffer.scope, buffer.source, buffer.shape), []).append(buffer)
+    for buffers in recomputed.values():
+        if len(buffers) > 2:  # of as many layers at once
+            merged.setdefault(buffers[0].source or buffers[0].scope, []).extend(buffers)
+    for where, buffers in merged.items():
+        yield Finding(
+            rule="checkpoint-undone",
+            path=where,
+            num_bytes=sum(buffer.num_bytes for buffer in buffers),
+            detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)} and the like",
+            remedy="put the layers into jax.lax.scan, with jax.checkpoint around its body; outside of loops the "
+            "compiler for CPUs does not keep the layers apart, those for TPUs and GPUs do",
+        )
+
+
+def logits(owners: Owners) -> tuple[int, Callable[[Buffer], bool]]:
+    """How many columns logits have, and whether a buffer is logits: a row for each token, a column for each word."""
+    graph = owners.dataflow.graph
+    tokens, widths = set[int](), set[int]()
+    for value, at in owners.parameters.items():
+        dims = graph.shape(value).dimensions
+        if not graph.is_floating(value) and len(dims) >= 1:
+            tokens.add(graph.num_elements(value))
+        elif owners.dataflow.is_differentiated(at) and len(dims) >= 2:
+            widths.add(max(dims))
+    widest = max(widths, default=0)
+    sizes = {count * widest for count in tokens if count > 1}
+    if _are_hidden(owners, widest, sizes):
+        sizes = set[int]()
+
+    def is_logits(buffer: Buffer) -> bool:
+        made = buffer.role in ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+        return made and widest in buffer.shape and math.prod(buffer.shape) in sizes
+
+    return widest, is_logits
+
+
+def _are_hidden(owners: Owners, columns: int, sizes: set[int]) -> bool:
+    """Whether arrays of the logits' size are multiplied again in the forward pass, as those of a wide layer are."""
+    flow, graph = owners.dataflow, owners.dataflow.graph
+    for at, instruction in graph.instructions.items():
+        if instruction.opcode not in _PRODUCTS or flow.phase((at, ())) != "forward":
+            continue
+        for operand in instruction.proto.operand_ids:
+            value = (operand, ())
+            if graph.num_elements(value) in sizes and columns in graph.shape(value).dimensions:
+                made = (graph.instructions[one[0]].opcode for one in flow.same_size(value))
+                if any(opcode in _PRODUCTS for opcode in made):
+                    return True
+    return False
+
+
+def _whole_logits(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    columns, is_logits = logits(owners)
+    found = [buffer for buffer in report.peak if is_logits(buffer)]
+    total = sum(buffer.num_bytes for buffer in found)
+    if found and total >= _NOTABLE * report.device_bytes:
+        yield Finding(
+            rule="whole-logits",
+            path=found[0].label,
+            num_bytes=total,
+            detail=f"{len(found)} × {found[0].dtype}{list(found[0].shape)}, {found[0].source or 'no line known'}",
+            remedy=f"compute the loss in chunks of tokens: lowtide.losses.chunked_cross_entropy ({columns} columns)",
+        )
+
+
+# --- names, host, mesh ---------------------------------------------------------------------------------------------
+
+
+def _offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding]:
+    if report.host_bytes or program.target.platform == "cpu":
+        return  # the CPU has one memory, and proves nothing
+    wanted = 0
+    for equation, runs in equations(program.jaxpr.jaxpr, 1):
+        if equation.primitive.name == "device_put":
+            outs = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
+            wanted += runs * sum(leaf_bytes(v.aval) for v in outs)
+    if wanted:
+        yield Finding(
+            rule="offload-moved-nothing",
+            path="device_put to host memory",
+            num_bytes=wanted,
+            detail="the compiled program holds nothing in host memory",
+            remedy="check the names of the offload policy, and that the values are read again after it",
+        )
+
+
+def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    for leaf in owners.leaves:
+        if leaf.num_replicas > 1:
+            yield Finding(
+                rule="replicated",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes,
+                detail=f"on {leaf.num_replicas} devices",
+                remedy="shard it over an axis of the mesh: NamedSharding(mesh, PartitionSpec('axis'))",
+            )
+
+
+def _padded(report: MemoryReport) -> Iterator[Finding]:
+    for buffer in report.peak:
+        if buffer.padding_bytes * 2 > buffer.num_bytes:
+            yield Finding(
+                rule="padded",
+                path=buffer.label,
+                num_bytes=buffer.padding_bytes,
+                detail=f"{buffer.dtype}{list(buffer.shape)} takes {format_bytes(buffer.num_bytes)}",
+                remedy="move the axis of few elements away from the last two, or merge it with its neighbour",
+            )
+
+
+_RULES_OF_OWNERS = (
+    _undonated,
+    _unused_donations,
+    _rebuilt,
+    _unchanged,
+    _optimizer_over_frozen,
+    _norms,
+    residual_copies,
+    _stacked_gradients,
+    copied_in_loops,
+    _undone_checkpoints,
+    _whole_logits,
+    _replicated,
+)

@@ -1,0 +1,66 @@
+"""Arrays that a loop copies whole at each iteration, to write a part of them.
+
+A loop that writes slices into what it carries writes them in place, unless something else may read the old values
+after the write: then XLA copies the array first, all of it, every time. In the source nothing shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...hlo import Edge, Graph, Value
+from ...report import Buffer, MemoryReport
+from .._owners import Owners
+from ._finding import Finding
+
+_PARTIAL_WRITES = ("dynamic-update-slice", "scatter")
+
+
+def copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    """One finding for every array that a loop carries, writes in part, and copies whole before."""
+    graph = owners.dataflow.graph
+    written = {buffer.operation: buffer for buffer in report.buffers}
+    for instruction in graph.instructions.values():
+        if instruction.opcode != "while":
+            continue
+        root = graph.computations[instruction.proto.called_computation_ids[0]].root_id
+        for value in graph.results(root):
+            copies = [buffer for copy in _copies(graph, value) if (buffer := written.get(graph.name(copy)))]
+            if copies:
+                leaf = owners.dataflow.copy_of((instruction.proto.operand_ids[0], value[1]))
+                yield _finding(copies, copies[0].label if leaf is None else owners.leaves[leaf].path)
+
+
+def _copies(graph: Graph, value: Value) -> list[Value]:
+    """The copies between what an iteration begins with and what it leaves, if it writes a part of that."""
+    copies: list[Value] = []
+    is_partial = False
+    body = graph.instructions[value[0]].computation
+    while True:
+        instruction = graph.instructions[value[0]]
+        operands = instruction.proto.operand_ids
+        if instruction.opcode == "parameter" and instruction.computation == body:
+            return copies if is_partial else []
+        if instruction.opcode in (*_PARTIAL_WRITES, "copy"):
+            is_partial = is_partial or instruction.opcode != "copy"
+            copies += [value] if instruction.opcode == "copy" else []
+            value = (operands[0], ())
+            continue
+        aliases = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS]
+        if instruction.opcode == "while":  # its own iterations are another loop's matter
+            aliases = aliases[:1]
+        if len(aliases) != 1:
+            return []
+        (value,) = aliases
+
+
+def _finding(copies: list[Buffer], path: str) -> Finding:
+    first = copies[0]
+    return Finding(
+        rule="copied-in-loop",
+        path=path,
+        num_bytes=sum(copy.num_bytes for copy in copies),
+        detail=f"{first.dtype}{list(first.shape)}, {first.source or 'no line known'}",
+        remedy="let whatever reads the old values come before the write, by data: compute what is written from what "
+        "was read, or write one array after the other; leave out of the carry what is only read",
+    )

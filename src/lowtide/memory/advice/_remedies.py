@@ -1,0 +1,421 @@
+"""What would make a step smaller, and by how much: ranked, estimated from the report, compiled where that is possible.
+
+An estimate removes buffers from the report's timeline and looks at the new peak, so that bytes which are not alive at
+the peak promise nothing. Remedies that only change how the step is called (donation, sharding, the batch) are applied
+and compiled when the step is at hand; then the saving is the compiler's. Of the others an estimate is an upper bound:
+what replaces a buffer (recomputation, transfers) takes memory, too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...core import format_bytes
+from ...hlo import ArgumentLeaf
+from ...report import Buffer, MemoryReport
+from ...targets import Target
+from .._analyze import Role, examine
+from .._owners import Owners
+from .._program import Program, compile
+from ._estimates import recomputations, saving, some
+from ._finding import Finding
+from ._lint import lint_owners, logits
+
+_LOSS_CHUNKS = 8
+_COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
+"""Roles of what a step computes of its batch."""
+_SHARE = 0.01
+"""Remedies below this share of the device bytes are not worth a line."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """One way to need fewer bytes.
+
+    Examples:
+        >>> print(Remedy(kind="donate", action="donate argument 0 (params)", estimated_bytes=2**30))
+        donate: donate argument 0 (params), saves about 1.00 GiB (estimated)
+    """
+
+    kind: str
+    """``donate``, ``split-frozen``, ``offload-optimizer``, ``recompute``, ``chunk-loss``, ``shard``, ``smaller-batch``
+    or a rule of `lowtide.memory.lint`."""
+    action: str
+    """What to do, in words."""
+    estimated_bytes: int
+    """Device bytes that it saves at the peak, read off the report."""
+    compiled_bytes: int | None = None
+    """Device bytes that it saved when it was applied and compiled; None when nobody tried."""
+    apply: Callable[[], Program] | None = dataclasses.field(default=None, repr=False, compare=False)
+    """Compiles the step with the remedy; None where the code of the step has to change."""
+
+    @property
+    def saving_bytes(self) -> int:
+        """The best figure there is: compiled, else estimated."""
+        return self.estimated_bytes if self.compiled_bytes is None else self.compiled_bytes
+
+    def __str__(self) -> str:
+        figure = "estimated" if self.compiled_bytes is None else "compiled"
+        about = "about " if self.compiled_bytes is None else ""
+        return f"{self.kind}: {self.action}, saves {about}{format_bytes(self.saving_bytes)} ({figure})"
+
+
+def remedies(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: Target | str | None = None,
+    roles: Mapping[str, Role] | None = None,
+    batch: str = "batch",
+    verify: bool = True,
+    donate_argnums: int | Sequence[int] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    **kwargs: Any,
+) -> tuple[Remedy, ...]:
+    """Rank what would make a step smaller.
+
+    Args:
+        fn: the step, as in `lowtide.memory.compile`.
+        *args: its arguments, or shapes of them.
+        target: what to compile for.
+        roles: as in `lowtide.memory.analyze`.
+        batch: the role whose leaves have the batch as their leading axis.
+        verify: compile the step with every remedy that only changes how it is called, one compile each; False leaves
+            estimates.
+        donate_argnums: as in `jax.jit`.
+        static_argnums: as in `jax.jit`.
+        **kwargs: keyword arguments of `fn`.
+
+    Returns:
+        Remedies that save at least one per cent of the device bytes, the best first.
+
+    Raises:
+        Exception: as `lowtide.memory.compile`.
+
+    Memory:
+        Nothing is allocated on the target.
+
+    Examples:
+        >>> import jax, jax.numpy as jnp
+        >>> w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+        >>> [r.kind for r in remedies(lambda w, g: w - 0.1 * g, w, w, roles={"params": 0})]
+        ['donate']
+    """
+    call = _Call(fn, args, kwargs, target, donate_argnums, static_argnums)
+    program = call.compile()
+    report, owners = examine(program, roles)
+    if owners is None:
+        return ()
+    found = suggest(report, owners, lint_owners(owners, report, program.jaxpr), call, roles, batch)
+    if verify:
+        found = tuple(_verified(remedy, report) for remedy in found)
+    return ranked(found, report)
+
+
+def ranked(found: Iterable[Remedy], report: MemoryReport) -> tuple[Remedy, ...]:
+    """Remedies that are worth a line, the best first."""
+    worth = [remedy for remedy in found if remedy.saving_bytes >= _SHARE * report.device_bytes]
+    return tuple(sorted(worth, key=lambda remedy: -remedy.saving_bytes))
+
+
+def _verified(remedy: Remedy, report: MemoryReport) -> Remedy:
+    if remedy.apply is None:
+        return remedy
+    try:
+        saved = report.device_bytes - remedy.apply().report().device_bytes
+    except Exception as error:
+        # A step that counts on its batch or its shardings does not compile with other ones; the estimate stands.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return dataclasses.replace(remedy, action=f"{remedy.action} (as it is, the step refuses: {reason})", apply=None)
+    return dataclasses.replace(remedy, compiled_bytes=saved)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """How a step is called, to be called otherwise."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Target | str | None
+    donate: int | Sequence[int] | None
+    static: int | Sequence[int] | None
+
+    def compile(self) -> Program:
+        return compile(
+            self.fn,
+            *self.args,
+            target=self.target,
+            donate_argnums=self.donate,
+            static_argnums=self.static,
+            **self.kwargs,
+        )
+
+    @property
+    def is_jitted(self) -> bool:
+        return hasattr(self.fn, "trace") and hasattr(self.fn, "lower")
+
+    def donating(self, also: int, donated: Iterable[int], keywords: Iterable[str]) -> _Call:
+        """The call with one more donated argument; of a jitted function, with all else that it was jitted with.
+
+        Args:
+            also: the position to donate.
+            donated: positions that are donated already.
+            keywords: keyword arguments that are not static.
+        """
+        changed = dataclasses.replace(self, donate=tuple(sorted({*donated, also})))
+        if not self.is_jitted:
+            return changed
+        static = {key: value for key, value in self.kwargs.items() if key not in set(keywords)}
+        rest = {key: value for key, value in self.kwargs.items() if key not in static}
+        return dataclasses.replace(changed, fn=functools.partial(self.fn, **static), kwargs=rest)
+
+    def changing(self, argument: int, change: Callable[[Any], Any]) -> _Call:
+        args = list(self.args)
+        args[argument] = jax.tree.map(change, args[argument])
+        return dataclasses.replace(self, args=tuple(args))
+
+
+def suggest(
+    report: MemoryReport,
+    owners: Owners,
+    findings: Sequence[Finding],
+    call: _Call | None = None,
+    roles: Mapping[str, Role] | None = None,
+    batch: str = "batch",
+) -> tuple[Remedy, ...]:
+    """Remedies of one report, estimated.
+
+    Args:
+        report: the report.
+        owners: what the report was made of.
+        findings: what `lint` said.
+        call: how the step is called, to apply remedies; None when it is not at hand.
+        roles: the caller's roles.
+        batch: the role of the batch.
+    """
+    found = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
+    found += [*_optimizer_state(report, owners), *_recompute(report), *_loss(report, owners)]
+    found += [*_shards(report, owners, call), *_smaller_batch(report, owners, call, roles or {}, batch)]
+    return tuple(found)
+
+
+def _donations(
+    report: MemoryReport, owners: Owners, findings: Sequence[Finding], call: _Call | None
+) -> Iterable[Remedy]:
+    arguments: dict[int | str, list[ArgumentLeaf]] = {}
+    undonated = {finding.path for finding in findings if finding.rule == "undonated-state"}
+    for leaf in owners.leaves:
+        if leaf.path in undonated:
+            arguments.setdefault(leaf.argument, []).append(leaf)
+    for argument, leaves in arguments.items():
+        paths = {leaf.path for leaf in leaves}
+        served = {at: value for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
+        # One buffer serves one output, however many are made of the argument.
+        outputs = {owners.outputs[owners.results[value]].path for value in served.values()}
+        mine = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
+        throughout = {id(b) for b in mine if (b.start, b.end) == (0, len(report.moments) - 1)}
+        estimate = saving(report, lambda b, t=throughout: float(id(b) in t))
+        yield Remedy(
+            kind="donate",
+            action=f"donate argument {argument!r} ({_roles_of(report, paths)})",
+            estimated_bytes=estimate,
+            apply=_donation(owners, call, argument),
+        )
+
+
+def _donation(owners: Owners, call: _Call | None, argument: int | str) -> Callable[[], Program] | None:
+    if call is None or not isinstance(argument, int):
+        return None
+    donated = {leaf.argument for leaf in owners.leaves if leaf.donated and isinstance(leaf.argument, int)}
+    return call.donating(argument, donated, {str(leaf.argument) for leaf in owners.leaves}).compile
+
+
+def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterable[Remedy]:
+    frozen = {f.path for f in findings if f.rule == "optimizer-over-frozen"}
+    if frozen:
+        yield Remedy(
+            kind="split-frozen",
+            action=f"build the optimizer over what trains: {some(frozen)} get no gradient",
+            estimated_bytes=saving(report, lambda b: float(b.phase == "argument" and b.path in frozen)),
+        )
+    copied = {f.path for f in findings if f.rule == "residual-copy"}
+    for path in sorted(copied):
+        yield Remedy(
+            kind="residual-copy",
+            action=f"recompute the copy of {path} in the backward pass, or make it once, outside of the loop",
+            estimated_bytes=saving(report, lambda b, p=path: float(b.role == "copies" and b.path == p)),
+        )
+    for finding in (f for f in findings if f.rule == "frozen-cast"):
+        leaf = next(b for b in report.buffers if b.phase == "argument" and b.path == finding.path)
+        kept = finding.num_bytes / leaf.num_bytes
+
+        def share(b: Buffer, path: str = finding.path, kept: float = kept) -> float:
+            return (b.path == path) * ((1 - kept) if b.phase == "argument" else float(b.role == "copies"))
+
+        yield Remedy(
+            kind="frozen-cast",
+            action=f"pass {finding.path} in {finding.detail.partition('[')[0]}, in which it is used: it does not train",
+            estimated_bytes=saving(report, share),
+        )
+    unchanged = collections.Counter[str]()
+    for finding in (f for f in findings if f.rule == "returned-unchanged"):
+        unchanged[finding.path] += finding.num_bytes
+    for path, num_bytes in unchanged.items():
+        yield Remedy(
+            kind="returned-unchanged",
+            action=f"leave {path} out of the result",
+            estimated_bytes=min(num_bytes, report.device.output_bytes - report.device.alias_bytes),
+        )
+
+
+def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
+    """State that the update replaces and neither pass computes with."""
+    if report.target.platform == "cpu":
+        return  # has no other memory
+    flow = owners.dataflow
+    state = {
+        at
+        for at in owners.replaced.values()
+        if not flow.is_differentiated(at) and owners.leaves[at].kept and not owners.leaves[at].on_host
+    }
+    if not state or not any(phase == "backward" for phase in flow.phases.values()):
+        return
+    paths = {owners.leaves[at].path for at in state}
+    staging = 2 * max(owners.leaves[at].num_bytes for at in state)
+    estimate = saving(report, lambda b: float(b.phase == "argument" and b.path in paths)) - staging
+    yield Remedy(
+        kind="offload-optimizer",
+        action=f"keep {_roles_of(report, paths)} in host memory, streamed leaf by leaf: {some(paths)}",
+        estimated_bytes=max(estimate, 0),
+    )
+
+
+def _recompute(report: MemoryReport) -> Iterable[Remedy]:
+    for action, num_bytes in recomputations(report):
+        yield Remedy(kind="recompute", action=action, estimated_bytes=num_bytes)
+
+
+def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
+    widest, is_logits = logits(owners)
+    estimate = saving(report, lambda b: (1 - 1 / _LOSS_CHUNKS) * is_logits(b))
+    if estimate:
+        yield Remedy(
+            kind="chunk-loss",
+            action=f"compute the loss in {_LOSS_CHUNKS} chunks of tokens, so that no array of {widest} columns for all "
+            "of them lives: lowtide.losses.chunked_cross_entropy",
+            estimated_bytes=estimate,
+        )
+
+
+def _shards(report: MemoryReport, owners: Owners, call: _Call | None) -> Iterable[Remedy]:
+    arguments: dict[int | str, list[ArgumentLeaf]] = {}
+    for leaf in owners.leaves:
+        if leaf.num_replicas > 1:
+            arguments.setdefault(leaf.argument, []).append(leaf)
+    for argument, leaves in arguments.items():
+        divisible = [leaf for leaf in leaves if _divisible(owners, leaf)]
+        paths, count = {leaf.path for leaf in divisible}, leaves[0].num_replicas
+        outputs = {
+            owners.outputs[owners.results[value]].path
+            for value, at in owners.replaced.items()
+            if owners.leaves[at].path in paths
+        }
+
+        def part(b: Buffer, p: set[str] = paths, o: set[str] = outputs, share: float = 1 - 1 / count) -> float:
+            is_argument, is_output = b.phase == "argument" and b.path in p, b.role == "outputs" and b.path in o
+            return share * (is_argument or is_output)
+
+        yield Remedy(
+            kind="shard",
+            action=f"shard argument {argument!r} ({_roles_of(report, paths)}) over the {count} devices that each hold "
+            "it in full",
+            estimated_bytes=saving(report, part),
+            apply=_sharding(call, argument, count),
+        )
+
+
+def _divisible(owners: Owners, leaf: ArgumentLeaf) -> bool:
+    at = next(at for at, other in enumerate(owners.leaves) if other is leaf)
+    value = next((value for value, other in owners.parameters.items() if other == at), None)
+    dims = owners.dataflow.graph.shape(value).dimensions if value is not None else ()
+    return any(dim % leaf.num_replicas == 0 and dim for dim in dims)
+
+
+def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
+    """The compile with an argument split over the whole mesh, along the first axis of each leaf that divides."""
+    if call is None or not isinstance(argument, int):
+        return None
+
+    def sharded(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not sharding.is_fully_replicated:
+            return leaf
+        axis = next((at for at, dim in enumerate(leaf.shape) if dim and dim % count == 0), None)
+        if axis is None:
+            return leaf
+        spec = PartitionSpec(*[None] * axis, sharding.mesh.axis_names)
+        split = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
+
+    return call.changing(argument, sharded).compile
+
+
+def _smaller_batch(
+    report: MemoryReport, owners: Owners, call: _Call | None, roles: Mapping[str, Role], batch: str
+) -> Iterable[Remedy]:
+    leaves = [leaf for leaf in owners.leaves if _role(report, leaf) == batch and leaf.kept]
+    graph = owners.dataflow.graph
+    shapes = {at: graph.shape(value).dimensions for value, at in owners.parameters.items()}
+    mine = [shapes[at] for at, leaf in enumerate(owners.leaves) if leaf in leaves and at in shapes]
+    lengths = {dims[0] if dims else 0 for dims in mine}
+    if len(lengths) != 1 or (length := lengths.pop()) < 2 or length % 2:
+        return
+    weights = {tuple(sorted(dims)) for at, dims in shapes.items() if owners.leaves[at] not in leaves}
+
+    def scales(buffer: Buffer) -> bool:
+        if buffer.phase == "argument":
+            return buffer.role == batch
+        elements = 1
+        for dim in buffer.shape:
+            elements *= dim
+        made = buffer.role in _COMPUTED and buffer.phase != "update"
+        return made and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weights
+
+    apply = None
+    argument = roles.get(batch)
+    if call is not None and isinstance(argument, int):
+        apply = call.changing(argument % len(call.args), _halved).compile
+    action = f"half of the {length} examples"
+    if any(phase == "backward" for phase in owners.dataflow.phases.values()):
+        kept = sum(leaf.num_bytes for leaf in leaves) // 2
+        less = f", which keeps the other half ({format_bytes(kept)})" if kept >= _SHARE * report.device_bytes else ""
+        action += f"; for the same values lowtide.accumulate(grad_fn, num_microbatches=2){less}"
+    yield Remedy(
+        kind="smaller-batch",
+        action=action,
+        estimated_bytes=saving(report, lambda b: 0.5 * scales(b)),
+        apply=apply,
+    )
+
+
+def _halved(leaf: Any) -> Any:
+    if not getattr(leaf, "shape", ()):
+        return leaf
+    sharding = getattr(leaf, "sharding", None)
+    return jax.ShapeDtypeStruct((leaf.shape[0] // 2, *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+
+
+def _role(report: MemoryReport, leaf: ArgumentLeaf) -> str:
+    return next((b.role for b in report.buffers if b.phase == "argument" and b.path == leaf.path), "")
+
+
+def _roles_of(report: MemoryReport, paths: set[str]) -> str:
+    roles = {b.role for b in report.buffers if b.phase == "argument" and b.path in paths}
+    return ", ".join(sorted(roles - {"other"})) or some(paths)

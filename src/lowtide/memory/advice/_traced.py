@@ -1,0 +1,182 @@
+"""Rules of the lint that ask the function as JAX traced it: names of activations, constants, equal states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ...core import format_bytes, leaf_bytes
+from ...jaxprs import policy_names, saves_name
+from .._owners import Owners
+from ._finding import Finding
+
+# --- names ---------------------------------------------------------------------------------------------------------
+
+
+def unmatched_names(jaxpr: Any) -> Iterator[Finding]:
+    """Names that a policy knows and nobody gives: a misspelt one is not saved, or not left out."""
+    tags, policies = _names(jaxpr)
+    known = set[str]().union(*(names for _, names in policies))
+    missed = {name: size for name, size in tags.items() if name not in known}
+    for name in sorted(known - set(tags)):
+        listed = ", ".join(f"{tag} ({format_bytes(size)})" for tag, size in sorted(missed.items())) or "none"
+        yield Finding(
+            rule="checkpoint-name-unmatched",
+            path=name,
+            num_bytes=sum(missed.values()),
+            detail=f"names that are given and not asked for: {listed}",
+            remedy="spell the name as in jax.ad_checkpoint.checkpoint_name, or remove it from the policy",
+        )
+
+
+def unused_names(jaxpr: Any) -> Iterator[Finding]:
+    """Names that are given and that no policy knows or saves, where policies ask for names at all."""
+    tags, policies = _names(jaxpr)
+    asked = {name for _, names in policies for name, is_saved in names.items() if is_saved}
+    known = asked.union(*(names for _, names in policies))
+    unused = {tag for tag in tags if tag not in known and not any(saves_name(policy, tag) for policy, _ in policies)}
+    # Where no name is found, that is the finding; where none is asked for, names are a library's offer.
+    if unused and asked & set(tags):
+        yield Finding(
+            rule="checkpoint-name-unused",
+            path=", ".join(sorted(unused)),
+            num_bytes=sum(tags[tag] for tag in unused),
+            detail=f"asked for: {', '.join(sorted(asked))}; the others are recomputed",
+            remedy="name it in the policy to keep or offload it, or leave it: recomputing costs time, no bytes",
+        )
+
+
+def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
+    """The bytes behind each name that is given, and each policy with the names that it knows."""
+    tags, policies = dict[str, int](), dict[int, Any]()
+    for equation, runs in equations(jaxpr.jaxpr, 1):
+        if equation.primitive.name == "name":
+            name = equation.params["name"]
+            tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
+        elif "policy" in equation.params and equation.params["policy"] is not None:
+            policies[id(equation.params["policy"])] = equation.params["policy"]
+    return tags, [(policy, policy_names(policy)) for policy in policies.values()]
+
+
+def equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
+    """All equations of a jaxpr and of those inside, with how often each runs."""
+    for equation in jaxpr.eqns:
+        yield equation, runs
+        times = runs * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, times)
+
+
+def casts(jaxpr: Any) -> set[str]:
+    """The types, in XLA's words, that the function casts to or gives its arguments."""
+    made = {
+        str(v.aval.dtype)
+        for e, _ in equations(jaxpr.jaxpr, 1)
+        if e.primitive.name == "convert_element_type"
+        for v in e.outvars
+    }
+    given = {str(variable.aval.dtype) for variable in jaxpr.jaxpr.invars if hasattr(variable.aval, "dtype")}
+    return {name.replace("bfloat", "bf").replace("float", "f").replace("_", "") for name in made | given}
+
+
+# --- constants -----------------------------------------------------------------------------------------------------
+
+
+def constants(jaxpr: Any) -> Iterator[Finding]:
+    """Arrays that the function closes over."""
+    found = {id(array): array for array in _constants(jaxpr) if hasattr(array, "shape") and hasattr(array, "dtype")}
+    for array in found.values():
+        yield Finding(
+            rule="large-constant",
+            path=f"{array.dtype}{list(array.shape)}",
+            num_bytes=leaf_bytes(array),
+            remedy="pass it as an argument: the program holds a copy of its own, and so does every compile",
+        )
+
+
+def _constants(closed: Any) -> Iterator[Any]:
+    yield from getattr(closed, "consts", ())
+    for equation in getattr(closed, "jaxpr", closed).eqns:
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (list, tuple)) else (value,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from _constants(inner)
+
+
+# --- equal states --------------------------------------------------------------------------------------------------
+
+
+def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
+    """States that no pass computes with and that follow the same formula: two averages of the same weights."""
+    inner = jaxpr.jaxpr
+    if len(inner.invars) != len(owners.leaves) or len(inner.outvars) != len(owners.outputs):
+        return
+    states = {
+        at: owners.results[output]
+        for output, at in owners.replaced.items()
+        if not owners.dataflow.is_differentiated(at) and owners.dataflow.graph.is_floating(output)
+    }
+    formulas = _Formulas(inner, [inner.invars[at] for at in states])
+    first: dict[int, int] = {}
+    for at, output in sorted(states.items()):
+        formula = formulas.of(inner.outvars[output])
+        if formula is None:
+            continue
+        other = first.setdefault(formula, at)
+        if other != at:
+            leaf = owners.leaves[at]
+            yield Finding(
+                rule="duplicated-average",
+                path=leaf.path,
+                num_bytes=leaf.num_bytes,
+                detail=f"as {owners.leaves[other].path}",
+                remedy="keep one of the two, if they begin with the same values",
+            )
+
+
+class _Formulas:
+    """Numbers for variables that are equal where their formulas are (value numbering).
+
+    Args:
+        jaxpr: the program; what is inside of its loops and calls is compared as a whole.
+        states: inputs whose names do not matter, only their shapes.
+    """
+
+    def __init__(self, jaxpr: Any, states: list[Any]) -> None:
+        self._numbers: dict[Any, int] = {var: hash(("state", str(var.aval))) for var in states}
+        self._made = set(states)
+        # In order, so that nothing has to be called within itself, however long the program.
+        for equation in jaxpr.eqns:
+            inputs = tuple(self._number(variable) for variable in equation.invars)
+            params = tuple((key, _comparable(value)) for key, value in sorted(equation.params.items()))
+            made = (equation.primitive.name, params, inputs)
+            self._numbers.update({variable: hash((made, at)) for at, variable in enumerate(equation.outvars)})
+            if any(not _is_literal(variable) and variable in self._made for variable in equation.invars):
+                self._made.update(equation.outvars)
+
+    def of(self, variable: Any) -> int | None:
+        """The number of a variable's formula; None for what is made of no state."""
+        return None if _is_literal(variable) or variable not in self._made else self._number(variable)
+
+    def _number(self, variable: Any) -> int:
+        if _is_literal(variable):
+            return hash(("value", str(variable.val)))
+        return self._numbers.get(variable, id(variable))
+
+
+def _is_literal(variable: Any) -> bool:
+    return hasattr(variable, "val")
+
+
+def _comparable(value: Any) -> object:
+    """A parameter of an operation; programs inside are compared by identity, as a jitted function's are one."""
+    if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
+        return tuple(map(id, value))
+    return id(value) if _is_program(value) else str(value)
+
+
+def _is_program(value: Any) -> bool:
+    return hasattr(getattr(value, "jaxpr", value), "eqns")

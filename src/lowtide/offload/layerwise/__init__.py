@@ -1,0 +1,13 @@
+"""The layerwise step: each layer updated inside of the backward pass."""
+
+from ._clip import Clip as Clip
+from ._layerwise import LayerwiseStep as LayerwiseStep
+from ._layerwise import layerwise_step as layerwise_step
+from ._state import LayerwiseState as LayerwiseState
+
+__all__ = [
+    "Clip",
+    "LayerwiseState",
+    "LayerwiseStep",
+    "layerwise_step",
+]

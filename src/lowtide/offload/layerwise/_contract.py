@@ -1,0 +1,162 @@
+"""What a `LayerStack` has to keep to, checked on shapes, so that a mistake is named before XLA sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from ...core import ConfigError, LayerStack, SelectionError, StructureError, Tree, leaves_with_paths, match_path
+from ...jaxprs import CALLS
+
+
+def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tree:
+    """Trace the three functions of a stack and compare what they return with what they have to.
+
+    Args:
+        stack: the model.
+        outer: shapes of all outer leaves.
+        layer: shapes of one layer's leaves.
+        batch: shapes of one microbatch.
+
+    Returns:
+        Shapes of the activations between blocks.
+
+    Raises:
+        StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
+    """
+    h = jax.eval_shape(stack.first, outer, batch)
+    after = jax.eval_shape(stack.block, layer, h, batch)
+    before_by_path, after_by_path = ({path: _text(leaf) for path, leaf in leaves_with_paths(x)} for x in (h, after))
+    changed = [
+        path for path in {**before_by_path, **after_by_path} if before_by_path.get(path) != after_by_path.get(path)
+    ]
+    if changed or jax.tree.structure(h) != jax.tree.structure(after):
+        at = changed[0] if changed else ""
+        raise StructureError(
+            f"block changes the activations{f' at {at}' if at else ''}",
+            expected=before_by_path.get(at, jax.tree.structure(h)),
+            got=after_by_path.get(at, jax.tree.structure(after)),
+            hint="block has to return what first returned, in structure, shape and dtype; cast its result",
+        )
+    result: Any = jax.eval_shape(stack.last, outer, h, batch)
+    if not isinstance(result, tuple) or len(result) != 2 or getattr(result[0], "shape", None) != ():
+        raise StructureError(
+            "last does not return a loss and metrics",
+            expected="(loss, metrics), the loss a scalar",
+            got=jax.tree.map(_text, result),
+            hint="return (jnp.mean(loss), {}) when there are no metrics",
+        )
+    taken = {"loss", "grad_norm"} & set(result[1] if isinstance(result[1], dict) else {})
+    if not isinstance(result[1], dict) or taken:
+        raise StructureError(
+            f"last returns a metric named {', '.join(sorted(taken))}, which the step reports itself"
+            if taken
+            else "the metrics of last have no names",
+            expected="a dictionary of scalars by other names than loss and grad_norm",
+            got=", ".join(result[1]) if taken else type(result[1]).__name__,
+            hint="rename it",
+        )
+    return h
+
+
+def refuse_equal_paths(outer: Tree) -> None:
+    """Raise when two outer leaves have one path: a layerwise step finds the state of each by its path.
+
+    Args:
+        outer: parameters outside the stack.
+
+    Raises:
+        StructureError: with the path.
+    """
+    paths = [path for path, _ in leaves_with_paths(outer)]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise StructureError(
+                f"two leaves have the path outer/{path}",
+                expected="one leaf for each path",
+                got=f"{paths.count(path)} leaves",
+                hint="rename a key that contains '/'",
+            )
+
+
+def refuse_explicit_axes(**trees: Tree) -> None:
+    """Raise when a leaf lives on a mesh whose axes are part of its type.
+
+    The buffers of a layerwise step take their sharding from what is written into them, which explicit axes forbid.
+
+    Args:
+        **trees: arrays, tracers or shapes, by the name that an error gives them.
+
+    Raises:
+        ConfigError: with the path and the axes.
+    """
+    for path, leaf in leaves_with_paths(trees):
+        mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
+        explicit = [] if mesh is None else [name for name in mesh.axis_names if name in mesh.explicit_axes]
+        if explicit:
+            raise ConfigError(
+                f"{path}: its mesh has explicit axes, which a layerwise step cannot take",
+                expected="axes of type jax.sharding.AxisType.Auto",
+                got=f"explicit {', '.join(map(str, explicit))}",
+                hint="jax.make_mesh makes axes explicit unless it is told: pass "
+                "axis_types=(jax.sharding.AxisType.Auto,) * number of axes",
+            )
+
+
+def refuse_unmatched(running: Sequence[str], outer: Tree) -> None:
+    """Raise when patterns of `LayerStack.running` name no outer leaf at all: a misspelt name would do nothing.
+
+    Args:
+        running: the patterns.
+        outer: parameters outside the stack.
+
+    Raises:
+        SelectionError: with the paths that there are.
+    """
+    paths = [path for path, _ in leaves_with_paths(outer)]
+    if running and not any(match_path(path, pattern) for path in paths for pattern in running):
+        raise SelectionError(
+            f"LayerStack.running names no outer leaf: {', '.join(map(repr, running))}",
+            expected=f"a pattern for one of {', '.join(paths[:8]) or 'no leaves'}",
+            hint="it is for matrices that last multiplies by, such as lm_head/weight; () is for none",
+        )
+
+
+def check_running(jaxpr: Any, paths: list[str]) -> None:
+    """Raise when a running gradient would be added more than once, or not at all.
+
+    Args:
+        jaxpr: a function whose first inputs are the totals of the running gradients.
+        paths: the paths of these.
+
+    Raises:
+        StructureError: with the path.
+    """
+    for path, var in zip(paths, jaxpr.invars, strict=False):
+        if _uses(jaxpr, var) != 1:
+            raise StructureError(
+                f"outer/{path}: last does not use it exactly once, so its gradient cannot continue a running total",
+                expected="one use, in lowtide.core.linear or chunked_cross_entropy, outside of loops",
+                got="no use" if not _uses(jaxpr, var) else "several uses, or one inside a loop or another operation",
+                hint="take its pattern out of LayerStack.running; its gradient is then added up like any other",
+            )
+
+
+def _uses(jaxpr: Any, var: Any) -> int:
+    """How many operations with a rule of their own read a variable; any other reader counts as two."""
+    count = 2 * sum(out is var for out in jaxpr.outvars)
+    for eqn in jaxpr.eqns:
+        at = [position for position, read in enumerate(eqn.invars) if read is var]
+        name = eqn.primitive.name
+        if at and name in CALLS and not name.startswith("custom_"):
+            inner = getattr(eqn.params[CALLS[name]], "jaxpr", eqn.params[CALLS[name]])
+            count += sum(_uses(inner, inner.invars[position]) for position in at)
+        elif at:
+            count += 1 if name.startswith("custom_vjp_call") and len(at) == 1 else 2
+    return count
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"

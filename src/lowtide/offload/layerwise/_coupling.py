@@ -1,0 +1,152 @@
+"""Optimizers that cannot run inside the backward pass: one leaf's update waits there for another's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ...core import StructureError, Tree, leaves_with_paths
+from ...jaxprs import CALLS
+
+
+def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
+    """Raise when an update of one leaf depends on the gradient of another, in this step or by way of the state.
+
+    Args:
+        tx: the optimizer.
+        params: shapes of one layer's trainable leaves.
+
+    Raises:
+        StructureError: with the paths of two such leaves; for an optimizer that draws random numbers, or needs more
+            than gradients, parameters and the loss.
+    """
+    try:
+        # Two layers at once: a norm over a stack of one leaf mixes that leaf of all layers.
+        pair, prefixes = (params, params), ("layer 0: ", "layer 1: ")
+        closed, state = _traced(tx, pair)
+    except (TypeError, ValueError, AttributeError):
+        # Labels or masks given as trees fit one layer only.
+        pair, prefixes = (params,), ("",)
+        closed, state = refuse_unusable(tx, params)
+    for path, leaf in leaves_with_paths(state):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            raise StructureError(
+                f"the optimizer draws random numbers: its state {path} is a key",
+                expected="an optimizer without randomness, such as optax.adamw",
+                got=f"{leaf.dtype}, which would draw the same numbers for every layer",
+                hint="wrap it with lt.offload.optimizer, which updates all layers at once",
+            )
+    paths = [prefix + path for prefix, tree in zip(prefixes, pair, strict=True) for path, _ in leaves_with_paths(tree)]
+    first, last = len(paths), len(paths) + len(jax.tree.leaves(state))
+    sources = [frozenset([at]) if at < first else frozenset[int]() for at in range(len(closed.in_avals))]
+    sources[-1] = frozenset([_LOSS])
+    while True:  # what the state has seen in one step, updates read in the next
+        found = _reach(closed.jaxpr, sources)
+        held = [old | new for old, new in zip(sources[first:last], found[first:last], strict=True)]
+        if held == sources[first:last]:
+            break
+        sources[first:last] = held
+    for at, reached in enumerate(found[:first]):
+        if other := sorted(reached - {at, _LOSS}):
+            got, hint = _cause(_LOSS in reached, _primitives(closed.jaxpr))
+            raise StructureError(
+                f"the optimizer updates {paths[at]} by the gradient of {paths[other[0]]}, too",
+                expected="an optimizer that treats leaves one by one, such as optax.adamw",
+                got=got,
+                hint=f"{hint}; lt.offload.optimizer takes every other one",
+            )
+
+
+_LOSS = -1
+
+
+def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
+    """What mixes leaves, in the words of Optax, and the remedy."""
+    if "is_finite" in names:
+        return (
+            "one that looks at all gradients before it updates, such as optax.apply_if_finite",
+            'take it off and pass on_nan="skip" to layerwise_step',
+        )
+    if reads_loss:
+        return (
+            "one whose step size follows from the loss and the norm of all gradients, such as optax.polyak_sgd",
+            "there is no such step size before the last gradient: choose a schedule",
+        )
+    return (
+        "one that mixes them, such as a chain with optax.clip_by_global_norm, or one that estimates its own step size",
+        "take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step",
+    )
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    """Names of all operations, those of calls too."""
+    found = set[str]()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = eqn.params[CALLS[name]] if name in CALLS else None
+        found |= {name} if inner is None else _primitives(getattr(inner, "jaxpr", inner))
+    return found
+
+
+def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
+    """One update: gradients, state, parameters and loss to updates and state; and shapes of the state."""
+    state = jax.eval_shape(tx.init, params)
+    update = optax.with_extra_args_support(tx).update
+    value = jax.ShapeDtypeStruct((), "float32")
+
+    def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
+        return update(grads, state, params, value=value)
+
+    return jax.make_jaxpr(run)(params, state, params, value), state
+
+
+def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
+    """Raise when an optimizer cannot be called for a part of the parameters.
+
+    Args:
+        tx: the optimizer.
+        params: shapes of the part.
+
+    Returns:
+        The jaxpr of one update, and shapes of the state.
+
+    Raises:
+        StructureError: with what the optimizer says.
+    """
+    try:
+        return _traced(tx, params)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise StructureError(
+            "the optimizer cannot be called with gradients, state and parameters of one layer, and the loss",
+            expected="init(params) and update(grads, state, params, value=loss)",
+            got=str(error),
+            hint="one that evaluates the loss by itself (a line search), or has masks and labels as trees instead of "
+            "functions, cannot run inside the backward pass; lt.offload.optimizer takes any",
+        ) from error
+
+
+def _reach(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    """For every output of a jaxpr the sources that it depends on, given those of the inputs."""
+    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def of(var: Any) -> frozenset[int]:
+        return frozenset() if hasattr(var, "val") else known.get(var, frozenset())
+
+    for eqn in jaxpr.eqns:
+        read = [of(var) for var in eqn.invars]
+        whole = frozenset[int]().union(*read)
+        name = eqn.primitive.name
+        if name in CALLS:
+            inner = eqn.params[CALLS[name]]
+            results = _reach(getattr(inner, "jaxpr", inner), read)
+        elif name == "cond":
+            columns = zip(*(_reach(branch.jaxpr, read[1:]) for branch in eqn.params["branches"]), strict=True)
+            results = [read[0].union(*column) for column in columns]
+        else:
+            results = [whole] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return [of(var) for var in jaxpr.outvars]

@@ -1,0 +1,364 @@
+"""The optimizer inside the backward pass: one block's gradients at a time, updated at once, state on the host.
+
+A training step usually holds all gradients before the first update, and all optimizer state with them. Here the
+backward pass visits one block of a `LayerStack` at a time; its gradients meet the optimizer before the next block runs,
+and its weights and state are on the device for that visit only. Microbatches go breadth first, so tokens per step can
+grow while the traffic of weights and optimizer state over the host link does not; activations between blocks, which
+then wait on the host, add their own.
+
+The idea of updating inside the backward pass is LOMO's (Lv et al., arXiv:2306.09782), state on the host ZeRO-Offload's
+(Ren et al., arXiv:2101.06840), layer-to-layer execution of all microbatches L2L's (Pudipeddi et al., arXiv:2002.05645).
+
+Deviations and limits: each layer, and each outer leaf, is a tree of its own to the optimizer, so one that mixes leaves
+(a global norm in a chain) is refused, and `Clip` takes the place of clipping; every block runs forward twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from ...core import (
+    ConfigError,
+    LayerStack,
+    PlacementError,
+    StructureError,
+    Tree,
+    Where,
+    check_differentiable,
+    combine,
+    fractions,
+    leaves_with_paths,
+    memory_space,
+    microbatch_weights,
+    num_layers,
+    partition,
+    products_explained,
+    split_batch,
+)
+from .._optimizer import check_chunk, check_transformation, is_offloaded
+from .._place import default_device
+from .._slices import DEVICE, HOST, entry_shape
+from ._clip import Clip
+from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
+from ._coupling import refuse_coupled, refuse_unusable
+from ._state import LayerwiseState, alone, initial_state, moves, place_parameters, under
+from ._step import Step
+from ._sweeps import Sweeps
+
+PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
+"""Where things live unless `layerwise_step` is told otherwise."""
+OnNan = Literal["ignore", "skip"]
+
+
+def layerwise_step(
+    stack: LayerStack,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Where = "**",
+    place: Mapping[str, str] | None = None,
+    clip: Clip | None = None,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+    chunk_bytes: int | str = 2**26,
+    on_nan: OnNan = "ignore",
+) -> LayerwiseStep:
+    """A training step that updates each layer inside the backward pass.
+
+    Args:
+        stack: the model as `first`, `block`, `last`.
+        tx: any Optax optimizer that treats leaves one by one; no clipping by a global norm in it. It sees each layer,
+            without the stacking axis, and each outer leaf as a tree of its own, at the paths ``layers/...`` and
+            ``outer/...``. So what reduces over a leaf (LAMB, Adafactor, Muon) does so over one layer's, and a mask
+            such as ``x.ndim > 1`` counts the axes of one layer, unlike in a plain step on the stacked leaves.
+        wrt: which leaves of ``{"outer": ..., "layers": ...}`` train: globs such as ``"layers/**/lora_*"``, or a
+            predicate.
+        place: ``"host"`` or ``"device"`` for ``"layers"`` (stacked parameters), ``"outer"`` (embedding, norm, head),
+            ``"opt_state"`` (of both) and ``"inputs"`` (what enters each block, kept for the backward pass). By default
+            all are on the host but the outer parameters. Vectors of less than a MiB stay on the device.
+        clip: how to clip gradients, or None.
+        num_microbatches: into how many parts a batch is split; each layer sees all of them before the next is fetched.
+        weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`.
+        chunk_bytes: about how many bytes of optimizer state are on the device at a time during an update; a number, or
+            text such as ``"64 MiB"``.
+        on_nan: what to do when the loss or gradients are not finite: ``"ignore"`` updates with them, ``"skip"`` leaves
+            updates out. All of them when the loss is not finite, or with ``"exact"`` clipping, which knows the norm of
+            all gradients before; else those from the first layer backward on whose gradients are not finite. The
+            metrics say what the loss and the norm were. To a `lowtide.Trainer` ``on_nan="skip"`` is said, which passes
+            it on and counts.
+
+    Returns:
+        The step: ``state, frozen = step.init(outer, layers)``, then
+        ``state, metrics = jax.jit(step, donate_argnums=0)(state, frozen, batch)``.
+
+    Raises:
+        StructureError: when `stack` is no `LayerStack`.
+        ConfigError: for an unknown place or a number out of range.
+
+    Memory:
+        Device, beside what `place` leaves there: the weights and gradients of one layer, the activations of one block
+        for one microbatch, a few blocks of `chunk_bytes`; for the outer leaves the gradient of the largest (of those
+        that `first` and `last` share, throughout the backward pass). Flat in the number of layers and microbatches.
+        Host: one copy of what is placed there, and ``(num_layers + 2) * batch`` activations between blocks.
+
+    Examples:
+        >>> stack = LayerStack(
+        ...     first=lambda outer, batch: batch["x"] * outer["scale"],
+        ...     block=lambda layer, h, batch: jnp.tanh(h @ layer["w"]),
+        ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
+        ... )
+        >>> step = layerwise_step(stack, optax.adam(1e-3))
+        >>> state, frozen = step.init({"scale": jnp.ones(())}, {"w": jnp.ones((3, 2, 2))})
+        >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.zeros((4, 2))}
+        >>> state, metrics = jax.jit(step, donate_argnums=0)(state, frozen, batch)
+        >>> sorted(metrics), state.layers["w"].sharding.memory_kind
+        (['grad_norm', 'loss'], 'pinned_host')
+
+    References:
+        Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources", arXiv:2306.09782.
+        Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm",
+        arXiv:2002.05645.
+    """
+    given: Any = stack
+    if not isinstance(given, LayerStack):
+        raise StructureError(
+            "layerwise_step needs a model as a stack of equal blocks",
+            expected="a lowtide.LayerStack",
+            got=type(given).__name__,
+            hint="make one from three functions, or use lt.offload.optimizer, which takes any model",
+        )
+    given = place or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            "place is no mapping",
+            expected=f"a dictionary with keys {', '.join(PLACES)}",
+            got=repr(given),
+            hint='place={"layers": "host"}',
+        )
+    places = {**PLACES, **given}
+    for name, where in places.items():
+        if name not in PLACES or where not in ("host", "device"):
+            raise ConfigError(
+                f"unknown placement {name!r}: {where!r}",
+                expected=f'"host" or "device" for {", ".join(PLACES)}',
+                got=f"{name!r}: {where!r}",
+                hint=f"the default is {PLACES}",
+            )
+    number: Any = num_microbatches
+    if not isinstance(number, int) or number < 1:
+        raise ConfigError(
+            "num_microbatches has to be at least 1",
+            expected="a whole number",
+            got=repr(number),
+            hint="leave it out for the default",
+        )
+    if on_nan not in get_args(OnNan):
+        raise ConfigError(
+            "unknown way to meet gradients that are not finite",
+            expected=" or ".join(map(repr, get_args(OnNan))),
+            got=repr(on_nan),
+            hint='"skip" leaves their updates out; lt.Trainer knows more ways',
+        )
+    given = clip
+    if given is not None and not isinstance(given, Clip):
+        raise ConfigError(
+            "clip is no Clip", expected="a lowtide.offload.Clip", got=repr(given), hint="clip=Clip(max_norm=1.0)"
+        )
+    check_transformation(tx)
+    if is_offloaded(tx):
+        raise ConfigError(
+            "the optimizer is wrapped by lt.offload.optimizer, which a layerwise step does itself",
+            expected="the optimizer, such as optax.adamw(1e-4)",
+            got="lt.offload.optimizer(...)",
+            hint='pass what is wrapped; place={"opt_state": "host"}, the default, keeps its state on the host',
+        )
+    return LayerwiseStep(
+        stack=stack,
+        tx=tx,
+        wrt=wrt,
+        place=places,
+        clip=clip,
+        num_microbatches=num_microbatches,
+        weight=weight,
+        chunk_bytes=check_chunk(chunk_bytes),
+        on_nan=on_nan,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # jax.jit tells steps apart by identity
+class LayerwiseStep:
+    """A pure training step; made by `layerwise_step`, called under `jax.jit` with its first argument donated."""
+
+    stack: LayerStack
+    """The model."""
+    tx: optax.GradientTransformation
+    """The optimizer."""
+    wrt: Where
+    """What trains."""
+    place: Mapping[str, str]
+    """Where things live."""
+    clip: Clip | None
+    """How gradients are clipped."""
+    num_microbatches: int
+    """Parts of a batch."""
+    weight: Callable[[Tree], Any] | None
+    """Weight of a microbatch."""
+    chunk_bytes: int
+    """Optimizer state on the device at a time."""
+    on_nan: OnNan
+    """What to do when loss or gradients are not finite."""
+
+    def init(self, outer: Tree, layers: Tree) -> tuple[LayerwiseState, Tree]:
+        """Place the parameters and make the optimizer's state.
+
+        Args:
+            outer: parameters outside the stack.
+            layers: stacked parameters. Both may be arrays, or `jax.ShapeDtypeStruct`s (then so are the results, for
+                ahead-of-time compilation), each with its own sharding.
+
+        Returns:
+            The state, which every step consumes and returns, and the frozen leaves, which it only reads.
+
+        Raises:
+            ConfigError: for leaves on a mesh with explicit axes.
+            SelectionError: when `wrt` selects nothing, or a leaf that has no gradient (an integer).
+            StructureError: for layers without a common leading axis, outer leaves of one path, or an optimizer that
+                mixes leaves, needs more than gradients, parameters and the loss, or draws random numbers.
+
+        Memory:
+            One copy of each parameter where it is placed; optimizer state is made a layer at a time. What is there
+            already is not copied: it belongs to the state, and the first step consumes it.
+        """
+        if not num_layers(layers):
+            raise StructureError(
+                "the stack has no layers",
+                expected="at least one",
+                got="0",
+                hint="lt.value_and_grad and an optimizer train what has no layers",
+            )
+        refuse_equal_paths(outer)
+        refuse_explicit_axes(outer=outer, layers=layers)
+        refuse_unmatched(self.stack.running, outer)
+        # A Python number has no memory to be in.
+        outer = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, float | int) else x, outer)
+        trainable, frozen = partition({"outer": outer, "layers": layers}, self.wrt)
+        check_differentiable(trainable)
+        if not jax.tree.leaves(trainable["layers"]):
+            raise StructureError(
+                "no stacked leaf trains",
+                expected="at least one selected leaf below 'layers'",
+                got=", ".join(path for path, _ in leaves_with_paths(trainable)),
+                hint="without gradients in the layers lowtide.value_and_grad needs no layerwise step",
+            )
+        trainable, frozen = (place_parameters(tree, self.place) for tree in (trainable, frozen))
+        refuse_coupled(under(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable["outer"])
+        for path, _ in leaves_with_paths(shapes):
+            refuse_unusable(under(self.tx, "outer"), alone(shapes, path))
+        return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
+
+    def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
+        """The model's parameters as they are now: `outer` and `layers`, where they live."""
+        return combine(state.outer, frozen["outer"]), combine(state.layers, frozen["layers"])
+
+    def __call__(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> tuple[LayerwiseState, dict[str, Any]]:
+        """One step.
+
+        Args:
+            state: as `init` or the previous step returned it; donate it.
+            frozen: the frozen leaves.
+            batch: whatever the stack's functions read; the leading axis of every leaf splits into microbatches, if
+                there are several.
+
+        Returns:
+            The new state, and the metrics: ``loss``, ``grad_norm`` (of all gradients, before clipping), and those of
+            `last`, averaged over microbatches by weight.
+
+        Raises:
+            ConfigError: for a batch on a mesh with explicit axes.
+            PlacementError: when a leaf of the state is not in the memory where it was placed.
+            StructureError: when the batch does not split, a function of the stack does not return what it has to, an
+                outer leaf is read by none, or one that `LayerStack.running` names not exactly once.
+        """
+        _refuse_other_state(state, frozen)
+        self._check_places(state, frozen)
+        refuse_explicit_axes(batch=batch)
+        with products_explained(self.parameters(state, frozen)):
+            return self._run(self._step(state, frozen, batch))
+
+    def _run(self, step: Step) -> tuple[LayerwiseState, dict[str, Any]]:
+        if self.clip is not None and self.clip.mode == "exact":
+            norm, layers = step.measure()
+            again = dataclasses.replace(step, state=dataclasses.replace(step.state, layers=layers))
+            return again.update(self.clip.factor(norm), jnp.isfinite(norm))
+        if self.clip is not None and self.clip.mode == "previous":
+            return step.update(self.clip.factor(step.state.grad_norm))
+        return step.update(None)
+
+    def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> Step:
+        batches, seeds = self._batches(batch)
+        return Step(
+            tx=self.tx,
+            clip=self.clip,
+            chunk_bytes=self.chunk_bytes,
+            is_guarded=self.on_nan == "skip",
+            outer_space=_space(self.place["outer"]),
+            state=state,
+            sweeps=Sweeps(
+                stack=self.stack,
+                frozen_outer=frozen["outer"],
+                frozen_layers=frozen["layers"],
+                batches=batches,
+                seeds=seeds,
+                num_layers=num_layers(state.layers),
+                inputs_space=_space(self.place["inputs"]),
+            ),
+        )
+
+    def _batches(self, batch: Tree) -> tuple[Tree, Any]:
+        """The microbatches, and the part of each in the loss."""
+        if self.num_microbatches == 1:  # what has no leading axis need not split
+            return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
+        batches = split_batch(batch, self.num_microbatches)
+        return batches, fractions(microbatch_weights(self.weight, batches, self.num_microbatches))
+
+    def _check_places(self, state: LayerwiseState, frozen: Tree) -> None:
+        if not default_device().addressable_memories():
+            return  # a GPU that only compiles: it knows no host memory, and memory reports move what was declared there
+        trees = (
+            ("outer", False, (state.outer, frozen["outer"])),
+            ("layers", True, (state.layers, frozen["layers"])),
+            ("opt_state", False, (state.outer_opt,)),
+            ("opt_state", True, (state.layers_opt,)),
+        )
+        for name, stacked, tree in trees:
+            wanted = _space(self.place[name])
+            for path, leaf in leaves_with_paths(tree):
+                if moves(leaf, stacked=stacked) and memory_space(leaf) != wanted:
+                    raise PlacementError(
+                        f"{name}/{path.partition('/')[2]}: not in the memory where the step was told it is",
+                        expected=f"{self.place[name]} memory",
+                        got="device memory" if wanted == HOST else "host memory",
+                        hint="take the state from step.init, or put a restored one back with lt.offload.to_host",
+                    )
+
+
+def _refuse_other_state(state: Any, frozen: Any) -> None:
+    """Raise when the arguments of a step are not what its `init` returned."""
+    if not isinstance(state, LayerwiseState) or not isinstance(frozen, Mapping) or set(frozen) != {"outer", "layers"}:
+        raise StructureError(
+            "the arguments are not a layerwise step's",
+            expected="step(state, frozen, batch)",
+            got=f"step({type(state).__name__}, {type(frozen).__name__}, ...)",
+            hint="state, frozen = step.init(outer, layers)",
+        )
+
+
+def _space(place: str) -> Any:
+    return HOST if place == "host" else DEVICE

@@ -1,0 +1,138 @@
+"""The state of a layerwise step: what it consumes and returns, and how it comes about a layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ...core import Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
+from .._optimizer import state_shardings
+from .._place import to_device, to_host
+from .._slices import DEVICE, HOST, buffer, put, read, write
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["step", "outer", "layers", "outer_opt", "layers_opt", "grad_norm"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class LayerwiseState:
+    """All that a layerwise step changes."""
+
+    step: Any
+    """Steps taken, an int32 scalar."""
+    outer: Tree
+    """Trainable outer leaves, `None` elsewhere."""
+    layers: Tree
+    """Trainable stacked leaves, `None` elsewhere."""
+    outer_opt: Mapping[str, Tree]
+    """The optimizer's state of each outer leaf, by its path."""
+    layers_opt: Tree
+    """The optimizer's state of one layer, every leaf with a leading axis for the layers."""
+    grad_norm: Any
+    """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first."""
+
+
+def alone(tree: Tree, path: str) -> Tree:
+    """The tree with all leaves but one left out."""
+    leaves, treedef = jax.tree.flatten(tree)
+    paths = [name for name, _ in leaves_with_paths(tree)]
+    return treedef.unflatten([leaf if name == path else None for name, leaf in zip(paths, leaves, strict=True)])
+
+
+def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a part of the parameters, by the paths that it has in the whole: ``layers/...``.
+
+    Labels and masks that are functions of paths then decide as they do for a plain step.
+    """
+    inner: Any = optax.with_extra_args_support(tx)
+
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, state = inner.update({name: updates}, state, {name: params}, **extra)
+        return updates[name], state
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init({name: params}), update)
+
+
+def moves(leaf: Any, *, stacked: bool) -> bool:
+    """Whether a leaf is worth a place on the host: vectors of less than a MiB (an entry, where stacked) are not.
+
+    A TPU cannot cut parts of such rows out of host memory either, which a partitioned program may want to.
+    """
+    entry = leaf.shape[1:] if stacked else leaf.shape
+    return len(entry) > 1 or leaf_bytes(jax.ShapeDtypeStruct(entry, leaf.dtype)) >= 2**20
+
+
+def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
+    """The trees ``{"outer", "layers"}``, each leaf in its memory."""
+
+    def placed(name: str) -> Tree:
+        def one(leaf: Any) -> Any:
+            goes = place[name] == "host" and moves(leaf, stacked=name == "layers")
+            # To the device, too, if only to be committed there: the second step, with the results of the first, would
+            # else compile once more.
+            return to_host(leaf) if goes else to_device(leaf)
+
+        return jax.tree.map(one, tree[name])
+
+    return {"outer": placed("outer"), "layers": placed("layers")}
+
+
+def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
+    """The state of step 0, for placed parameters: arrays, or shapes for shapes."""
+    space = HOST if opt_place == "host" else DEVICE
+
+    def make_layers(layers: Tree) -> Tree:
+        init = under(tx, "layers").init
+        made = jax.eval_shape(lambda: init(read(layers, 0)))
+        empty = jax.tree.map(lambda leaf: buffer(leaf, (count,), space if moves(leaf, stacked=False) else DEVICE), made)
+        return jax.lax.fori_loop(0, count, lambda i, made: write(made, init(read(layers, i)), i), empty)
+
+    def make_outer(leaf: Tree) -> Tree:
+        made = under(tx, "outer").init(put(leaf, DEVICE))
+        return jax.tree.map(lambda x: put(x, space) if moves(x, stacked=False) else x, made)
+
+    count = num_layers(layers)
+    return LayerwiseState(
+        step=_zero(layers, jnp.int32),
+        outer=outer,
+        layers=layers,
+        outer_opt={path: _made(make_outer, alone(outer, path)) for path, _ in leaves_with_paths(outer)},
+        layers_opt=_made(make_layers, layers),
+        grad_norm=_zero(layers, jnp.result_type(float)),
+    )
+
+
+def _made(make: Callable[[Tree], Tree], params: Tree) -> Tree:
+    """The value of ``make(params)``, each leaf sharded like the parameter that it belongs to; of shapes, shapes."""
+    initialiser: Any = make  # only `init` of the transformation is asked
+    shardings = state_shardings(optax.GradientTransformation(initialiser, initialiser), params)
+    if not _are_shapes(params):
+        return jax.jit(make, out_shardings=shardings)(params)
+
+    def shaped(leaf: Any, sharding: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return to_host(shape) if on_host(sharding) else shape
+
+    return jax.tree.map(shaped, jax.eval_shape(make, params), shardings)
+
+
+def _are_shapes(tree: Tree) -> bool:
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def _zero(like: Tree, dtype: Any) -> Any:
+    """A scalar zero on the devices of a tree; of shapes, a shape."""
+    if _are_shapes(like):
+        return jax.ShapeDtypeStruct((), dtype)
+    sharding: Any = jax.tree.leaves(like)[0].sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P())
+    return jax.device_put(jnp.zeros((), dtype), sharding.with_memory_kind("device"))

@@ -1,0 +1,195 @@
+"""One layerwise step over one batch: forward, and backward once for clipping's sake, once with updates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core import StructureError, Tree, combine, leaves_with_paths
+from .._slices import DEVICE, entry_shape, put, zero_after
+from ._clip import Clip, square_norm
+from ._contract import check_stack
+from ._state import LayerwiseState, alone, under
+from ._sweeps import Sweeps
+from ._updates import update, update_layer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A batch and the state that it meets; every method is pure."""
+
+    tx: Any
+    """The optimizer."""
+    clip: Clip | None
+    """How gradients are clipped."""
+    chunk_bytes: int
+    """Bytes from the host in one block of an update."""
+    is_guarded: bool
+    """Whether updates are left out from the first gradient on that is not finite."""
+    outer_space: Any
+    """Where the outer parameters live, and a gradient that waits for the end of the backward pass."""
+    state: LayerwiseState
+    """What the step consumes."""
+    sweeps: Sweeps
+    """The passes over the batch."""
+
+    def measure(self) -> tuple[Any, Tree]:
+        """The norm of all gradients, computed and dropped; and the stacked leaves, to go on with."""
+        first, last = self._readers()
+        inputs, wave, layers = self.sweeps.forward(self._outer(first), self.state.layers, self.state.step)
+        _, _, grads_last, wave = self.sweeps.last(self._outer(last), wave)
+        shared = self._waiting(grads_last, first & last)
+        squares = square_norm(_but(grads_last, first))
+
+        def consume(squares: Any, i: Any, layer: Tree, grads: Tree) -> Any:
+            return squares + square_norm(grads)
+
+        after = zero_after(squares)
+        squares, wave = self.sweeps.backward(lambda _: layers, inputs, wave, consume, squares, after)
+        grads = _added(self._first(first, wave), shared)
+        return jnp.sqrt(squares + square_norm(grads)), layers
+
+    def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
+        """The new state and the metrics.
+
+        Args:
+            factor: what gradients are multiplied by before they are used; None where each norm decides by itself, or
+                nothing is clipped.
+            is_finite: whether the gradients are known to be finite so far; where steps are guarded.
+        """
+        state, first_last = self.state, self._readers()
+        first, last = first_last
+        inputs, wave, layers = self.sweeps.forward(self._outer(first), state.layers, (state.step, factor))
+        loss, metrics, grads_last, wave = self.sweeps.last(self._outer(last), wave)
+        shared = self._waiting(grads_last, first & last)
+        head = _but(grads_last, first)
+        squares = square_norm(head)
+        outer, outer_opt = self._update_outer(head, factor, loss, self._guard(squares, loss, is_finite))
+
+        def consume(carry: Any, i: Any, layer: Tree, grads: Tree) -> Any:
+            layers, opt, squares = carry
+            part, squares = self._factor(grads, factor), squares + square_norm(grads)
+            options = {"guard": self._guard(squares, loss, is_finite), **self._options}
+            tx = under(self.tx, "layers")
+            layers, opt = update_layer(tx, grads, layer, layers, opt, i, loss, part, **options)
+            return layers, opt, squares
+
+        # The gradients of the head are gone before the first block runs backward.
+        after = zero_after((list(outer.values()), squares))
+        carry = (layers, state.layers_opt, squares)
+        carry, wave = self.sweeps.backward(lambda carry: carry[0], inputs, wave, consume, carry, after)
+        layers, layers_opt, squares = carry
+        grads = _added(self._first(first, wave), shared)
+        squares = squares + square_norm(grads)
+        guard = self._guard(squares, loss, is_finite)
+        rest, rest_opt = self._update_outer(grads, factor, loss, guard)
+        norm = jnp.sqrt(squares)
+        new = LayerwiseState(
+            step=state.step + 1,
+            outer=_assembled(state.outer, {**outer, **rest}),
+            layers=layers,
+            outer_opt={**outer_opt, **rest_opt},
+            layers_opt=layers_opt,
+            grad_norm=norm if guard is None else jnp.where(guard, norm, state.grad_norm),
+        )
+        return new, {**metrics, "loss": loss, "grad_norm": norm}
+
+    def _readers(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Paths of the trainable outer leaves that `first` reads, and of those that `last` reads.
+
+        Raises:
+            StructureError: for a leaf that neither reads, or functions that return something else than they have to.
+        """
+        sweeps, outer = self.sweeps, jax.tree.map(_shape, put(self.state.outer, DEVICE))
+        frozen = jax.tree.map(_shape, put(sweeps.frozen_outer, DEVICE))
+        batch = jax.tree.map(_shape, sweeps.batch(0))
+        layer = jax.tree.map(entry_shape, combine(self.state.layers, sweeps.frozen_layers))
+        stack = sweeps.stack
+        h = check_stack(stack, combine(outer, frozen), layer, batch)
+        first = _paths_read(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
+        last = _paths_read(lambda o, f, h, b: stack.last(combine(o, f), h, b), outer, frozen, h, batch)
+        for path, _ in leaves_with_paths(outer):
+            if path not in first | last:
+                raise StructureError(
+                    f"outer/{path} cannot train: neither first nor last reads it",
+                    hint=f'leave it out of the selection, for instance with the pattern "!outer/{path}"',
+                )
+        return first, last
+
+    def _outer(self, paths: frozenset[str]) -> Tree:
+        return _only(self.state.outer, paths)
+
+    def _first(self, paths: frozenset[str], wave: Tree) -> Tree:
+        return self.sweeps.first(self._outer(paths), wave) if paths else self._outer(paths)
+
+    def _waiting(self, grads: Tree, paths: frozenset[str]) -> Tree:
+        """Gradients that have to wait for the end of the backward pass, in the memory of their parameters."""
+        return jax.tree.map(lambda x: put(x, self.outer_space) if x.ndim > 1 else x, _only(grads, paths))
+
+    def _factor(self, grads: Tree, factor: Any) -> Any:
+        if self.clip is not None and self.clip.mode == "layer":
+            return self.clip.factor(jnp.sqrt(square_norm(grads)))
+        return factor
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        # On a mesh rows may be spread over devices, and cutting them would gather the leaf: a leaf at a time instead.
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((self.state.outer, self.state.layers))]
+        return {"chunk_bytes": self.chunk_bytes, "by_leaf": any(mesh.size > 1 for mesh in meshes)}
+
+    def _guard(self, squares: Any, loss: Any, is_finite: Any) -> Any:
+        """Whether the loss and all gradients so far are finite; None where steps are not guarded."""
+        return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if self.is_guarded else None
+
+    def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[dict[str, Any], dict[str, Tree]]:
+        """New leaves and optimizer states by path, one leaf after the other."""
+        leaves: dict[str, Any] = {}
+        states: dict[str, Tree] = {}
+        for path, _ in leaves_with_paths(grads):
+            grad, old = alone(grads, path), alone(self.state.outer, path)
+            part, opt = self._factor(grad, factor), self.state.outer_opt[path]
+            options = {"guard": guard, **self._options}
+            new, states[path] = update(under(self.tx, "outer"), grad, old, opt, loss, part, **options)
+            (leaves[path],) = jax.tree.leaves(new)
+        return leaves, states
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _only(tree: Tree, paths: frozenset[str]) -> Tree:
+    leaves = [leaf if path in paths else None for path, leaf in leaves_with_paths(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _but(tree: Tree, paths: frozenset[str]) -> Tree:
+    return _only(tree, frozenset(path for path, _ in leaves_with_paths(tree)) - paths)
+
+
+def _added(grads: Tree, shared: Tree) -> Tree:
+    """The gradients of `first`, and for shared leaves those of `last` added."""
+    waiting = dict(leaves_with_paths(shared))
+    leaves = [
+        leaf + put(waiting[path], DEVICE).astype(leaf.dtype) if path in waiting else leaf
+        for path, leaf in leaves_with_paths(grads)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(grads), leaves)
+
+
+def _assembled(like: Tree, leaves: dict[str, Any]) -> Tree:
+    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path, _ in leaves_with_paths(like)])
+
+
+def _paths_read(fn: Callable[..., Any], outer: Tree, *rest: Tree) -> frozenset[str]:
+    """Paths of the leaves of `outer` that a function of it computes with."""
+    jaxpr = jax.make_jaxpr(fn)(outer, *rest).jaxpr
+    read = {var for eqn in jaxpr.eqns for var in eqn.invars if not hasattr(var, "val")} | {
+        var for var in jaxpr.outvars if not hasattr(var, "val")
+    }
+    paths = [path for path, _ in leaves_with_paths(outer)]
+    return frozenset(path for path, var in zip(paths, jaxpr.invars, strict=False) if var in read)

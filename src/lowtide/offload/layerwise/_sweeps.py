@@ -1,0 +1,330 @@
+"""Forward and backward over a layer stack, one block at a time, all microbatches of a step at each block.
+
+The forward pass keeps what enters each block and nothing else; the backward pass recomputes a block from it, asks what
+to do with the block's gradients, and moves on, so gradients of two blocks never live together. Microbatches go breadth
+first: a block's weights come to the device once a pass, whatever the number of microbatches, which meet it one after
+the other.
+
+Between two blocks the activations, and backward their cotangents, wait in the *wave*, of leading axis [M].
+
+Shapes: L layers, M microbatches; `inputs`, what enters each block and what leaves the last, has the leading axis
+[(L + 1) * M]: of arrays in host memory libtpu cuts slices along one axis only.
+
+Known inefficiency: every block runs forward twice, as with `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core import (
+    LayerStack,
+    RunningGradient,
+    StructureError,
+    Tree,
+    combine,
+    if_active,
+    leaves_with_paths,
+    match_path,
+    memory_space,
+    path_str,
+)
+from ...jaxprs import make_jaxpr
+from .._slices import DEVICE, buffer, entry_shape, fetch, later, read, write
+from ._contract import check_running
+
+Carry = Any
+Consume = Callable[[Carry, Any, Tree, Tree], Carry]
+"""``consume(carry, i, layer, grads) -> carry``: what becomes of the gradients of block i."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweeps:
+    """The passes over one batch; every method is pure."""
+
+    stack: LayerStack
+    """The model."""
+    frozen_outer: Tree
+    """Outer leaves that do not train."""
+    frozen_layers: Tree
+    """Stacked leaves that do not train, wherever they live."""
+    batches: Tree
+    """The batch, every leaf with a leading axis of length M."""
+    seeds: Any
+    """The part of each microbatch in the loss, [M], adding up to one."""
+    num_layers: int
+    """L."""
+    inputs_space: Any
+    """Where what enters each block waits for the backward pass."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """M."""
+        return self.seeds.shape[0]
+
+    @property
+    def wave_space(self) -> Any:
+        """Where activations and their cotangents are between two blocks: one microbatch never leaves the device."""
+        return DEVICE if self.num_microbatches == 1 else self.inputs_space
+
+    def batch(self, m: Any) -> Tree:
+        """Microbatch m."""
+        return read(self.batches, m)
+
+    def forward(self, outer: Tree, layers: Tree, after: Tree) -> tuple[Tree, Tree, Tree]:
+        """Run `first` and all blocks.
+
+        Args:
+            outer: the trainable outer leaves that `first` reads.
+            layers: the trainable stacked leaves, wherever they live.
+            after: what has to be computed before.
+
+        Returns:
+            What entered each block, the wave that leaves the last one, leading axis [M], and the stacked leaves.
+        """
+        whole = fetch(combine(outer, self.frozen_outer), after)
+        h = jax.eval_shape(self.stack.first, whole, self.batch(0))
+        inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
+        wave = buffer(h, (self.num_microbatches,), self.wave_space)
+        # The wave of one microbatch is on the device, and what enters a block is kept when it does. Of several it is on
+        # the host; there XLA would make a copy from host to host on the device, so what leaves a block is kept.
+        single = self.num_microbatches == 1
+
+        def enter(m: Any, carry: Carry) -> Carry:
+            inputs, wave = carry
+            h = self.stack.first(whole, self.batch(m))
+            return inputs if single else write(inputs, h, m), write(wave, h, m)
+
+        def body(i: Any, carry: Carry) -> Carry:
+            carry, layers = carry
+            trained = read(layers, i)
+            layer = combine(trained, read(self.frozen_layers, i))
+
+            def visit(m: Any, carry: Carry) -> Carry:
+                inputs, wave = carry
+                before = read(wave, m)
+                after = self.stack.block(layer, before, self.batch(m))
+                kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
+                return kept, write(wave, after, m)
+
+            inputs, wave = self._each(visit, carry)
+            return (inputs, wave), _kept(layers, trained, later(i, wave))
+
+        start = self._each(enter, (inputs, wave)), layers
+        (inputs, wave), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
+        return inputs, wave, layers
+
+    def last(self, outer: Tree, wave: Tree) -> tuple[Any, Tree, Tree, Tree]:
+        """Run `last` forward and backward.
+
+        Args:
+            outer: the trainable outer leaves that `last` reads.
+            wave: the activations that left the last block, leading axis [M].
+
+        Returns:
+            The loss, the metrics, the gradients of `outer`, and the wave of cotangents that enters the last block.
+        """
+        trained, frozen = fetch((outer, self.frozen_outer), wave)
+        runs = self._runs(trained)
+
+        def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
+            """The loss, metrics, gradients, `runs` of them added to the total, and the cotangent of h."""
+
+            def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
+                outer = _with_totals(combine(trained, frozen), runs, totals, self._active(m))
+                return self.stack.last(outer, h, self.batch(m))
+
+            loss, vjp, metrics = jax.vjp(loss_fn, trained, h, has_aux=True)
+            return loss, metrics, *vjp(self.seeds[m].astype(loss.dtype))
+
+        totals = jax.tree.map(_wide_zeros, trained)
+        self._check_runs(trained, frozen, runs, dict(leaves_with_paths(totals)), wave)
+        values = jax.eval_shape(lambda: grads_of(0, read(wave, 0), totals)[:2])
+
+        def visit(m: Any, carry: Carry) -> Carry:
+            values, totals, wave = carry
+            loss, metrics, grads, dh = grads_of(m, read(wave, m), totals)
+            part = functools.partial(self._part, m)
+            values = jax.tree.map(
+                lambda total, value: total + part(value * self.seeds[m].astype(total.dtype)), values, (loss, metrics)
+            )
+            keys = jax.tree_util.tree_map_with_path
+            # A running total has left out what has no weight: choosing between it and the one before would keep both.
+            totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)
+            return values, totals, _write_cotangents(wave, jax.tree.map(part, dh), m)
+
+        (loss, metrics), totals, wave = self._each(visit, (jax.tree.map(_wide_zeros, values), totals, wave))
+        return loss, metrics, _narrowed(totals, trained), wave
+
+    def backward(
+        self, layers: Tree, inputs: Tree, wave: Tree, consume: Consume, carry: Carry, after: Any
+    ) -> tuple[Carry, Tree]:
+        """Run all blocks backward, handing each one's gradients to `consume`.
+
+        Args:
+            layers: reads the trainable stacked leaves out of a carry.
+            inputs: what entered each block.
+            wave: the cotangents of what left the last one, leading axis [M].
+            consume: what becomes of the gradients of a block.
+            carry: what `consume` carries; it holds the stacked leaves, which it may overwrite.
+            after: a zero of `zero_after`, for what has to be finished before.
+
+        Returns:
+            The carry, and the wave of cotangents that leaves the first block backward.
+        """
+
+        def body(k: Any, state: Carry) -> Carry:
+            i = self.num_layers - 1 - k + after
+            carry, wave = state
+            layer = read(layers(carry), i)
+            grads, wave = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, wave)
+            return consume(carry, later(i, wave), layer, grads), wave
+
+        return jax.lax.fori_loop(0, self.num_layers, body, (carry, wave))
+
+    def first(self, outer: Tree, wave: Tree) -> Tree:
+        """Gradients of the outer leaves that `first` reads, from the wave that leaves `backward`."""
+        on_device, frozen = fetch((outer, self.frozen_outer), wave)
+
+        def grads_of(m: Any) -> Tree:
+            run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731
+            return jax.vjp(run, on_device)[1](_read_cotangents(wave, m))[0]
+
+        return self._sum(grads_of)
+
+    def _runs(self, outer: Tree) -> frozenset[str]:
+        """Paths of the leaves whose gradient the model can add to a running total by itself."""
+        return frozenset(
+            path
+            for path, leaf in leaves_with_paths(outer)
+            if leaf.dtype == jnp.promote_types(leaf.dtype, jnp.float32)
+            and any(match_path(path, pattern) for pattern in self.stack.running)
+        )
+
+    def _check_runs(
+        self, trained: Tree, frozen: Tree, runs: frozenset[str], totals: dict[str, Any], wave: Tree
+    ) -> None:
+        paths = sorted(runs)
+        if not paths:
+            return
+
+        def loss_fn(totals: list[Any], h: Tree) -> Any:
+            by_path = dict(zip(paths, totals, strict=True))
+            outer = _with_totals(combine(trained, frozen), runs, by_path, self._active(0))
+            return self.stack.last(outer, h, self.batch(0))
+
+        try:
+            closed, _ = make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, wave))
+        except (TypeError, AttributeError) as error:
+            if RunningGradient.__name__ not in str(error):
+                raise
+            raise StructureError(
+                f"last computes otherwise with a leaf that LayerStack.running names: {', '.join(paths)}",
+                expected="lowtide.core.linear or lowtide.losses.chunked_cross_entropy",
+                got=str(error),
+                hint="take its pattern out of LayerStack.running; its gradient is then added up like any other",
+            ) from error
+        check_running(closed.jaxpr, paths)
+
+    def _part(self, m: Any, value: Any) -> Any:
+        """What a microbatch contributes: nothing at weight 0, whatever the value; a mean over no tokens is 0/0."""
+        return value if value.dtype == jax.dtypes.float0 else if_active(self._active(m), value)
+
+    def _active(self, m: Any) -> Any:
+        """Whether a microbatch has a weight; None where it is the only one."""
+        return None if self.num_microbatches == 1 else self.seeds[m] != 0
+
+    def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, wave: Tree) -> tuple[Tree, Tree]:
+        def grads_of(m: Any, dh: Tree) -> tuple[Tree, Tree]:
+            def run(trained: Tree, h: Tree) -> Tree:
+                return self.stack.block(combine(trained, frozen), h, self.batch(m))
+
+            return jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
+
+        if self.num_microbatches == 1:
+            grads, dh = grads_of(0, _read_cotangents(wave, 0))
+            return grads, _write_cotangents(wave, dh, 0)
+
+        def visit(m: Any, carry: Carry) -> Carry:
+            total, wave = carry
+            grads, dh = grads_of(m, _read_cotangents(wave, m))
+            return jax.tree.map(_add, total, grads), _write_cotangents(wave, dh, m)
+
+        total, wave = self._each(visit, (jax.tree.map(_wide_zeros, layer), wave))
+        return _narrowed(total, layer), wave
+
+    def _sum(self, grads_of: Callable[[Any], Tree]) -> Tree:
+        if self.num_microbatches == 1:
+            return grads_of(0)
+        shapes = jax.eval_shape(grads_of, 0)
+        zeros = jax.tree.map(_wide_zeros, shapes)
+        total = self._each(lambda m, total: jax.tree.map(_add, total, grads_of(m)), zeros)
+        return _narrowed(total, shapes)
+
+    def _at(self, i: Any, m: Any) -> Any:
+        """Where the input of block i for microbatch m is in `inputs`."""
+        return i * self.num_microbatches + m
+
+    def _each(self, visit: Callable[[Any, Carry], Carry], carry: Carry) -> Carry:
+        if self.num_microbatches == 1:
+            return visit(0, carry)
+        return jax.lax.fori_loop(0, self.num_microbatches, visit, carry)
+
+
+def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
+    """The stacked leaves, those on the device with layer i written back as it is.
+
+    Of a float32 stack that a loop only reads, XLA first makes a copy of all layers in the dtype of its products.
+    """
+    return jax.tree.map(
+        lambda leaf, entry: write(leaf, entry, i) if memory_space(leaf) == DEVICE and entry.ndim > 1 else leaf,
+        layers,
+        layer,
+    )
+
+
+def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -> Tree:
+    """The leaves named in `runs` as nodes that carry the gradient so far."""
+    so_far = dict(leaves_with_paths(totals))
+
+    def node(key: Any, leaf: Any) -> Any:
+        path = path_str(key)
+        return RunningGradient(leaf, so_far[path], active) if path in runs else leaf
+
+    return jax.tree_util.tree_map_with_path(node, outer)
+
+
+def _read_cotangents(wave: Tree, m: Any) -> Tree:
+    """Cotangents of what leaves a block. Those of integers and masks are JAX's, which have no bytes."""
+
+    def one(leaf: Any) -> Any:
+        inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return read(leaf, m) if inexact else np.zeros(leaf.shape[1:], jax.dtypes.float0)
+
+    return jax.tree.map(one, wave)
+
+
+def _write_cotangents(wave: Tree, values: Tree, m: Any) -> Tree:
+    def one(leaf: Any, value: Any) -> Any:
+        return leaf if value.dtype == jax.dtypes.float0 else write(leaf, value, m)
+
+    return jax.tree.map(one, wave, values)
+
+
+def _wide_zeros(like: Any) -> Any:
+    return jnp.zeros(like.shape, jnp.promote_types(like.dtype, jnp.float32))
+
+
+def _add(total: Any, value: Any) -> Any:
+    return total + value.astype(total.dtype)
+
+
+def _narrowed(total: Tree, like: Tree) -> Tree:
+    return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), total, like)

@@ -1,0 +1,105 @@
+"""Optimizer updates of one layer of a stack, and of one outer leaf, in the memory where they live."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ...core import StructureError, Tree, memory_space
+from .._rows import Entry, stream
+from .._slices import HOST, later, read, write
+from ._clip import scale
+
+
+def update(
+    tx: Any,
+    grads: Tree,
+    params: Tree,
+    opt: Tree,
+    loss: Any,
+    factor: Any,
+    *,
+    into: Tree = None,
+    guard: Any = None,
+    **options: Any,
+) -> tuple[Tree, Tree]:
+    """Update parameters and state in place, wherever they live, a block of rows at a time.
+
+    Args:
+        tx: the optimizer, which takes extra arguments.
+        grads: gradients, on the device.
+        params: the parameters' values, on the host or on the device.
+        opt: the optimizer's state, likewise.
+        loss: for optimizers that read it.
+        factor: what gradients are multiplied by, or None.
+        into: what the new parameters overwrite, if not `params`.
+        guard: whether to update at all, a boolean scalar; None for always.
+        **options: of `stream`.
+
+    Returns:
+        New parameters and state, each in the memory of what it overwrites.
+    """
+
+    def apply(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        updates, new = tx.update(grads if factor is None else scale(grads, factor), opt, params, value=loss)
+        made = optax.apply_updates(params, updates), new
+        return made if guard is None else jax.tree.map(functools.partial(_chosen, guard), made, (params, opt))
+
+    def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
+        return params if into is None else into, opt
+
+    return stream(apply, (grads, opt, params, into, jnp.asarray(loss), factor, guard), replaces, **options)
+
+
+def _chosen(guard: Any, new: Any, old: Any) -> Any:
+    """The new value or the old one; what has become another type is refused elsewhere, by name."""
+    return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
+
+
+def update_layer(
+    tx: Any, grads: Tree, layer: Tree, layers: Tree, opt: Tree, i: Any, loss: Any, factor: Any, **options: Any
+) -> tuple[Tree, Tree]:
+    """Update layer i of a stack.
+
+    Args:
+        tx: the optimizer.
+        grads: the layer's gradients, on the device.
+        layer: its parameters, on the device.
+        layers: the stacked parameters.
+        opt: the stacked optimizer state.
+        i: position of the layer.
+        loss: for optimizers that read it.
+        factor: what gradients are multiplied by, or None.
+        **options: of `stream`.
+
+    Returns:
+        The stacked parameters and state, with layer i replaced in place.
+    """
+
+    def entry(leaf: Any) -> Any:
+        return Entry(leaf, i) if memory_space(leaf) == HOST else read(leaf, i)
+
+    at = i
+
+    def back(stacked: Any, new: Any) -> Any:
+        nonlocal at
+        if memory_space(stacked) == HOST:
+            return new
+        if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
+            raise StructureError(
+                "an update changes the shape or dtype of the state of a layer",
+                expected=f"{stacked.dtype}{list(stacked.shape[1:])}",
+                got=f"{new.dtype}{list(new.shape)}",
+                hint="choose an optimizer whose state keeps its dtype, or store parameters in that of their updates",
+            )
+        written = write(stacked, new, at)
+        at = later(i, written)  # new parameters come from the old state, which is overwritten after them
+        return written
+
+    into, state = jax.tree.map(entry, layers), jax.tree.map(entry, opt)
+    new, new_state = update(tx, grads, layer, state, loss, factor, into=into, **options)
+    return jax.tree.map(back, layers, new), jax.tree.map(back, opt, new_state)

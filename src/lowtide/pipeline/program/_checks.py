@@ -1,0 +1,238 @@
+"""What a pipeline is not made of."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+from jax.sharding import AxisType, Mesh
+
+from ...core import ConfigError, LayerStack, StructureError
+from ...jaxprs import source_line
+from ..schedules import Schedule, tables
+
+_ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
+"""XLA's flag that, when false, has CPU devices run collectives in the program's order (jaxlib 0.10)."""
+
+
+def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Sequence[str] | None) -> None:
+    """Raise for a mesh without the axes, or of other sizes or kinds."""
+    if axis not in mesh.shape:
+        raise ConfigError(
+            f"the mesh has no axis {axis!r}",
+            expected=" or ".join(map(repr, mesh.shape)),
+            got=repr(axis),
+            hint=f'axis="{next(iter(mesh.shape), "stage")}", or another mesh',
+        )
+    if mesh.shape[axis] != schedule.num_ranks:
+        raise ConfigError(
+            f"{schedule.name}: the schedule is for another mesh",
+            expected=f"{schedule.num_ranks} devices along {axis!r}",
+            got=mesh.shape[axis],
+            hint="num_stages of a schedule is ranks times stages a rank",
+        )
+    if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+        raise ConfigError(
+            "the mesh has explicit or manual axes",
+            expected="axes along which the compiler divides arrays by itself (AxisType.Auto)",
+            got=", ".join(map(str, mesh.axis_types)),
+            hint="lowtide.train.make_mesh(stage=...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names)",
+        )
+    for number, one in enumerate(batch_axes or ()):
+        if one not in mesh.shape or one == axis or one in list(batch_axes or ())[:number]:
+            raise ConfigError(
+                f"batch_axes: rows cannot be divided along {one!r}",
+                expected=" or ".join(repr(other) for other in mesh.shape if other != axis) or "no axis",
+                got=", ".join(map(repr, batch_axes or ())),
+                hint="leave it out to divide them along data and fsdp",
+            )
+
+
+def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | None) -> None:
+    """Raise for stages that one program cannot have."""
+    if layers_per_stage is not None and len(layers_per_stage) != schedule.num_stages:
+        raise ConfigError(
+            "layers_per_stage is not of this schedule",
+            expected=f"{schedule.num_stages} numbers",
+            got=f"{len(layers_per_stage)}",
+            hint="leave it out to divide the layers as evenly as can be",
+        )
+    if len({len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks)}) > 1:
+        raise ConfigError(
+            f"{schedule.name}: ranks have different numbers of stages",
+            expected=f"{schedule.stages_per_rank} each",
+            got=", ".join(str(len(schedule.stages_of(rank))) for rank in range(schedule.num_ranks)),
+            hint="one program gives every rank room for as many layers; a stage may have none: layers_per_stage",
+        )
+    tables(schedule, [1] * schedule.num_stages)  # refuses stages that are no neighbours
+
+
+def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
+    """Raise for what JAX cannot lower where the compiler divides arrays along axes: it would name no place."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
+    found = next(_undivided_calls(jaxpr, axes, "", platform), None)
+    if found is None:
+        return
+    call, where, others = found
+    raise StructureError(
+        f"{name}: {call}{where and f' at {where}'} in a pipeline whose mesh has other axes",
+        expected=f"a mesh of the pipeline's axis alone, or a call that is told how {', '.join(others)} divide",
+        got="a call whose arrays the compiler divides",
+        hint="wrap the call where it stands: jax.shard_map(call, in_specs=P(), out_specs=P(), "
+        f"axis_names={{{', '.join(map(repr, axes))}}})(x), with P({others[0]!r}) for rows that are divided; of one "
+        "with a custom_vjp, the function that has it",
+    )
+
+
+_COLLECTIVES = {
+    *("psum", "psum_invariant", "psum_start", "psum_invariant_start", "unreduced_psum", "unreduced_psum_start"),
+    *("pmax", "pmin", "ppermute", "ppermute_start", "psend", "precv", "pbroadcast", "pbroadcast_start", "pgather"),
+    *("all_gather", "all_gather_start", "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start"),
+    *("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "all_to_all", "all_to_all_start"),
+    "ragged_all_to_all",
+}
+
+
+def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
+    """Raise for collectives that not all devices come to: they would wait for one another for ever.
+
+    Args:
+        name: of the function of the stack.
+        jaxpr: of it.
+        axis: the pipeline's.
+    """
+    for collective, axes, where in _collectives(jaxpr, ""):
+        if axis in axes:
+            raise StructureError(
+                f"{name}: {collective} along {axis!r}{where and f' at {where}'}, the axis of the pipeline",
+                expected="collectives along other axes of the mesh",
+                got="one for which ranks would wait that do something else, or nothing, in the same tick",
+                hint="what stages tell each other is a leaf of h; sums over layers are one that blocks add to",
+            )
+    for choice, axes, where in _choices(jaxpr, ""):
+        raise StructureError(
+            f"{name}: {choice}{where and f' at {where}'} is decided by each device along {', '.join(axes)} for itself, "
+            "and holds collectives along it",
+            expected="a decision that devices which wait for each other have in common",
+            got="a predicate that varies along the axis of a collective inside of it, or of its gradient",
+            hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that all devices "
+            f"have alike as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are added up outside",
+        )
+
+
+def _collectives(jaxpr: Any, where: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
+    """Collectives, their axes and their lines."""
+    for eqn in jaxpr.eqns:
+        line = source_line(eqn) or where
+        if eqn.primitive.name in _COLLECTIVES:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            yield eqn.primitive.name, axes if isinstance(axes, tuple) else (axes,), line
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _collectives(getattr(inner, "jaxpr", inner), line)
+
+
+def _choices(jaxpr: Any, where: str) -> Iterator[tuple[str, list[str], str]]:
+    """Branches and loops whose predicate differs along an axis of a collective in them."""
+    for eqn in jaxpr.eqns:
+        line, held = source_line(eqn) or where, [getattr(one, "jaxpr", one) for one in jex.jaxprs_in_params(eqn.params)]
+        if eqn.primitive.name in ("cond", "while"):
+            decides = eqn.invars[0] if eqn.primitive.name == "cond" else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+            varying = decides.aval.manual_axis_type.varying
+            axes = {axis for inner in held for _, axes, _ in _collectives(inner, "") for axis in axes}
+            if varying & axes:
+                yield eqn.primitive.name, sorted(varying & axes), line
+        for inner in held:
+            yield from _choices(inner, line)
+
+
+def _undivided_calls(
+    jaxpr: Any, axes: Sequence[str], where: str, platform: str
+) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """Calls of other code, their lines, and along which axes the compiler divides their arrays."""
+    for eqn in jaxpr.eqns if axes else ():
+        primitive, params = eqn.primitive.name, eqn.params
+        line = source_line(eqn) or where
+        if primitive == "pure_callback":
+            yield "jax.pure_callback", line, axes
+        elif primitive == "pallas_call":
+            if platform == "tpu" and not params["interpret"]:
+                yield "pallas_call", line, axes
+            continue
+        manual = params["newly_manual_axes"] if primitive == "shard_map" else ()
+        left = [axis for axis in axes if axis not in manual]
+        for inner in jex.jaxprs_in_params(params):
+            yield from _undivided_calls(getattr(inner, "jaxpr", inner), left, line, platform)
+
+
+def warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:
+    """XLA's CPU client may start collectives of several axes in another order on each device, and abort the process."""
+    is_exposed = mesh.size > mesh.shape[axis] > 1 and mesh.devices.flat[0].platform == "cpu"
+    if is_exposed and _ONE_ORDER not in os.environ.get("XLA_FLAGS", ""):
+        warnings.warn(
+            f"collectives of a pipeline along {axis!r} and of the mesh's other axes may wait for one another on a CPU, "
+            f"until XLA aborts the process\nhint: XLA_FLAGS=--{_ONE_ORDER}=false, set before JAX starts",
+            stacklevel=3,
+        )
+
+
+def refuse_wrong_types(
+    stack: Any, schedule: Any, mesh: Any, axis: Any, weight: Any, remat: Any, layers_per_stage: Any, batch_axes: Any
+) -> None:
+    """Raise for arguments of `value_and_grad` of another type."""
+    if not isinstance(stack, LayerStack):
+        raise StructureError(
+            "a pipeline needs a model as a stack of equal blocks",
+            expected="a lowtide.LayerStack",
+            got=type(stack).__name__,
+            hint="make one from three functions: LayerStack(first, block, last)",
+        )
+
+    def is_numbers(given: Any) -> bool:
+        return isinstance(given, Sequence | np.ndarray) and all(isinstance(one, int | np.integer) for one in given)
+
+    checks = [
+        (
+            isinstance(schedule, Schedule),
+            ("schedule is no schedule", "a lowtide.pipeline.Schedule", schedule),
+            'lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
+        ),
+        (
+            isinstance(mesh, Mesh),
+            ("mesh is no mesh of devices", "a jax.sharding.Mesh", mesh),
+            "lowtide.train.make_mesh(stage=4)",
+        ),
+        (
+            isinstance(axis, str),
+            ("axis is no name", "the name of one axis of the mesh", axis),
+            'axis="stage"',
+        ),
+        (
+            weight is None or callable(weight),
+            ("weight is no function", "a function of a microbatch, or None", weight),
+            'weight=lambda batch: jnp.sum(batch["labels"] >= 0)',
+        ),
+        (
+            isinstance(remat, bool) or callable(remat),
+            ("remat is no policy", "a boolean or a policy of jax.checkpoint", remat),
+            "remat=jax.checkpoint_policies.dots_saveable",
+        ),
+        (
+            layers_per_stage is None or is_numbers(layers_per_stage),
+            ("layers_per_stage is no list of numbers", "a number of layers for every stage", layers_per_stage),
+            "leave it out to divide the layers as evenly as can be",
+        ),
+        (
+            not isinstance(batch_axes, str),
+            ("batch_axes is no list of names", "names of axes", batch_axes),
+            f"batch_axes=[{batch_axes!r}]",
+        ),
+    ]
+    for is_right, (message, expected, got), hint in checks:
+        if not is_right:
+            raise ConfigError(message, expected=expected, got=repr(got), hint=hint)

@@ -1,0 +1,483 @@
+"""`value_and_grad`: a pipelined loss and its gradients, as one compiled program whose memory is flat in microbatches.
+
+A `shard_map` over one axis of a mesh, in which every rank goes through a table of ticks. A pass is a loop of no or one
+iteration, so that whatever it changes (buffers, totals of gradients) is changed in place; a `switch` would return it,
+and its branches copy what they hand through (JAX issues 38145, 16661). Nothing is differentiated through the ticks,
+only the stages inside (JAX issue 40823); nothing is sent along the pipeline's axis inside a pass.
+
+Between passes wait only what `_split` leaves, in as many slots as the schedule needs at a time. Gradients are added to
+one total for each weight. The last function runs forward and backward in the last stage's input pass, so that logits
+never wait; losses are summed as they come.
+
+Known inefficiency: of float32 activations that only products read, a TPU keeps a copy in bfloat16 of the whole buffer
+while a pass runs; activations in bfloat16, as decoders compute in, have none.
+
+Legend: R ranks, V stages a rank, K layers of the longest stage, M microbatches, T ticks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from ...core import LayerStack, StructureError, Tree, combine, leaves_with_paths
+from ...jaxprs import jaxpr_flops, make_jaxpr
+from ..schedules import Schedule, Tables, tables
+from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
+from ._checks import refuse_collectives, refuse_undivided_calls
+from ._inplace import InPlace, empty_buffer
+from ._layout import Layout
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What one rank runs, on shapes that are known."""
+
+    stack: LayerStack
+    schedule: Schedule
+    layout: Layout
+    axis: str
+    trainable: Tree
+    """Of ``{"outer": ..., "layers": ...}``: the shapes of what has gradients, None in place of the others."""
+    frozen: Tree
+    """Those of the others."""
+    batch: Tree
+    """Shapes of one microbatch."""
+    remat: bool | Callable[..., bool]
+    batch_axes: tuple[str, ...]
+    """Along which axes of the mesh the rows of a microbatch are divided."""
+    platform: str
+    """Of the devices."""
+
+    def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
+        """The program; runs under `shard_map`.
+
+        Args:
+            trainable: the weights that have gradients: outer leaves whole, layers of this rank, [V * K, ...].
+            frozen: the others.
+            microbatches: [M, ...].
+            seeds: the part of each microbatch in the loss, [M].
+
+        Returns:
+            The loss, the metrics, the gradients of the outer leaves, those of this rank's layers.
+        """
+        weights = _Weights(trainable, frozen, self.layout.longest)
+        run = _Run(self, weights, microbatches, seeds)
+        state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
+        loss, metrics = lax.psum((state["loss"], state["metrics"]), self.axis)
+        outer, layers = (run.totals(state, name) for name in ("outer", "layers"))
+        return loss, metrics, {"outer": lax.psum(outer, self.axis), "layers": layers}
+
+    def evaluate(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
+        """The forward passes alone; arguments as of `gradients`.
+
+        Returns:
+            The loss and the metrics.
+        """
+        run = _Forward(self, _Weights(trainable, frozen, self.layout.longest), microbatches, seeds)
+        state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
+        return lax.psum((state["loss"], state["metrics"]), self.axis)
+
+    def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Held:
+        """What `gradients` holds from its first tick to its last; arguments as of it."""
+        run = _Run(self, _Weights(trainable, frozen, self.layout.longest), microbatches, seeds)
+        state = run.begin()
+        names = {kept.buffer for part in run.parts.values() for kept in part.kept}
+        return Held(
+            {name: (state["buffers"][name].shape, state["buffers"][name].dtype) for name in names},
+            [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
+            [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
+            run.tables.used,
+            {
+                **{name: part.split.flops for name, part in run.parts.items()},
+                # Forward and backward in one go.
+                "last": PassFlops(forward=0, input=jaxpr_flops(self.traced_last(run.shapes.h)), weight=0),
+            },
+        )
+
+    def traced_last(self, h: Tree) -> Any:
+        """The jaxpr of `last`."""
+        seed = jax.ShapeDtypeStruct((), jnp.float32)
+        return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, seed, self.batch)[0].jaxpr
+
+    def last(self, trainable: Tree, frozen: Tree, h: Tree, seed: Any, batch: Tree) -> Any:
+        """The loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
+        leaves, structure = jax.tree.flatten(h)
+        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
+
+        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
+            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
+            return self.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
+
+        value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
+        grads, dh = back(seed.astype(value.dtype))
+        return value, metrics, grads, structure.unflatten(dh)
+
+    def splits(self, h: Tree) -> dict[str, TracedSplit]:
+        """The passes of each part of the model, of activations of these shapes."""
+
+        def first(outer: Tree, _: Any, batch: Tree) -> Any:
+            return self.divided(self.stack.first(outer, batch))
+
+        outer, rows = (self.trainable["outer"], self.frozen["outer"]), (self.trainable["layers"], self.frozen["layers"])
+        rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        return {
+            "first": trace_split(first, *outer, (), self.batch),
+            "blocks": trace_split(self.blocks, *rows, h, self.batch, count),
+        }
+
+    def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
+        """The blocks of a stage, of which only `count` are there."""
+        block = self.stack.block
+        if self.remat is not False:
+            policy: Any = None if self.remat is True else self.remat
+            block = jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+        def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
+            layer, index = row
+            if self.layout.is_even:
+                return self.divided(block(layer, h, batch)), None
+
+            def choose(one: Any, other: Any) -> Any:
+                return jnp.where(index < count, one, other)
+
+            # Padding computes on activations that no such layer is ever given: its gradient may be 0 times infinity.
+            given = jax.tree.map(lambda leaf: choose(leaf, lax.stop_gradient(leaf)), h)
+            return jax.tree.map(choose, self.divided(block(layer, given, batch)), h), None
+
+        return lax.scan(body, self.divided(h), (layers, jnp.arange(self.layout.longest)))[0]
+
+    def divided(self, tree: Tree) -> Tree:
+        """Arrays whose rows are divided: else XLA may gather them, and divide them along weights' axes."""
+        number = math.prod(jax.sharding.get_abstract_mesh().shape.get(axis, 1) for axis in self.batch_axes)
+
+        def divide(leaf: Any) -> Any:
+            if number == 1 or not jnp.ndim(leaf) or leaf.shape[0] % number:
+                return leaf
+            return lax.with_sharding_constraint(leaf, PartitionSpec(self.batch_axes))
+
+        return jax.tree.map(divide, tree)
+
+    def stage_shape(self, leaf: Any) -> Any:
+        """Of a leaf of the layers, what one stage has."""
+        return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
+
+    def refuse_other_shapes(self, layers: Tree) -> Shapes:
+        """What stages send and what comes out, once they are known to fit each other."""
+        outer = combine(self.trainable["outer"], self.frozen["outer"])
+        h = jax.eval_shape(self.stack.first, outer, self.batch)
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+        after = jax.eval_shape(self.stack.block, layer, h, self.batch)
+        before, behind = ({path: _text(x) for path, x in leaves_with_paths(tree)} for tree in (h, after))
+        if jax.tree.structure(h) != jax.tree.structure(after):
+            raise StructureError(
+                "a block returns another tree than it is given",
+                expected=_text(h),
+                got=_text(after),
+                hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
+            )
+        if before != behind:
+            path = next(path for path in before if before[path] != behind[path])
+            raise StructureError(
+                f"{path or 'activations'}: a block returns another shape or dtype than it is given",
+                expected=before[path],
+                got=behind[path],
+                hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
+            )
+        result: Any = jax.eval_shape(self.stack.last, outer, h, self.batch)
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
+            raise StructureError(
+                "the last function of the stack returns no loss",
+                expected="(loss, metrics), of which loss is a floating-point scalar",
+                got=_text(result),
+                hint="last(outer, h, batch) -> (loss, {})",
+            )
+        return Shapes(h, result[1])
+
+
+class Held(NamedTuple):
+    """What a rank has room for throughout the program."""
+
+    buffers: dict[str, tuple[tuple[int, ...], Any]]
+    """Of what waits: shape and dtype."""
+    messages: list[tuple[tuple[int, ...], Any]]
+    """Shapes and dtypes of what other ranks send."""
+    hoisted: list[tuple[tuple[int, ...], Any]]
+    """Shapes and dtypes of what is made of weights once."""
+    used: dict[str, tuple[int, ...]]
+    """Slots that each rank uses of them."""
+    flops: dict[str, PassFlops]
+    """Arithmetic of the functions of the stack, of blocks that of a stage."""
+
+
+class Shapes(NamedTuple):
+    """Of one microbatch."""
+
+    h: Tree
+    metrics: Tree
+
+
+class _Weights:
+    """The weights of a rank."""
+
+    def __init__(self, trainable: Tree, frozen: Tree, longest: int) -> None:
+        self.trainable, self.frozen, self._longest = trainable, frozen, longest
+        self.outer, self.layers = (combine(trainable[name], frozen[name]) for name in ("outer", "layers"))
+
+    def begin(self, chunk: Any) -> Any:
+        """The first row of a stage."""
+        return chunk * self._longest
+
+    def of(self, chunk: Any) -> Tree:
+        """The weights of a stage, not copied out of those of the rank."""
+        return jax.tree.map(lambda leaf: Rows(leaf, self.begin(chunk)), self.layers)
+
+
+class _Forward:
+    """One run of the forward passes, which leaves nothing behind; `tick` is the body of its loop."""
+
+    def __init__(self, program: Program, weights: _Weights, microbatches: Tree, seeds: Any) -> None:
+        self.program, self.weights, self.microbatches, self.seeds = program, weights, microbatches, seeds
+        self.shapes = program.refuse_other_shapes(jax.tree.map(program.stage_shape, weights.layers))
+        self.tables = self._tables()
+        for name, jaxpr in self._traced():
+            refuse_undivided_calls(name, jaxpr, program.platform)
+            refuse_collectives(name, jaxpr, program.axis)
+
+    def _traced(self) -> Iterator[tuple[str, Any]]:
+        """The jaxprs of what this runs."""
+        stack, batch = self.program.stack, self.program.batch
+        outer, layers = jax.tree.map(jax.typeof, (self.weights.outer, self.weights.layers))
+        layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
+        yield "first", make_jaxpr(stack.first)(outer, batch)[0].jaxpr
+        yield "blocks", make_jaxpr(stack.block)(layer, self.shapes.h, batch)[0].jaxpr
+        yield "last", make_jaxpr(stack.last)(outer, self.shapes.h, batch)[0].jaxpr
+
+    def _tables(self) -> Tables:
+        return tables(self.program.schedule, self.program.layout.layers_per_stage, forward_only=True)
+
+    def begin(self) -> State:
+        """Empty buffers."""
+        h = jax.tree.leaves(self.shapes.h)
+        return {
+            "messages": [jnp.zeros((self.tables.num_messages, *s.shape), s.dtype) for s in h],
+            "sent": [jnp.zeros(s.shape, s.dtype) for s in h],
+            "loss": jnp.zeros((), jnp.float32),
+            "metrics": jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), self.shapes.metrics),
+        }
+
+    def tick(self, state: State, row: Any) -> tuple[State, None]:
+        """What every rank does in one tick, and what it sends to its neighbours after it."""
+        cells = at(row, lax.axis_index(self.program.axis))
+        cell = dict(zip(self.tables.columns, cells, strict=True))
+        batch = jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches)
+        # A microbatch of weight 0 contributes nothing, also where its activations or its loss are no numbers.
+        counts = at(self.seeds, cell["microbatch"]) != 0
+        for name, run in self._passes().items():
+            state = _when(counts & (cell[name] == 1), lambda state, run=run: run(state, cell, batch), state)
+        return self._send(state, cell), None
+
+    def _passes(self) -> dict[str, Callable[[State, State, Tree], State]]:
+        return {"forward": self._forward}
+
+    def _forward(self, state: State, cell: State, batch: Tree) -> State:
+        stack, outer = self.program.stack, self.weights.outer
+        h = _when(
+            cell["is_first"] == 1, lambda _: self.program.divided(stack.first(outer, batch)), self._message(state, cell)
+        )
+        layers = jax.tree.map(
+            lambda rows: lax.dynamic_slice_in_dim(rows.array, rows.begin, self.program.layout.longest),
+            self.weights.of(cell["chunk"]),
+        )
+        h = self.program.blocks(layers, h, batch, cell["num_layers"])
+
+        def last(state: State) -> State:
+            return self._add_loss(state, at(self.seeds, cell["microbatch"]), *stack.last(outer, h, batch))
+
+        return {**_when(cell["is_last"] == 1, last, state), "sent": jax.tree.leaves(h)}
+
+    def _message(self, state: State, cell: State) -> Tree:
+        """What a neighbour sent."""
+        tree = jax.tree.structure(self.shapes.h)
+        return tree.unflatten([at(buffer, cell["message"]) for buffer in state["messages"]])
+
+    def _add_loss(self, state: State, seed: Any, loss: Any, metrics: Tree) -> State:
+        def add(total: Any, value: Any) -> Any:
+            return total + seed * jnp.asarray(value).astype(jnp.float32)
+
+        return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
+
+    def _send(self, state: State, cell: State) -> State:
+        num_ranks = self.program.schedule.num_ranks
+        messages = state["messages"]
+        for name, step in (("from_left", 1), ("from_right", -1), ("from_here", 0)):
+            if not self.tables.comes(name):
+                continue
+            came = state["sent"]
+            if step:
+                pairs = [(rank, (rank + step) % num_ranks) for rank in range(num_ranks)]
+                came = [lax.ppermute(leaf, self.program.axis, pairs) for leaf in came]
+
+            def store(messages: list[Any], came: list[Any] = came, slot: Any = cell[name]) -> list[Any]:
+                return [put(buffer, leaf, slot) for buffer, leaf in zip(messages, came, strict=True)]
+
+            messages = _when(cell[name] >= 0, store, messages)
+        return {**state, "messages": messages}
+
+
+class _Run(_Forward):
+    """One run with backward passes."""
+
+    def _tables(self) -> Tables:
+        splits = self.program.splits(self.shapes.h)
+        trainable = self.weights.trainable
+        names = {
+            name: [f"{name}/{i}" for i, _ in enumerate(jax.tree.leaves(trainable[name]))]
+            for name in ("outer", "layers")
+        }
+        self.parts = {
+            "first": InPlace("first", splits["first"], names["outer"]),
+            "blocks": InPlace("blocks", splits["blocks"], names["layers"]),
+        }
+        self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.weights.outer)}
+        each = [
+            splits["blocks"].hoist(self.weights.of(chunk)) for chunk in range(self.program.schedule.stages_per_rank)
+        ]
+        self.hoisted["blocks"] = tuple(
+            jnp.concatenate([jnp.atleast_1d(one) for one in ones]) for ones in zip(*each, strict=True)
+        )
+        waiting = [one for part in self.parts.values() for one in part.waiting()]
+        return tables(self.program.schedule, self.program.layout.layers_per_stage, waiting)
+
+    def _traced(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, part.split.traced) for name, part in self.parts.items())
+        yield "last", self.program.traced_last(self.shapes.h)
+
+    def begin(self) -> State:
+        buffers: State = {}
+        for part in self.parts.values():
+            for kept in part.kept:
+                if kept.buffer not in buffers:
+                    buffers[kept.buffer] = empty_buffer(kept, self.tables.num_slots[kept.buffer])
+        for name in ("outer", "layers"):
+            for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
+                buffers[f"{name}/{i}"] = _total(leaf)
+        return {**super().begin(), "buffers": buffers}
+
+    def totals(self, state: State, name: str) -> Tree:
+        """The gradients of the ``outer`` leaves or the ``layers``."""
+        tree = jax.tree.structure(self.weights.trainable[name])
+        return tree.unflatten([state["buffers"][f"{name}/{i}"] for i in range(tree.num_leaves)])
+
+    def _passes(self) -> dict[str, Callable[[State, State, Tree], State]]:
+        return {"forward": self._forward, "input": self._input, "weight": self._weight}
+
+    def _forward(self, state: State, cell: State, batch: Tree) -> State:
+        outer, hoisted = self.weights.outer, self.hoisted
+
+        def first(buffers: State) -> tuple[Tree, State]:
+            return self.parts["first"].forward(buffers, cell, outer, hoisted["first"], (), batch)
+
+        h, buffers = _when(cell["is_first"] == 1, lambda c: first(c[1]), (self._message(state, cell), state["buffers"]))
+        h, buffers = self.parts["blocks"].forward(buffers, cell, *self._stage(cell), h, batch, cell["num_layers"])
+        return {**state, "buffers": buffers, "sent": jax.tree.leaves(h)}
+
+    def _input(self, state: State, cell: State, batch: Tree) -> State:
+        outer, hoisted = self.weights.outer, self.hoisted
+        seed, is_last = at(self.seeds, cell["microbatch"]), cell["is_last"] == 1
+        came = self._message(state, cell)  # of the last stage's own forward pass: activations
+        dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), came)
+        dy, state = _when(is_last, lambda c: self._last(c[1], came, seed, batch), (dy, state))
+        buffers = state["buffers"]
+        begin = self.weights.begin(cell["chunk"])
+        dx, buffers = self.parts["blocks"].input(
+            buffers, cell, begin, *self._stage(cell), dy, batch, cell["num_layers"]
+        )
+        dx = _filled(dy, dx)
+
+        def first(buffers: State) -> State:
+            return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], dx, batch)[1]
+
+        return {**state, "sent": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
+
+    def _last(self, state: State, h: Tree, seed: Any, batch: Tree) -> tuple[Tree, State]:
+        """The loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
+        trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
+        value, metrics, grads, dh = self.program.last(trainable, frozen, h, seed, batch)
+        buffers = dict(state["buffers"])
+        for i, grad in enumerate(jax.tree.leaves(grads)):
+            buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
+        state = self._add_loss({**state, "buffers": buffers}, seed, value, metrics)
+        return _filled(jax.tree.map(jnp.zeros_like, h), dh), state
+
+    def _weight(self, state: State, cell: State, batch: Tree) -> State:
+        outer, hoisted, begin = self.weights.outer, self.hoisted, self.weights.begin(cell["chunk"])
+        buffers = self.parts["blocks"].weight(
+            state["buffers"], cell, begin, *self._stage(cell), batch, cell["num_layers"]
+        )
+
+        def first(buffers: State) -> State:
+            return self.parts["first"].weight(buffers, cell, 0, outer, hoisted["first"], batch)
+
+        return {**state, "buffers": _when(cell["is_first"] == 1, first, buffers)}
+
+    def _stage(self, cell: State) -> tuple[Tree, tuple[Any, ...]]:
+        """The weights of the tick's stage, and what was made of them once."""
+        chunk, num_chunks = cell["chunk"], self.program.schedule.stages_per_rank
+        hoisted: list[Any] = []
+        for whole, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
+            rows = Rows(whole, chunk * (whole.shape[0] // num_chunks))
+            hoisted.append(rows if shape_of(value).shape else at(whole, chunk))
+        return self.weights.of(chunk), tuple(hoisted)
+
+
+def _total(leaf: Any) -> Any:
+    """Zeros for gradients, divided among devices as the weight is.
+
+    They are made of it by a choice that the compiler cannot foresee: it has nothing else to tell by how to divide them,
+    and would have every device hold all of them.
+    """
+    never = lax.optimization_barrier(jnp.zeros((), bool))
+    return jnp.where(never, leaf, jnp.zeros_like(leaf)).astype(total_dtype(leaf.dtype))
+
+
+def total_dtype(dtype: Any) -> Any:
+    """Of a total of gradients: float32 at least. JAX promotes no floats of eight bits and fewer by itself."""
+    return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
+
+
+def _text(tree: Any) -> str:
+    """Shapes and dtypes."""
+    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+
+
+class _Bare(str):
+    """Text that is printed without quotes where it is part of something."""
+
+    __repr__ = str.__str__
+
+
+def _is_loss(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def _when(flag: Any, run: Callable[[Any], Any], state: Any) -> Any:
+    """`run` in place, if the flag is up."""
+    return lax.fori_loop(0, flag.astype(jnp.int32), lambda _, state: run(state), state)
+
+
+def _filled(tree: Tree, dx: Tree) -> Tree:
+    """The leaves that have a gradient, in place of what is there."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = structure.flatten_up_to(dx)
+    return structure.unflatten([old if new is None else new for old, new in zip(leaves, found, strict=True)])

@@ -1,0 +1,145 @@
+"""The passes of a stage on buffers that they change in place: what waits, and totals of gradients.
+
+`TracedSplit` hands what waits from pass to pass as arrays. Between the ticks of a program it lies in buffers, and a
+loop over layers writes and reads its rows there: a residual is never a second time in memory. Values of one shape that
+a pass leaves share one buffer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...core import Tree
+from ..schedules import Waiting
+from ..split import Buffers, Environment, Pass, Slot, TracedSplit, Value, shape_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Something that a pass leaves."""
+
+    value: Value
+    made: Pass
+    last: Pass
+    """In which pass it is read last."""
+    shape: jax.ShapeDtypeStruct
+    num_rows: int
+    """Rows that a loop makes one by one; 1 for what comes as a whole."""
+    is_on_host: bool
+    """Whether it was offloaded."""
+    buffer: str
+    """Shared by all of this shape that the pass leaves."""
+
+
+class InPlace:
+    """The passes of one part of the model."""
+
+    def __init__(self, name: str, split: TracedSplit, totals: Sequence[str]) -> None:
+        """Of a split.
+
+        Args:
+            name: of the part.
+            split: its passes.
+            totals: the buffers to which the gradients of its weights are added.
+        """
+        self.name, self.split, self.totals = name, split, totals
+        self.kept = [
+            _kept(split, value, *ends) for ends, values in split.kept.items() for value in values if ends[0] > 0
+        ]
+
+    def column(self, number: int) -> str:
+        """Under which a table holds the slots of something kept."""
+        return f"{self.name}/{number}"
+
+    def waiting(self) -> list[Waiting]:
+        """What lies in buffers."""
+        letters = {Pass.FORWARD: "F", Pass.INPUT: "I", Pass.WEIGHT: "W"}
+        return [
+            Waiting(self.column(i), self.name, letters[kept.made], letters[kept.last], kept.buffer)
+            for i, kept in enumerate(self.kept)
+        ]
+
+    def forward(
+        self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree
+    ) -> tuple[Tree, Buffers]:
+        """The forward pass: what the stage returns, and the buffers."""
+        env = self.split.env(weights, hoisted, extras)
+        env.update(zip(self.split.arguments.x_values, self.split.arguments.x_arrays(x), strict=True))
+        buffers = self._run(Pass.FORWARD, env, buffers, cell, 0)
+        return self.split.results(env, buffers), buffers
+
+    def input(
+        self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, dy: Tree, *extras: Tree
+    ) -> tuple[Tree, Buffers]:
+        """The input pass: the gradient of the input, and the buffers.
+
+        Args:
+            buffers: by name.
+            cell: the table's numbers by column.
+            begin: the first row of the stage in the totals.
+            weights: of the stage.
+            hoisted: of `TracedSplit.hoist`.
+            dy: cotangents.
+            extras: constants.
+        """
+        env = self.split.env(weights, hoisted, extras)
+        env.update(zip(self.split.arguments.dy_values, self.split.arguments.dy_arrays(dy), strict=True))
+        buffers = self._run(Pass.INPUT, env, buffers, cell, begin)
+        return self.split.dx(env, buffers), buffers
+
+    def weight(
+        self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, *extras: Tree
+    ) -> Buffers:
+        """The weight pass: the buffers; arguments as of `input`."""
+        return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, begin)
+
+    def _run(self, at: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], begin: Any) -> Buffers:
+        buffers = dict(buffers)
+        slots = {
+            kept.value: Slot(kept.buffer, cell[self.column(i)] * kept.num_rows) for i, kept in enumerate(self.kept)
+        }
+        env.update((kept.value, slots[kept.value]) for kept in self.kept if kept.made < at <= kept.last)
+        left = {kept.value: slots[kept.value] for kept in self.kept if kept.made is at}
+        given = self.split.gradients(at)
+        totals = {atom: Slot(self.totals[i], begin) for i, atom in given if self.split.plan.adds_up(atom)}
+        self.split.plan.run(at, env, buffers, left, totals)
+        for i, atom in given:
+            if not (isinstance(atom, Value) and atom in totals):
+                found = jnp.asarray(self.split.plan.read(atom, env, buffers))
+                buffers[self.totals[i]] = _add(buffers[self.totals[i]], begin, found)
+        return buffers
+
+
+def _kept(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Kept:
+    shape = shape_of(value)
+    is_stacked = split.plan.is_stacked(value)
+    # A loop that reads rows of a buffer and writes others has the compiler copy it: so none does.
+    is_on_host = value.aval.memory_space == jax.memory.Space.Host
+    kind = f"{made.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
+    name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
+    return Kept(value, made, last, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
+
+
+def empty_buffer(kept: Kept, num_slots: int) -> Any:
+    """A buffer with so many slots, in the memory where the passes leave what it holds."""
+    dims = (num_slots, *kept.shape.shape)
+    if "rows/" in kept.buffer:
+        dims = (num_slots * kept.num_rows, *kept.shape.shape[1:])
+    if not kept.is_on_host:
+        return jnp.zeros(dims, kept.shape.dtype)
+    # Made row by row, it is never whole on the device.
+    row = jnp.zeros(dims[1:], kept.shape.dtype)
+    return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
+
+
+def _add(total: Any, begin: Any, found: Any) -> Any:
+    if total.shape == found.shape:
+        return total + found.astype(total.dtype)
+    old = lax.dynamic_slice_in_dim(total, begin, found.shape[0])
+    return lax.dynamic_update_slice_in_dim(total, old + found.astype(total.dtype), begin, 0)

@@ -1,0 +1,140 @@
+"""Which layers of a stack are on which rank, and in which order a rank holds them.
+
+Stages are contiguous runs of layers. A rank holds the layers of its stages one after the other, each stage's padded to
+the length of the longest: leaves of shape [R * V * K, ...], divided over the ranks along their first axis. A row of
+padding is a copy of a layer of the model; what it computes is thrown away.
+
+Legend: R ranks, V stages a rank, K layers of the longest stage, L layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...core import ConfigError, Tree
+from ..schedules import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The layers of every stage."""
+
+    schedule: Schedule
+    """Where stages are."""
+    layers_per_stage: tuple[int, ...]
+    """Of each stage, from the first."""
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return sum(self.layers_per_stage)
+
+    @property
+    def longest(self) -> int:
+        """K."""
+        return max(self.layers_per_stage)
+
+    @property
+    def num_rows(self) -> int:
+        """R * V * K."""
+        return self.schedule.num_ranks * self.schedule.stages_per_rank * self.longest
+
+    @property
+    def is_even(self) -> bool:
+        """Whether no row is padding."""
+        return self.num_rows == self.num_layers
+
+    def rows(self) -> np.ndarray:
+        """The layer of every row, shape [R * V * K]."""
+        begins = np.cumsum((0, *self.layers_per_stage))
+        found = np.zeros((self.schedule.num_ranks, self.schedule.stages_per_rank, self.longest), int)
+        for rank in range(self.schedule.num_ranks):
+            for chunk, stage in enumerate(self.schedule.stages_of(rank)):
+                # A stage without layers has the row of a neighbour's.
+                last = max(begins[stage + 1] - 1, 0)
+                found[rank, chunk] = np.minimum(begins[stage] + np.arange(self.longest), last)
+        return found.reshape(-1)
+
+    def positions(self) -> np.ndarray:
+        """The row of every layer, shape [L]."""
+        begins = np.cumsum((0, *self.layers_per_stage))
+        found = np.zeros(self.num_layers, int)
+        for rank in range(self.schedule.num_ranks):
+            for chunk, stage in enumerate(self.schedule.stages_of(rank)):
+                row = (rank * self.schedule.stages_per_rank + chunk) * self.longest
+                number = self.layers_per_stage[stage]
+                found[begins[stage] : begins[stage + 1]] = row + np.arange(number)
+        return found
+
+    def arrange(self, layers: Tree, mesh: Any, axis: str) -> Tree:
+        """Stacked layers in the order of ranks; see `Pipeline.arrange`."""
+        return self._taken(layers, self.rows(), mesh, axis)
+
+    def restore(self, rows: Tree, mesh: Any, axis: str) -> Tree:
+        """The opposite of `arrange`; padding is left out."""
+        return self._taken(rows, self.positions(), mesh, axis)
+
+    def cleared(self, rows: Tree) -> Tree:
+        """Gradients of rows, zero where a row is padding: what it computes may be no number."""
+        if self.is_even:
+            return rows
+        is_layer = np.isin(np.arange(self.num_rows), self.positions())
+
+        def clear(leaf: Any) -> Any:
+            return jnp.where(np.expand_dims(is_layer, tuple(range(1, leaf.ndim))), leaf, jnp.zeros((), leaf.dtype))
+
+        return jax.tree.map(clear, rows)
+
+    def _taken(self, tree: Tree, rows: np.ndarray, mesh: Any, axis: str) -> Tree:
+        def take(leaf: Any) -> Any:
+            if np.array_equal(rows, np.arange(leaf.shape[0])):
+                return leaf
+            sharding = NamedSharding(mesh, PartitionSpec(axis, *_rest(leaf)))
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((len(rows), *leaf.shape[1:]), leaf.dtype, sharding=sharding)
+            taken = jnp.take(jnp.asarray(leaf), rows, axis=0)
+            if isinstance(leaf, Tracer) or len(rows) % mesh.shape[axis]:
+                return taken
+            return jax.device_put(taken, sharding)
+
+        return jax.tree.map(take, tree)
+
+
+def layout(schedule: Schedule, num_layers: int, layers_per_stage: Sequence[int] | None) -> Layout:
+    """Divide layers into stages: those that are given, or as even as can be.
+
+    Raises:
+        ConfigError: when the layers given are not those of the model, or it has none.
+    """
+    if not num_layers:
+        raise ConfigError(
+            "a pipeline of no layers", expected="at least one layer", got=0, hint="run first and last alone"
+        )
+    if layers_per_stage is None:
+        each, more = divmod(num_layers, schedule.num_stages)
+        # The first and the last stage do more than their layers, so those between get what is left over.
+        order = sorted(range(schedule.num_stages), key=lambda stage: stage in (0, schedule.num_stages - 1))
+        layers_per_stage = [each + (stage in order[:more]) for stage in range(schedule.num_stages)]
+    given = tuple(layers_per_stage)
+    if len(given) != schedule.num_stages or min(given) < 0 or sum(given) != num_layers:
+        raise ConfigError(
+            "layers_per_stage is not of this model and schedule",
+            expected=f"{schedule.num_stages} numbers of at least 0 that add up to {num_layers}",
+            got=f"{list(given)}, which add up to {sum(given)}",
+            hint="leave it out to divide the layers as evenly as can be",
+        )
+    return Layout(schedule, given)
+
+
+def _rest(leaf: Any) -> tuple[Any, ...]:
+    """How the other axes of an array are divided."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+    return tuple(spec[1:])

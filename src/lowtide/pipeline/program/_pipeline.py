@@ -1,0 +1,467 @@
+"""`value_and_grad`: the loss of a layer stack and its gradients, pipelined over an axis of a mesh."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import linear_call
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from ...core import (
+    ConfigError,
+    LayerStack,
+    StructureError,
+    Tree,
+    Where,
+    check_differentiable,
+    fractions,
+    leaves_with_paths,
+    microbatch_weights,
+    num_layers,
+    partition,
+    split_batch,
+)
+from ...memory import MemoryReport
+from ..schedules import Schedule
+from ._checks import refuse_other_mesh, refuse_other_stages, refuse_wrong_types, warn_of_waiting_forever
+from ._executor import Held, Program
+from ._layout import Layout, layout
+from ._stages import StageReport, stage_report
+
+
+def value_and_grad(
+    stack: LayerStack,
+    schedule: Schedule,
+    *,
+    mesh: Mesh,
+    axis: str = "stage",
+    wrt: Where = "**",
+    weight: Callable[[Tree], Any] | None = None,
+    remat: bool | Callable[..., bool] = False,
+    layers_per_stage: Sequence[int] | None = None,
+    arranged: bool = False,
+    batch_axes: Sequence[str] | None = None,
+) -> Pipeline:
+    """A pipelined loss with its gradients, as one compiled program.
+
+    Args:
+        stack: the model as `first`, `block`, `last`. Every function is given the microbatch, so masks and positions in
+            it reach every stage; a loss of the blocks is a leaf of `h` that `last` adds.
+        schedule: what runs when; its ranks are the devices along `axis`.
+        mesh: the devices, as of `lowtide.train.make_mesh`. Along its other axes, which are the compiler's to divide
+            along (`AxisType.Auto`), arrays are divided as their own shardings say.
+        axis: the name of the pipeline's axis. A `lowtide.Trainer` knows it as ``stage`` alone.
+        wrt: which leaves of ``{"outer": ..., "layers": ...}`` have gradients.
+        weight: a function of a microbatch that gives its weight, as in `lowtide.accumulate`: with its number of target
+            tokens, the loss is that of the whole batch. Of a microbatch of weight 0 nothing is computed.
+        remat: as in `lowtide.LayerStack.hidden`.
+        layers_per_stage: of every stage; by default as even as can be.
+        arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
+            moved between ranks. That is of use where a rank has several stages, or stages are uneven (then
+            `layers_per_stage` has to say how).
+        batch_axes: along which other axes the rows of every microbatch are divided; by default ``data`` and ``fsdp``,
+            where the mesh has them.
+
+    Returns:
+        The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
+        gradients, and JAX cannot take others of it.
+
+    Raises:
+        ConfigError: for an axis that the mesh does not have, explicit axes, a schedule of another number of ranks, or
+            an argument of another type.
+        ScheduleError: for stages that are not on neighbouring ranks.
+        StructureError: when `stack` is no `LayerStack`.
+
+    Memory:
+        On each device: its layers, the outer leaves, gradients of both (float32 at least), the batch, and what the
+        schedule keeps between passes: of GPipe and looped BFS all microbatches, of the others no more for more of them.
+
+    Examples:
+        >>> from lowtide.pipeline import schedule
+        >>> stack = LayerStack(
+        ...     first=lambda outer, batch: batch["x"],
+        ...     block=lambda layer, h, batch: jnp.tanh(h @ layer["w"]),
+        ...     last=lambda outer, h, batch: (jnp.mean((h - batch["y"]) ** 2), {}),
+        ... )
+        >>> pipeline = value_and_grad(
+        ...     stack,
+        ...     schedule("zb-h1", num_stages=1, num_microbatches=2),
+        ...     mesh=jax.sharding.Mesh(jax.devices()[:1], ("stage",)),
+        ... )
+        >>> batch = {"x": jnp.ones((4, 2)), "y": jnp.zeros((4, 2))}
+        >>> (loss, _), (_, grads) = jax.jit(pipeline)({}, {"w": jnp.ones((3, 2, 2))}, batch)
+        >>> grads["w"].shape
+        (3, 2, 2)
+
+    References:
+        Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Narayanan et al., "Efficient Large-Scale Language
+        Model Training on GPU Clusters Using Megatron-LM", SC 2021.
+    """
+    refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes)
+    refuse_other_mesh(schedule, mesh, axis, batch_axes)
+    refuse_other_stages(schedule, layers_per_stage)
+    warn_of_waiting_forever(mesh, axis)
+    axes = tuple(one for one in ("data", "fsdp") if one in mesh.shape and one != axis)
+    axes = axes if batch_axes is None else tuple(batch_axes)
+    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
+class Pipeline:
+    """A pipelined loss with its gradients; made by `value_and_grad`, called under `jax.jit`."""
+
+    stack: LayerStack
+    """The model."""
+    schedule: Schedule
+    """What runs when."""
+    mesh: Mesh
+    """The devices."""
+    axis: str
+    """The pipeline's axis."""
+    wrt: Where
+    """What has gradients."""
+    weight: Callable[[Tree], Any] | None
+    """Weight of a microbatch."""
+    remat: bool | Callable[..., bool]
+    """What is recomputed."""
+    layers_per_stage: Sequence[int] | None
+    """Of every stage, or None."""
+    arranged: bool
+    """Whether layers are in the order of ranks."""
+    batch_axes: tuple[str, ...]
+    """Along which the rows of microbatches are divided."""
+
+    def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
+        """The loss, the metrics and the gradients.
+
+        Args:
+            outer: parameters outside the stack.
+            layers: stacked parameters [num_layers, ...]; with `arranged`, in the order of `arrange`.
+            batch: leaves whose leading axis splits into the schedule's microbatches. A scalar key is folded with the
+                number of the microbatch.
+
+        Returns:
+            ``(loss, metrics), (outer_grads, layer_grads)``: loss and metrics are means over microbatches by weight, in
+            float32; gradients have the dtypes of the parameters, and None where `wrt` selects none; those of padding
+            are zero.
+
+        Raises:
+            ConfigError: for `layers_per_stage` that are not of this model.
+            SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
+            StructureError: for leaves that are no arrays, when the batch does not split, also along `batch_axes`, or
+                when a function of the stack returns what it should not.
+        """
+        plan, trainable, frozen = self._prepared(outer, layers)
+        check_differentiable(trainable)
+        self._refuse_undivided(batch)
+        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+        with _saying_what_there_is(outer=outer, batch=batch):
+            batches, weights = self._microbatches(batch, self.schedule.num_microbatches)
+            program = self._program(plan, trainable, frozen, batches)
+            loss, metrics, grads = self._mapped(
+                program.gradients, (places, places), (PartitionSpec(), PartitionSpec(), places)
+            )(trainable, frozen, batches, fractions(weights))
+        grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
+        of_layers = grads["layers"]
+        of_layers = plan.cleared(of_layers) if self.arranged else plan.restore(of_layers, self.mesh, self.axis)
+        return _with_gradients_of_its_own(((loss, metrics), (grads["outer"], of_layers)))
+
+    def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
+        """The loss and the metrics without a backward pass; arguments and errors as of a call.
+
+        A batch may have any number of rows. Its microbatches have no more of them than it takes for the schedule's
+        number of microbatches; rows that are left over are one more, and count by weight, without one by rows.
+        """
+        arrays = [leaf for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)]
+        _refuse_different_rows(batch)
+        rows = arrays[0].shape[0] if arrays else self.schedule.num_microbatches
+        size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
+        even = rows - rows % size
+        prepared = self._prepared(outer, layers)
+        with _saying_what_there_is(outer=outer, batch=batch):
+            means, weights = self._evaluated(prepared, batch, slice(0, even), even // size, 0)
+            if even == rows:
+                return _with_gradients_of_its_own(means)
+            rest, weight = self._evaluated(prepared, batch, slice(even, rows), 1, even // size)
+        part, other = fractions(jnp.stack([weights, weight]))
+        return _with_gradients_of_its_own(jax.tree.map(lambda mean, one: part * mean + other * one, means, rest))
+
+    def _evaluated(
+        self, prepared: tuple[Layout, Tree, Tree], batch: Tree, rows: slice, number: int, first: int
+    ) -> tuple[tuple[Any, Tree], Any]:
+        """Loss and metrics of some rows, which are so many microbatches from the `first` on, and what they weigh."""
+        plan, trainable, frozen = prepared
+        batch = jax.tree.map(lambda leaf: leaf[rows] if jnp.ndim(leaf) else leaf, batch)
+        batches, weights = self._microbatches(batch, number, first)
+        program = self._program(plan, trainable, frozen, batches)
+        program = dataclasses.replace(program, schedule=self.schedule.truncated(number))
+        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+        run = self._mapped(program.evaluate, (places, places), (PartitionSpec(), PartitionSpec()))
+        total = jnp.float32(rows.stop - rows.start) if self.weight is None else jnp.sum(weights)
+        return run(trainable, frozen, batches, fractions(weights)), total
+
+    def report(self, outer: Tree, layers: Tree, batch: Tree, *, memory: MemoryReport | None = None) -> StageReport:
+        """What every rank holds throughout the program, and what its passes compute, before anything is compiled.
+
+        Args:
+            outer: as in a call; arrays or shapes.
+            layers: likewise.
+            batch: likewise.
+            memory: the report of the compiled program (`lowtide.memory.analyze`), or of one that contains it, to say
+                what the device has in all.
+
+        Returns:
+            The report, which `rich` prints as tables: bytes of every rank, FLOPs of F, I and W, and which operations
+            the split had to leave whole, so that W misses their work.
+
+        Examples:
+            >>> from lowtide.pipeline import schedule
+            >>> stack = LayerStack(
+            ...     first=lambda outer, batch: batch,
+            ...     block=lambda layer, h, batch: jnp.tanh(h @ layer),
+            ...     last=lambda outer, h, batch: (jnp.mean(h**2), {}),
+            ... )
+            >>> one = schedule("1f1b", num_stages=1, num_microbatches=2)
+            >>> pipeline = value_and_grad(stack, one, mesh=jax.sharding.Mesh(jax.devices()[:1], ("stage",)))
+            >>> report = pipeline.report({}, jnp.ones((3, 8, 8)), jnp.ones((4, 8)))
+            >>> report.weight_bytes, report.gradient_bytes
+            (768, 768)
+        """
+        shapes = jax.tree.map(_struct, (outer, layers, batch))
+        plan, trainable, frozen = self._prepared(*shapes[:2])
+        self._refuse_undivided(shapes[2])
+        found: list[Held] = []
+
+        def run(*arguments: Any) -> None:
+            found.append(program.held(*arguments))
+
+        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+        with _saying_what_there_is(outer=outer, batch=batch):
+            split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
+            batches, seeds = jax.eval_shape(split, shapes[2])
+            program = self._program(plan, trainable, frozen, batches)
+            jax.eval_shape(self._mapped(run, (places, places), PartitionSpec()), trainable, frozen, batches, seeds)
+        rows = next((leaf.shape[1] for leaf in jax.tree.leaves(batches) if len(leaf.shape) > 1), 0)
+        return stage_report(
+            found[0],
+            plan,
+            trainable,
+            frozen,
+            axis=self.axis,
+            rows=rows,
+            num_parts=self._num_parts,
+            num_devices=self.mesh.size // self.mesh.shape[self.axis],
+            memory=memory,
+        )
+
+    @property
+    def _num_parts(self) -> int:
+        """Into how many parts the rows of a microbatch are divided."""
+        return math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+    def _refuse_undivided(self, batch: Tree) -> None:
+        """Raise where devices would all compute all rows."""
+        _refuse_different_rows(batch)
+        number = self.schedule.num_microbatches * self._num_parts
+        for path, leaf in leaves_with_paths(batch):
+            if self._num_parts > 1 and jnp.ndim(leaf) and leaf.shape[0] % number:
+                raise StructureError(
+                    f"batch leaf {path or '(root)'}: its rows cannot be divided along {', '.join(self.batch_axes)}",
+                    expected=f"a multiple of {number} ({self.schedule.num_microbatches} microbatches × "
+                    f"{self._num_parts} parts)",
+                    got=f"{leaf.shape[0]} rows",
+                    hint="choose another batch size; with batch_axes=() every device of a rank computes all rows",
+                )
+
+    def layout(self, num_layers: int) -> Layout:
+        """Which layers are where, of a stack of so many."""
+        return layout(self.schedule, num_layers, self.layers_per_stage)
+
+    def arrange(self, layers: Tree) -> Tree:
+        """Stacked layers in the order of ranks, divided over the mesh.
+
+        Args:
+            layers: leaves [num_layers, ...]; arrays or shapes.
+
+        Returns:
+            Leaves [R * V * K, ...], where R are the ranks, V the stages of each and K the layers of the longest.
+
+        Raises:
+            ConfigError: for `layers_per_stage` that are not of this model; for uneven stages without them.
+            StructureError: for leaves without a common leading axis.
+        """
+        plan = self.layout(num_layers(layers))
+        if self.arranged and self.layers_per_stage is None and not plan.is_even:
+            raise ConfigError(
+                "stages are uneven, and of arranged layers nobody sees which rows are padding",
+                expected=f"a number of layers that {self.schedule.num_stages} stages divide, or layers_per_stage",
+                got=f"{plan.num_layers} layers",
+                hint=f"value_and_grad(..., arranged=True, layers_per_stage={list(plan.layers_per_stage)})",
+            )
+        return plan.arrange(layers, self.mesh, self.axis)
+
+    def restore(self, rows: Tree, num_layers: int) -> Tree:
+        """The opposite of `arrange`: leaves [num_layers, ...].
+
+        Raises:
+            StructureError: for rows that are not of so many layers.
+        """
+        plan = self.layout(num_layers)
+        _refuse_other_rows(rows, plan)
+        return plan.restore(rows, self.mesh, self.axis)
+
+    def _prepared(self, outer: Tree, layers: Tree) -> tuple[Layout, Tree, Tree]:
+        outer = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, int | float) else leaf, outer)
+        for path, leaf in leaves_with_paths(outer):
+            if not hasattr(leaf, "shape"):
+                raise StructureError(
+                    f"outer/{path}: is no array",
+                    expected="arrays alone",
+                    got=type(leaf).__name__,
+                    hint="let the functions of the stack read it from elsewhere",
+                )
+        rows = num_layers(layers)
+        plan = self.layout(self._num_layers(rows) if self.arranged else rows)
+        if self.arranged:
+            _refuse_other_rows(layers, plan)
+        else:
+            layers = plan.arrange(layers, self.mesh, self.axis)
+        return plan, *partition({"outer": outer, "layers": layers}, self.wrt)
+
+    def _num_layers(self, rows: int) -> int:
+        """Layers of an arranged stack: all rows, unless stages are uneven, of which the lengths are known."""
+        return rows if self.layers_per_stage is None else sum(self.layers_per_stage)
+
+    def _program(self, plan: Layout, trainable: Tree, frozen: Tree, batches: Tree) -> Program:
+        def shapes(tree: Tree) -> Tree:
+            return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+        return Program(
+            stack=self.stack,
+            layout=plan,
+            schedule=self.schedule,
+            axis=self.axis,
+            trainable=shapes(trainable),
+            frozen=shapes(frozen),
+            batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
+            remat=self.remat,
+            batch_axes=self.batch_axes,
+            platform=_platform(self.mesh),
+        )
+
+    def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:
+        mapped = jax.shard_map(
+            program,
+            mesh=self.mesh,
+            in_specs=(*places, PartitionSpec(), PartitionSpec()),
+            out_specs=results,
+            axis_names={self.axis},
+            check_vma=False,
+        )
+        return jax.jit(mapped)  # outside of one, axes that are left to the compiler are an error
+
+    def _divided(self, leaf: Any) -> Any:
+        """The rows of all microbatches, divided alike."""
+        if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the last rows of an evaluation
+            return leaf
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
+        return jax.lax.with_sharding_constraint(leaf, sharding)
+
+    def _microbatches(self, batch: Tree, number: int, first: int = 0) -> tuple[Tree, Any]:
+        """The microbatches and what each weighs; keys are those from the `first` on."""
+        batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
+        keys = jax.tree.map(
+            lambda leaf: (
+                jax.vmap(functools.partial(jax.random.fold_in, leaf))(first + jnp.arange(number))
+                if _is_key(leaf)
+                else None
+            ),
+            batch,
+        )
+        batches = jax.tree.map(self._divided, batches)
+        batches = jax.tree.map(
+            lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
+        )
+        return batches, microbatch_weights(self.weight, batches, number).astype(jnp.float32)
+
+
+def _with_gradients_of_its_own(results: Tree) -> Tree:
+    """The results, whose cotangents raise: JAX would blame the loops over ticks, of which the user knows nothing."""
+
+    @jax.custom_jvp
+    def given(leaf: Any) -> Any:
+        return leaf
+
+    def refuse(_: Any, __: Any) -> Any:
+        raise StructureError(
+            "JAX cannot differentiate a pipeline backwards: it has its own gradients",
+            expected="(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)",
+            got="a gradient of what it or its evaluation returns (jax.grad, jax.vjp)",
+            hint="use the gradients that it returns; jax.lax.stop_gradient(loss) where none is wanted",
+        )
+
+    @given.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:  # pyright: ignore[reportUnusedFunction]
+        return primals[0], linear_call(lambda _, tangent: tangent, refuse, (), tangents[0])
+
+    return jax.tree.map(lambda leaf: given(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, results)
+
+
+@contextlib.contextmanager
+def _saying_what_there_is(**trees: Tree) -> Generator[None]:
+    """Of a name that a function of the stack, or `weight`, does not find: which there are."""
+    try:
+        yield
+    except KeyError as error:
+        for name, tree in trees.items():
+            error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
+        raise
+
+
+def _refuse_different_rows(batch: Tree) -> None:
+    """Raise where microbatches would have a few rows of one leaf beside many of another."""
+    rows: dict[int, str] = {}
+    for path, leaf in leaves_with_paths(batch):
+        if jnp.ndim(leaf):
+            rows.setdefault(leaf.shape[0], path or "(root)")
+    if len(rows) > 1:
+        (number, name), (other, other_name), *_ = rows.items()
+        raise StructureError(
+            f"batch leaves {name} and {other_name} have different numbers of rows",
+            expected=f"{number} in all",
+            got=f"{other} of {other_name}",
+            hint="every leaf needs a row for each example, also what is alike in all of them",
+        )
+
+
+def _refuse_other_rows(layers: Tree, plan: Layout) -> None:
+    for leaf in jax.tree.leaves(layers):
+        if leaf.shape[:1] != (plan.num_rows,):
+            raise StructureError(
+                "layers are not in the order of ranks",
+                expected=f"{plan.num_rows} rows",
+                got=f"{leaf.shape[0]}" if leaf.shape else "a scalar",
+                hint="layers = pipeline.arrange(layers)",
+            )
+
+
+def _struct(leaf: Any) -> Any:
+    """The shape of an array, and where it is."""
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key) and leaf.ndim == 0
+
+
+def _platform(mesh: Mesh | AbstractMesh) -> str:
+    """That of a mesh's devices; without devices, as in a trainer's step, that of this process."""
+    return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

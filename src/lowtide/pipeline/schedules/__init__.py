@@ -1,0 +1,29 @@
+"""Schedules of pipelines as data: made, checked, simulated, drawn. Needs no JAX."""
+
+from ._actions import Action as Action
+from ._actions import Kind as Kind
+from ._costs import Costs as Costs
+from ._make import SCHEDULES as SCHEDULES
+from ._make import schedule as schedule
+from ._schedule import Schedule as Schedule
+from ._simulate import Simulation as Simulation
+from ._simulate import simulate as simulate
+from ._simulate import ticks as ticks
+from ._tables import Tables as Tables
+from ._tables import Waiting as Waiting
+from ._tables import tables as tables
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "SCHEDULES",
+    "Schedule",
+    "Simulation",
+    "Tables",
+    "Waiting",
+    "schedule",
+    "simulate",
+    "tables",
+    "ticks",
+]

@@ -1,0 +1,183 @@
+"""The schedule for given costs and memory: the best of the named ones, and of greedy ones.
+
+A greedy rank does the first thing that it can: an input pass, which the rank before waits for; then a forward pass, if
+memory allows; and a weight pass where it would wait otherwise. It is the list scheduling of `_listing`, whose order of
+forward and input passes is given, without that order. How many microbatches a rank may have begun is varied. No optimum
+is claimed, which takes an integer program (Qi et al., "Zero Bubble Pipeline Parallelism", 2024): only that no named
+schedule with as many stages a rank is better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from ...core import ScheduleError
+from ._actions import Action, Kind
+from ._costs import Costs, at
+from ._named import placed
+from ._schedule import Order, Schedule, gives, needs
+from ._simulate import simulate
+
+Maker = Callable[[int], Schedule]
+"""Of a number of microbatches."""
+
+
+def best(
+    candidates: Iterable[Maker],
+    num_microbatches: int,
+    telling: int,
+    costs: Costs,
+    limits: Sequence[float],
+    *,
+    lockstep: bool,
+) -> Schedule:
+    """Of the candidates that keep within the limits, the one that ends soonest; of equals that which keeps least.
+
+    Args:
+        candidates: makers of schedules.
+        num_microbatches: of the one that is wanted.
+        telling: as many of them as tell candidates apart.
+        costs: of actions.
+        limits: memory of each rank.
+        lockstep: how ranks run.
+
+    Raises:
+        ScheduleError: when there is none.
+    """
+
+    def within(make: Maker, number: int) -> tuple[float, float, Schedule] | None:
+        try:
+            made = make(number)
+        except ScheduleError:
+            return None
+        run = simulate(made, costs, lockstep=lockstep)
+        if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):
+            return None
+        return round(run.makespan, 9), max(run.peaks), made  # sums in another order differ by rounding
+
+    makers = list(candidates)
+    rated = [(*one, i) for i, make in enumerate(makers) if (one := within(make, telling)) is not None]
+    for _, _, made, i in sorted(rated, key=lambda one: (one[:2], one[3])):
+        found = (0, 0, made) if telling == num_microbatches else within(makers[i], num_microbatches)
+        if found is not None:
+            return found[-1]
+    raise ScheduleError(
+        "no schedule keeps within the memory_limit",
+        expected="a limit of at least one microbatch's residuals on each rank",
+        got=", ".join(f"{limit:g}" for limit in limits),
+        hint="raise memory_limit, or have more stages",
+    )
+
+
+def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[float]) -> Iterator[Maker]:
+    """Makers of greedy schedules."""
+    for is_v in (False, True)[: 2 if chunks > 1 else 1]:
+        placement = placed(num_ranks, chunks, is_v=is_v)
+        each = [0.0] * num_ranks
+        for stage, rank in enumerate(placement):
+            each[rank] += at(costs.input_residuals, stage) + at(costs.weight_residuals, stage)
+        # The last begins a microbatch where all its passes have room, so that it gets on with the room for one.
+        for begun in (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None):
+            most = begun or math.inf
+            caps = [min(limit, most * one if one else math.inf) for limit, one in zip(limits, each, strict=True)]
+            whole = each if begun is None else None
+
+            def make(
+                num_microbatches: int,
+                placement: tuple[int, ...] = placement,
+                caps: Sequence[float] = caps,
+                whole: Sequence[float] | None = whole,
+            ) -> Schedule:
+                orders = _Greedy(placement, num_microbatches, costs, caps, whole).run()
+                return Schedule(name="auto", num_microbatches=num_microbatches, placement=placement, orders=orders)
+
+            yield make
+
+
+class _Greedy:
+    """Ranks in mid-run.
+
+    Args:
+        placement: rank of each stage.
+        num_microbatches: parts of a batch.
+        costs: of actions.
+        limits: memory of each rank.
+        whole: what a microbatch keeps on each rank, to have room for all of it before it begins there; else each
+            forward pass takes its own.
+    """
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        num_microbatches: int,
+        costs: Costs,
+        limits: Sequence[float],
+        whole: Sequence[float] | None,
+    ) -> None:
+        self.whole = whole
+        self.placement, self.number, self.costs, self.limits = placement, num_microbatches, costs, limits
+        num_ranks = len(limits)
+        self.stages = [[s for s, where in enumerate(placement) if where == rank] for rank in range(num_ranks)]
+        self.next = {(kind, stage): 0 for kind in (Kind.FORWARD, Kind.INPUT) for stage in range(len(placement))}
+        self.waiting: list[deque[Action]] = [deque() for _ in range(num_ranks)]
+        self.time, self.memory = [0.0] * num_ranks, [0.0] * num_ranks
+        self.done: list[list[Action]] = [[] for _ in range(num_ranks)]
+        self.ends: dict[tuple[Kind, int, int], float] = {}
+
+    def run(self) -> tuple[Order, ...]:
+        """All actions of all ranks, in the order in which they are decided."""
+        total = 3 * self.number
+        while active := [r for r, done in enumerate(self.done) if len(done) < total * len(self.stages[r])]:
+            # What is decided later can end no earlier than the earliest rank's time.
+            if not any(self._advance(rank) for rank in sorted(active, key=lambda rank: self.time[rank])):
+                raise ScheduleError("a greedy schedule stands still within its memory", hint="raise memory_limit")
+        return tuple(tuple(done) for done in self.done)
+
+    def _advance(self, rank: int) -> bool:
+        """Let a rank do something; whether it could."""
+        now = self.time[rank]
+        ready, _, action = min(self._candidates(rank), default=(math.inf, 0, None))
+        waiting = self.waiting[rank]
+        # Worth it when less than half of the weight pass would be waited for.
+        if waiting and (action is None or ready - now > self.costs.of(waiting[0]) / 2 + 1e-9):
+            action, ready = waiting.popleft(), now
+        elif action is None or ready == math.inf:
+            return False
+        else:
+            self.next[action.kind, action.stage] += 1
+        self.time[rank] = max(now, ready) + self.costs.of(action)
+        self.memory[rank] += self._kept(action)
+        self.done[rank].append(action)
+        self.ends[gives(action)] = self.time[rank]
+        if action.kind is Kind.INPUT:
+            waiting.append(action._replace(kind=Kind.WEIGHT))
+        return True
+
+    def _kept(self, action: Action) -> float:
+        if self.whole is None or action.kind is not Kind.FORWARD:
+            return self.costs.kept(action)
+        rank = self.placement[action.stage]
+        return self.whole[rank] if action.stage == self.stages[rank][0] else 0.0
+
+    def _candidates(self, rank: int) -> Iterator[tuple[float, int, Action]]:
+        """What could be next: when it could begin, how urgent it is (less is more), and what."""
+        for stage in self.stages[rank]:
+            for kind in (Kind.INPUT, Kind.FORWARD):
+                action = Action(stage, kind, self.next[kind, stage])
+                if action.microbatch == self.number:
+                    continue
+                if kind is Kind.FORWARD and self.memory[rank] + self._kept(action) > self.limits[rank] + 1e-9:
+                    continue
+                # Input passes come first, of the earliest stage; forward passes of the latest.
+                urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage
+                yield max(self._ready(action), self.time[rank]), urgency, action
+
+    def _ready(self, action: Action) -> float:
+        times = [0.0]
+        for kind, stage in needs(action, len(self.placement)):
+            is_here = self.placement[stage] == self.placement[action.stage]
+            end = self.ends.get((kind, stage, action.microbatch), math.inf)
+            times.append(end + (0.0 if is_here else self.costs.communication))
+        return max(times)

@@ -1,0 +1,86 @@
+"""What actions cost: time for each pass of a stage, and what a stage keeps between its passes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ...core import ConfigError
+from ._actions import Action, Kind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Time of actions and memory of stages, in any unit: one number for all stages, or one for each.
+
+    Raises:
+        ConfigError: for a time that is not positive, or a memory or communication that is negative.
+
+    Examples:
+        >>> Costs(forward=1.0, weight=(0.5, 1.5)).of(Action(1, Kind.BACKWARD, 0))
+        2.5
+    """
+
+    forward: float | Sequence[float] = 1.0
+    """Time of F."""
+    input: float | Sequence[float] = 1.0
+    """Time of I."""
+    weight: float | Sequence[float] = 1.0
+    """Time of W; that of B is the sum of I's and W's."""
+    communication: float = 0.0
+    """Time from the end of an action to its result being on another rank; ranks compute meanwhile."""
+    input_residuals: float | Sequence[float] = 0.0
+    """Memory that F leaves behind and I frees."""
+    weight_residuals: float | Sequence[float] = 1.0
+    """Memory that F leaves behind and W frees."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if hasattr(value, "tolist"):  # measured ones are NumPy's
+                value = value.tolist()
+                object.__setattr__(self, field.name, value)
+            is_time = field.name in ("forward", "input", "weight")
+            for one in value if isinstance(value, Sequence) else [value]:
+                if not (isinstance(one, int | float) and (one > 0 if is_time else one >= 0) and one < float("inf")):
+                    raise ConfigError(
+                        f"{field.name} is no cost",
+                        expected="numbers above 0" if is_time else "numbers of at least 0",
+                        got=repr(one),
+                        hint="units are free: Costs(forward=1.0, input=1.1, weight=0.9)",
+                    )
+
+    def refuse_other(self, num_stages: int) -> None:
+        """Raise when costs are of another number of stages.
+
+        Raises:
+            ConfigError: with the field.
+        """
+        for field in dataclasses.fields(self):
+            value: Any = getattr(self, field.name)
+            if isinstance(value, Sequence) and len(value) != num_stages:
+                raise ConfigError(
+                    f"{field.name} is not of these stages",
+                    expected=f"one number, or {num_stages}",
+                    got=f"{len(value)} numbers",
+                    hint="stages are parts of the model, of which a rank may have several",
+                )
+
+    def of(self, action: Action) -> float:
+        """Time of an action."""
+        if action.kind is Kind.FORWARD:
+            return at(self.forward, action.stage)
+        weight = at(self.weight, action.stage) if action.kind is not Kind.INPUT else 0.0
+        return weight + (at(self.input, action.stage) if action.kind is not Kind.WEIGHT else 0.0)
+
+    def kept(self, action: Action) -> float:
+        """Memory that an action leaves behind, or frees where it is negative."""
+        of_input, of_weight = at(self.input_residuals, action.stage), at(self.weight_residuals, action.stage)
+        freed = {Kind.INPUT: -of_input, Kind.WEIGHT: -of_weight, Kind.BACKWARD: -of_input - of_weight}
+        return freed.get(action.kind, of_input + of_weight)
+
+
+def at(cost: float | Sequence[float], stage: int) -> float:
+    """The cost of one stage."""
+    return cost[stage] if isinstance(cost, Sequence) else cost

@@ -1,0 +1,257 @@
+"""`schedule`: a schedule by its name, for any stages and microbatches, costs and limits of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import partial
+from numbers import Integral
+from typing import Any
+
+from ...core import ConfigError, ScheduleError
+from ._auto import best, greedy_orders
+from ._costs import Costs, at
+from ._listing import place_weights
+from ._named import NAMED, Named, placed
+from ._schedule import Schedule
+from ._simulate import simulate
+
+
+def schedule(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    stages_per_rank: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | Sequence[float] | None = None,
+    lockstep: bool = True,
+) -> Schedule:
+    """A pipeline schedule.
+
+    Args:
+        name: one of `SCHEDULES`; ``"auto"`` for one that no other with as many stages a rank is better than, for these
+            costs and this memory.
+        num_stages: parts of the model.
+        num_microbatches: parts of a batch; any number, also one that the schedule's pattern does not divide.
+        stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
+        costs: time and memory of actions, by which weight passes are placed; by default one unit each.
+        memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
+            the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and that of
+            twice as many microbatches as ranks for ``"auto"``.
+        lockstep: whether, where there is a choice (``"auto"``, V-schedules with costs that differ), it is for ranks in
+            lockstep, as `value_and_grad` runs them, rather than by themselves.
+
+    Returns:
+        The schedule, validated.
+
+    Raises:
+        ConfigError: for an unknown name, numbers that do not fit each other, or costs of another number of stages.
+        ScheduleError: when the schedule needs more than `memory_limit`.
+
+    Examples:
+        >>> print(schedule("1f1b", num_stages=2, num_microbatches=2).to_text())
+        0F0 0F1 0B0 0B1
+        1F0 1B0 1F1 1B1
+    """
+    if name not in SCHEDULES:
+        near = get_close_matches(str(name).lower(), SCHEDULES)
+        raise ConfigError(
+            f"unknown schedule {name!r}",
+            expected=f"one of {', '.join(SCHEDULES)}",
+            got=repr(name),
+            hint=f"near misses: {', '.join(near)}" if near else "lowtide.pipeline.SCHEDULES has the names",
+        )
+    given: Any = costs
+    if not (given is None or isinstance(given, Costs)):
+        raise ConfigError(
+            "costs are no costs", expected="lowtide.pipeline.Costs", got=repr(given), hint="Costs(forward=1, input=1.2)"
+        )
+    named = NAMED.get(name, _AUTO)
+    chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
+    num_ranks = num_stages // chunks
+    costs = costs or Costs()
+    costs.refuse_other(num_stages)
+    placement = placed(num_ranks, chunks, is_v=named.is_v)
+    limits = _limits(named, placement, chunks, costs, memory_limit)
+    if name == "auto":
+        limits = limits if memory_limit is not None else [max(limits)] * num_ranks
+        sizes = {"num_stages": num_stages, "stages_per_rank": chunks}
+
+        def make(number: int, other: str) -> Schedule:
+            limit = memory_limit
+            return schedule(other, num_microbatches=number, **sizes, costs=costs, memory_limit=limit, lockstep=lockstep)
+
+        others = [partial(make, other=other) for other, one in NAMED.items() if chunks in one.chunks or not one.chunks]
+        candidates = [*others, *greedy_orders(num_ranks, chunks, costs, limits)]
+        telling = _telling(num_microbatches, num_ranks)
+        made = best(candidates, num_microbatches, telling, costs, limits, lockstep=lockstep)
+        return dataclasses.replace(made, name="auto")
+    job = _Job(name, named, num_ranks, chunks, num_microbatches, placement, costs, lockstep)
+    if memory_limit is None:
+        return _roomy(job, limits)
+    made = job.best(limits)
+    _refuse_too_much(made, costs, limits)
+    return made
+
+
+def _roomy(job: _Job, limits: list[float]) -> Schedule:
+    """The schedule within its own limits, or within the least larger ones that stages of different sizes need."""
+    for factor in (1.125**power for power in range(40)):
+        with contextlib.suppress(ScheduleError):
+            return job.best([factor * limit for limit in limits])
+    return job.best([math.inf] * len(limits))
+
+
+def _telling(num_microbatches: int, num_ranks: int) -> int:
+    """How many microbatches tell orders apart: in the middle each repeats itself."""
+    return min(num_microbatches, max(4 * num_ranks, 16))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What a named schedule is made of."""
+
+    name: str
+    named: Named
+    num_ranks: int
+    chunks: int
+    num_microbatches: int
+    placement: tuple[int, ...]
+    costs: Costs
+    lockstep: bool
+
+    def best(self, limits: list[float]) -> Schedule:
+        """Of the orders that a name stands for the one that ends soonest within limits.
+
+        Raises:
+            ScheduleError: when none is within them.
+        """
+        costs = [self.costs]
+        if self.named.is_open and self.named.is_v and not _are_equal(self.costs):
+            # In lockstep it may cost more to fill a gap than to leave a pattern of equal passes as it is.
+            costs.append(dataclasses.replace(self.costs, forward=1.0, input=1.0, weight=1.0, communication=0.0))
+        telling = _telling(self.num_microbatches, self.num_ranks)
+        found: list[tuple[float, int, int]] = []
+        errors: list[ScheduleError] = []
+        for number, order in enumerate(self._orders(telling)):
+            for which, by in enumerate(costs):
+                try:
+                    made = self._made(order, telling, by, limits)
+                except ScheduleError as error:
+                    errors.append(error)
+                    continue
+                end = simulate(made, self.costs, lockstep=self.lockstep).makespan
+                found.append((round(end, 9), number, which))
+        for _, number, which in sorted(found):
+            order = next(itertools.islice(self._orders(self.num_microbatches), number, None))
+            try:
+                return self._made(order, self.num_microbatches, costs[which], limits)
+            except ScheduleError as error:
+                errors.append(error)
+        raise errors[0]
+
+    def _orders(self, num: int) -> Iterator[Any]:
+        for whole in self.named.orders(self.num_ranks, self.chunks, num):
+            yield [[action for action in order if action.microbatch < num] for order in whole]
+
+    def _made(self, orders: Any, num: int, by: Costs, limits: list[float]) -> Schedule:
+        if self.named.is_open:
+            orders = place_weights(orders, self.placement, by, limits)
+        orders = tuple(map(tuple, orders))
+        return Schedule(name=self.name, num_microbatches=num, placement=self.placement, orders=orders)
+
+
+_MOST = 2**17
+"""Microbatches times stages: each is a row of Python objects, and a column of the program's tables."""
+
+
+def _are_equal(costs: Costs) -> bool:
+    """Whether all passes of all stages take the same time."""
+    times = (costs.forward, costs.input, costs.weight)
+    each = {one for time in times for one in (time if isinstance(time, Sequence) else [time])}
+    return len(each) == 1 and not costs.communication
+
+
+def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
+    """Stages a rank."""
+    for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
+        given: Any = number
+        if type(given) is bool or not isinstance(given, Integral) or number < 1:
+            raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(given), hint=f"{what}=4")
+    chunks = stages_per_rank
+    if chunks is None:
+        chunks = 1 if named is _AUTO else (named.chunks or (2,))[0]
+    fits = chunks in named.chunks if named.chunks else chunks >= 1
+    if not fits:
+        raise ConfigError(
+            f"{name} cannot have {chunks} stages a rank",
+            expected=" or ".join(map(str, named.chunks)) if named.chunks else "1 or more",
+            got=stages_per_rank,
+            hint="interleaved, interleaved-zb, looped-bfs and auto take any number of stages a rank",
+        )
+    # V-schedules and interleaved ones are cut from those of at least two microbatches a rank.
+    if num_stages * max(num_microbatches, 2 * num_stages // chunks) > _MOST:
+        raise ConfigError(
+            f"{name}: {num_stages} stages and {num_microbatches} microbatches are more than one schedule can hold",
+            expected=f"at most {_MOST:,} passes of microbatches through stages",
+            got=f"{num_stages * num_microbatches:,}",
+            hint="have fewer, larger microbatches, and add up the gradients of several batches (optax.MultiSteps): "
+            "from about eight microbatches a rank the bubble is small",
+        )
+    if num_stages % chunks:
+        raise ConfigError(
+            f"{name} has {chunks} stages a rank, which do not divide the number of stages",
+            expected=f"a multiple of {chunks}",
+            got=num_stages,
+            hint="num_stages counts all parts of the model, not ranks",
+        )
+    return chunks
+
+
+def _limits(
+    named: Named,
+    placement: Sequence[int],
+    chunks: int,
+    costs: Costs,
+    memory_limit: float | Sequence[float] | None,
+) -> list[float]:
+    """The memory of each rank."""
+    num_ranks = len(placement) // chunks
+    if memory_limit is not None:
+        given: list[float] = [*memory_limit] if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
+        if len(given) != num_ranks or not all(limit > 0 for limit in given):  # NaN is no limit either
+            raise ConfigError(
+                "memory_limit is no limit for each rank",
+                expected=f"a number above 0, or {num_ranks}",
+                got=memory_limit,
+                hint="in the unit of Costs.weight_residuals",
+            )
+        return given
+    if named.limit is None:
+        return [math.inf] * num_ranks
+    microbatches = named.limit(num_ranks, chunks)
+    found = [0.0] * num_ranks
+    for stage, rank in enumerate(placement):
+        found[rank] += microbatches * (at(costs.input_residuals, stage) + at(costs.weight_residuals, stage))
+    return found
+
+
+def _refuse_too_much(made: Schedule, costs: Costs, limits: Sequence[float]) -> None:
+    for rank, (peak, limit) in enumerate(zip(simulate(made, costs).peaks, limits, strict=True)):
+        if peak > limit * (1 + 1e-9):
+            raise ScheduleError(
+                f"{made.name}: rank {rank} keeps more than its memory_limit",
+                expected=f"at most {limit:g}",
+                got=f"{peak:g}",
+                hint="v-half and v-min keep less; or raise memory_limit",
+            )
+
+
+_AUTO = Named(orders=lambda *_: iter(()), is_open=True, chunks=(), limit=lambda num_ranks, _: 2 * num_ranks)
+SCHEDULES = (*NAMED, "auto")
+"""The names that `schedule` takes."""

@@ -1,0 +1,240 @@
+"""A schedule: which rank does what in which order. Data without a device, that other modules simulate, draw and run.
+
+Shape legend: a schedule has R ranks (devices along the pipeline's mesh axis), S stages (parts of the model, at least as
+many as ranks) and M microbatches.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core import ConfigError, ScheduleError, write_files
+from ._actions import Action, Kind, parse_actions
+
+Order = tuple[Action, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The order of actions on every rank.
+
+    When an action begins is not part of it: a rank does its next one as soon as what it needs is there.
+
+    Examples:
+        >>> one = Schedule.from_text("0F0 0B0", name="one stage")
+        >>> one.num_stages, one.num_microbatches
+        (1, 1)
+    """
+
+    name: str
+    """Of the algorithm, or of the file it came from."""
+    num_microbatches: int
+    """Parts of a batch."""
+    placement: tuple[int, ...]
+    """The rank of every stage."""
+    orders: tuple[Order, ...]
+    """What every rank does, one after the other."""
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    def __repr__(self) -> str:
+        sizes = f"{self.num_stages} stages on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
+        return f"<Schedule {self.name}: {sizes}>"
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the model."""
+        return len(self.placement)
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices along the pipeline's axis."""
+        return len(self.orders)
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The most stages that a rank has."""
+        return max(self.placement.count(rank) for rank in range(self.num_ranks))
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the backward pass of a stage is split into its two parts anywhere."""
+        return any(action.kind is Kind.INPUT for order in self.orders for action in order)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of the model."""
+        return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
+
+    def truncated(self, num_microbatches: int) -> Schedule:
+        """The schedule of the first microbatches alone, in the same order."""
+        kept = (tuple(action for action in order if action.microbatch < num_microbatches) for order in self.orders)
+        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=tuple(kept))
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """As PyTorch writes schedules: a row for each rank, a cell for each action.
+
+        Args:
+            path: the file to write, if any.
+
+        Returns:
+            What it holds.
+
+        Raises:
+            OutputError: when it cannot be written.
+        """
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([[str(action) for action in order] for order in self.orders])
+        if path is not None:
+            write_files(Path(path).parent, {Path(path).name: text.getvalue().encode()})
+        return text.getvalue()
+
+    @classmethod
+    def from_csv(cls, path: str | Path, *, name: str | None = None) -> Schedule:
+        """Read what `to_csv` or PyTorch wrote.
+
+        Args:
+            path: the file.
+            name: of the schedule; by default the file's.
+
+        Raises:
+            ConfigError: when it cannot be read, or a cell is no action.
+            ScheduleError: for a schedule that is not valid.
+        """
+        path = Path(path)
+        try:
+            with path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.reader(file))
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise ConfigError(
+                f"{path}: cannot be read",
+                got=str(error),
+                hint="a table of comma-separated actions, a row for each rank",
+            ) from error
+        return cls.of_rows(rows, name=name or path.stem)
+
+    @classmethod
+    def from_text(cls, text: str, *, name: str = "text") -> Schedule:
+        """Read actions that are separated by blanks, a line for each rank.
+
+        Args:
+            text: such as ``"0F0 0F1 0B0 0B1"``.
+            name: of the schedule.
+
+        Raises:
+            ConfigError: when a word is no action.
+            ScheduleError: for a schedule that is not valid.
+        """
+        return cls.of_rows([line.split() for line in text.strip().splitlines()], name=name)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
+        """The schedule of a table of actions, with a row for each rank; empty cells are idle."""
+        orders = tuple(tuple(action for cell in row for action in parse_actions(cell)) for row in rows)
+        found = {action.stage: rank for rank, order in enumerate(orders) for action in order}
+        if not found:
+            raise ScheduleError(f"{name}: no action", expected="a row of actions for each rank", hint="0F0 0B0")
+        if sorted(found) != list(range(len(found))):
+            raise ScheduleError(
+                f"{name}: not every stage has a rank",
+                expected=f"stages 0 to {max(found)}",
+                got=", ".join(map(str, sorted(found))),
+                hint="stages are counted from 0",
+            )
+        num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
+        placement = tuple(found[stage] for stage in range(len(found)))
+        return cls(name=name, num_microbatches=num_microbatches, placement=placement, orders=orders)
+
+    def to_text(self) -> str:
+        """What `from_text` reads."""
+        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+
+
+def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
+    """What has to come before an action, of the same microbatch: kinds and stages, where `Kind.INPUT` may be a B."""
+    stage = action.stage
+    if action.kind is Kind.FORWARD:
+        return [(Kind.FORWARD, stage - 1)] if stage else []
+    if action.kind is Kind.WEIGHT:
+        return [(Kind.INPUT, stage)]
+    return [(Kind.FORWARD, stage), *([(Kind.INPUT, stage + 1)] if stage + 1 < num_stages else [])]
+
+
+def gives(action: Action) -> tuple[Kind, int, int]:
+    """Under what `needs` finds an action."""
+    kind = Kind.INPUT if action.kind is Kind.BACKWARD else action.kind
+    return kind, action.stage, action.microbatch
+
+
+def validate(schedule: Schedule) -> None:
+    """Raise unless every stage sees every microbatch once each way, where it is, and no rank waits for ever.
+
+    Raises:
+        ScheduleError: with the rank and the action.
+    """
+    if schedule.num_microbatches < 1 or not schedule.placement:
+        raise ScheduleError(f"{schedule.name}: nothing to do", expected="at least one stage and one microbatch")
+    _refuse_unplaced(schedule)
+    done: set[tuple[Kind, int, int]] = set()
+    at = [0] * schedule.num_ranks
+    advanced = True
+    while advanced:
+        advanced = False
+        for rank, order in enumerate(schedule.orders):
+            while at[rank] < len(order):
+                action = order[at[rank]]
+                if any(
+                    (kind, stage, action.microbatch) not in done
+                    for kind, stage in needs(action, len(schedule.placement))
+                ):
+                    break
+                done.add(gives(action))
+                at[rank] += 1
+                advanced = True
+    waiting = {rank: order[at[rank]] for rank, order in enumerate(schedule.orders) if at[rank] < len(order)}
+    for rank, action in waiting.items():
+        missing = [
+            f"{stage}{kind}{action.microbatch}"
+            for kind, stage in needs(action, schedule.num_stages)
+            if (kind, stage, action.microbatch) not in done
+        ]
+        raise ScheduleError(
+            f"{schedule.name}: rank {rank} waits for ever before {action}",
+            expected=f"{missing[0]} before it",
+            got="; ".join(f"rank {where} waits before {what}" for where, what in waiting.items()),
+            hint="change the order so that what an action needs does not wait for it",
+        )
+
+
+def _refuse_unplaced(schedule: Schedule) -> None:
+    seen: dict[tuple[int, int], list[Kind]] = {}
+    for rank, order in enumerate(schedule.orders):
+        for action in order:
+            wrong = None
+            if not (0 <= action.stage < schedule.num_stages and 0 <= action.microbatch < schedule.num_microbatches):
+                wrong = f"stages below {schedule.num_stages} and microbatches below {schedule.num_microbatches}"
+            elif schedule.placement[action.stage] != rank:
+                wrong = f"stage {action.stage} on rank {schedule.placement[action.stage]} alone"
+            if wrong is not None:
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} does {action}",
+                    expected=wrong,
+                    got=str(action),
+                    hint="every stage has one rank",
+                )
+            seen.setdefault((action.stage, action.microbatch), []).append(action.kind)
+    whole, split = sorted("FB"), sorted("FIW")
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            kinds = sorted(seen.get((stage, microbatch), []))
+            if kinds not in (whole, split):
+                raise ScheduleError(
+                    f"{schedule.name}: stage {stage}, microbatch {microbatch}",
+                    expected="F once, and B once or I and W once",
+                    got=" ".join(kinds) or "nothing",
+                    hint="every microbatch passes every stage once each way",
+                )

@@ -1,0 +1,273 @@
+"""When a schedule's actions run, how long ranks wait, and what they keep, without a device.
+
+Two machines: ranks that run by themselves (many programs, as PyTorch or JaxPP run a pipeline), where each does its next
+action as soon as it can; and ranks in lockstep (one program), where a tick lasts as long as its slowest rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...core import ConfigError, write_files
+from . import _views as views
+from ._actions import Action, Kind
+from ._costs import Costs
+from ._schedule import Schedule, gives, needs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A schedule in time. Simulated, with the costs it was given."""
+
+    schedule: Schedule
+    """What ran."""
+    costs: Costs
+    """What its actions cost."""
+    starts: tuple[tuple[float, ...], ...]
+    """When each action of each rank began."""
+    ends: tuple[tuple[float, ...], ...]
+    """When it ended; in lockstep, with its tick."""
+    busy: tuple[float, ...]
+    """Time that each rank computes."""
+    peaks: tuple[float, ...]
+    """The most memory that each rank keeps at a time, in the unit of `Costs`; what an action frees is there while it
+    runs."""
+    num_transfers: int
+    """Activations and gradients that go from one rank to another."""
+    num_ticks: int | None = None
+    """In lockstep."""
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first action's begin to the last one's end."""
+        return max(ends[-1] for ends in self.ends if ends)
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """Of each rank, from its first action's begin to its last one's end: what it takes when batches follow."""
+        return tuple(e[-1] - s[0] if s else 0.0 for s, e in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """The time that the busiest rank waits in one batch."""
+        return self.makespan - max(self.busy)
+
+    @property
+    def steady_bubble(self) -> float:
+        """The time that a rank waits when batches follow: of the rank with the longest span, what it does not compute.
+
+        The papers' "longest stage".
+        """
+        return max(span - busy for span, busy in zip(self.spans, self.busy, strict=True))
+
+    @property
+    def utilization(self) -> float:
+        """Part of all ranks' time in which they compute."""
+        return sum(self.busy) / (len(self.busy) * self.makespan)
+
+    def memory(self, rank: int) -> tuple[list[float], list[float]]:
+        """What a rank keeps over time: when it changes, and to what.
+
+        A forward pass counts from its begin, what a backward pass frees until its end.
+        """
+        times, values, held = [0.0], [0.0], 0.0
+        for action, start, end in zip(self.schedule.orders[rank], self.starts[rank], self.ends[rank], strict=True):
+            held += self.costs.kept(action)
+            time = start if action.kind is Kind.FORWARD else end
+            if time == times[-1]:  # freed and taken at one moment
+                values[-1] = held
+            else:
+                times.append(time)
+                values.append(held)
+        return times, values
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The schedule in a terminal, as wide as it."""
+        has_colours = console.color_system is not None and not console.no_color
+        yield views.terminal(self, options.max_width, has_colours=has_colours)
+
+    def to_png(self, path: str | Path | None = None) -> bytes:
+        """A picture of the schedule over time and of what each rank keeps.
+
+        Args:
+            path: the file to write, if any.
+
+        Returns:
+            Its content, 1600 pixels wide.
+
+        Raises:
+            ConfigError: when matplotlib is not installed (``pip install "lowtide[report]"``).
+            OutputError: when the file cannot be written.
+        """
+        return _written(path, views.picture(self, "png"))
+
+    def to_svg(self, path: str | Path | None = None) -> bytes:
+        """The picture of `to_png` as SVG; arguments, result and errors as there."""
+        return _written(path, views.picture(self, "svg"))
+
+    def to_trace(self, path: str | Path | None = None) -> bytes:
+        """A Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond there.
+
+        Args:
+            path: the file to write, if any.
+
+        Returns:
+            Its content, JSON.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        return _written(path, views.trace(self).encode())
+
+
+def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool = False) -> Simulation:
+    """Run a schedule on paper.
+
+    Args:
+        schedule: what to run.
+        costs: time and memory of actions; by default one unit each.
+        lockstep: whether ranks begin and end actions together, as in one program. Communication then adds to every
+            tick after which anything is sent.
+
+    Returns:
+        Times and memory.
+
+    Raises:
+        ConfigError: for costs of another number of stages, or what is no schedule.
+
+    Examples:
+        >>> from lowtide.pipeline import schedule
+        >>> simulate(schedule("1f1b", num_stages=4, num_microbatches=8)).bubble
+        9.0
+    """
+    given: Any = schedule
+    if not isinstance(given, Schedule):
+        raise ConfigError(
+            "only schedules can be simulated",
+            expected="a lowtide.pipeline.Schedule",
+            got=repr(given),
+            hint='simulate(schedule("1f1b", num_stages=4, num_microbatches=8))',
+        )
+    costs = costs or Costs()
+    costs.refuse_other(schedule.num_stages)
+    starts, ends, num_ticks = (_lockstep if lockstep else _asynchronous)(schedule, costs)
+    hops = sum(a != b for a, b in zip(schedule.placement, schedule.placement[1:], strict=False))
+    return Simulation(
+        schedule=schedule,
+        costs=costs,
+        starts=tuple(map(tuple, starts)),
+        ends=tuple(map(tuple, ends)),
+        busy=tuple(sum(map(costs.of, order)) for order in schedule.orders),
+        peaks=tuple(_peak(order, costs) for order in schedule.orders),
+        num_transfers=2 * hops * schedule.num_microbatches,
+        num_ticks=num_ticks,
+    )
+
+
+def _written(path: str | Path | None, content: bytes) -> bytes:
+    if path is not None:
+        write_files(Path(path).parent, {Path(path).name: content})
+    return content
+
+
+_Times = list[list[float]]
+
+
+def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, None]:
+    starts: _Times = [[] for _ in schedule.orders]
+    ends: _Times = [[] for _ in schedule.orders]
+    done: dict[tuple[Kind, int, int], float] = {}
+
+    def run(rank: int, action: Action) -> bool:
+        ready = _ready(schedule, action, done, costs.communication)
+        if ready == math.inf:
+            return False
+        starts[rank].append(max([ready, *ends[rank][-1:]]))
+        ends[rank].append(starts[rank][-1] + costs.of(action))
+        done[gives(action)] = ends[rank][-1]
+        return True
+
+    _sweep(schedule, run)
+    return starts, ends, None
+
+
+def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
+    starts: _Times = [[] for _ in schedule.orders]
+    ends: _Times = [[] for _ in schedule.orders]
+    now, begun = 0.0, 0
+    for tick in ticks(schedule):
+        actions = [(rank, action) for rank, action in enumerate(tick) if action is not None]
+        sends = any(sends_on(schedule, action) for _, action in actions)
+        length = max(costs.of(action) for _, action in actions)
+        for rank, _ in actions:
+            starts[rank].append(now)
+            ends[rank].append(now + length)
+        now += length + costs.communication * sends
+        begun += 1
+    return starts, ends, begun
+
+
+def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Action | None, ...]]:
+    """The table of a program in lockstep: what each rank does in each tick, None for nothing.
+
+    A rank does its next action in the first tick after those that it needs.
+
+    Args:
+        schedule: what to run.
+        forward_only: whether to leave the backward pass out, as an evaluation does.
+    """
+    table: list[tuple[Action | None, ...]] = []
+    done: dict[tuple[Kind, int, int], float] = {}
+    left = [
+        [action for action in reversed(order) if not forward_only or action.kind is Kind.FORWARD]
+        for order in schedule.orders
+    ]
+    while any(left):
+        row: list[Action | None] = []
+        for order in left:
+            action = order[-1] if order else None
+            row.append(action if action and _ready(schedule, action, done, 0.0) < math.inf else None)
+        for order, action in zip(left, row, strict=True):
+            if action is not None:
+                order.pop()
+                done[gives(action)] = 0.0
+        assert any(row), "a validated schedule never stands still"
+        table.append(tuple(row))
+    return table
+
+
+def sends_on(schedule: Schedule, action: Action) -> bool:
+    """Whether the result of an action goes to another rank."""
+    if action.kind is Kind.WEIGHT:
+        return False
+    to = action.stage + (1 if action.kind is Kind.FORWARD else -1)
+    return 0 <= to < schedule.num_stages and schedule.placement[to] != schedule.placement[action.stage]
+
+
+def _ready(schedule: Schedule, action: Action, done: dict[tuple[Kind, int, int], float], communication: float) -> float:
+    times = [0.0]
+    for kind, stage in needs(action, schedule.num_stages):
+        away = communication if schedule.placement[stage] != schedule.placement[action.stage] else 0.0
+        times.append(done.get((kind, stage, action.microbatch), math.inf) + away)
+    return max(times)
+
+
+def _sweep(schedule: Schedule, run: Callable[[int, Action], bool]) -> None:
+    """Try each rank's next action until all have run."""
+    at = [0] * schedule.num_ranks
+    while any(at[rank] < len(order) for rank, order in enumerate(schedule.orders)):
+        for rank, order in enumerate(schedule.orders):
+            while at[rank] < len(order) and run(rank, order[at[rank]]):
+                at[rank] += 1
+
+
+def _peak(order: tuple[Action, ...], costs: Costs) -> float:
+    held = most = 0.0
+    for action in order:
+        held += costs.kept(action)
+        most = max(most, held)
+    return most

@@ -1,0 +1,188 @@
+"""Pictures of a simulated schedule: in a terminal, as PNG or SVG, and as a trace for Perfetto.
+
+A row for each rank, time to the right. Colour tells the pass (F blue, I and B warm, W green), its shade the chunk: of a
+rank's stages the later are lighter. The number is the microbatch. Below stands what each rank keeps over time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.text import Text
+
+from ...core import ConfigError
+from ._actions import Action, Kind
+
+if TYPE_CHECKING:
+    from ._simulate import Simulation
+
+_COLOURS = {
+    Kind.FORWARD: ("#4c78c8", "#9db8e6"),
+    Kind.INPUT: ("#e0802b", "#f2bd8c"),
+    Kind.BACKWARD: ("#c2452d", "#e59c8d"),
+    Kind.WEIGHT: ("#3f9a5a", "#9bd0ab"),
+}
+_NAMES = {Kind.FORWARD: "forward", Kind.INPUT: "input", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight"}
+_INK, _QUIET, _IDLE = "#1a1d21", "#5b6470", "#eef0f3"
+_MAX_LABELS = 4000
+"""Actions of which the numbers are drawn; more could not be read."""
+
+
+def _colour(simulation: Simulation, action: Action) -> str:
+    stages = simulation.schedule.stages_of(simulation.schedule.placement[action.stage])
+    return _COLOURS[action.kind][min(stages.index(action.stage), 1)]
+
+
+def terminal(simulation: Simulation, width: int, *, has_colours: bool) -> Text:
+    """A line for each rank, with the number of a microbatch where its pass begins.
+
+    Args:
+        simulation: what to draw.
+        width: columns.
+        has_colours: whether colours tell passes apart; else their letters do, without numbers where there is no room.
+
+    Returns:
+        Text for `rich`.
+    """
+    label = len(f"rank {simulation.schedule.num_ranks - 1} ")
+    columns = max(width - label, 20)
+    scale = columns / simulation.makespan
+    text = Text()
+    for rank, order in enumerate(simulation.schedule.orders):
+        cells: list[tuple[str, str]] = [("·", _QUIET)] * columns
+        for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
+            begin = min(round(start * scale), columns - 1)
+            length = max(round(end * scale) - begin, 1)
+            name = str(action.microbatch)[-length:]
+            if not has_colours:
+                name = f"{action.kind}{action.microbatch}"
+                name = name if len(name) <= length else str(action.kind)
+            style = f"black on {_colour(simulation, action)}"
+            cells[begin : begin + length] = [(char, style) for char in name.ljust(length)]
+        text.append(f"rank {rank}".ljust(label))
+        for char, style in cells[:columns]:
+            text.append(char, style=style)
+        text.append("\n")
+    for kind in Kind:
+        if any(action.kind is kind for order in simulation.schedule.orders for action in order):
+            text.append(f" {kind} ", style=f"black on {_COLOURS[kind][0]}")
+            text.append(f" {_NAMES[kind]}  ", style="dim")
+    return text
+
+
+def picture(simulation: Simulation, form: str) -> bytes:
+    """The schedule over time and what each rank keeps.
+
+    Args:
+        simulation: what to draw.
+        form: ``"png"`` or ``"svg"``.
+
+    Returns:
+        The file's content; a PNG is 1600 pixels wide.
+
+    Raises:
+        ConfigError: when matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("pictures need matplotlib", hint='pip install "lowtide[report]"') from error
+
+    num_ranks = simulation.schedule.num_ranks
+    heights = [max(0.38 * num_ranks, 1.6), 1.6]
+    figure = Figure(figsize=(16, sum(heights) + 1.6), dpi=100, facecolor="white", layout="constrained")
+    FigureCanvasSVG(figure) if form == "svg" else FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=heights)
+    _draw_actions(upper, simulation)
+    _draw_memory(lower, simulation)
+    content = io.BytesIO()
+    figure.savefig(content, format=form)
+    return content.getvalue()
+
+
+def _draw_actions(axes: Any, simulation: Simulation) -> None:
+    from matplotlib.patches import Patch
+
+    schedule = simulation.schedule
+    has_labels = sum(map(len, schedule.orders)) <= _MAX_LABELS
+    shortest = simulation.makespan * 0.011
+    for rank, order in enumerate(schedule.orders):
+        axes.broken_barh([(0, simulation.makespan)], (rank - 0.42, 0.84), facecolors=_IDLE)
+        spans = list(zip(simulation.starts[rank], simulation.ends[rank], strict=True))
+        bars = [(start, end - start) for start, end in spans]
+        colours = [_colour(simulation, action) for action in order]
+        axes.broken_barh(bars, (rank - 0.42, 0.84), facecolors=colours, edgecolor="white", linewidth=0.6)
+        for action, (start, end) in zip(order, spans, strict=True):
+            if has_labels and end - start >= shortest:
+                axes.text((start + end) / 2, rank, action.microbatch, ha="center", va="center", fontsize=8, color=_INK)
+    axes.set_ylim(schedule.num_ranks - 0.4, -0.6)  # downwards
+    axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
+    axes.tick_params(length=0, colors=_QUIET)
+    how = "asynchronous" if simulation.num_ticks is None else f"in lockstep, {simulation.num_ticks} ticks"
+    axes.set_title(
+        f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_microbatches} microbatches, {how}: "
+        f"{simulation.makespan:g}, of which {simulation.bubble:g} bubble",
+        loc="left",
+        fontsize=12,
+        color=_INK,
+    )
+    kinds = [kind for kind in Kind if any(action.kind is kind for order in schedule.orders for action in order)]
+    patches = [Patch(color=_COLOURS[kind][0], label=_NAMES[kind]) for kind in kinds]
+    axes.legend(handles=patches, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(patches), frameon=False)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _draw_memory(axes: Any, simulation: Simulation) -> None:
+    num_ranks = simulation.schedule.num_ranks
+    for rank in range(num_ranks):
+        times, values = simulation.memory(rank)
+        shade = 0.25 + 0.6 * rank / max(num_ranks - 1, 1)
+        axes.step(times, values, where="post", color=str(1 - shade), linewidth=1.4, label=f"rank {rank}")
+    axes.set_ylabel("kept", color=_QUIET)
+    axes.set_xlabel("time", color=_QUIET)
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(0, simulation.makespan)
+    axes.tick_params(colors=_QUIET)
+    if num_ranks <= 16:
+        axes.legend(loc="lower left", ncols=num_ranks, frameon=False, fontsize=8, bbox_to_anchor=(0, 1))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def trace(simulation: Simulation) -> str:
+    """The schedule as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing: a unit of time is a millisecond.
+
+    Args:
+        simulation: what to write.
+
+    Returns:
+        JSON.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, order in enumerate(simulation.schedule.orders):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}})
+        for action, start, end in zip(order, simulation.starts[rank], simulation.ends[rank], strict=True):
+            args = {"stage": action.stage, "microbatch": action.microbatch}
+            times = {"ts": 1e3 * start, "dur": 1e3 * (end - start)}
+            events.append(
+                {
+                    "name": str(action),
+                    "cat": _NAMES[action.kind],
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    **times,
+                    "args": args,
+                }
+            )
+        times_of, values = simulation.memory(rank)
+        events += [
+            {"name": f"kept by rank {rank}", "ph": "C", "pid": 0, "ts": 1e3 * time, "args": {"kept": value}}
+            for time, value in zip(times_of, values, strict=True)
+        ]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})

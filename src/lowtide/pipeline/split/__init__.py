@@ -1,0 +1,37 @@
+"""A backward pass cut into passes for inputs and for weights."""
+
+from ._cut import Pass as Pass
+from ._graph import Value as Value
+from ._replay import Buffers as Buffers
+from ._replay import Environment as Environment
+from ._replay import Rows as Rows
+from ._replay import Slot as Slot
+from ._replay import at as at
+from ._replay import put as put
+from ._replay import shape_of as shape_of
+from ._split import Residuals as Residuals
+from ._split import StageSplit as StageSplit
+from ._split import TracedSplit as TracedSplit
+from ._split import split_backward as split_backward
+from ._split import trace_split as trace_split
+from ._work import PassFlops as PassFlops
+from ._work import Unsplit as Unsplit
+
+__all__ = [
+    "Buffers",
+    "Environment",
+    "Pass",
+    "PassFlops",
+    "Residuals",
+    "Rows",
+    "Slot",
+    "StageSplit",
+    "TracedSplit",
+    "Unsplit",
+    "Value",
+    "at",
+    "put",
+    "shape_of",
+    "split_backward",
+    "trace_split",
+]

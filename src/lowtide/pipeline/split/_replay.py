@@ -1,0 +1,361 @@
+"""Runs the operations of one pass, loops' bodies included, on what the passes before it left.
+
+A loop whose body belongs to several passes runs once in each of them, with the carries of that pass alone; values of an
+iteration that a later pass reads leave it stacked. What is left between passes is kept under the value it belongs to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from ...core._compat import laid_out
+from ._cut import Assignment, Pass, Sink
+from ._graph import Atom, Graph, Loop, Op, Value, repeated
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Some rows of an array, which a loop reads one by one, so that they are never copied out of it."""
+
+    array: Any
+    begin: Any
+    """The first of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A place in a buffer that is changed while a pass runs: one entry, or the rows that a loop makes."""
+
+    buffer: str
+    begin: Any
+    """The first row."""
+
+
+Environment = dict[Value, Any]
+Buffers = dict[str, Any]
+Places = Mapping[Value, Slot]
+
+
+class Plan:
+    """What every pass reads, gives and leaves; all that can be known before anything runs."""
+
+    def __init__(self, graph: Graph, assignment: Assignment, sinks: Sequence[Sink]) -> None:
+        self.graph, self.passes, self.free = graph, assignment.passes, assignment.free
+        self.made: dict[Value, Pass] = {}
+        self._collect_made(graph.items)
+        self.reads: dict[Value, set[Pass]] = {}
+        """In which passes a value is read where it is, not as a stack of all iterations."""
+        self._collect_reads(graph.items)
+        self._results = [atom for sink in sinks for atom in sink.reads]
+        for sink in sinks:
+            for atom in sink.reads:
+                self._read(atom, self.given(atom) if sink.is_added else sink.at)
+
+    def given(self, atom: Atom) -> Pass:
+        """After which pass a gradient of weights can be added to its total."""
+        if any(atom is value for value in self.graph.inputs):
+            return Pass.INPUT  # of a bias, the cotangent itself
+        made = self.made.get(atom, Pass.WEIGHT) if isinstance(atom, Value) else Pass.WEIGHT
+        return max(made, Pass.INPUT)
+
+    def _collect_made(self, items: Sequence[Op | Loop]) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                if item in self.passes:
+                    self.made.update((value, self.passes[item]) for value in item.gives if value is not None)
+                continue
+            for carry in item.carries:
+                if carry in self.passes:
+                    self.made.update({carry.inside: self.passes[carry], carry.final: self.passes[carry]})
+            self._collect_made(item.body)
+            for value in [value for value in self.made if value.loop is item and value.stack is not None]:
+                assert value.stack is not None
+                self.made[value.stack] = self.made[value]
+
+    def _collect_reads(self, items: Sequence[Op | Loop]) -> None:
+        for item in items:
+            if isinstance(item, Op):
+                if item in self.passes:
+                    for atom in item.reads:
+                        self._read(atom, self.passes[item])
+                continue
+            for carry in item.carries:
+                if carry in self.passes:
+                    self._read(carry.init, self.passes[carry])
+                    self._read(carry.after, self.passes[carry])
+            self._collect_reads(item.body)
+
+    def _read(self, atom: Atom, at: Pass) -> None:
+        if not isinstance(atom, Value) or at in self.reads.get(atom, ()):
+            return
+        self.reads.setdefault(atom, set()).add(at)
+        if atom in self.free:
+            for read in self.free[atom].reads:
+                self._read(read, at)
+        elif atom.stack is not None and self.made.get(atom) is not at:
+            self._read(atom.stack, at)  # a slice of it
+
+    def leaves_stack(self, value: Value) -> bool:
+        """Whether a loop has to stack one of its values."""
+        stack = value.stack
+        if stack is not None and (self.reads.get(stack) or (stack.stack is not None and self.leaves_stack(stack))):
+            return True
+        return any(at > self.made[value] for at in self.reads.get(value, ()))
+
+    def kept(self) -> dict[Value, tuple[Pass, Pass]]:
+        """What is kept from pass to pass: where it is made, and where it is read last."""
+        found: dict[Value, tuple[Pass, Pass]] = {}
+        for value, made in self.made.items():
+            is_outside = value.loop is None or value.stack is None
+            last = max(self.reads.get(value, ()), default=made)
+            if is_outside and last > made:
+                found[value] = made, last
+        return found
+
+    def flops(self, at: Pass) -> int:
+        """The arithmetic of a pass."""
+        return sum(op.flops * times for op, times in repeated(self.graph.items) if self.passes.get(op) is at)
+
+    def is_stacked(self, value: Value) -> bool:
+        """Whether a loop makes a value row by row."""
+        return value.loop is not None or any(made.stack is value for made in self.made)
+
+    def run(self, at: Pass, env: Environment, buffers: Buffers, left: Places, totals: Places) -> None:
+        """Run a pass.
+
+        Args:
+            at: which.
+            env: the graph's inputs, as far as the pass reads them, and what earlier passes left: arrays, `Rows` of
+                them, or a `Slot`. What the pass makes is added.
+            buffers: what slots are of; what the pass changes is replaced.
+            left: where to put what later passes read. What has no place stays in `env` alone.
+            totals: to what gradients are added that a loop stacks (`adds_up`).
+        """
+        runner = _Runner(self, at, buffers, left, totals)
+        runner.items(self.graph.items, [env])
+        for value, slot in left.items():
+            if not self.is_stacked(value):
+                buffers[slot.buffer] = put(buffers[slot.buffer], runner.read(value, [env]), slot.begin)
+
+    def read(self, atom: Atom, env: Environment, buffers: Buffers) -> Any:
+        """A result, after the pass that gives it."""
+        return _Runner(self, Pass.WEIGHT, buffers, {}, {}).read(atom, [env])
+
+    def adds_up(self, atom: Atom) -> bool:
+        """Whether a result is stacked by a loop and read by nothing else, so that `run` may add to a total instead."""
+        if not isinstance(atom, Value) or not any(value.stack is atom for value in self.made):
+            return False
+        # The gradients of two weights that are added to each other are one value.
+        is_shared = sum(other is atom for other in self._results) > 1
+        return not (is_shared or any(atom in reads for reads in _all_reads(self.graph.items)))
+
+
+def _all_reads(items: Sequence[Op | Loop]) -> Iterator[list[Atom]]:
+    for item in items:
+        if isinstance(item, Op):
+            yield item.reads
+        else:
+            yield [outer for outer, _ in item.slices]
+            yield [atom for carry in item.carries for atom in (carry.init, carry.after)]
+            yield from _all_reads(item.body)
+
+
+class _Runner:
+    """One pass in mid-run; environments are those of the loops it is in, from the outermost."""
+
+    def __init__(self, plan: Plan, at: Pass, buffers: Buffers, left: Places, totals: Places) -> None:
+        self.plan, self.at, self.buffers, self.left, self.totals = plan, at, buffers, left, totals
+
+    def read(self, atom: Atom, envs: Sequence[Environment]) -> Any:
+        if isinstance(atom, jex.Literal):
+            return atom.val
+        for env in reversed(envs):
+            if atom in env:
+                return self._array(atom, env[atom])
+        op = self.plan.free[atom]
+        results = op.run(*(self.read(read, envs) for read in op.reads))
+        envs[-1].update((value, one) for value, one in zip(op.gives, results, strict=True) if value is not None)
+        return envs[-1][atom]
+
+    def _can_read(self, atom: Atom, envs: Sequence[Environment]) -> bool:
+        if not isinstance(atom, Value) or any(atom in env for env in envs):
+            return True
+        return atom in self.plan.free and all(self._can_read(read, envs) for read in self.plan.free[atom].reads)
+
+    def _array(self, value: Value, found: Any) -> Any:
+        if isinstance(found, Slot):
+            buffer = self.buffers[found.buffer]
+            if not self.plan.is_stacked(value):
+                return entry(buffer, found.begin)
+            found = Rows(buffer, found.begin)
+        if isinstance(found, Rows):
+            return lax.dynamic_slice_in_dim(found.array, found.begin, shape_of(value).shape[0])
+        return found
+
+    def _row(self, found: Rows | Slot, index: Any) -> Any:
+        if isinstance(found, Rows):
+            return at(found.array, found.begin + index)
+        return entry(self.buffers[found.buffer], found.begin + index)
+
+    def items(self, items: Sequence[Op | Loop], envs: Sequence[Environment]) -> None:
+        for item in items:
+            if isinstance(item, Loop):
+                self.loop(item, envs)
+            elif self.plan.passes.get(item) is self.at:
+                results = item.run(*(self.read(read, envs) for read in item.reads))
+                envs[-1].update((value, one) for value, one in zip(item.gives, results, strict=True) if value)
+
+    def loop(self, loop: Loop, envs: Sequence[Environment]) -> None:
+        """Run what belongs to this pass of a loop."""
+        carries = [carry for carry in loop.carries if self.plan.passes.get(carry) is self.at]
+        entering, leaving = self._entering(loop), self._leaving(loop)
+        if not carries and not leaving:
+            return
+        for value in self.plan.free:  # else made in every iteration
+            if value.loop is loop.loop and self.at in self.plan.reads.get(value, ()) and self._can_read(value, envs):
+                self.read(value, envs)
+        found = {value: self._lookup(outer, envs) for value, outer in entering.items()}
+        rows = {value: one for value, one in found.items() if isinstance(one, Rows | Slot)}
+        sliced = {value: one for value, one in found.items() if value not in rows}
+        # What a loop inside another one leaves, the outermost one puts where it belongs.
+        places = {value: self.left.get(value.stack or value) for value in leaving} if loop.loop is None else {}
+        sums = {value: self.totals[stack] for value in leaving if (stack := value.stack) and stack in self.totals}
+        stacked = [value for value in leaving if places.get(value) is None and value not in sums]
+        written = {slot.buffer: None for slot in (*places.values(), *sums.values()) if slot is not None}
+
+        def body(carried: Any, slices: Any) -> Any:
+            values, buffers = carried
+            given, index = slices
+            before = dict(self.buffers)
+            self.buffers.update(zip(written, buffers, strict=True))
+            env: Environment = dict(zip(sliced, given, strict=True))
+            env.update((value, self._row(one, index)) for value, one in rows.items())
+            env.update((carry.inside, one) for carry, one in zip(carries, values, strict=True))
+            inner = [*envs, env]
+            self.items(loop.body, inner)
+            after = [_as(self.read(carry.after, inner), carry.inside) for carry in carries]
+            for value, slot in places.items():
+                if slot is not None:
+                    self.buffers[slot.buffer] = put(self.buffers[slot.buffer], env[value], slot.begin + index)
+            for value, slot in sums.items():
+                self.buffers[slot.buffer] = _add_row(self.buffers[slot.buffer], slot.begin + index, env[value])
+            buffers = [self.buffers[buffer] for buffer in written]
+            self.buffers.clear()
+            self.buffers.update(before)
+            return (after, buffers), [env[value] for value in stacked]
+
+        inits = [_as(self.read(carry.init, envs), carry.inside) for carry in carries]
+        given = (list(sliced.values()), jnp.arange(loop.length))
+        (finals, buffers), results = lax.scan(
+            body,
+            (inits, [self.buffers[buffer] for buffer in written]),
+            given,
+            length=loop.length,
+            reverse=loop.reverse,
+            unroll=loop.unroll,
+        )
+        self.buffers.update(zip(written, buffers, strict=True))
+        envs[-1].update((carry.final, final) for carry, final in zip(carries, finals, strict=True))
+        envs[-1].update((value.stack or value, array) for value, array in zip(stacked, results, strict=True))
+        envs[-1].update((value.stack or value, slot) for value, slot in places.items() if slot is not None)
+
+    def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
+        """A value to take slices of: where its rows are, if they lie one by one."""
+        for env in reversed(envs):
+            if value in env:
+                found = env[value]
+                lies_whole = isinstance(found, Slot) and not self.plan.is_stacked(value)
+                return self._array(value, found) if lies_whole else found
+        return self.read(value, envs)
+
+    def _entering(self, loop: Loop) -> dict[Value, Any]:
+        """The values of the body that come from outside: slices, and what earlier passes left of its own."""
+        outers = {inside: outer for outer, inside in loop.slices}
+        found: dict[Value, Any] = {}
+        for value in self.plan.reads:
+            if value.loop is None or self.at not in self.plan.reads[value] or value in self.plan.free:
+                continue
+            if value in outers and value.loop is loop:
+                found[value] = outers[value]
+            elif self.plan.made.get(value, self.at) < self.at and _is_within(value.loop, loop):
+                if value.loop is loop:
+                    found[value] = value.stack or value
+                elif value.stack is None:
+                    found[value] = value  # of a loop inside, which takes it from here
+        return found
+
+    def _leaving(self, loop: Loop) -> list[Value]:
+        """The values of the body that this pass makes and has to stack."""
+        return [
+            value
+            for value, made in self.plan.made.items()
+            if made is self.at
+            and value.loop is not None
+            and (value.loop is loop or (value.stack is None and _is_within(value.loop, loop)))
+            and self.plan.leaves_stack(value)
+        ]
+
+
+def _is_within(inner: Loop | None, outer: Loop) -> bool:
+    while inner is not None and inner is not outer:
+        inner = inner.loop
+    return inner is outer
+
+
+def _as(value: Any, like: Value) -> Any:
+    """With the type of a carry, which literals need not have."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, like.aval.dtype)
+
+
+def at(array: Any, index: Any) -> Any:
+    """A copy of an entry."""
+    return lax.dynamic_index_in_dim(array, index, keepdims=False)
+
+
+def entry(buffer: Any, index: Any) -> Any:
+    """A copy of an entry of a buffer that passes change."""
+    return _fixed(at(buffer, index))
+
+
+def put(buffer: Any, value: Any, index: Any) -> Any:
+    """A buffer with another entry."""
+    return lax.dynamic_update_index_in_dim(buffer, _fixed(value), index, 0)
+
+
+def _fixed(value: Any) -> Any:
+    """An entry, stored in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
+
+    In the way in which a TPU, which stores two axes in tiles of 8 x 128 words, needs least padding.
+    """
+    if value.ndim < 2 or not value.size or not jnp.issubdtype(value.dtype, jnp.number):
+        return value
+    shape, words = value.shape, max(1, 4 // value.dtype.itemsize)
+
+    def padded(pair: tuple[int, int]) -> tuple[float, int, int]:
+        second, first = (shape[axis] for axis in pair)
+        waste = (-(-second // (8 * words)) * 8 * words / second) * (-(-first // 128) * 128 / first)
+        return waste, -pair[1], -pair[0]
+
+    axes = range(value.ndim)
+    inner = min(((i, j) for i in axes for j in axes if i != j), key=padded)
+    return laid_out(value, (*(axis for axis in axes if axis not in inner), *inner))
+
+
+def _add_row(total: Any, index: Any, row: Any) -> Any:
+    return put(total, entry(total, index) + row.astype(total.dtype), index)
+
+
+def shape_of(value: Value) -> jax.ShapeDtypeStruct:
+    """Of a value between passes: with the axes of the loops it is in."""
+    lengths: list[int] = []
+    loop = value.loop
+    while loop is not None:
+        lengths, loop = [loop.length, *lengths], loop.loop
+    return jax.ShapeDtypeStruct((*lengths, *value.aval.shape), value.aval.dtype)

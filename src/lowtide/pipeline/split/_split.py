@@ -1,0 +1,403 @@
+"""`split_backward`: the backward pass of a stage in two parts, one for its input's gradient, one for its weights'.
+
+The next stage of a pipeline waits for the gradient of the input; nobody waits for those of the weights, so a schedule
+may put them where a rank would be idle (Qi et al., "Zero Bubble Pipeline Parallelism", 2024). The parts are cut out of
+the traced backward pass: nothing is computed twice, and what a part does not read it does not hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core import StructureError, Tree, Where, check_differentiable, combine, leaves_with_paths, partition
+from ...jaxprs import make_jaxpr
+from ._cut import Pass, Sink, Source, assign
+from ._graph import Value, graph, lift
+from ._inner import split_inner
+from ._replay import Buffers, Environment, Plan, shape_of
+from ._work import PassFlops, pass_flops
+
+Arrays = tuple[Any, ...]
+
+
+class Residuals(NamedTuple):
+    """What a forward pass leaves behind."""
+
+    for_input: Arrays
+    """Of no use after the input pass."""
+    for_weight: Arrays
+    """Kept until the weight pass; the input pass may read them too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSplit:
+    """A stage whose backward pass comes in two parts; made by `split_backward`."""
+
+    stage: Callable[..., Any]
+    """``stage(weights, x, *extras) -> y``."""
+    wrt: Where
+    """The weights that have gradients."""
+    has_aux: bool
+    """Whether the stage returns ``(y, aux)``."""
+
+    def trace(self, weights: Tree, x: Tree, *extras: Tree) -> TracedSplit:
+        """The three passes for arguments of these shapes.
+
+        Args:
+            weights: parameters; arrays or shapes.
+            x: what the stage before gives.
+            extras: what every pass is given again, and nothing is differentiated in.
+
+        Returns:
+            The passes.
+
+        Raises:
+            SelectionError: when `wrt` selects no weight, or one that has no gradient.
+            StructureError: when the stage returns no array that has a gradient.
+        """
+        trainable, frozen = partition(weights, self.wrt)
+        check_differentiable(trainable)
+        return trace_split(self.stage, trainable, frozen, x, *extras, has_aux=self.has_aux)
+
+
+def split_backward(stage: Callable[..., Any], *, wrt: Where = "**", has_aux: bool = False) -> StageSplit:
+    """Split the backward pass of a stage into its input part and its weight part.
+
+    Args:
+        stage: ``stage(weights, x, *extras) -> y``. It is differentiated in the inexact arrays of `x` and in the
+            weights that `wrt` selects; `extras` (masks, positions, keys) are constants.
+        wrt: globs on the paths of the weights, or a predicate, as in `lowtide.value_and_grad`.
+        has_aux: whether the stage returns ``(y, aux)``.
+
+    Returns:
+        The split; its `trace` gives the passes for arguments of certain shapes.
+
+    Memory:
+        Between the passes wait only values that a later pass reads, each until its last reader; which operation runs in
+        which pass is chosen so that they are the fewest bytes. What depends on the weights alone is made once, by
+        `TracedSplit.hoist`.
+
+    Examples:
+        >>> stage = lambda weights, x: jnp.tanh(x @ weights)
+        >>> w, x = jnp.ones((2, 2)), jnp.ones((3, 2))
+        >>> split = split_backward(stage).trace(w, x)
+        >>> y, residuals = split.forward(w, x)
+        >>> dx, waiting = split.input(w, residuals, jnp.ones_like(y))
+        >>> split.weight(w, residuals.for_weight, waiting).shape
+        (2, 2)
+
+    References:
+        Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+    """
+    return StageSplit(stage, wrt, has_aux)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedSplit:
+    """The passes of a stage for arguments of certain shapes.
+
+    Their results may be given to each other only in the order of the passes; `weights`, `hoisted` and `extras` are the
+    same arrays in all of them.
+    """
+
+    y: Tree
+    """Shapes of what the forward pass returns."""
+    hoisted: tuple[jax.ShapeDtypeStruct, ...]
+    """Shapes of what depends on the weights alone."""
+    residuals: Residuals
+    """Shapes of what the forward pass leaves."""
+    waiting: tuple[jax.ShapeDtypeStruct, ...]
+    """Shapes of what the input pass leaves to the weight pass, beside `Residuals.for_weight`."""
+    plan: Plan
+    """What runs when."""
+    arguments: Arguments
+    """Where the arguments and results are in it."""
+    kept: dict[tuple[Pass, Pass], list[Value]]
+    """What is left by a pass and read last by another."""
+    traced: Any
+    """The jaxpr of all of them together."""
+    flops: PassFlops
+    """How much arithmetic each pass has, and which operations of the backward pass are not split."""
+
+    def hoist(self, weights: Tree) -> Arrays:
+        """What depends on the weights alone, and more than one pass reads; made once for all microbatches."""
+        env = self.arguments.weights(weights)
+        self.plan.run(Pass.HOISTED, env, {}, {}, {})
+        return tuple(env[value] for value in self.of(Pass.HOISTED))
+
+    def forward(self, weights: Tree, x: Tree, *extras: Tree, hoisted: Arrays | None = None) -> tuple[Any, Residuals]:
+        """The forward pass.
+
+        Args:
+            weights: parameters.
+            x: what the stage before gives.
+            extras: constants.
+            hoisted: of `hoist`; made here when left out.
+
+        Returns:
+            What the stage returns, and what the backward pass needs.
+        """
+        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env.update(zip(self.arguments.x_values, self.arguments.x_arrays(x), strict=True))
+        self.plan.run(Pass.FORWARD, env, {}, {}, {})
+        left = ([env[value] for value in self.of(Pass.FORWARD, last)] for last in (Pass.INPUT, Pass.WEIGHT))
+        return self.results(env, {}), Residuals(*map(tuple, left))
+
+    def input(
+        self, weights: Tree, residuals: Residuals, dy: Tree, *extras: Tree, hoisted: Arrays | None = None
+    ) -> tuple[Tree, Arrays]:
+        """The input part of the backward pass.
+
+        Args:
+            weights: parameters.
+            residuals: of `forward`.
+            dy: cotangents of what the stage returned, without `aux`; those of integers are ignored.
+            extras: constants.
+            hoisted: of `hoist`.
+
+        Returns:
+            The gradient of `x`, None where it has none; and what the weight pass needs beside `Residuals.for_weight`.
+        """
+        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env.update(zip(self.of(Pass.FORWARD, Pass.INPUT), residuals.for_input, strict=True))
+        env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), residuals.for_weight, strict=True))
+        env.update(zip(self.arguments.dy_values, self.arguments.dy_arrays(dy), strict=True))
+        self.plan.run(Pass.INPUT, env, {}, {}, {})
+        waiting = [env[value] for value in self.of(Pass.INPUT, Pass.WEIGHT)]
+        waiting += [jnp.asarray(self.plan.read(atom, env, {})) for _, atom in self.gradients(Pass.INPUT)]
+        return self.dx(env, {}), tuple(waiting)
+
+    def weight(
+        self, weights: Tree, for_weight: Arrays, waiting: Arrays, *extras: Tree, hoisted: Arrays | None = None
+    ) -> Tree:
+        """The weight part of the backward pass.
+
+        Args:
+            weights: parameters.
+            for_weight: of `forward`'s residuals.
+            waiting: of `input`.
+            extras: constants.
+            hoisted: of `hoist`.
+
+        Returns:
+            The gradients of the weights, None where `wrt` selects none.
+        """
+        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
+        env.update(zip(self.of(Pass.INPUT, Pass.WEIGHT), waiting, strict=False))
+        self.plan.run(Pass.WEIGHT, env, {}, {}, {})
+        early = waiting[len(self.of(Pass.INPUT, Pass.WEIGHT)) :]
+        found = {i: one for (i, _), one in zip(self.gradients(Pass.INPUT), early, strict=True)}
+        found |= {i: jnp.asarray(self.plan.read(atom, env, {})) for i, atom in self.gradients(Pass.WEIGHT)}
+        return self.arguments.trainable_tree.unflatten([found[i] for i in sorted(found)])
+
+    def env(self, weights: Tree, hoisted: Arrays, extras: Arrays) -> Environment:
+        """What every pass reads."""
+        env = self.arguments.weights(weights)
+        env.update(zip(self.of(Pass.HOISTED), hoisted, strict=True))
+        env.update(zip(self.arguments.extras_values, jax.tree.leaves(extras), strict=True))
+        return env
+
+    def of(self, made: Pass, last: Pass | None = None) -> list[Value]:
+        """What a pass leaves, to be read last by another, or by any."""
+        return [
+            v for (begin, end), values in self.kept.items() for v in values if begin is made and last in (None, end)
+        ]
+
+    def gradients(self, at: Pass) -> list[tuple[int, Any]]:
+        """Which gradients of weights a pass gives, by their position, and where they are."""
+        return [(i, atom) for i, atom in enumerate(self.arguments.dweights) if self.plan.given(atom) is at]
+
+    def results(self, env: Environment, buffers: Buffers) -> Tree:
+        """What the stage returns."""
+        read = [jnp.asarray(self.plan.read(atom, env, buffers)) for atom in self.arguments.y]
+        return self.arguments.y_tree.unflatten(read)
+
+    def dx(self, env: Environment, buffers: Buffers) -> Tree:
+        """The gradient of the input."""
+        atoms = self.arguments.dx
+        read = [None if atom is None else jnp.asarray(self.plan.read(atom, env, buffers)) for atom in atoms]
+        return self.arguments.x_tree.unflatten(read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """How arguments and results are trees, and which values of the graph they are."""
+
+    weights_tree: Any
+    weights_values: list[Value]
+    trainable_tree: Any
+    dweights: list[Any]
+    x_tree: Any
+    x_values: list[Value]
+    dx: list[Any]
+    """None for what has no gradient."""
+    extras_values: list[Value]
+    y_tree: Any
+    y: list[Any]
+    dy_tree: Any
+    dy_at: list[int]
+    """Which of the results has a cotangent."""
+    dy_values: list[Value]
+
+    def weights(self, weights: Tree) -> Environment:
+        given = self.weights_tree.flatten_up_to(weights)
+        return dict(zip(self.weights_values, given, strict=True))
+
+    def x_arrays(self, x: Tree) -> list[Any]:
+        return self.x_tree.flatten_up_to(x)
+
+    def dy_arrays(self, dy: Tree) -> list[Any]:
+        given = self.dy_tree.flatten_up_to(dy)
+        return [given[i] for i in self.dy_at]
+
+
+def trace_split(
+    stage: Callable[..., Any],
+    trainable: Tree,
+    frozen: Tree,
+    x: Tree,
+    *extras: Tree,
+    has_aux: bool = False,
+) -> TracedSplit:
+    """As `StageSplit.trace`, of weights that are told apart already.
+
+    Args:
+        stage: as of `split_backward`.
+        trainable: the weights that have gradients, None in place of the others.
+        frozen: the others.
+        x: what the stage before gives.
+        extras: constants.
+        has_aux: whether the stage returns ``(y, aux)``.
+
+    Returns:
+        The passes.
+
+    Raises:
+        StructureError: when the stage returns no array that has a gradient.
+    """
+    trainable, frozen, x, extras = jax.tree.map(_shape, (trainable, frozen, x, extras))
+    weights = combine(trainable, frozen)
+    is_trainable = [leaf is not None for leaf in jax.tree.structure(weights).flatten_up_to(trainable)]
+    x_leaves, x_tree = jax.tree.flatten(x)
+    moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in x_leaves]
+    y_shape = jax.eval_shape(stage, weights, x, *extras)
+    y_shape = y_shape[0] if has_aux else y_shape
+    dy_shape, dy_tree = jax.tree.flatten(y_shape)
+    dy_at = [i for i, leaf in enumerate(dy_shape) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if not dy_at:
+        raise StructureError(
+            "the stage returns nothing that has a gradient",
+            expected="at least one floating-point array",
+            got=", ".join(f"{path}: {leaf.dtype}" for path, leaf in leaves_with_paths(y_shape)) or "no array",
+            hint="stage(weights, x, *extras) -> y; with has_aux=True, -> (y, aux)",
+        )
+    passes = _both_passes(stage, has_aux, (is_trainable, moves, dy_at), x_tree)
+    dy = [dy_shape[i] for i in dy_at]
+    closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
+    both = graph(closed)
+    inputs = iter(both.inputs)
+    of_weights, of_x, of_extras, of_dy = (
+        [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
+    )
+    lift(both.items, set(of_weights))
+    outputs = iter(both.outputs)
+    of_y, of_dweights, of_dx = ([next(outputs) for _ in jax.tree.leaves(tree)] for tree in shapes)
+    sources = (
+        [Source.WEIGHT] * len(of_weights)
+        + [Source.ACTIVATION] * len(of_x)
+        + [Source.BATCH] * len(of_extras)
+        + [Source.COTANGENT] * len(of_dy)
+    )
+    sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
+    sinks += [Sink([atom], Pass.INPUT) for atom in of_dx]
+    sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
+    wholes = split_inner(both, sources, sinks)
+    plan = Plan(both, assign(both, sources, sinks), sinks)
+    kept = _kept(plan, of_x, of_dy)
+    given = iter(of_dx)
+    arguments = Arguments(
+        weights_tree=jax.tree.structure(weights),
+        weights_values=of_weights,
+        trainable_tree=jax.tree.structure(trainable),
+        dweights=of_dweights,
+        x_tree=x_tree,
+        x_values=of_x,
+        dx=[next(given) if move else None for move in moves],
+        extras_values=of_extras,
+        y_tree=jax.tree.structure(shapes[0]),
+        y=of_y,
+        dy_tree=dy_tree,
+        dy_at=dy_at,
+        dy_values=of_dy,
+    )
+
+    def of(made: Pass, last: Pass | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
+        return tuple(shape_of(v) for (a, b), values in kept.items() for v in values if a is made and last in (None, b))
+
+    return TracedSplit(
+        y=shapes[0],
+        hoisted=of(Pass.HOISTED),
+        residuals=Residuals(of(Pass.FORWARD, Pass.INPUT), of(Pass.FORWARD, Pass.WEIGHT)),
+        waiting=of(Pass.INPUT, Pass.WEIGHT),
+        plan=plan,
+        arguments=arguments,
+        kept=kept,
+        traced=closed.jaxpr,
+        flops=pass_flops(plan, sources, sinks, wholes),
+    )
+
+
+def _both_passes(
+    stage: Callable[..., Any], has_aux: bool, chosen: tuple[list[bool], list[bool], list[int]], x_tree: Any
+) -> Callable[..., Any]:
+    """The forward and the backward pass: of weights, leaves of `x`, extras and cotangents."""
+    is_trainable, moves, dy_at = chosen
+
+    def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:
+        leaves, tree = jax.tree.flatten(weights)
+
+        def forward(trainable: list[Any], moved: list[Any]) -> Any:
+            result = stage(
+                tree.unflatten(_filled(leaves, is_trainable, trainable)),
+                x_tree.unflatten(_filled(x_leaves, moves, moved)),
+                *extras,
+            )
+            results = jax.tree.leaves(result[0] if has_aux else result)
+            return [results[i] for i in dy_at], result
+
+        trainable = [leaf for leaf, wanted in zip(leaves, is_trainable, strict=True) if wanted]
+        moved = [leaf for leaf, wanted in zip(x_leaves, moves, strict=True) if wanted]
+        _, back, result = jax.vjp(forward, trainable, moved, has_aux=True)
+        return result, *back(dy)
+
+    return passes
+
+
+def _filled(leaves: list[Any], at: list[bool], chosen: list[Any]) -> list[Any]:
+    """Leaves, some of them others."""
+    given = iter(chosen)
+    return [next(given) if is_chosen else leaf for leaf, is_chosen in zip(leaves, at, strict=True)]
+
+
+def _kept(plan: Plan, of_x: list[Value], of_dy: list[Value]) -> dict[tuple[Pass, Pass], list[Value]]:
+    found: dict[tuple[Pass, Pass], list[Value]] = {}
+    for value, ends in plan.kept().items():
+        found.setdefault(ends, []).append(value)
+    for values, made in ((of_x, Pass.FORWARD), (of_dy, Pass.INPUT)):
+        for value in values:
+            last = max(plan.reads.get(value, ()), default=made)
+            if last > made:
+                found.setdefault((made, last), []).append(value)
+    return found
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype)

@@ -1,0 +1,126 @@
+"""How much arithmetic each pass of a stage has, and what the split of its backward pass had to leave whole.
+
+FLOPs are those of the traced passes, counted as in `core/_flops.py`: of one microbatch, by all devices of a rank
+together. They say how pass compares to pass, not how long one takes.
+
+An operation stays whole when it gives what the gradient of the input needs and gradients of weights, and nothing shows
+which of its work is for which: a kernel, a `while` loop, a branch with an effect. What it does for weights is then done
+in the input pass, and is missing in the weight pass, with which a zero-bubble schedule would fill its bubble.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from ...jaxprs import source_line
+from ._cut import Pass, Reach, Sink, Source
+from ._graph import Op, repeated
+from ._inner import Whole
+from ._replay import Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unsplit:
+    """An operation whose work for gradients of weights is in the input pass."""
+
+    name: str
+    """As JAX calls it: ``pallas_call``, ``while``, ``cond``."""
+    where: str
+    """The line of the source that it comes from; empty where nobody knows."""
+    flops: int | None
+    """Its own; of an effect, those of what it waits for. None of a call of other code, into which nobody sees."""
+    share: float | None
+    """Of the arithmetic of the backward pass, from 0 to 1."""
+    hint: str
+    """What to do about it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PassFlops:
+    """The arithmetic of one part of a model in each pass, for one microbatch."""
+
+    forward: int
+    """FLOPs of F."""
+    input: int
+    """FLOPs of I: the gradient of the input, what is recomputed for it, and what nothing is put off for."""
+    weight: int
+    """FLOPs of W: products for gradients of weights. 0 where no matrix has a gradient."""
+    unsplit: tuple[Unsplit, ...] = ()
+    """What stayed whole, dearest first."""
+
+    @property
+    def ratio(self) -> str:
+        """What I and W take for each 1 of F, as ``lowtide schedule --costs`` reads it."""
+        return ",".join(f"{part / max(self.forward, 1):.3g}" for part in (self.forward, self.input, self.weight))
+
+
+def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], wholes: Sequence[Whole]) -> PassFlops:
+    """Count the passes of a stage.
+
+    Args:
+        plan: what runs when.
+        sources: what the inputs of its graph are.
+        sinks: its results.
+        wholes: what `split_inner` found.
+    """
+    totals = {at: plan.flops(at) for at in Pass}
+    back = max(totals[Pass.INPUT] + totals[Pass.WEIGHT], 1)
+    found: list[tuple[str, str, str, int | None]] = []
+    for whole in wholes:
+        is_seen = any(True for _ in jex.jaxprs_in_params(whole.eqn.params))
+        found.append((whole.eqn.primitive.name, whole.where, _hint(whole.eqn), whole.flops if is_seen else None))
+    found += _early(plan, Reach(plan.graph, list(sources), list(sinks)), sinks)
+    merged: dict[tuple[str, str, str], int | None] = {}
+    for name, where, hint, flops in found:
+        before = merged.get((name, where, hint), 0)
+        merged[name, where, hint] = None if flops is None or before is None else before + flops
+    unsplit = [
+        Unsplit(name=name, where=where, flops=flops, share=None if flops is None else min(flops / back, 1.0), hint=hint)
+        for (name, where, hint), flops in merged.items()
+    ]
+    return PassFlops(
+        forward=totals[Pass.FORWARD],
+        input=totals[Pass.INPUT],
+        weight=totals[Pass.WEIGHT],
+        unsplit=tuple(sorted(unsplit, key=lambda one: math.inf if one.flops is None else one.flops, reverse=True)),
+    )
+
+
+def _early(plan: Plan, reach: Reach, sinks: Sequence[Sink]) -> list[tuple[str, str, str, int | None]]:
+    """Effects that wait for products which nothing else in the input pass does."""
+    effects = [op for op in reach.nodes if isinstance(op, Op) and op.has_effects and op.eqn is not None]
+    if not effects:
+        return []
+    times = dict(repeated(plan.graph.items))
+    needed = reach.ancestors(sink for sink in sinks if not sink.is_added)
+    found: list[tuple[str, str, str, int | None]] = []
+    for effect in effects:
+        before = [op for op in reach.ancestors([effect]) - needed if isinstance(op, Op) and op.is_heavy]
+        before = [op for op in before if op is not effect and Source.COTANGENT in reach.ancestors([op])]
+        if before:
+            needed |= set(before)
+            hint = "it reads gradients of weights, which cannot wait then: look at those that the pipeline returns"
+            flops = sum(op.flops * times[op] for op in before)
+            found.append((effect.eqn.primitive.name, source_line(effect.eqn), hint, flops))
+    return found
+
+
+_KERNEL = "give the gradients of input and weights by a kernel each, in the backward function of its custom_vjp"
+_HINTS = {
+    "while": "take lax.scan, or lax.fori_loop with known bounds: of those each carry is seen by itself",
+    "jit": "take shardings away from jax.jit inside of a block; lax.with_sharding_constraint says the same",
+    "device_put": "put the arrays one by one",
+}
+
+
+def _hint(eqn: Any) -> str:
+    name = eqn.primitive.name
+    if name in ("cond", "shard_map"):
+        effects = ", ".join(sorted({type(effect).__name__.removesuffix("Effect") for effect in eqn.effects}))
+        return f"move its effect ({effects}) out of it: a branch without effects is split"
+    return _HINTS.get(name, _KERNEL)

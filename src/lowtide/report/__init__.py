@@ -1,0 +1,27 @@
+"""Reports of memory as plain data, their differences, and their views. Needs no JAX."""
+
+from ._buffers import DERIVED_ROLES as DERIVED_ROLES
+from ._buffers import Buffer as Buffer
+from ._buffers import Space as Space
+from ._buffers import live_bytes as live_bytes
+from ._diff import MemoryDiff as MemoryDiff
+from ._diff import diff as diff
+from ._facts import DiffRow as DiffRow
+from ._facts import ReportFacts as ReportFacts
+from ._facts import SpaceBytes as SpaceBytes
+from ._facts import versions as versions
+from ._report import MemoryReport as MemoryReport
+
+__all__ = [
+    "Buffer",
+    "DERIVED_ROLES",
+    "DiffRow",
+    "MemoryDiff",
+    "MemoryReport",
+    "ReportFacts",
+    "Space",
+    "SpaceBytes",
+    "diff",
+    "live_bytes",
+    "versions",
+]

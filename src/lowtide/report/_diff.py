@@ -1,0 +1,181 @@
+"""The difference of two reports; what grew, what shrank, and who owns it.
+
+Buffers of two compilations have nothing in common but what they are for, so they are matched by owner: memory space,
+role, path (or scope, or operation without its number) and type. Several buffers of one owner count together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..core import format_bytes
+from ._buffers import Buffer, Space
+from ._facts import SPACES, DiffFacts, DiffRow, signed
+from ._report import MemoryReport
+from .views import _json as views_json
+from .views._files import write_view
+from .views._groups import owner_name
+from .views._series import at_peak, space_total
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryDiff(DiffFacts):
+    """The difference of two reports; made by `diff`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.memory import analyze
+        >>> small, large = (analyze(lambda x: x * 2, jnp.ones(n), roles={"x": 0}) for n in (16, 32))
+        >>> difference = diff(small, large)
+        >>> difference.by_role()["x"], difference.delta_bytes()
+        ((64, 128), 128)
+    """
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the difference as JSON, integer bytes throughout.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        write_view(path, f"{views_json.dump(self.to_dict())}\n".encode())
+
+    def print(self, console: Console | None = None, *, top: int = 20) -> None:
+        """Print the difference to a terminal.
+
+        Args:
+            console: a `rich.console.Console`; None for one on standard output.
+            top: how many owners to list.
+        """
+        from .views._terminal import print_diff
+
+        print_diff(self, console, top=top)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the difference as one HTML file that needs nothing else.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        from .views._html import diff_page
+
+        write_view(path, diff_page(self))
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw both timelines and the owners that changed most, 1600×900.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+            ConfigError: when matplotlib (extra ``report``) is not installed.
+        """
+        from .views._png import diff_png
+
+        write_view(path, diff_png(self))
+
+    def __repr__(self) -> str:
+        sizes = f"{format_bytes(self.before.device_bytes)} -> {format_bytes(self.after.device_bytes)}"
+        return (
+            f"MemoryDiff: {sizes} ({signed(self.delta_bytes())}) on {self.after.target.name}, {len(self.rows)} owners"
+        )
+
+
+def diff(before: MemoryReport, after: MemoryReport) -> MemoryDiff:
+    """Compare two reports owner by owner.
+
+    Args:
+        before: the first report.
+        after: the second report.
+
+    Returns:
+        What every owner holds at the peak of either, per memory space.
+
+    Memory:
+        None on any device; host memory in proportion to the buffers at the peaks.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.memory import analyze
+        >>> report = analyze(lambda x: x * 2, jnp.ones(16))
+        >>> diff(report, report).delta_bytes()
+        0
+    """
+    rows: list[DiffRow] = []
+    for space in SPACES:
+        rows += _rows(space, before, after)
+    rows.sort(key=lambda row: (-abs(row.delta_bytes), -row.after_bytes, row.role, row.owner))
+    return MemoryDiff(before=before, after=after, rows=tuple(rows), notes=_notes(before, after))
+
+
+_Key = tuple[str, str, str]
+
+# What a scope calls the body of a loop: JAX 0.11 and newer, and older ones.
+_BODY = re.compile(r"\beval_jaxpr\b")
+
+
+def _rows(space: Space, before: MemoryReport, after: MemoryReport) -> list[DiffRow]:
+    # A report without buffers knows no owners: then both are compared by role.
+    by_role = not all(any(b.space == space for b in r.buffers) or not space_total(r, space) for r in (before, after))
+    sides = [_by_owner(at_peak(r, space), by_role, space_total(r, space)) for r in (before, after)]
+    rows: list[DiffRow] = []
+    for key in dict.fromkeys([*sides[0], *sides[1]]):
+        (before_bytes, before_count), (after_bytes, after_count) = (side.get(key, (0, 0)) for side in sides)
+        role, owner, dtype = key
+        rows.append(
+            DiffRow(
+                space=space,
+                role=role,
+                owner=owner,
+                dtype=dtype,
+                before_bytes=before_bytes,
+                after_bytes=after_bytes,
+                before_count=before_count,
+                after_count=after_count,
+            )
+        )
+    return rows
+
+
+def _by_owner(buffers: Iterable[Buffer], by_role: bool, total: int) -> dict[_Key, tuple[int, int]]:
+    found: dict[_Key, tuple[int, int]] = {}
+    for buffer in buffers:
+        owner = owner_name(buffer) if buffer.path else _BODY.sub("closed_call", owner_name(buffer))
+        key = (buffer.role, buffer.role, "") if by_role else (buffer.role, owner, buffer.dtype)
+        num_bytes, count = found.get(key, (0, 0))
+        found[key] = (num_bytes + buffer.num_bytes, count + 1)
+    rest = total - sum(num_bytes for num_bytes, _ in found.values())
+    if rest:
+        key = ("unattributed", "unattributed", "")
+        num_bytes, count = found.get(key, (0, 0))
+        found[key] = (num_bytes + rest, count)
+    return found
+
+
+def _notes(before: MemoryReport, after: MemoryReport) -> tuple[str, ...]:
+    notes: list[str] = []
+    if before.target != after.target:
+        names = (before.target.name, after.target.name)
+        what = f"{names[0]} before, {names[1]} after" if names[0] != names[1] else f"both are called {names[0]}"
+        notes.append(f"the targets differ: {what}")
+    changed = [
+        f"{name} {before.versions.get(name) or 'none'} before, {after.versions.get(name) or 'none'} after"
+        for name in dict.fromkeys([*before.versions, *after.versions])
+        if before.versions.get(name) != after.versions.get(name)
+    ]
+    if changed:
+        notes.append(f"the versions differ: {'; '.join(changed)}")
+    return (*notes, *(f"before: {note}" for note in before.notes), *(f"after: {note}" for note in after.notes))

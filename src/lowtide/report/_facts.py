@@ -1,0 +1,257 @@
+"""What reports and differences say: plain data and what follows from it. Views draw it, and know nothing else.
+
+Every figure is compiled: it is XLA's own, or derived from the executable's layouts so that the parts add up to XLA's
+total exactly. `peak_memory_in_bytes` is not used; on a TPU it mixes host into device bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any, get_args
+
+from ..core import format_bytes
+from ..targets import Target
+from ._buffers import Buffer, Space, live_bytes, sum_by_role, to_rows
+
+SPACES: tuple[Space, ...] = get_args(Space)
+DIFF_SCHEMA_VERSION = 1
+"""Version of the JSON that `MemoryDiff.to_json` writes."""
+SCHEMA_VERSION = 2
+"""Version of the JSON that `MemoryReport.to_json` writes; it changes when a key changes its meaning or goes."""
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides a compiled figure; None for what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in ("lowtide", "jax", "jaxlib", "libtpu"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpaceBytes:
+    """What one program needs in one memory space of one device.
+
+    Examples:
+        >>> SpaceBytes(argument_bytes=10, output_bytes=6, alias_bytes=4, temp_bytes=3, code_bytes=1).total_bytes
+        16
+    """
+
+    argument_bytes: int = 0
+    """Arguments, padded as they are stored."""
+    output_bytes: int = 0
+    """Outputs, those written into donated arguments included."""
+    alias_bytes: int = 0
+    """Outputs that are written into donated arguments, and so take no bytes of their own."""
+    temp_bytes: int = 0
+    """What the program allocates while it runs, fragmentation included."""
+    code_bytes: int = 0
+    """The program itself and its constants."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes in this space while the program runs: argument + output - alias + temp + code."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ReportFacts:
+    """What a `MemoryReport` says, for views and differences; made by `lowtide.memory.analyze`."""
+
+    target: Target
+    """The hardware the program was compiled for."""
+    device: SpaceBytes
+    """The device's own memory (HBM on an accelerator)."""
+    host: SpaceBytes
+    """Memory of the machine that holds the device, where arrays are offloaded to."""
+    by_role: Mapping[str, int]
+    """Device bytes per role; the values add up to `device_bytes`. Arguments stand under the roles that `analyze` was
+    given and under ``other``; ``unattributed`` is what XLA counts beside the leaves (tables of pointers);
+    ``outputs`` are those not written into arguments; ``temporaries``; ``code``."""
+    host_by_role: Mapping[str, int]
+    """The same for host memory; the values add up to `host_bytes`."""
+    buffers: tuple[Buffer, ...] = ()
+    """Every piece of memory the program uses, with its owner and the positions between which it is alive."""
+    moments: tuple[str, ...] = ("",)
+    """The operation at every position of the program, in the order of execution, loop bodies once."""
+    peak_moment: int = 0
+    """The position at which most device bytes are alive."""
+    host_peak_moment: int = 0
+    """The position at which most host bytes are alive."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know to trust the figures."""
+    versions: Mapping[str, str | None] = dataclasses.field(default_factory=versions)
+    """Versions of what decided the figures, when the report was made."""
+
+    @property
+    def peak(self) -> tuple[Buffer, ...]:
+        """What the device holds at the peak, largest first; the bytes add up to `device_bytes`."""
+        return self.alive_at(self.peak_moment)
+
+    @property
+    def host_peak(self) -> tuple[Buffer, ...]:
+        """What the host holds at its peak, largest first; the bytes add up to `host_bytes`."""
+        return self.alive_at(self.host_peak_moment, space="host")
+
+    @property
+    def peak_by_role(self) -> dict[str, int]:
+        """Bytes of `peak` per role, largest first."""
+        return sum_by_role(self.peak)
+
+    def alive_at(self, moment: int, *, space: Space = "device") -> tuple[Buffer, ...]:
+        """The buffers alive at a position of the program, largest first.
+
+        Args:
+            moment: a position in `moments`.
+            space: which memory.
+        """
+        alive = [b for b in self.buffers if b.space == space and b.alive_at(moment)]
+        return tuple(sorted(alive, key=lambda b: -b.num_bytes))
+
+    def live_bytes(self, *, space: Space = "device") -> list[int]:
+        """Bytes alive at every position of the program, fragmentation left out."""
+        return live_bytes([b for b in self.buffers if b.space == space], len(self.moments))
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on one device while the program runs."""
+        return self.device.total_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, for one device, while the program runs."""
+        return self.host.total_bytes
+
+    @property
+    def margin_bytes(self) -> int | None:
+        """Usable bytes of the device less the target's reserve that are left; negative when it does not fit."""
+        budget = self.target.budget_bytes
+        return None if budget is None else budget - self.device_bytes
+
+    @property
+    def host_margin_bytes(self) -> int | None:
+        """Bytes of the host, of this device's share, that are left; None when the machine is unknown."""
+        return None if self.target.host_bytes is None else self.target.host_bytes - self.host_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether one device can hold it and keep the target's reserve, and the host its part of it.
+
+        None when the device's capacity is unknown; a host whose capacity is unknown is taken to suffice.
+        """
+        if self.host_bytes and self.host_margin_bytes is not None and self.host_margin_bytes < 0:
+            return False
+        return None if self.margin_bytes is None else self.margin_bytes >= 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, the content of `to_json`."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "figures": "compiled",
+            "target": dataclasses.asdict(self.target),
+            "device_bytes": self.device_bytes,
+            "host_bytes": self.host_bytes,
+            "fits": self.fits,
+            "margin_bytes": self.margin_bytes,
+            "host_margin_bytes": self.host_margin_bytes,
+            "device": {**dataclasses.asdict(self.device), "total_bytes": self.device_bytes},
+            "host": {**dataclasses.asdict(self.host), "total_bytes": self.host_bytes},
+            "by_role": dict(self.by_role),
+            "host_by_role": dict(self.host_by_role),
+            "buffers": to_rows(self.buffers),
+            "moments": list(self.moments),
+            "peak_moment": self.peak_moment,
+            "host_peak_moment": self.host_peak_moment,
+            "notes": list(self.notes),
+            "versions": dict(self.versions),
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DiffRow:
+    """What one owner holds at the peak before and after.
+
+    Examples:
+        >>> DiffRow(space="device", role="params", owner="w", dtype="f32", before_bytes=4, after_bytes=6).delta_bytes
+        2
+    """
+
+    space: Space
+    """The memory it lies in."""
+    role: str
+    """The role, as in `Buffer`."""
+    owner: str
+    """A path, else a scope, else an operation without its number."""
+    dtype: str = ""
+    """XLA's name of the item type."""
+    before_bytes: int = 0
+    """Bytes at the peak of the first report."""
+    after_bytes: int = 0
+    """Bytes at the peak of the second report."""
+    before_count: int = 0
+    """Buffers at the peak of the first report."""
+    after_count: int = 0
+    """Buffers at the peak of the second report."""
+
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes after minus bytes before."""
+        return self.after_bytes - self.before_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class DiffFacts:
+    """What a `MemoryDiff` says, for views."""
+
+    before: ReportFacts
+    """The first report."""
+    after: ReportFacts
+    """The second report."""
+    rows: tuple[DiffRow, ...]
+    """One an owner, those that changed most first. Per space the deltas add up to the difference of the totals."""
+    notes: tuple[str, ...] = ()
+    """What a reader has to know before he compares: other targets, other versions."""
+
+    def delta_bytes(self, *, space: Space = "device") -> int:
+        """Bytes of the second report minus those of the first.
+
+        Args:
+            space: which memory.
+        """
+        return space_total(self.after, space) - space_total(self.before, space)
+
+    def by_role(self, *, space: Space = "device") -> dict[str, tuple[int, int]]:
+        """Bytes at the peak before and after per role, the one that changed most first.
+
+        Args:
+            space: which memory.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            if row.space == space:
+                before, after = found.get(row.role, (0, 0))
+                found[row.role] = (before + row.before_bytes, after + row.after_bytes)
+        return dict(sorted(found.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The difference as plain data, the content of `to_json`; both reports are in it."""
+        return {
+            "diff_schema_version": DIFF_SCHEMA_VERSION,
+            "delta_bytes": self.delta_bytes(),
+            "host_delta_bytes": self.delta_bytes(space="host"),
+            "by_role": {space: self.by_role(space=space) for space in SPACES},
+            "rows": [{**vars(row), "delta_bytes": row.delta_bytes} for row in self.rows],
+            "notes": list(self.notes),
+            "before": self.before.to_dict(),
+            "after": self.after.to_dict(),
+        }
+
+
+def signed(num_bytes: int) -> str:
+    """A difference as text: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
+    return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)

@@ -1,0 +1,114 @@
+"""Reports of one compiled program: what they say, and the views of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ._facts import SCHEMA_VERSION, ReportFacts
+from .views import _json as views_json
+from .views._files import write_view
+from .views._terminal import print_report
+from .views._verdict import summary
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MemoryReport(ReportFacts):
+    """Where a compiled program's bytes go, on one device of a target; made by `analyze`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.memory import analyze
+        >>> report = analyze(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((2, 4)), roles={"params": 0})
+        >>> report.by_role["params"], report.device_bytes == sum(report.by_role.values())
+        (64, True)
+    """
+
+    def to_json(self, path: str | Path) -> None:
+        """Write the report as JSON, integer bytes throughout.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+        """
+        write_view(path, f"{views_json.dump(self.to_dict())}\n".encode())
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> MemoryReport:
+        """Read a report that `to_json` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            A report equal to the one that was written, with the versions it was made with.
+
+        Raises:
+            ReportError: when there is no such file, or it holds something else, or another version of the format.
+
+        Memory:
+            None on any device.
+        """
+        return cls(**views_json.read_fields(path, schema_version=SCHEMA_VERSION))
+
+    def print(self, console: Console | None = None, *, top: int = 20) -> None:
+        """Print the report to a terminal: verdict, bytes by role, live bytes over the program, largest owners.
+
+        Args:
+            console: a `rich.console.Console`; None for one on standard output.
+            top: how many owners to list per memory space; equal buffers of numbered layers count as one.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> from lowtide.memory import analyze
+            >>> analyze(lambda x: x * 2, jnp.ones(256), target="cpu").print()
+            Compiled bytes on one device of cpu
+            2.00 KiB; the capacity is unknown
+            ...
+        """
+        print_report(self, console, top=top)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one HTML file that needs nothing else: timeline, treemap and table of the buffers.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+
+        Memory:
+            None on any device. The file stays below 10 MB; beyond that the smallest buffers become one row a role,
+            and the page says so.
+        """
+        from .views._html import report_page
+
+        write_view(path, report_page(self))
+
+    def to_png(self, path: str | Path) -> None:
+        """Draw the timeline by role and the largest owners at the peak, 1600×900.
+
+        Args:
+            path: the file; it is replaced when it exists.
+
+        Raises:
+            OutputError: when the file cannot be written.
+            ConfigError: when matplotlib (extra ``report``) is not installed.
+        """
+        from .views._png import report_png
+
+        write_view(path, report_png(self))
+
+    def __repr__(self) -> str:
+        return summary(self)
+
+    def _repr_html_(self) -> str:
+        from .views._html import notebook
+
+        return notebook(self)

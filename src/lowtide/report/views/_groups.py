@@ -1,0 +1,128 @@
+"""Buffers that are the same but for a number in their names, as one row: ``32 × layers/*/mlp/up``."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+from .._buffers import Buffer
+from .._facts import DiffRow
+
+_NUMBER = re.compile(r"\d+")
+_LAST_NUMBER = re.compile(r"[._-]?\d+$")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """Buffers of one role, phase, shape and pattern of names."""
+
+    buffers: tuple[Buffer, ...]
+    """At least one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(b.num_bytes for b in self.buffers)
+
+    @property
+    def label(self) -> str:
+        """What they are: their common name with ``*`` for the numbers that differ."""
+        return differing(sorted({b.label for b in self.buffers}))
+
+    @property
+    def text(self) -> str:
+        """`label`, and how many."""
+        return f"{len(self.buffers)} × {self.label}" if len(self.buffers) > 1 else self.label
+
+    @property
+    def array(self) -> str:
+        """Type and shape of one of them: ``bf16[4096,4096]``."""
+        return array_text(self.buffers[0])
+
+    @property
+    def source(self) -> str:
+        """The line of the program, where all have the same."""
+        sources = {b.source for b in self.buffers}
+        return next(iter(sources)) if len(sources) == 1 else ""
+
+
+def array_text(buffer: Buffer) -> str:
+    """Type and shape as XLA writes them; empty for what is no array."""
+    return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
+
+
+def differing(labels: Sequence[str]) -> str:
+    """Labels that differ in numbers alone, with ``*`` for those that differ.
+
+    Args:
+        labels: at least one; all with the same text between their numbers.
+    """
+    texts = _NUMBER.split(labels[0])
+    numbers = list(zip(*(_NUMBER.findall(label) for label in labels), strict=False))
+    middle = [found[0] if len(set(found)) == 1 else "*" for found in numbers]
+    return "".join(text + number for text, number in zip(texts, [*middle, ""], strict=False))
+
+
+def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
+    """Group equal buffers of numbered layers.
+
+    Args:
+        buffers: any.
+
+    Returns:
+        Groups, the largest first. Grouped are buffers of the same role, phase, shape, type and size whose names
+        (path, else scope, else operation) differ in numbers alone.
+    """
+    found: dict[tuple[object, ...], list[Buffer]] = {}
+    for b in buffers:
+        key = (b.space, b.role, b.phase, b.shape, b.dtype, b.num_bytes, _NUMBER.sub("#", b.label))
+        found.setdefault(key, []).append(b)
+    return sorted((Group(buffers=tuple(group)) for group in found.values()), key=lambda g: (-g.num_bytes, g.label))
+
+
+def owner_name(buffer: Buffer) -> str:
+    """What a buffer is across two compilations: its path, else its scope, else its operation without its number."""
+    return buffer.path or buffer.scope or _LAST_NUMBER.sub("", buffer.operation) or buffer.role
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowGroup:
+    """Rows of a difference of one role and type whose owners differ in numbers alone."""
+
+    rows: tuple[DiffRow, ...]
+    """At least one."""
+
+    @property
+    def owner(self) -> str:
+        """Their common name."""
+        return differing(sorted({row.owner for row in self.rows}))
+
+    @property
+    def count(self) -> int:
+        """Buffers, of the side that has more."""
+        return max(sum(row.before_count for row in self.rows), sum(row.after_count for row in self.rows))
+
+    @property
+    def before_bytes(self) -> int:
+        """Bytes before."""
+        return sum(row.before_bytes for row in self.rows)
+
+    @property
+    def after_bytes(self) -> int:
+        """Bytes after."""
+        return sum(row.after_bytes for row in self.rows)
+
+
+def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
+    """Group rows of numbered layers that changed in the same way, those that changed most first.
+
+    Args:
+        rows: rows of a difference.
+    """
+    found: dict[tuple[object, ...], list[DiffRow]] = {}
+    for row in rows:
+        key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
+        found.setdefault(key, []).append(row)
+    groups = (RowGroup(rows=tuple(group)) for group in found.values())
+    return sorted(groups, key=lambda g: (-abs(g.after_bytes - g.before_bytes), g.owner))

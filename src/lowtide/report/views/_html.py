@@ -1,0 +1,353 @@
+"""Reports and differences as one HTML file that needs no network, and as a table for notebooks.
+
+The page carries the buffers as columns of numbers and a table of strings; its script adds them up. Text from a program
+(paths, scopes, operations) reaches the page only escaped: as JSON without ``<``, ``>`` and ``&`` in ASCII, and from
+there as text nodes.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from ...core import format_bytes
+from .._buffers import Buffer, Space, sum_by_role
+from .._facts import DiffFacts, ReportFacts, signed
+from ._groups import array_text, group_buffers
+from ._roles import styles
+from ._series import (
+    SPACES,
+    at_peak,
+    capacity,
+    columns,
+    drawn_buffers,
+    peak_moment,
+    role_order,
+    role_series,
+    space_total,
+    total_series,
+)
+from ._terminal import percent, shorten
+from ._verdict import fit_text, peak_text
+
+MAX_PAYLOAD_BYTES = 8_000_000
+"""What a page carries at most; with more, the smallest buffers are folded."""
+_MAX_TEXT = 2_000
+_TEXTS = ("role", "path", "phase", "scope", "operation", "source", "shape", "dtype")
+_COMMON = ("units.js", "timeline.js", "table.js")
+_DIFF_COLUMNS = 900
+
+
+def report_page(report: ReportFacts) -> bytes:
+    """The page of a report.
+
+    Args:
+        report: the report.
+
+    Returns:
+        A whole HTML file in UTF-8.
+    """
+    payload, folded = report_payload(report)
+    state = {True: "good", False: "bad", None: "unknown"}[report.fits]
+    verdict = fit_text(report)
+    body = {
+        "target": report.target.name,
+        "state": state,
+        "symbol": {"good": "✓", "bad": "✗", "unknown": ""}[state],
+        "verdict": verdict[0].upper() + verdict[1:],
+    }
+    made = {
+        "facts": _facts(_report_facts(report)),
+        "footer": _footer([*report.notes, *folded, *_missing(report)], report.versions),
+        "static": _static_roles(report),
+    }
+    title = f"{format_bytes(report.device_bytes)} on {report.target.name} · memory report"
+    return _page(
+        "report.html", title, {**_escaped(body), **made}, payload, (*_COMMON, "model.js", "treemap.js", "report.js")
+    )
+
+
+def diff_page(difference: DiffFacts) -> bytes:
+    """The page of a difference.
+
+    Args:
+        difference: the difference.
+
+    Returns:
+        A whole HTML file in UTF-8.
+    """
+    before, after = difference.before, difference.after
+    sizes = f"{format_bytes(before.device_bytes)} before, {format_bytes(after.device_bytes)} after"
+    names = dict.fromkeys([before.target.name, after.target.name])
+    body = {
+        "target": " → ".join(names),
+        "verdict": f"{signed(difference.delta_bytes())} on the device: {sizes}",
+    }
+    facts = [("Before", fit_text(before)), ("After", fit_text(after))]
+    if before.host_bytes or after.host_bytes:
+        hosts = f"{format_bytes(before.host_bytes)} → {format_bytes(after.host_bytes)}"
+        facts.append(("Host", f"{hosts} ({signed(difference.delta_bytes(space='host'))})"))
+    made = {
+        "facts": _facts(facts),
+        "footer": _footer(difference.notes, after.versions),
+        "static": _static_changes(difference),
+    }
+    title = f"{signed(difference.delta_bytes())} on {after.target.name} · memory difference"
+    return _page(
+        "difference.html", title, {**_escaped(body), **made}, diff_payload(difference), (*_COMMON, "difference.js")
+    )
+
+
+def notebook(report: ReportFacts) -> str:
+    """A compact static table for notebooks: verdict, roles and the largest owners at the peak.
+
+    Args:
+        report: the report.
+    """
+    rows: list[Sequence[str]] = []
+    peak = at_peak(report, "device")
+    groups = group_buffers(peak) if report.buffers else []
+    total = sum(b.num_bytes for b in peak)
+    for group in groups[:10]:
+        names = [group.buffers[0].role, group.text, array_text(group.buffers[0])]
+        rows.append([format_bytes(group.num_bytes), percent(group.num_bytes, total), *names])
+    owners = _table(("bytes", "share", "role", "owner", "array"), rows) if rows else ""
+    head = html.escape(f"{report.target.name}: {fit_text(report)}")
+    return f"<div><p><b>{head}</b></p>{_static_roles(report)}{owners}</div>"
+
+
+# --- payloads ------------------------------------------------------------------------------------------------------
+
+
+def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tuple[str, list[str]]:
+    """What the page of a report computes with.
+
+    Args:
+        report: the report.
+        limit: the largest size of the payload in bytes.
+
+    Returns:
+        JSON for a script element, and notes on what had to be left out.
+    """
+    buffers = sorted((b for space in SPACES for b in drawn_buffers(report, space)), key=lambda b: -b.num_bytes)
+    text = _report_json(report, buffers, [])
+    if len(text) <= limit:
+        return text, []
+    keep = len(buffers)
+    while len(text) > limit and keep:
+        # A folded buffer still costs its two steps, so the share to keep is a guess that is repeated.
+        keep = min(keep - 1, int(keep * 0.9 * limit / len(text)))
+        text = _report_json(report, buffers[:keep], buffers[keep:])
+    smallest = format_bytes(buffers[keep].num_bytes)
+    return text, [
+        f"the {len(buffers) - keep:,} buffers of {smallest} and less are one row a role, to keep this file small"
+    ]
+
+
+def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequence[Buffer]) -> str:
+    strings: dict[str, int] = {}
+
+    def index(value: str) -> int:
+        return strings.setdefault(_cut(value), len(strings))
+
+    rows = [{**vars(b), "shape": ",".join(map(str, b.shape))} for b in buffers]
+    table: dict[str, list[int]] = {name: [index(row[name]) for row in rows] for name in _TEXTS}
+    roles = role_order(report)
+    return _embedded(
+        {
+            "capacity": capacity(report).limit_bytes,
+            "totals": {space: space_total(report, space) for space in SPACES},
+            "peaks": {space: peak_moment(report, space) for space in SPACES},
+            "roles": roles,
+            "styles": _styles(roles),
+            "buffers": {
+                **table,
+                "space": [SPACES.index(b.space) for b in buffers],
+                "bytes": [b.num_bytes for b in buffers],
+                "padding": [b.padding_bytes for b in buffers],
+                "start": [b.start for b in buffers],
+                "end": [b.end for b in buffers],
+            },
+            "rest": _fold(folded),
+            "moments": [_cut(name) for name in report.moments],
+            "strings": list(strings),
+        }
+    )
+
+
+def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
+    """One entry a space and role, with its bytes as steps: exact at every moment, without a name."""
+    found: dict[tuple[Space, str], list[Buffer]] = {}
+    for buffer in buffers:
+        found.setdefault((buffer.space, buffer.role), []).append(buffer)
+    largest = max((b.num_bytes for b in buffers), default=0)
+    entries: list[dict[str, Any]] = []
+    for (space, role), mine in found.items():
+        steps: dict[int, int] = {}
+        for b in mine:
+            steps[b.start] = steps.get(b.start, 0) + b.num_bytes
+            steps[b.end + 1] = steps.get(b.end + 1, 0) - b.num_bytes
+        flat = [value for moment in sorted(steps) if steps[moment] for value in (moment, steps[moment])]
+        entries.append({"space": space, "role": role, "limit": largest + 1, "count": len(mine), "steps": flat})
+    return entries
+
+
+def diff_payload(difference: DiffFacts) -> str:
+    """What the page of a difference draws: the timelines in columns, and every owner.
+
+    Args:
+        difference: the difference.
+    """
+    roles = role_order(difference.before, difference.after)
+    every = dict.fromkeys([*roles, *(row.role for row in difference.rows)])
+    rows = [
+        {
+            "space": row.space,
+            "role": row.role,
+            "owner": _cut(row.owner),
+            "dtype": row.dtype,
+            "before": row.before_bytes,
+            "after": row.after_bytes,
+            "count": [row.before_count, row.after_count],
+        }
+        for row in difference.rows
+    ]
+    return _embedded(
+        {
+            "roles": list(every),
+            "styles": _styles(every),
+            "sides": {"before": _side(difference.before), "after": _side(difference.after)},
+            "by_role": {s: [[role, *pair] for role, pair in difference.by_role(space=s).items()] for s in SPACES},
+            "rows": rows,
+        }
+    )
+
+
+def _side(report: ReportFacts) -> dict[str, Any]:
+    return {
+        "target": report.target.name,
+        "capacity": capacity(report).limit_bytes,
+        "totals": {space: space_total(report, space) for space in SPACES},
+        "peaks": {space: peak_moment(report, space) for space in SPACES},
+        "series": {space: _drawn_series(report, space) for space in SPACES},
+    }
+
+
+def _drawn_series(report: ReportFacts, space: Space) -> dict[str, Any]:
+    num_moments = len(report.moments)
+    series = role_series(drawn_buffers(report, space), num_moments)
+    drawn = columns(total_series(series, num_moments), _DIFF_COLUMNS)
+    return {
+        "numMoments": num_moments,
+        "moments": drawn.tolist(),
+        "names": [_cut(report.moments[at]) for at in drawn],
+        "roles": [
+            {"role": role, "values": series[role][drawn].tolist()} for role in role_order(report) if role in series
+        ],
+    }
+
+
+def _styles(roles: Iterable[str]) -> dict[str, dict[str, str]]:
+    found = styles(roles).items()
+    return {role: {"color": style.color, "texture": style.texture, "ink": style.ink} for role, style in found}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_TEXT else shorten(text, _MAX_TEXT)
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, separators=(",", ":"))  # ASCII: no U+2028, no lone surrogate
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+# --- markup --------------------------------------------------------------------------------------------------------
+
+
+def _page(template: str, title: str, body: Mapping[str, str], payload: str, scripts: Sequence[str]) -> bytes:
+    page = {
+        "title": html.escape(title),
+        "generator": "Lowtide",
+        "style": _asset("page.css"),
+        "body": _fill(_asset(template), body),
+        "payload": payload,
+        "script": "\n".join(_asset(name) for name in scripts),
+    }
+    return _fill(_asset("page.html"), page).encode("utf-8", "xmlcharrefreplace")
+
+
+def _asset(name: str) -> str:
+    return resources.files(__name__.rpartition(".")[0]).joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    """A template with its ``{{names}}`` filled in, once: what is filled in is not searched again."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
+
+
+def _escaped(values: Mapping[str, str]) -> dict[str, str]:
+    return {name: html.escape(value) for name, value in values.items()}
+
+
+def _report_facts(report: ReportFacts) -> list[tuple[str, str]]:
+    figures = capacity(report)
+    facts = [("Total", format_bytes(figures.total_bytes))]
+    if figures.usable_bytes is not None:
+        facts.append(("Usable", format_bytes(figures.usable_bytes)))
+    if figures.free_bytes is not None:
+        free, share = abs(figures.free_bytes), percent(abs(figures.free_bytes), figures.limit_bytes or 0)
+        facts.append(("Free" if figures.free_bytes >= 0 else "Too much", f"{format_bytes(free)} ({share})"))
+    if figures.reserve_bytes:
+        facts.append(("Reserve", format_bytes(figures.reserve_bytes)))
+    if report.host_bytes:
+        machine_bytes = report.target.host_bytes
+        of = f" of {format_bytes(machine_bytes)}" if machine_bytes else ""
+        facts.append(("Host", f"{format_bytes(report.host_bytes)}{of}"))
+    facts.append(("Peak", shorten(peak_text(report, "device"), 90)))
+    return facts
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>" for name, text in facts)
+
+
+def _footer(notes: Iterable[str], versions: Mapping[str, str | None]) -> str:
+    lines = [*(f"Note: {note}" for note in notes)]
+    lines.append("Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    return "".join(f"<p>{html.escape(line)}</p>" for line in lines)
+
+
+def _missing(report: ReportFacts) -> list[str]:
+    if report.buffers or not (report.device_bytes or report.host_bytes):
+        return []
+    return ["this report knows no single buffers: every role is drawn as one, alive throughout"]
+
+
+def _static_roles(report: ReportFacts) -> str:
+    sides = [sum_by_role(at_peak(report, space)) for space in SPACES]
+    roles = list(dict.fromkeys([*sides[0], *sides[1]]))
+    rows = [[role, *(format_bytes(side.get(role, 0)) for side in sides)] for role in roles]
+    rows.append(["total", *(format_bytes(sum(side.values())) for side in sides)])
+    return _table(("role", "device", "host"), rows)
+
+
+def _static_changes(difference: DiffFacts) -> str:
+
+    rows = [
+        [space, role, format_bytes(before), format_bytes(after), signed(after - before)]
+        for space in SPACES
+        for role, (before, after) in difference.by_role(space=space).items()
+    ]
+    return _table(("memory", "role", "before", "after", "change"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def line(tag: str, cells: Iterable[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    body = "".join(line("td", row) for row in rows)
+    return f'<table class="static"><thead>{line("th", head)}</thead><tbody>{body}</tbody></table>'

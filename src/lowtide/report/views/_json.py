@@ -1,0 +1,120 @@
+"""Reports as JSON: a line a buffer, and strict reading.
+
+Reading refuses what it does not understand. A report is evidence; half of one, or one whose keys changed their
+meaning, would be quoted all the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from ...core import ReportError
+from ...targets import Target
+from .._buffers import Space, from_rows
+from .._facts import SpaceBytes
+
+_LINES = ("buffers", "moments", "rows")
+_HINT = "give a file that MemoryReport.to_json wrote"
+
+
+def dump(data: Mapping[str, Any], *, indent: str = "") -> str:
+    """JSON with a line a key, and a line an element of the long lists.
+
+    Args:
+        data: plain data; the lists under ``buffers``, ``moments`` and ``rows`` may be long.
+        indent: what stands before the closing brace.
+    """
+    inner = f"{indent}  "
+    parts: list[str] = []
+    for key, value in data.items():
+        if key in _LINES and value:
+            text = f"[\n{inner}  " + f",\n{inner}  ".join(_compact(item) for item in value) + f"\n{inner}]"
+        elif isinstance(value, Mapping) and any(name in value for name in _LINES):
+            text = dump(cast("Mapping[str, Any]", value), indent=inner)
+        else:
+            text = _compact(value)
+        parts.append(f"{inner}{json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(parts) + f"\n{indent}}}"
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
+    """The fields of the report in a file that `MemoryReport.to_json` wrote.
+
+    Args:
+        path: the file.
+        schema_version: the version of the JSON that is understood.
+
+    Returns:
+        What `MemoryReport` takes to be equal to it.
+
+    Raises:
+        ReportError: when there is no such file, or it holds something else, or another version of it.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path}: the report cannot be read", got=error.strerror or error, hint=_HINT) from error
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ReportError(f"{path}: the file is not JSON", got=error, hint=_HINT) from error
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found is None:
+        raise ReportError(f"{path}: the file is not a memory report", expected='a key "schema_version"', hint=_HINT)
+    if found != schema_version:
+        raise ReportError(
+            f"{path}: the report has another version of the format",
+            expected=f"schema_version {schema_version}",
+            got=found,
+            hint="make the report again with this version of Lowtide, or read it with the version that wrote it",
+        )
+    try:
+        return _fields(cast("dict[str, Any]", data))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        got = f"no key {error}" if isinstance(error, KeyError) else error
+        raise ReportError(f"{path}: the report is damaged or incomplete", got=got, hint=_HINT) from error
+
+
+def _fields(data: dict[str, Any]) -> dict[str, Any]:
+
+    spaces: dict[str, SpaceBytes] = {}
+    for name in get_args(Space):
+        parts = dict(data[name])
+        total = parts.pop("total_bytes")
+        spaces[name] = SpaceBytes(**parts)
+        if spaces[name].total_bytes != total:
+            raise ValueError(f"the parts of {name} add up to {spaces[name].total_bytes}, not {total}")
+    buffers = from_rows(data["buffers"])
+    moments = tuple(data["moments"])
+    peaks = (data["peak_moment"], data["host_peak_moment"])
+    if any(not 0 <= b.start <= b.end < len(moments) for b in buffers) or any(
+        not 0 <= peak < len(moments) for peak in peaks
+    ):
+        raise ValueError(f"a position lies outside of the {len(moments)} moments")
+    return {
+        "target": _target(data["target"]),
+        "device": spaces["device"],
+        "host": spaces["host"],
+        "by_role": data["by_role"],
+        "host_by_role": data["host_by_role"],
+        "buffers": buffers,
+        "moments": moments,
+        "peak_moment": peaks[0],
+        "host_peak_moment": peaks[1],
+        "notes": tuple(data["notes"]),
+        "versions": data["versions"],
+    }
+
+
+def _target(data: dict[str, Any]) -> Target:
+    unknown = set(data) - {field.name for field in dataclasses.fields(Target)}
+    if unknown:
+        raise ValueError(f"the target has unknown fields: {', '.join(sorted(unknown))}")
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return Target(**fields)

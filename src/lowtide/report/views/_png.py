@@ -1,0 +1,289 @@
+"""Pictures of a report and of a difference, 1600×900, for slides and issues.
+
+Drawn with matplotlib's objects, not with pyplot: no global state, no window, no change to the caller's settings.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...core import ConfigError, format_bytes
+from .._buffers import Space
+from .._facts import DiffFacts, ReportFacts, signed
+from ._groups import group_buffers, group_rows
+from ._roles import Style, styles
+from ._series import at_peak, capacity, columns, drawn_buffers, peak_moment, role_order, role_series, total_series
+from ._terminal import shorten, with_source
+from ._verdict import fit_text, peak_text
+
+_INK, _QUIET, _GRID = "#1a1d21", "#5b6470", "#e3e6ea"
+_HATCH = {"": None, "/": "//", "\\": "\\\\", "x": "xx"}
+_TOP = 14
+_COLUMNS = 1200
+_SETTINGS: dict[str, Any] = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 11,
+    "text.parse_math": False,
+    "hatch.linewidth": 0.6,
+    "axes.edgecolor": _GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "text.color": _INK,
+    "xtick.color": _QUIET,
+    "ytick.color": _QUIET,
+}
+
+
+_PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
+"""Behind text that may lie on a coloured area."""
+
+
+def report_png(report: ReportFacts) -> bytes:
+    """A picture of a report: timeline by role, and the largest owners at the peak.
+
+    Args:
+        report: the report.
+
+    Returns:
+        A PNG of 1600×900.
+
+    Raises:
+        ConfigError: when matplotlib is not installed.
+    """
+    mpl = _matplotlib()
+    with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
+        figure = _figure()
+        _heading(figure, f"{report.target.name} · {fit_text(report)}", _subtitle(report))
+        grid = figure.add_gridspec(
+            1, 2, left=0.062, right=0.978, top=0.79, bottom=0.07, width_ratios=(1.1, 1), wspace=0.62
+        )
+        found = styles(b.role for b in report.buffers or drawn_buffers(report, "device"))
+        roles = _draw_timeline(figure.add_subplot(grid[0]), report, "device", found, report.device_bytes)
+        _draw_owners(figure.add_subplot(grid[1]), report, found)
+        _legend(figure, roles, found)
+        return _save(figure)
+
+
+def diff_png(difference: DiffFacts) -> bytes:
+    """A picture of a difference: both timelines on one scale, and the owners that changed most.
+
+    Args:
+        difference: the difference.
+
+    Returns:
+        A PNG of 1600×900.
+
+    Raises:
+        ConfigError: when matplotlib is not installed.
+    """
+    mpl = _matplotlib()
+    before, after = difference.before, difference.after
+    with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
+        figure = _figure()
+        sizes = f"{format_bytes(before.device_bytes)} before, {format_bytes(after.device_bytes)} after"
+        host = difference.delta_bytes(space="host")
+        notes = [f"{signed(host)} on the host"] * bool(host) + list(difference.notes[:1])
+        title = f"{after.target.name} · {signed(difference.delta_bytes())} on the device: {sizes}"
+        _heading(figure, title, " · ".join(notes))
+        grid = figure.add_gridspec(
+            2, 2, left=0.062, right=0.978, top=0.79, bottom=0.07, width_ratios=(1.1, 1), wspace=0.62, hspace=0.28
+        )
+        both = [b.role for report in (before, after) for b in drawn_buffers(report, "device")]
+        found, highest = styles(both), max(before.device_bytes, after.device_bytes)
+        roles: list[str] = []
+        for row, (name, report) in enumerate((("before", before), ("after", after))):
+            axes = figure.add_subplot(grid[row, 0])
+            roles += _draw_timeline(axes, report, "device", found, highest)
+            axes.set_title(f"{name}: {format_bytes(report.device_bytes)}", loc="left", fontsize=11, color=_QUIET)
+        _draw_changes(figure.add_subplot(grid[:, 1]), difference)
+        _legend(figure, [role for role in role_order(before, after) if role in roles], found)
+        return _save(figure)
+
+
+def _matplotlib() -> Any:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "a picture needs matplotlib, and it is not installed",
+            hint='pip install "lowtide[report]"; to_html and print need nothing more',
+        )
+    import matplotlib
+
+    return matplotlib
+
+
+def _figure() -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(16, 9), dpi=100, facecolor="white")
+
+
+def _save(figure: Any) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    out = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(out)
+    return out.getvalue()
+
+
+def _heading(figure: Any, title: str, subtitle: str) -> None:
+    figure.text(0.022, 0.945, shorten(title, 110), fontsize=18, fontweight="bold", va="center")
+    figure.text(0.022, 0.905, shorten(subtitle, 170), fontsize=11.5, color=_QUIET, va="center")
+
+
+def _subtitle(report: ReportFacts) -> str:
+    host = f" · {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
+    peak = f"peak at {peak_text(report, 'device')} · " if len(report.moments) > 1 else ""
+    return f"{peak}compiled figures, one device{host}"
+
+
+def _legend(figure: Any, roles: Iterable[str], found: Mapping[str, Style]) -> None:
+    from matplotlib.patches import Patch
+
+    handles = [_patch(Patch, found[role], label=shorten(role, 24)) for role in dict.fromkeys(roles)]
+    if handles:
+        figure.legend(
+            handles=handles[:16],
+            loc="upper left",
+            bbox_to_anchor=(0.015, 0.885),
+            ncols=min(8, len(handles)),
+            frameon=False,
+            fontsize=10.5,
+            handlelength=1.1,
+            handleheight=1.0,
+            columnspacing=1.6,
+        )
+
+
+def _patch(make: Any, style: Style, **options: Any) -> Any:
+    return make(facecolor=style.color, hatch=_HATCH[style.texture], edgecolor=(1, 1, 1, 0.45), linewidth=0, **options)
+
+
+def _draw_timeline(axes: Any, report: ReportFacts, space: Space, found: Mapping[str, Style], highest: int) -> list[str]:
+    num_moments = len(report.moments)
+    series = role_series(drawn_buffers(report, space), num_moments)
+    totals = total_series(series, num_moments)
+    drawn = columns(totals, _COLUMNS)
+    edges = np.append(drawn, num_moments).astype(float)
+    edges[0] = 0
+    roles = [role for role in role_order(report) if role in series and series[role].any()]
+    base = np.zeros(len(drawn), np.int64)
+    for role in roles:
+        layer = base + series[role][drawn]
+        style = found[role]
+        axes.fill_between(
+            edges, np.append(base, base[-1]), np.append(layer, layer[-1]), step="post", facecolor=style.color,
+            hatch=_HATCH[style.texture], edgecolor=(1, 1, 1, 0.45), linewidth=0,
+        )  # fmt: skip
+        base = layer
+    axes.step(edges, np.append(base, base[-1]), where="post", color=_INK, linewidth=0.7)
+    top = max(highest, int(totals.max()), 1)
+    usable = capacity(report).limit_bytes if space == "device" else None
+    if usable is not None and usable <= 1.5 * top:
+        top = max(top, usable)
+        axes.axhline(usable, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
+        axes.text(
+            num_moments, usable, f"limit {format_bytes(usable)}", ha="right", va="bottom", color="#b3261e", bbox=_PLATE
+        )
+    axes.set_xlim(0, num_moments)
+    axes.set_ylim(0, top * 1.12)
+    ticks = byte_ticks(top)
+    axes.set_yticks(ticks, [tick_text(tick) for tick in ticks])
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.set_xlabel("moment of the program", color=_QUIET)
+    axes.xaxis.set_major_locator(_locator())
+    peak = peak_moment(report, space)
+    at, size = peak + 0.5, int(totals[peak])
+    if size:
+        axes.plot([at], [size], "o", color=_INK, markersize=5, clip_on=False)
+        right = at > num_moments * 0.7
+        axes.annotate(
+            f"peak {format_bytes(size)}", (at, size), xytext=(-8 if right else 8, 7), textcoords="offset points",
+            ha="right" if right else "left", fontweight="bold",
+        )  # fmt: skip
+    return roles
+
+
+def _locator() -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=6, integer=True)
+
+
+def _draw_owners(axes: Any, report: ReportFacts, found: Mapping[str, Style]) -> None:
+    groups = group_buffers(at_peak(report, "device"))
+    shown, rest = groups[:_TOP], groups[_TOP:]
+    sizes = [group.num_bytes for group in shown] + [sum(g.num_bytes for g in rest)] * bool(rest)
+    names = [shorten(with_source(g.text, g, 44), 44) for g in shown] + [f"{len(rest):,} smaller"] * bool(rest)
+    looks = [found[g.buffers[0].role] for g in shown] + [Style(color="#b4bac2")] * bool(rest)
+    _bars(axes, names, sizes, looks, [format_bytes(size) for size in sizes])
+    axes.set_title("Largest owners at the peak", loc="left", fontsize=11, color=_QUIET)
+
+
+def _draw_changes(axes: Any, difference: DiffFacts) -> None:
+
+    groups = [
+        g for g in group_rows(r for r in difference.rows if r.space == "device") if g.after_bytes != g.before_bytes
+    ]
+    shown, rest = groups[:_TOP], groups[_TOP:]
+    deltas = [g.after_bytes - g.before_bytes for g in shown] + [
+        sum(g.after_bytes - g.before_bytes for g in rest)
+    ] * bool(rest)
+    names = [
+        shorten(f"{g.count} × {g.owner}" if g.count > 1 else g.owner, 32) + f"  {shorten(g.rows[0].role, 12)}"
+        for g in shown
+    ]
+    names += [f"{len(rest):,} smaller changes"] * bool(rest)
+    looks = [Style(color="#c2410c" if delta > 0 else "#12805c", texture="/" if delta > 0 else "") for delta in deltas]
+    _bars(axes, names, deltas, looks, [signed(delta) for delta in deltas])
+    axes.axvline(0, color=_QUIET, linewidth=0.8)
+    axes.set_title("Owners that changed most" if deltas else "No owner changed", loc="left", fontsize=11, color=_QUIET)
+
+
+def _bars(axes: Any, names: list[str], sizes: list[int], looks: list[Style], texts: list[str]) -> None:
+    from matplotlib.patches import Rectangle
+
+    low, high = min([0, *sizes]), max([0, *sizes])
+    span = max(1, high - low)
+    for at, (size, style) in enumerate(zip(sizes, looks, strict=True)):
+        axes.add_patch(_patch(Rectangle, style, xy=(min(0, size), at - 0.34), width=abs(size), height=0.68))
+        left = size < 0
+        axes.annotate(
+            texts[at], (size, at), xytext=(-5 if left else 5, 0), textcoords="offset points", va="center",
+            ha="right" if left else "left", fontsize=10,
+        )  # fmt: skip
+    axes.set_xlim(low - (0.3 * span if low < 0 else 0), high + (0.3 * span if high > 0 else 0.02 * span))
+    axes.set_ylim(max(len(sizes), 6) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names, fontsize=9.5, color=_INK)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_visible(False)
+
+
+def byte_ticks(top: int, count: int = 5) -> list[int]:
+    """Round sizes from 0 to at most `top`: 1, 2 or 5 times a power of ten of a binary unit.
+
+    Args:
+        top: the largest size to show.
+        count: about how many.
+    """
+    unit = 1
+    while top >= unit * 1024 and unit < 2**40:
+        unit *= 1024
+    rough = max(top / unit / count, 1 / unit)
+    scale = 10.0 ** np.floor(np.log10(rough))
+    step = next(scale * factor for factor in (1, 2, 5, 10) if scale * factor >= rough * 0.999)
+    return [round(at * step * unit) for at in range(int(top / unit / step + 1e-9) + 1)]
+
+
+def tick_text(num_bytes: int) -> str:
+    """A size without needless decimals: ``20 GiB``."""
+    return format_bytes(num_bytes).replace(".00 ", " ") if num_bytes else "0"

@@ -1,0 +1,123 @@
+"""What a view draws: buffers, their bytes per role over the program, and the moments worth a column."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .._buffers import Buffer, Space
+from .._facts import SPACES, ReportFacts
+from ._roles import stacked
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """How a program stands against its target's memory."""
+
+    total_bytes: int
+    """What the program needs on one device."""
+    usable_bytes: int | None
+    """What a program may use, or None when unknown."""
+    reserve_bytes: int = 0
+    """Of them, what shall stay free."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The largest total that fits: usable less reserve."""
+        return None if self.usable_bytes is None else self.usable_bytes - self.reserve_bytes
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What is left of the limit; negative when the program does not fit."""
+        return None if self.limit_bytes is None else self.limit_bytes - self.total_bytes
+
+
+def capacity(report: ReportFacts) -> Capacity:
+    """The figures of a verdict."""
+    target = report.target
+    return Capacity(
+        total_bytes=report.device_bytes, usable_bytes=target.device_bytes, reserve_bytes=target.reserve_bytes
+    )
+
+
+def space_total(report: ReportFacts, space: Space) -> int:
+    """Bytes of a report in one space."""
+    return report.device_bytes if space == "device" else report.host_bytes
+
+
+def peak_moment(report: ReportFacts, space: Space) -> int:
+    """The position at which most bytes of a space are alive."""
+    return report.peak_moment if space == "device" else report.host_peak_moment
+
+
+def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
+    """The buffers of a space; of a report without any, one a role that lives throughout.
+
+    Args:
+        report: the report.
+        space: which memory.
+    """
+    mine = tuple(b for b in report.buffers if b.space == space)
+    if mine:
+        return mine
+    roles = report.by_role if space == "device" else report.host_by_role
+    last = len(report.moments) - 1
+    return tuple(
+        Buffer(space=space, role=role, phase="", num_bytes=size, start=0, end=last)
+        for role, size in roles.items()
+        if size
+    )
+
+
+def role_order(*reports: ReportFacts) -> list[str]:
+    """Every role that is drawn, from the bottom of a stack to its top; arguments in the caller's order."""
+    names = [role for report in reports for roles in (report.by_role, report.host_by_role) for role in roles]
+    used = [b.role for report in reports for space in SPACES for b in drawn_buffers(report, space)]
+    return [role for role in stacked([*names, *used]) if role in set(used)]
+
+
+def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
+    """What a space holds at its peak, largest first; the bytes add up to the space's total."""
+    peak = peak_moment(report, space)
+    alive = [b for b in drawn_buffers(report, space) if b.alive_at(peak)]
+    return tuple(sorted(alive, key=lambda b: -b.num_bytes))
+
+
+def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.ndarray]:
+    """Bytes per role at every position of a program, fragmentation as a role of its own.
+
+    Args:
+        buffers: buffers of one space.
+        num_moments: positions of the program.
+
+    Returns:
+        Arrays of int64, shape (num_moments,).
+    """
+    steps: dict[str, np.ndarray] = {}
+    for buffer in buffers:
+        step = steps.setdefault(buffer.role, np.zeros(num_moments + 1, np.int64))
+        step[buffer.start] += buffer.num_bytes
+        step[buffer.end + 1] -= buffer.num_bytes
+    return {role: np.cumsum(step)[:-1] for role, step in steps.items()}
+
+
+def total_series(series: Mapping[str, np.ndarray], num_moments: int) -> np.ndarray:
+    """The sum of what `role_series` returns."""
+    return sum(series.values(), np.zeros(num_moments, np.int64))
+
+
+def columns(totals: np.ndarray, num_columns: int) -> np.ndarray:
+    """Positions to draw when there are more than columns: of every stretch the one with most bytes.
+
+    Args:
+        totals: bytes at every position; shape (num_moments,).
+        num_columns: how many columns there are room for.
+
+    Returns:
+        Positions in ascending order; the largest total is among them.
+    """
+    count = min(len(totals), max(1, num_columns))
+    edges = np.linspace(0, len(totals), count + 1).astype(int)
+    return np.array([low + int(np.argmax(totals[low:high])) for low, high in zip(edges[:-1], edges[1:], strict=True)])

@@ -1,0 +1,356 @@
+"""A report and a difference as text, for terminals of 60 columns and more.
+
+Columns are added as the terminal gets wider; names are shortened in the middle, where they say least.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ...core import format_bytes
+from .._buffers import Space, sum_by_role
+from .._facts import DiffFacts, DiffRow, ReportFacts, signed
+from ._groups import Group, group_buffers, group_rows
+from ._roles import styles
+from ._series import SPACES, at_peak, columns, drawn_buffers, peak_moment, role_series, total_series
+from ._verdict import fit_text, peak_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_WIDEST = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    name: str
+    text: Callable[[Group], str]
+    width: int
+    """Of the cell; 0 shares what is left."""
+    right: bool = False
+    from_width: int = 0
+    """The width of the terminal from which on it is shown."""
+
+
+def print_report(report: ReportFacts, console: Console | None, *, top: int) -> None:
+    """Print a report.
+
+    Args:
+        report: the report.
+        console: where to; None for standard output.
+        top: how many owners to list per memory space.
+    """
+    out, width = _console(console)
+    out.print(_headline(report), soft_wrap=False)
+    for space in SPACES:
+        buffers = at_peak(report, space)
+        if space == "host" and not buffers:
+            continue
+        _line(out)
+        out.print(_section(space, report, width), no_wrap=True, overflow="ellipsis")
+        roles = sum_by_role(buffers)
+        if roles:
+            out.print(_bar(roles, width))
+            out.print(_legend(roles, width), no_wrap=True)
+        if len({b.start for b in drawn_buffers(report, space)} | {b.end for b in buffers}) > 2:
+            _line(out)
+            _print_sparkline(out, report, space, width)
+        if report.buffers and buffers:
+            _line(out)
+            out.print(_owners(group_buffers(buffers), sum(roles.values()), width, top))
+    _print_notes(out, report.notes)
+
+
+def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> None:
+    """Print a difference.
+
+    Args:
+        difference: the difference.
+        console: where to; None for standard output.
+        top: how many owners to list.
+    """
+    from rich.text import Text
+
+    out, width = _console(console)
+    before, after = difference.before, difference.after
+    head = Text("Compiled bytes on one device of ", style="bold").append(_named(after))
+    out.print(head.append(f", compared with {before.target.name}" if before.target != after.target else ""))
+    for space in SPACES:
+        roles = difference.by_role(space=space)
+        if not roles and space == "host":
+            continue
+        _line(out)
+        out.print(_diff_roles(difference, space))
+    changed = [row for row in difference.rows if row.delta_bytes]
+    if changed:
+        _line(out)
+        out.print(_diff_owners(changed, width, top, host=any(row.space == "host" for row in changed)))
+    unchanged = len(difference.rows) - len(changed)
+    if unchanged:
+        out.print(Text(f"{unchanged:,} owners did not change", style="dim"))
+    _print_notes(out, difference.notes)
+
+
+def _console(console: Console | None) -> tuple[Console, int]:
+    from rich.console import Console
+
+    out = console or Console(highlight=False)
+    return out, max(40, min(out.width, _WIDEST))
+
+
+def _line(out: Console) -> None:
+    out.print("", highlight=False)
+
+
+def _named(report: ReportFacts) -> str:
+    return "this machine" if report.target.name == "here" else report.target.name
+
+
+def _headline(report: ReportFacts) -> Text:
+    from rich.text import Text
+
+    fits = report.fits
+    style = {True: "bold green", False: "bold red", None: "bold"}[fits]
+    text = Text(f"Compiled bytes on one device of {_named(report)}\n", style="bold")
+    return text.append(fit_text(report), style=style)
+
+
+def _section(space: Space, report: ReportFacts, width: int) -> Text:
+    from rich.text import Text
+
+    total = format_bytes(sum(b.num_bytes for b in at_peak(report, space)))
+    text = Text("On the host" if space == "host" else "At the peak", style="bold")
+    rest = f": {total}" if len(report.moments) == 1 else f": {total}, {peak_text(report, space)}"
+    if len(text) + len(rest) > width:  # where it is may be cut, how much and when may not
+        rest, separator, name = rest.rpartition(", ")
+        rest += f"{separator}{shorten(name, max(6, width - len(text) - len(rest) - 2))}"
+    return text.append(rest, style="")
+
+
+def _bar(roles: dict[str, int], width: int) -> Text:
+    """One line, divided by role; every role keeps at least one cell."""
+    from rich.text import Text
+
+    total, found = max(1, sum(roles.values())), styles(roles)
+    bar, used, seen = Text(no_wrap=True), 0, 0
+    for left, (role, size) in zip(range(len(roles) - 1, -1, -1), roles.items(), strict=True):
+        seen += size
+        cells = max(1, min(round(seen / total * width) - used, width - used - left))
+        used += cells
+        bar.append(("▓" if found[role].texture else "█") * cells, style=found[role].color)
+    return bar
+
+
+def _legend(roles: dict[str, int], width: int) -> Text:
+    """Roles with their bytes, in as many columns as there is room for."""
+    from rich.text import Text
+
+    total, found = max(1, sum(roles.values())), styles(roles)
+    name_width = min(24, max(len(role) for role in roles))
+    cell = 2 + name_width + 13 + 9
+    per_line = max(1, (width + 3) // (cell + 3))
+    text = Text(no_wrap=True)
+    for at, (role, size) in enumerate(roles.items()):
+        text.append("" if at == 0 else "\n" if at % per_line == 0 else "   ")
+        text.append("▓ " if found[role].texture else "█ ", style=found[role].color)
+        text.append(f"{shorten(role, name_width):<{name_width}}{format_bytes(size):>13}{percent(size, total):>9}")
+    return text
+
+
+def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int) -> None:
+    from rich.text import Text
+
+    series = role_series(drawn_buffers(report, space), len(report.moments))
+    totals = total_series(series, len(report.moments))
+    drawn = columns(totals, width)
+    highest = max(1, int(totals.max()))
+    wide = max(1, min(8, width // len(drawn)))
+    levels = [round(int(totals[at]) / highest * 8 * 3) for at in drawn for _ in range(wide)]
+    peak = peak_moment(report, space)
+    at = wide * next((i for i, low in enumerate(drawn) if low >= peak), len(drawn) - 1)
+    out.print(Text("Live bytes over the program", style="bold"))
+    for row in (2, 1, 0):
+        out.print(Text("".join(_BLOCKS[max(0, min(8, level - 8 * row))] for level in levels), no_wrap=True))
+    label = f"peak {format_bytes(int(totals[peak]))}"
+    named = report.moments[peak]
+    label = shorten(f"{label}, {named}" if named else label, width - 2)
+    left = at + 2 + len(label) <= width
+    out.print(Text(" " * at + f"▲ {label}" if left else f"{label} ▲".rjust(at + 1), style="bold", no_wrap=True))
+
+
+_SOURCE_FROM = 130
+"""The width from which on sources have a column; below, they stand behind the owners that have no path."""
+_SOURCE_WIDTH = 32
+_BYTES = 11
+"""Of the widest size below 1024 TiB: ``1023.99 MiB``."""
+_COLUMNS = (
+    _Column("role", lambda g: g.buffers[0].role, 14),
+    _Column("phase", lambda g: g.buffers[0].phase, 9, from_width=100),
+    _Column("owner", lambda g: g.text, 0),
+    _Column("array", lambda g: g.array, 24, from_width=96),
+    _Column("source", lambda g: g.source, _SOURCE_WIDTH, from_width=_SOURCE_FROM),
+)
+
+
+def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
+    shown = [column for column in _COLUMNS if width >= column.from_width]
+    texts = {c.name: [c.text(g) for g in groups[:top]] for c in shown}
+    if "source" in texts:
+        texts["source"] = [short_source(text, _SOURCE_WIDTH) for text in texts["source"]]
+    # A column nobody fills costs no room; one that needs less than its width takes less.
+    widths = {c.name: min(c.width, max([len(c.name), *map(len, texts[c.name])])) for c in shown if c.width}
+    widths = {name: size for name, size in widths.items() if any(texts[name])}
+    table = _plain_table(f"Largest owners {'at the peak' if len(groups) > 1 else ''}".strip())
+    table.add_column("bytes", justify="right", width=_BYTES, no_wrap=True)
+    table.add_column("share", justify="right", width=7, no_wrap=True)
+    left = max(12, width - _BYTES - 7 - 2 * 2 - sum(size + 2 for size in widths.values()))
+    if "source" not in texts:
+        texts["owner"] = [with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
+    for column in shown:
+        if column.width and column.name not in widths:
+            continue
+        table.add_column(column.name, width=widths.get(column.name, left), no_wrap=True, overflow="crop")
+    found = styles(g.buffers[0].role for g in groups)
+    for at, group in enumerate(groups[:top]):
+        cells = [shorten(texts[c.name][at], widths.get(c.name, left)) for c in shown if not c.width or c.name in widths]
+        colored = [_cell(cells[0], found[group.buffers[0].role].color), *map(_cell, cells[1:])]
+        table.add_row(format_bytes(group.num_bytes), percent(group.num_bytes, total), *colored)
+    rest = groups[top:]
+    if rest:
+        size = sum(group.num_bytes for group in rest)
+        before = next(at for at, c in enumerate(c for c in shown if not c.width or c.name in widths) if not c.width)
+        table.add_row(format_bytes(size), percent(size, total), *[""] * before, f"{len(rest):,} more", style="dim")
+    return table
+
+
+def with_source(text: str, group: Group, width: int) -> str:
+    """An owner without a path, and the line of the program it is made at, which says more than its scope.
+
+    Args:
+        text: what to call the owner.
+        group: its buffers.
+        width: how many characters there are.
+    """
+    if group.buffers[0].path or not group.source:
+        return text
+    place = len(group.source.partition(" (")[0].rpartition("/")[2])
+    source = short_source(group.source, min(width, max(place, min(_SOURCE_WIDTH, width - 11))))
+    room = width - len(source) - 3
+    return f"{shorten(text, room)} · {source}" if room >= 8 else source
+
+
+def short_source(source: str, width: int) -> str:
+    """A source line in at most a width: without its folders, then without its function; file and line stay longest.
+
+    Args:
+        source: as in `Buffer.source`: ``pkg/train.py:41 (loss_fn)``.
+        width: how many characters there are.
+    """
+    place, separator, function = source.partition(" (")
+    name = place.rpartition("/")[2]
+    last = function.removesuffix(")").rpartition(".")[2]
+    forms = (source, f"{name}{separator}{function}", f"{name} ({last})" if last else name, name)
+    return next((form for form in forms if len(form) <= width), name[-width:])
+
+
+def _diff_roles(difference: DiffFacts, space: Space) -> Table:
+
+    table = _plain_table("")
+    table.add_column("host" if space == "host" else "device", no_wrap=True, min_width=14)
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", min_width=11, no_wrap=True)
+    roles = difference.by_role(space=space)
+    for role, (before, after) in roles.items():
+        delta = after - before
+        table.add_row(_cell(role), format_bytes(before), format_bytes(after), _cell(signed(delta), _delta_style(delta)))
+    before, after = (sum(pair[side] for pair in roles.values()) for side in (0, 1))
+    delta = _cell(signed(after - before), _delta_style(after - before))
+    table.add_row("total", format_bytes(before), format_bytes(after), delta, style="bold")
+    return table
+
+
+def _diff_owners(rows: Sequence[DiffRow], width: int, top: int, *, host: bool) -> Table:
+
+    wide = width >= 100
+    table = _plain_table("Owners that changed most")
+    for name in ("change", *(("before", "after") if wide else ())):
+        table.add_column(name, justify="right", width=_BYTES + (name == "change"), no_wrap=True)
+    table.add_column("role", width=14, no_wrap=True)
+    if host:
+        table.add_column("space", width=6, no_wrap=True)
+    left = max(12, width - (_BYTES + 3) - (2 * (_BYTES + 2) if wide else 0) - 16 - (8 if host else 0) - 7)
+    table.add_column("owner", width=left, no_wrap=True)
+    table.add_column("type", width=5, no_wrap=True)
+    groups = group_rows(rows)
+    for group in groups[:top]:
+        row, count = group.rows[0], group.count
+        sizes = [format_bytes(group.before_bytes), format_bytes(group.after_bytes)] if wide else []
+        owner = f"{count} × {group.owner}" if count > 1 else group.owner
+        space = [row.space] if host else []
+        names = [_cell(shorten(row.role, 14)), *space, _cell(shorten(owner, left)), row.dtype]
+        delta = group.after_bytes - group.before_bytes
+        table.add_row(_cell(signed(delta), _delta_style(delta)), *sizes, *names)
+    rest = groups[top:]
+    if rest:
+        size = sum(group.after_bytes - group.before_bytes for group in rest)
+        before = (2 if wide else 0) + 1 + (1 if host else 0)
+        table.add_row(signed(size), *[""] * before, f"{len(rest):,} more", style="dim")
+    return table
+
+
+def _delta_style(delta: int) -> str:
+    return "red" if delta > 0 else "green" if delta < 0 else "dim"
+
+
+def _plain_table(title: str) -> Table:
+    from rich.table import Table
+
+    return Table(
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+        collapse_padding=False,
+    )
+
+
+def _cell(text: str, style: str = "") -> Text:
+    """Text that is not markup: names may hold brackets."""
+    from rich.text import Text
+
+    return Text(text, style=style)
+
+
+def _print_notes(out: Console, notes: Sequence[str]) -> None:
+    from rich.text import Text
+
+    if notes:
+        _line(out)
+    for note in notes:
+        out.print(Text(f"note: {note}", style="dim"))
+
+
+def percent(part: int, whole: int) -> str:
+    """A share with one decimal: ``12.5 %``; ``<0.1 %`` for a little."""
+    share = 100 * part / whole if whole else 0.0
+    return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"
+
+
+def shorten(text: str, width: int) -> str:
+    """Text of at most a width, its middle left out."""
+    text = " ".join(text.split())
+    if len(text) <= width:
+        return text
+    if width < 6:
+        return text[:width]
+    tail = (width - 1) * 2 // 3
+    return f"{text[: width - 1 - tail]}…{text[-tail:]}"

@@ -1,0 +1,13 @@
+"""Chips as data, and targets made of them: hardware that is here or not. Needs no JAX before a device is asked for."""
+
+from ._targets import Target as Target
+from ._targets import resolve_target as resolve_target
+from ._targets import target as target
+from ._targets import targets as targets
+
+__all__ = [
+    "Target",
+    "resolve_target",
+    "target",
+    "targets",
+]

@@ -1,0 +1,89 @@
+"""Figures of a target that a caller gives: sizes and rates, checked."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+
+from ..core import ConfigError, format_bytes, parse_bytes
+
+SIZES = ("device_bytes", "hbm_bytes", "host_bytes", "reserve_bytes")
+RATES = ("hbm_bandwidth", "flops", "host_link_bandwidth")
+
+
+def read_figures(given: Mapping[str, object]) -> dict[str, int]:
+    """Sizes and rates as whole numbers.
+
+    Args:
+        given: figures by their names. Sizes may be text such as ``"14 GiB"``, bandwidths such as ``"25 GB/s"``. None
+            means that the catalogue's holds.
+
+    Returns:
+        The figures that are not None, in bytes, bytes per second and operations per second.
+
+    Raises:
+        ConfigError: for an unknown name, a capacity or rate that is not positive, or text that is neither.
+    """
+    figures: dict[str, int] = {}
+    for name, value in given.items():
+        if name not in (*SIZES, *RATES):
+            near = difflib.get_close_matches(name, (*SIZES, *RATES), n=2, cutoff=0.5)
+            raise ConfigError(
+                f"a target has no figure {name!r} that can be given",
+                expected=f"{', '.join(SIZES)} (per device, in bytes), {', '.join(RATES)} (per second)",
+                hint=f"near misses: {', '.join(near)}" if near else "the number of devices is part of the name",
+            )
+        if value is not None:
+            figures[name] = _size(name, value) if name in SIZES else _rate(name, value)
+    return figures
+
+
+def check_figures(name: str, device_bytes: int | None, hbm_bytes: int | None, reserve_bytes: int) -> None:
+    """Refuse capacities that contradict each other.
+
+    Raises:
+        ConfigError: when more is reserved than there is, or more usable than physical.
+    """
+    if device_bytes is not None and hbm_bytes is not None and device_bytes > hbm_bytes:
+        raise ConfigError(
+            f"device_bytes of {name!r} is more than its physical memory",
+            expected=f"at most hbm_bytes = {hbm_bytes} ({format_bytes(hbm_bytes)})",
+            got=f"{device_bytes} ({format_bytes(device_bytes)})",
+            hint="give hbm_bytes, too, if the device has more memory than the catalogue knows",
+        )
+    if device_bytes is not None and reserve_bytes >= device_bytes:
+        raise ConfigError(
+            f"reserve_bytes leaves nothing of {name!r}",
+            expected=f"less than device_bytes = {device_bytes} ({format_bytes(device_bytes)})",
+            got=f"{reserve_bytes} ({format_bytes(reserve_bytes)})",
+            hint="reserve_bytes is what to keep free on each device",
+        )
+
+
+def _size(name: str, value: object) -> int:
+    size = parse_bytes(value if isinstance(value, int) else str(value))
+    if size == 0 and name != "reserve_bytes":
+        raise ConfigError(
+            f"{name} has to be positive",
+            got=repr(value),
+            hint='give bytes, or text such as "14 GiB"; leave out if unknown',
+        )
+    return size
+
+
+def _rate(name: str, value: object) -> int:
+    if isinstance(value, str) and name != "flops":
+        value = parse_bytes(value.strip().removesuffix("/s"))
+    try:
+        rate = math.nan if isinstance(value, bool) else float(value)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        rate = math.nan
+    if not (math.isfinite(rate) and rate >= 1):
+        raise ConfigError(
+            f"{name} has to be a positive rate",
+            expected="operations per second" if name == "flops" else 'bytes per second, or text such as "25 GB/s"',
+            got=repr(value),
+            hint=f"leave {name} out for the catalogue's figure",
+        )
+    return int(rate)

@@ -1,0 +1,150 @@
+"""Names of targets: chip and topology read from text, and refusals that say what would work.
+
+Deviation from the rest of the package: GPU names are forgiving (case, spaces, hyphens, the maker's name), because
+every tool writes them differently. TPU names are libtpu's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+
+from ..core import TargetError
+from ._catalogue import Chip, catalogue, plain
+
+_TPU_TOPOLOGY = re.compile(r"[1-9]\d*(x[1-9]\d*){1,2}")
+_GPU_COUNT = re.compile(r"[1-9]\d{0,4}")
+_GPU_LIKE = re.compile(
+    r"(a2|a10g?|a16|a30|a40|a800|b100|gh200|h20|h800|l20|l40|k80|t4|[vp]100|mi\d{3}[axp]?)|(rtx|gtx|titan|quadro)\w+|\d{4}(ti|super)*"
+)
+
+
+def parse_name(name: str) -> tuple[Chip, str]:
+    """The chip and the topology of a name.
+
+    Args:
+        name: ``chip`` or ``chip:topology``.
+
+    Returns:
+        The chip, and the topology in canonical form: ``AxB[xC]`` for TPUs, a number for GPUs.
+
+    Raises:
+        TargetError: for a name that is empty, unknown or ambiguous, or a topology that no machine has.
+    """
+    word, separator, topology = (part.strip().lower() for part in name.strip().partition(":"))
+    chip = catalogue().find(word)
+    if chip is None:
+        raise _unknown(name, word, topology)
+    if not separator:
+        return chip, chip.smallest
+    if chip.platform == "gpu":
+        if not _GPU_COUNT.fullmatch(topology):
+            raise _no_gpu_count(name, chip, topology)
+        gpu_topology(chip, int(topology))
+    # libtpu does not refuse a zero, it divides by it: such a name must not reach it.
+    elif not _TPU_TOPOLOGY.fullmatch(topology):
+        raise TargetError(
+            f"{name!r} has no valid topology",
+            expected=f"{chip.name}:AxB or {chip.name}:AxBxC, positive numbers of chips along each axis",
+            got=repr(topology),
+            hint=f'"{chip.name}:{chip.smallest}" is one chip, "{chip.name}" means the same',
+        )
+    return chip, topology
+
+
+def num_chips(chip: Chip, topology: str) -> int:
+    """How many chips a canonical topology has."""
+    return int(topology) if chip.platform == "gpu" else math.prod(map(int, topology.split("x")))
+
+
+def gpu_topology(chip: Chip, num_gpus: int) -> tuple[int, int, int]:
+    """How GPUs stand together.
+
+    Args:
+        chip: the GPU.
+        num_gpus: how many there are.
+
+    Returns:
+        Partitions (groups of hosts that NVLink joins), hosts of a partition, GPUs of a host. Compile-only devices of
+        jaxlib 0.10.2 know their host (`process_index`), and all say partition 0.
+
+    Raises:
+        TargetError: for a number that does not fill its hosts or partitions.
+    """
+    if num_gpus <= chip.gpus_per_host:
+        return 1, 1, num_gpus
+    hosts, rest = divmod(num_gpus, chip.gpus_per_host)
+    if rest:
+        raise _no_gpu_count(f"{chip.name}:{num_gpus}", chip, str(num_gpus))
+    if hosts <= chip.hosts_per_partition:
+        return 1, hosts, chip.gpus_per_host
+    partitions, rest = divmod(hosts, chip.hosts_per_partition)
+    if rest:
+        raise _no_gpu_count(f"{chip.name}:{num_gpus}", chip, str(num_gpus))
+    return partitions, chip.hosts_per_partition, chip.gpus_per_host
+
+
+def _no_gpu_count(name: str, chip: Chip, topology: str) -> TargetError:
+    host = chip.gpus_per_host
+    domain = host * chip.hosts_per_partition
+    beyond = f", and beyond {domain} of {domain}" if domain > host else ""
+    return TargetError(
+        f"{name!r} has no valid number of GPUs",
+        expected=f"{chip.name}:N with N up to {host} on one host, or a multiple of {host}{beyond}, below 100000",
+        got=repr(topology),
+        hint=f'"{chip.name}" is one GPU, "{chip.name}:{host}" one host; meshes give them axes, names do not',
+    )
+
+
+def _forms() -> str:
+    known = catalogue()
+    return (
+        f'"here", "cpu", a TPU topology such as "v5e:2x2" (chips: {", ".join(known.of("tpu"))}), '
+        f'or GPUs such as "h100:8" (chips: {", ".join(known.of("gpu"))})'
+    )
+
+
+def _unknown(name: str, word: str, topology: str) -> TargetError:
+    known = catalogue()
+    if not name.strip() or not word:
+        return TargetError("the target's name is empty", expected=_forms(), hint='"here" is the hardware at hand')
+    gpu = plain(word)
+    if gpu in known.ambiguous:
+        choices = [f"{choice}:{topology}" if topology else choice for choice in known.ambiguous[gpu]]
+        return TargetError(
+            f"{name!r} stands for GPUs with different memory",
+            expected=" or ".join(choices),
+            got=repr(name),
+            hint=f'write "{choices[0]}" or "{choices[-1]}"',
+        )
+    for pattern, reason in known.refused:
+        if pattern.fullmatch(gpu or word):
+            return TargetError(
+                f"{name!r} is a GPU that cannot be compiled for here: {reason}",
+                expected=_forms(),
+                hint='on a machine with that GPU, "here" works',
+            )
+    gpus = {plain(chip): chip for chip in known.of("gpu")}
+    close_gpus = [gpus[key] for key in difflib.get_close_matches(gpu, list(gpus), n=3, cutoff=0.6)]
+    if _GPU_LIKE.fullmatch(gpu):
+        return TargetError(
+            f"{name!r} is a GPU that is not in the catalogue",
+            expected=_forms(),
+            hint='on a machine with that GPU, "here" works'
+            + (f"; near misses: {', '.join(close_gpus)}" if close_gpus else ""),
+        )
+    # A slice name such as v5litepod-4 counts cores or chips; only the chip can be taken from it.
+    stem = re.split(r"[-=_ ]", word)[0]
+    tpus = known.of("tpu")
+    close = [known.tpu_words[stem]] if stem in known.tpu_words else []
+    close += difflib.get_close_matches(stem, ["here", "cpu", *tpus], n=3, cutoff=0.5)
+    misses = [
+        f"{near}:{topology}" if near in tpus and _TPU_TOPOLOGY.fullmatch(topology) else near
+        for near in dict.fromkeys([stem] * (stem in tpus) + close + close_gpus)
+    ]
+    return TargetError(
+        f"unknown target {name!r}",
+        expected=_forms(),
+        hint=f"near misses: {', '.join(misses)}" if misses else 'write it like "v5e:2x2" or "h100:8"',
+    )

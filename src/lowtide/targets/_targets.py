@@ -1,0 +1,324 @@
+"""Compile targets: the hardware a report is about, present or not.
+
+A target names a platform, a number of JAX devices, the bytes a program may use on each, and what is known of their
+speed. TPU targets need no TPU, GPU targets no GPU: libtpu, and XLA's CUDA plugin with `ptxas`, compile for hardware
+that is only described. Figures and their origins stand in `chips.toml`, names are read in `_names.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+from typing import Any, Literal, TypedDict, Unpack, cast, get_args
+
+import jax
+
+from ..core import ConfigError, TargetError
+from ..core._compat import find_ptxas, gpu_topology_devices, tpu_topology_devices
+from ._catalogue import Chip, catalogue
+from ._figures import check_figures, read_figures
+from ._names import gpu_topology, num_chips, parse_name
+
+Platform = Literal["cpu", "gpu", "tpu"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Hardware to compile for; made by `target`. Figures are per JAX device; None means that nobody says.
+
+    Examples:
+        >>> target("cpu").platform
+        'cpu'
+    """
+
+    name: str
+    """The canonical name: ``here``, ``cpu``, or a chip with its topology, such as ``v5e:2x2`` or ``h100:8``."""
+    platform: Platform
+    """The kind of compiler that serves it."""
+    chip: str
+    """The chip: ``v5e``, ``h100``, or the device kind that JAX reports for hardware that is here."""
+    num_devices: int
+    """How many JAX devices there are (two a chip on v2, v3 and tpu7x)."""
+    device_bytes: int | None
+    """Bytes that a program may use on one JAX device, or None when unknown (a CPU's memory belongs to the system).
+
+    TPU: the "available HBM" of libtpu 0.0.51. GPU: the share of `hbm_bytes` that JAX's allocator takes, 0.75 unless
+    ``XLA_CLIENT_MEM_FRACTION`` (or its older name ``XLA_PYTHON_CLIENT_MEM_FRACTION``) says otherwise when the target is
+    made, and at most all of it (JAX documentation, GPU memory allocation). ``XLA_PYTHON_CLIENT_PREALLOCATE=false``
+    only lets the allocator grow up to the same share (openxla/xla, gpu_helpers.cc).
+    ``XLA_PYTHON_CLIENT_ALLOCATOR=platform`` lifts the limit, which this figure does not follow. Hardware that is here:
+    the limit of JAX's allocator.
+    """
+    chip_config_name: str | None = None
+    """How libtpu groups a chip's cores into devices, where its default is not used."""
+    hbm_bytes: int | None = None
+    """Physical memory of one JAX device; on a GPU what CUDA shows, which is less than the maker's round number."""
+    hbm_bandwidth: int | None = None
+    """Bytes per second between the chip and its memory."""
+    flops: int | None = None
+    """Dense bf16 operations per second, the maker's peak."""
+    host_link_bandwidth: int | None = None
+    """Bytes per second between device and host memory, each way; for most chips the rate of the link, not a measured
+    one."""
+    host_bytes: int | None = None
+    """Host memory per JAX device on `machine`."""
+    machine: str | None = None
+    """The machine shape that `host_bytes` is of; other shapes carry the same chip."""
+    reserve_bytes: int = 0
+    """Bytes of `device_bytes` to keep free."""
+    sources: tuple[str, ...] = ()
+    """Where each figure comes from: ``figure: origin``."""
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What a program may take of one device: `device_bytes` less `reserve_bytes`; None when unknown."""
+        return None if self.device_bytes is None else self.device_bytes - self.reserve_bytes
+
+    def devices(self) -> list[Any]:
+        """The JAX devices to compile for; compile-only ones where the hardware is not here.
+
+        Returns:
+            `num_devices` devices, in JAX's order. Meshes and shardings made of them fit `lowtide.memory.analyze`.
+
+        Raises:
+            TargetError: when the compiler for hardware that is not here is missing.
+        """
+        if self.name == "here":
+            return jax.devices()
+        if self.name == "cpu":
+            return jax.devices("cpu")
+        if self.platform == "gpu":
+            hbm_bytes = self.hbm_bytes or catalogue().chips[self.chip].hbm_bytes
+            assert hbm_bytes is not None, f"{self.chip} has no memory"
+            return list(_gpu_devices(self.name, self.chip, self.num_devices, hbm_bytes))
+        return list(_tpu_devices(self.name, self.chip_config_name))
+
+    @property
+    def is_ahead_of_time(self) -> bool:
+        """Whether the hardware is only described, so that programs compile for it but cannot run."""
+        return self.name not in ("here", "cpu")
+
+
+class Figures(TypedDict, total=False):
+    """What a caller of `target` may know better than the catalogue."""
+
+    device_bytes: int | str
+    hbm_bytes: int | str
+    host_bytes: int | str
+    reserve_bytes: int | str
+    hbm_bandwidth: float | str
+    flops: float | str
+    host_link_bandwidth: float | str
+
+
+def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
+    """The hardware that a name stands for.
+
+    Args:
+        name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or
+            ``AxBxC`` (``"v5e:2x2"``, ``"v5p:2x2x1"``, ``"tpu7x:2x2x1"``), or a GPU and how many (``"h100:8"``,
+            ``"a100-80"``, ``"rtx 4090"``); a bare chip name means one chip.
+        **figures: figures of the target that differ from the catalogue's, per JAX device: `device_bytes`, `hbm_bytes`,
+            `host_bytes`, `reserve_bytes` (sizes such as ``"14 GiB"``, or bytes), `hbm_bandwidth`,
+            `host_link_bandwidth` (bytes per second, or text such as ``"25 GB/s"``), `flops`.
+
+    Returns:
+        The target. `targets` lists them all.
+
+    Raises:
+        TargetError: for a name that is empty, unknown or ambiguous, a topology that no machine has, or when the
+            compiler (libtpu; XLA's CUDA plugin and `ptxas`) is not installed.
+        ConfigError: for a figure that is unknown, is no positive size or rate, or contradicts another.
+
+    Memory:
+        None on any device, whatever the capacities.
+
+    Examples:
+        >>> target("cpu").device_bytes is None
+        True
+        >>> target("cpu", device_bytes="14 GiB", reserve_bytes="1 GiB").budget_bytes
+        13958643712
+    """
+    given = read_figures(cast("dict[str, Any]", figures))
+    if name == "here":
+        return _with_figures(_here(), given)
+    if name == "cpu":
+        return _with_figures(_cpu(), given)
+    chip, topology = parse_name(name)
+    goal = _with_figures(_ahead_of_time(chip, topology), given)
+    # The compiler has the last word on the topology, and says how many devices it has.
+    return dataclasses.replace(goal, num_devices=len(goal.devices()))
+
+
+def targets() -> tuple[Target, ...]:
+    """Every target that `target` knows: this machine, its CPU, and each chip of the catalogue alone.
+
+    Returns:
+        ``here``, ``cpu``, TPUs, GPUs. Chips stand with their smallest topology and come from the catalogue: their
+        compilers need not be installed, and are not loaded.
+
+    Memory:
+        None on any device.
+
+    Examples:
+        >>> [goal.name for goal in targets()][:4]
+        ['here', 'cpu', 'v2:1x1', 'v3:1x1']
+    """
+    present = list[Target]()
+    with contextlib.suppress(TargetError):  # a backend that Lowtide does not know
+        present.append(_here())
+    present.append(_cpu())
+    return (*present, *(_ahead_of_time(chip, chip.smallest) for chip in catalogue().chips.values()))
+
+
+def resolve_target(target_or_name: Target | str | None) -> Target:
+    """A target from what a public function accepts: a `Target`, its name, or None for ``"here"``."""
+    if isinstance(target_or_name, Target):
+        return target_or_name
+    return target("here" if target_or_name is None else target_or_name)
+
+
+def _here() -> Target:
+    devices = jax.devices()
+    platform = jax.default_backend()
+    if platform not in get_args(Platform):
+        raise TargetError(
+            f"the default backend {platform!r} is not one Lowtide knows",
+            expected="cpu, gpu or tpu",
+            hint='choose another backend with JAX_PLATFORMS, or another target such as "cpu"',
+        )
+    # Only this process's own devices can be asked.
+    own = [device for device in devices if getattr(device, "process_index", 0) == jax.process_index()]
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in own] if platform != "cpu" else [None]
+    known = [limit for limit in limits if limit]
+    chip = catalogue().of_kind(devices[0].device_kind)
+    return Target(
+        name="here",
+        platform=cast(Platform, platform),
+        chip=devices[0].device_kind,
+        num_devices=len(devices),
+        device_bytes=min(known) if len(known) == len(limits) else None,
+        **_speed(chip),
+    )
+
+
+def _cpu() -> Target:
+    return Target(name="cpu", platform="cpu", chip="cpu", num_devices=len(jax.devices("cpu")), device_bytes=None)
+
+
+def _speed(chip: Chip | None) -> dict[str, Any]:
+    if chip is None:
+        return {}
+    return {
+        "hbm_bytes": chip.hbm_bytes,
+        "hbm_bandwidth": chip.hbm_bandwidth,
+        "flops": chip.flops,
+        "host_link_bandwidth": chip.host_link_bandwidth,
+        "sources": tuple(f"{figure}: {origin}" for figure, origin in chip.sources if figure != "device_bytes"),
+    }
+
+
+def _ahead_of_time(chip: Chip, topology: str) -> Target:
+    chips = num_chips(chip, topology)
+    known = _speed(chip)
+    device_bytes = chip.device_bytes
+    sources = [f"device_bytes: {origin}" for figure, origin in chip.sources if figure == "device_bytes"]
+    if chip.platform == "gpu":
+        assert chip.hbm_bytes is not None, f"{chip.name} has no memory"
+        device_bytes = int(chip.hbm_bytes * _memory_fraction())
+        sources.append(f"device_bytes: {_memory_fraction():g} of hbm_bytes, JAX's memory fraction")
+    machine = chip.machine(chips)
+    if machine is not None:
+        known["machine"] = machine.name
+        known["host_bytes"] = machine.host_bytes // (machine.num_chips * chip.devices_per_chip)
+        sources.append(f"host_bytes: {machine.source}")
+    known["sources"] += tuple(sources)
+    return Target(
+        name=chip.name if chip.platform == "gpu" and chips == 1 else f"{chip.name}:{topology}",
+        platform=chip.platform,
+        chip=chip.name,
+        num_devices=chips * chip.devices_per_chip,
+        device_bytes=device_bytes,
+        chip_config_name=chip.chip_config_name,
+        **known,
+    )
+
+
+def _with_figures(goal: Target, given: dict[str, int]) -> Target:
+    if not given:
+        return goal
+    changed: dict[str, Any] = dict(given)
+    if goal.platform == "gpu" and "hbm_bytes" in given and "device_bytes" not in given and goal.is_ahead_of_time:
+        changed["device_bytes"] = int(given["hbm_bytes"] * _memory_fraction())
+    kept = tuple(source for source in goal.sources if source.partition(":")[0] not in given)
+    goal = dataclasses.replace(goal, **changed, sources=kept + tuple(f"{figure}: given" for figure in given))
+    check_figures(goal.name, goal.device_bytes, goal.hbm_bytes, goal.reserve_bytes)
+    return goal
+
+
+def _memory_fraction() -> float:
+    """The share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 reads it."""
+    for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        text = os.environ.get(variable)
+        if not text:
+            continue
+        with contextlib.suppress(ValueError):
+            if float(text) > 0:
+                return min(float(text), 1.0)  # beyond 1, XLA borrows from the host
+        raise ConfigError(
+            f"the environment variable {variable} is no memory fraction",
+            expected="a number above 0, and at most 1",
+            got=repr(text),
+            hint=f"unset {variable}, or set it to the share that JAX may take, such as 0.9",
+        )
+    return 0.75
+
+
+@functools.lru_cache(maxsize=64)
+def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
+    if importlib.util.find_spec("libtpu") is None:
+        raise TargetError(
+            f"{name!r} needs libtpu, which compiles for TPUs without one, and it is not installed",
+            hint='pip install "lowtide[tpu-aot]"',
+        )
+    try:
+        return tuple(tpu_topology_devices(name, chip_config_name=chip_config_name))
+    except Exception as error:  # libtpu raises whatever it likes; its first line is the reason
+        raise TargetError(
+            f"libtpu refuses the topology {name!r}",
+            got=str(error).splitlines()[0],
+            hint="give a topology that a machine has: 1x1, 2x2, 2x4, 4x4, ... in two dimensions (v2, v3, v5e, v6e), "
+            "1x1x1, 2x2x1, 2x2x2, 2x2x4, ... in three (v4, v5p, tpu7x)",
+        ) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tuple[Any, ...]:
+    chip = catalogue().chips[chip_name]
+    missing = TargetError(
+        f"{name!r} needs JAX's CUDA plugin, which compiles for GPUs without one, and it is not installed or too old",
+        hint='pip install "lowtide[gpu-aot]"',
+    )
+    if all(importlib.util.find_spec(plugin) is None for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin")):
+        raise missing
+    if find_ptxas() is None:
+        raise TargetError(
+            f"{name!r} needs NVIDIA's assembler ptxas, and there is none on PATH",
+            hint='pip install "lowtide[gpu-aot]", or put the bin folder of a CUDA toolkit on PATH',
+        )
+    partitions, hosts, devices = gpu_topology(chip, num_gpus)
+    try:
+        return tuple(
+            gpu_topology_devices(chip.gpu_target_config(hbm_bytes), partitions=partitions, hosts=hosts, devices=devices)
+        )
+    except NotImplementedError as error:
+        raise missing from error
+    except Exception as error:  # XLA's first line is the reason
+        raise TargetError(
+            f"XLA does not understand the description of {name!r}",
+            got=(str(error).splitlines() or [type(error).__name__])[0],
+            hint="descriptions are checked with jax 0.10.2: install that version, or report the error",
+        ) from error
