@@ -27,8 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import lowtide as lt
+from lowtide.finetune import TextData, text_data
 from lowtide.models import LlamaConfig, init, load, loss, save
-from lowtide.train import TextData, Trainer, text_data
+from lowtide.train import Trainer
 
 END = "<|endoftext|>"
 EXCLUDED = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data", "encodings", "lib2to3"}

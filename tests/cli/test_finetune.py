@@ -16,8 +16,8 @@ import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
 from lowtide.cli._finetune import _shortages, _words
+from lowtide.finetune import FinetuneConfig, config_from_dict, read_config
 from lowtide.memory import MemoryReport, SpaceBytes
-from lowtide.train import FinetuneConfig, config_from_dict, read_config
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
 

@@ -23,8 +23,8 @@ import pytest
 
 from lowtide import lora
 from lowtide.core import LowtideError, read_input
+from lowtide.finetune import read_documents
 from lowtide.models import Llama, LlamaConfig, init, load, load_tokenizer, save
-from lowtide.train import read_documents
 
 CONFIG, INDEX, TOKENIZER = "config.json", "model.safetensors.index.json", "tokenizer.json"
 SHARD, ADAPTER, WEIGHTS = "model-00001-of-00002.safetensors", "adapter_config.json", "adapter_model.safetensors"

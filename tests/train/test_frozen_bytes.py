@@ -10,8 +10,9 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import tree_bytes
+from lowtide.finetune import Finetune, FinetuneConfig
 from lowtide.models import LlamaConfig, init, loss
-from lowtide.train import Finetune, FinetuneConfig, Trainer, analyze_naive, analyze_step
+from lowtide.train import Trainer, analyze_naive, analyze_step
 
 # Wide and short, so that the frozen tree (91 MiB in bfloat16) is far larger than all activations.
 CONFIG = LlamaConfig(

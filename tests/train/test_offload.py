@@ -12,11 +12,12 @@ import pytest
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_with_paths, tree_bytes
+from lowtide.finetune import Finetune, FinetuneConfig
 from lowtide.finetune._finetune import _num_targets
 from lowtide.finetune._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
 from lowtide.models import LlamaConfig
 from lowtide.offload import Clip, layerwise_step
-from lowtide.train import Finetune, FinetuneConfig, Trainer, analyze_naive
+from lowtide.train import Trainer, analyze_naive
 
 ALL = ("optimizer", "activations", "parameters")
 WRT = "**/lora_*"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import jax
-
 from ..core import ConfigError
 
 _HEARTBEAT_SECONDS = 30
@@ -55,6 +53,8 @@ def start(args: argparse.Namespace) -> Any:
             expected=f"{', '.join(given)} together, or none of them under a scheduler that JAX knows",
             hint="give all three",
         )
+    import jax
+
     try:
         jax.distributed.initialize(
             args.coordinator,
@@ -76,11 +76,15 @@ def start(args: argparse.Namespace) -> Any:
 
 def is_first() -> bool:
     """Whether this process prints and writes."""
+    import jax
+
     return jax.process_index() == 0
 
 
 def is_alone() -> bool:
     """Whether there is one process."""
+    import jax
+
     return jax.process_count() == 1
 
 
@@ -88,6 +92,8 @@ def described(sharding: Any) -> dict[str, str]:
     """The line of the plan that says what the work is shared among."""
     if sharding is None:
         return {}
+    import jax
+
     count = jax.process_count()
     shape = ", ".join(f"{name} {size}" for name, size in sharding.mesh.shape.items())
     return {"devices": f"{sharding.mesh.size} of {count} process{'es' if count > 1 else ''}: {shape}"}

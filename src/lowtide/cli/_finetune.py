@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from ..core import ConfigError, LowtideError
-    from ..train import open_run, read_config
+    from ..finetune import open_run, read_config
 
     sharding = _distributed.start(args)
     is_first = _distributed.is_first()
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _finetune(console: Console, config: Any, out: Path, interrupted: threading.Event, sharding: Any) -> None:
-    from ..train import Finetune
+    from ..finetune import Finetune
 
     with _progress(console) as progress:
         task = progress.add_task("reading model and data", total=None)

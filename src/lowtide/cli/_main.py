@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-import jax
 from rich.console import Console
 from rich.text import Text
 
@@ -88,5 +87,12 @@ def _leave_out_absent_accelerators() -> None:
     """
     devices = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/[0-9]*")
     here = any(glob.glob(pattern) for pattern in devices)
-    if sys.platform == "linux" and not here and not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+    if sys.platform != "linux" or here or os.environ.get("JAX_PLATFORMS"):
+        return
+    if "jax" not in sys.modules:  # which reads it when it is imported
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        return
+    import jax
+
+    if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_platforms", "cpu")

@@ -36,14 +36,15 @@ def register(commands: Any) -> None:
         "need not be installed.",
     )
     parser.add_argument("--json", action="store_true", help="print the catalogue as JSON (default: a table)")
+    parser.add_argument("--here", action="store_true", help="ask JAX for this machine and its CPU, too")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from .. import memory
+    from ..targets import catalogue_targets, targets
 
-    found = memory.targets()
+    found = targets() if args.here else catalogue_targets()
     if args.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(goal) for goal in found], indent=2) + "\n")
         return 0

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from ..core import format_bytes
 from ._buffers import Buffer, Space
-from ._facts import SPACES, DiffFacts, DiffRow, signed
+from ._facts import SPACES, DiffFacts, DiffRow, signed, space_total
 from ._report import MemoryReport
 from .views import _json as views_json
 from .views._files import write_view
 from .views._groups import owner_name
-from .views._series import at_peak, space_total
+from .views._series import at_peak
 
 if TYPE_CHECKING:
     from rich.console import Console

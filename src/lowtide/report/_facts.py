@@ -255,3 +255,8 @@ class DiffFacts:
 def signed(num_bytes: int) -> str:
     """A difference as text: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
     return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)
+
+
+def space_total(report: ReportFacts, space: Space) -> int:
+    """Bytes of a report in one space."""
+    return report.device_bytes if space == "device" else report.host_bytes

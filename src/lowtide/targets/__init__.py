@@ -1,12 +1,14 @@
 """Chips as data, and targets made of them: hardware that is here or not. Needs no JAX before a device is asked for."""
 
 from ._targets import Target as Target
+from ._targets import catalogue_targets as catalogue_targets
 from ._targets import resolve_target as resolve_target
 from ._targets import target as target
 from ._targets import targets as targets
 
 __all__ = [
     "Target",
+    "catalogue_targets",
     "resolve_target",
     "target",
     "targets",

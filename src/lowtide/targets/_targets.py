@@ -14,10 +14,7 @@ import importlib.util
 import os
 from typing import Any, Literal, TypedDict, Unpack, cast, get_args
 
-import jax
-
 from ..core import ConfigError, TargetError
-from ..core._compat import find_ptxas, gpu_topology_devices, tpu_topology_devices
 from ._catalogue import Chip, catalogue
 from ._figures import check_figures, read_figures
 from ._names import gpu_topology, num_chips, parse_name
@@ -86,6 +83,8 @@ class Target:
         Raises:
             TargetError: when the compiler for hardware that is not here is missing.
         """
+        import jax
+
         if self.name == "here":
             return jax.devices()
         if self.name == "cpu":
@@ -170,8 +169,12 @@ def targets() -> tuple[Target, ...]:
     present = list[Target]()
     with contextlib.suppress(TargetError):  # a backend that Lowtide does not know
         present.append(_here())
-    present.append(_cpu())
-    return (*present, *(_ahead_of_time(chip, chip.smallest) for chip in catalogue().chips.values()))
+    return (*present, _cpu(), *catalogue_targets())
+
+
+def catalogue_targets() -> tuple[Target, ...]:
+    """Each chip of the catalogue alone, as in `targets`, without a question to JAX."""
+    return tuple(_ahead_of_time(chip, chip.smallest) for chip in catalogue().chips.values())
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
@@ -182,6 +185,8 @@ def resolve_target(target_or_name: Target | str | None) -> Target:
 
 
 def _here() -> Target:
+    import jax
+
     devices = jax.devices()
     platform = jax.default_backend()
     if platform not in get_args(Platform):
@@ -206,6 +211,8 @@ def _here() -> Target:
 
 
 def _cpu() -> Target:
+    import jax
+
     return Target(name="cpu", platform="cpu", chip="cpu", num_devices=len(jax.devices("cpu")), device_bytes=None)
 
 
@@ -279,6 +286,8 @@ def _memory_fraction() -> float:
 
 @functools.lru_cache(maxsize=64)
 def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
+    from ..core._compat import tpu_topology_devices
+
     if importlib.util.find_spec("libtpu") is None:
         raise TargetError(
             f"{name!r} needs libtpu, which compiles for TPUs without one, and it is not installed",
@@ -297,6 +306,8 @@ def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tuple[Any, ...]:
+    from ..core._compat import find_ptxas, gpu_topology_devices
+
     chip = catalogue().chips[chip_name]
     missing = TargetError(
         f"{name!r} needs JAX's CUDA plugin, which compiles for GPUs without one, and it is not installed or too old",

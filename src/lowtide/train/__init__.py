@@ -1,4 +1,7 @@
-"""The training loop, its state, data and checkpoints, and the fine-tuning job made of them."""
+"""The trainer: its loop, state, data and checkpoints."""
+
+import importlib
+from typing import Any
 
 from ..core import ModelObject as ModelObject
 from ..distributed import ShardingRules as ShardingRules
@@ -6,6 +9,7 @@ from ..distributed import make_mesh as make_mesh
 from ._callbacks import Callback as Callback
 from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
+from ._callbacks import Record as Record
 from ._callbacks import Scalars as Scalars
 from ._callbacks import TensorBoard as TensorBoard
 from ._checkpoint import Checkpoints as Checkpoints
@@ -23,29 +27,43 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "EarlyStopping",
-    "Finetune",
-    "FinetuneConfig",
     "JsonlLogger",
-    "MemoryTable",
     "ModelObject",
     "Profile",
+    "Record",
     "ReduceOnPlateau",
     "Scalars",
     "ShardingRules",
     "TensorBoard",
-    "TextData",
     "TrainState",
     "Trainer",
     "analyze_naive",
     "analyze_step",
     "array_data",
-    "config_from_dict",
-    "config_to_toml",
     "ema",
     "example_weights",
     "make_mesh",
-    "open_run",
-    "read_config",
-    "read_documents",
-    "text_data",
 ]
+
+
+_MOVED = frozenset(
+    {
+        "Finetune",
+        "FinetuneConfig",
+        "MemoryTable",
+        "TextData",
+        "config_from_dict",
+        "config_to_toml",
+        "open_run",
+        "read_config",
+        "read_documents",
+        "text_data",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Names that moved to `lowtide.finetune`, under their old address."""
+    if name in _MOVED:
+        return getattr(importlib.import_module("lowtide.finetune"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.text import Text
 
 from ...core import ConfigError
 from ._actions import Action, Kind
-
-if TYPE_CHECKING:
-    from ._simulate import Simulation
+from ._timeline import Timeline
 
 _COLOURS = {
     Kind.FORWARD: ("#4c78c8", "#9db8e6"),
@@ -30,12 +28,12 @@ _MAX_LABELS = 4000
 """Actions of which the numbers are drawn; more could not be read."""
 
 
-def _colour(simulation: Simulation, action: Action) -> str:
+def _colour(simulation: Timeline, action: Action) -> str:
     stages = simulation.schedule.stages_of(simulation.schedule.placement[action.stage])
     return _COLOURS[action.kind][min(stages.index(action.stage), 1)]
 
 
-def terminal(simulation: Simulation, width: int, *, has_colours: bool) -> Text:
+def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
     """A line for each rank, with the number of a microbatch where its pass begins.
 
     Args:
@@ -72,7 +70,7 @@ def terminal(simulation: Simulation, width: int, *, has_colours: bool) -> Text:
     return text
 
 
-def picture(simulation: Simulation, form: str) -> bytes:
+def picture(simulation: Timeline, form: str) -> bytes:
     """The schedule over time and what each rank keeps.
 
     Args:
@@ -104,7 +102,7 @@ def picture(simulation: Simulation, form: str) -> bytes:
     return content.getvalue()
 
 
-def _draw_actions(axes: Any, simulation: Simulation) -> None:
+def _draw_actions(axes: Any, simulation: Timeline) -> None:
     from matplotlib.patches import Patch
 
     schedule = simulation.schedule
@@ -137,7 +135,7 @@ def _draw_actions(axes: Any, simulation: Simulation) -> None:
         spine.set_visible(False)
 
 
-def _draw_memory(axes: Any, simulation: Simulation) -> None:
+def _draw_memory(axes: Any, simulation: Timeline) -> None:
     num_ranks = simulation.schedule.num_ranks
     for rank in range(num_ranks):
         times, values = simulation.memory(rank)
@@ -154,7 +152,7 @@ def _draw_memory(axes: Any, simulation: Simulation) -> None:
         axes.spines[side].set_visible(False)
 
 
-def trace(simulation: Simulation) -> str:
+def trace(simulation: Timeline) -> str:
     """The schedule as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing: a unit of time is a millisecond.
 
     Args:

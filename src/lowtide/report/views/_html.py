@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core import format_bytes
 from .._buffers import Buffer, Space, sum_by_role
-from .._facts import DiffFacts, ReportFacts, signed
+from .._facts import DiffFacts, ReportFacts, signed, space_total
 from ._groups import array_text, group_buffers
 from ._roles import styles
 from ._series import (
@@ -28,7 +28,6 @@ from ._series import (
     peak_moment,
     role_order,
     role_series,
-    space_total,
     total_series,
 )
 from ._terminal import percent, shorten

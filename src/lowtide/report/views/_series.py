@@ -42,11 +42,6 @@ def capacity(report: ReportFacts) -> Capacity:
     )
 
 
-def space_total(report: ReportFacts, space: Space) -> int:
-    """Bytes of a report in one space."""
-    return report.device_bytes if space == "device" else report.host_bytes
-
-
 def peak_moment(report: ReportFacts, space: Space) -> int:
     """The position at which most bytes of a space are alive."""
     return report.peak_moment if space == "device" else report.host_peak_moment

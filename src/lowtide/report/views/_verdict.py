@@ -45,7 +45,7 @@ def summary(report: ReportFacts) -> str:
     of = "" if figures.usable_bytes is None else f" of {format_bytes(figures.usable_bytes)}"
     verdict = {True: ", fits", False: ", does not fit", None: ""}[report.fits]
     host = f", {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
-    lines = [f"ReportFacts: {format_bytes(figures.total_bytes)}{of} on {report.target.name}{verdict}{host}"]
+    lines = [f"MemoryReport: {format_bytes(figures.total_bytes)}{of} on {report.target.name}{verdict}{host}"]
     if report.buffers:
         roles = list(report.peak_by_role.items())
         largest = ", ".join(f"{role} {format_bytes(size)}" for role, size in roles[:4])

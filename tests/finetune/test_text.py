@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, processors
 
 from lowtide.core import ConfigError, DataError, ModelFileError
-from lowtide.train import read_documents, text_data
+from lowtide.finetune import read_documents, text_data
 
 
 @pytest.fixture(scope="module")

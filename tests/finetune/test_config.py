@@ -9,9 +9,10 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, OutputError
+from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config
 from lowtide.finetune._finetune import _schedule
 from lowtide.finetune._runs import MetricsFile, check_checkpoint, check_same_run, read_records, write_config
-from lowtide.train import Callback, FinetuneConfig, JsonlLogger, config_from_dict, config_to_toml, open_run, read_config
+from lowtide.train import Callback, JsonlLogger
 
 
 def test_toml_round_trips(tmp_path):

@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import ConfigError, TargetError
+from lowtide.core import ConfigError, TargetError, _compat
 from lowtide.memory import Target, target, targets
-from lowtide.targets import _targets
 from lowtide.targets._catalogue import catalogue, plain
 from lowtide.targets._targets import _gpu_devices
 
@@ -153,7 +152,7 @@ def test_missing_cuda_plugin_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu_aot
 def test_missing_ptxas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpu_devices.cache_clear()
-    monkeypatch.setattr(_targets, "find_ptxas", lambda: None)
+    monkeypatch.setattr(_compat, "find_ptxas", lambda: None)
     with pytest.raises(TargetError, match=r'assembler ptxas[\s\S]*hint: pip install "lowtide\[gpu-aot\]", or put'):
         target("h100")
 
@@ -167,7 +166,7 @@ def test_plugin_without_topologies_is_refused(monkeypatch: pytest.MonkeyPatch, f
         raise failure
 
     _gpu_devices.cache_clear()
-    monkeypatch.setattr(_targets, "gpu_topology_devices", fail)
+    monkeypatch.setattr(_compat, "gpu_topology_devices", fail)
     message = r"too old\nhint: pip" if isinstance(failure, NotImplementedError) else r"got: no such field\nhint: "
     with pytest.raises(TargetError, match=message):
         target("h100")

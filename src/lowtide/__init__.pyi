@@ -1,0 +1,19 @@
+"""Lowtide lowers the high-water mark of JAX training."""
+
+from . import losses as losses
+from . import memory as memory
+from . import models as models
+from . import offload as offload
+from . import pipeline as pipeline
+from . import train as train
+from .adapters import lora as lora
+from .core import LayerStack as LayerStack
+from .core import LowtideError as LowtideError
+from .core import accumulate as accumulate
+from .core import combine as combine
+from .core import partition as partition
+from .core import value_and_grad as value_and_grad
+from .targets import target as target
+from .train import Trainer as Trainer
+
+__version__: str
