@@ -75,6 +75,7 @@ def compile(
         Nothing is allocated on the target. The compiler's own memory stays with the process; `analyze` can compile in
         a process of its own.
     """
-    options = {"target": target, "donate_argnums": donate_argnums, "static_argnums": static_argnums}
-    program = compile_program(fn, args, kwargs, **options)
+    program = compile_program(
+        fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
+    )
     return Program(**{field.name: getattr(program, field.name) for field in dataclasses.fields(program)})

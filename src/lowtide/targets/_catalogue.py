@@ -208,7 +208,7 @@ def plain(name: str) -> str:
 @functools.cache
 def catalogue() -> Catalogue:
     """The catalogue, read once."""
-    text = importlib.resources.files(__package__).joinpath("chips.toml").read_text(encoding="utf-8")
+    text = importlib.resources.files("lowtide.targets").joinpath("chips.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     capabilities = {
         version: Capability(version=_version(version), **fields) for version, fields in data["capabilities"].items()
