@@ -55,6 +55,17 @@ def test_a_loop_copies_the_slice_that_it_reads() -> None:
     assert report.host_bytes == 24 * MIB
 
 
+def test_rows_that_are_scattered_into_an_array_are_copied() -> None:
+    """Not where they go, which is the operand between the two."""
+
+    def fn(table: Any, rows: Any, at: Any) -> Any:
+        return jax.device_put(table, DEVICE).at[at].add(rows)
+
+    rows, at = shape(1024, 512), jax.ShapeDtypeStruct((1024,), jnp.int32)
+    report = report_of(fn, to_host(shape(8192, 512)), rows, at, donate_argnums=0)
+    assert copies(report) == [("0", 2 * MIB)]
+
+
 @pytest.mark.filterwarnings("ignore:optimizer. this compile-only device")
 def test_modes_of_an_offloaded_optimizer_compare_as_on_a_tpu() -> None:
     params = {f"w{at}": shape(1024, 1024) for at in range(6)}

@@ -34,6 +34,20 @@ def test_a_loop_that_copies_what_it_writes_into(reads: str) -> None:
     assert [(one.rule, one.path, one.num_bytes) for one in found] == copied
 
 
+def test_a_loop_that_copies_in_each_branch_what_it_writes_into() -> None:
+    """The old values are read after a write that not every iteration makes; one branch runs, and copies once."""
+
+    def train(table: Any, row: Any) -> Any:
+        def step(i: Any, table: Any) -> Any:
+            new = jax.lax.cond(i % 2 == 0, lambda t: t.at[i].set(row), lambda t: t, table)
+            return new.at[0].add(table[i] @ row)
+
+        return jax.lax.fori_loop(0, 64, step, table)
+
+    (found,) = lint(train, shape(64, 40960), shape(40960), donate_argnums=0, target="cpu")
+    assert (found.rule, found.path, found.num_bytes) == ("copied-in-loop", "0", 64 * 40960 * 4)
+
+
 def test_a_loop_that_makes_its_state_anew() -> None:
     def stacked(cache: Any, w: Any, x: Any) -> Any:
         def layer(x: Any, one: Any) -> Any:

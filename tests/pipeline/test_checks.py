@@ -48,12 +48,15 @@ WRONG = {
     "remat": ("full", "remat is no policy.*got: 'full'"),
     "layers_per_stage": ([2.0, 3.0], r"layers_per_stage is no list of numbers.*got: \[2.0, 3.0\]"),
     "batch_axes": ("fsdp", r"batch_axes is no list of names.*got: 'fsdp'"),
+    "batch_axes, a number": (2, r"batch_axes is no list of names.*got: 2"),
+    "batch_axes, which can be read once": (iter(["fsdp"]), r"batch_axes is no list of names.*got: <list_iterator"),
+    "batch_axes, of lists": ([["fsdp"]], r"batch_axes is no list of names.*got: \[\['fsdp'\]\]"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_an_argument_of_another_type_is_named(name: str) -> None:
-    given, pattern = WRONG[name]
+@pytest.mark.parametrize("case", WRONG)
+def test_an_argument_of_another_type_is_named(case: str) -> None:
+    (given, pattern), name = WRONG[case], case.partition(",")[0]
     with pytest.raises(ConfigError, match=rf"(?s){pattern}.*hint:"):
         pipeline_of("1f1b", 2, **{name: given})
 

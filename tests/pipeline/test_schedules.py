@@ -282,7 +282,7 @@ def test_a_limit_of_memory_is_kept_or_refused() -> None:
     tight = made("zb-h2", 4, 12, memory_limit=5.0)
     assert max(simulate(tight).peaks) <= 5
     assert simulate(tight).steady_bubble > simulate(made("zb-h2", 4, 12)).steady_bubble
-    each = made("zb-h1", 4, 12, memory_limit=[4, 4, 4, 2])
+    each = made("zb-h1", 4, 12, memory_limit=np.array([4, 4, 4, 2]))  # measured ones
     assert simulate(each).peaks[3] <= 2
     with pytest.raises(ScheduleError, match=r"(?s)gpipe: rank 0 keeps more.*at most 6.*got: 8.*hint:"):
         made("gpipe", 4, 8, memory_limit=6.0)
@@ -362,6 +362,12 @@ def test_the_text_of_pytorch_is_read() -> None:
         ({"num_stages": 0}, r"num_stages has to be at least 1.*got: 0"),
         ({"num_microbatches": 0}, r"num_microbatches has to be at least 1.*got: 0"),
         ({"stages_per_rank": 2}, r"zb-h1 cannot have 2 stages a rank.*expected: 1.*hint: interleaved"),
+        (
+            {"name": "zb-v", "stages_per_rank": 2.0},
+            r"zb-v cannot have 2.0 stages a rank.*expected: 2",
+        ),
+        ({"name": "interleaved", "stages_per_rank": "2"}, r"cannot have 2 stages a rank.*1 or more.*got: '2'"),
+        ({"memory_limit": ["4"] * 4}, r"memory_limit is no limit.*above 0, or 4.*got: \['4', '4', '4', '4'\]"),
         ({"name": "zb-v", "num_stages": 5}, r"zb-v has 2 stages a rank.*a multiple of 2.*got: 5"),
         ({"costs": Costs(forward=[1, 1])}, r"forward is not of these stages.*one number, or 4.*got: 2 numbers"),
     ],

@@ -19,6 +19,7 @@ _FREE = {
     *("dynamic_update_slice", "concatenate", "pad", "convert_element_type", "bitcast_convert_type", "copy"),
     *("name", "device_put", "iota", "split", "stop_gradient", "optimization_barrier", "sharding_constraint"),
     *("get", "swap", "masked_load", "masked_swap", "program_id", "num_programs"),  # of Pallas kernels
+    *("pcast", "pvary", "reshard", "layout_constraint", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
 }
 
 
@@ -31,18 +32,22 @@ def eqn_flops(eqn: Any) -> int:
     """FLOPs of one operation, all iterations of a scan included."""
     primitive = eqn.primitive.name
     out = eqn.outvars[0].aval if eqn.outvars else None
-    if primitive == "dot_general":
+    if primitive in ("dot_general", "scaled_dot"):
         (contracted, _), _ = eqn.params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape
         return 2 * _size(out) * math.prod(lhs[dim] for dim in contracted)
     if primitive == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
+        features = eqn.params["dimension_numbers"].rhs_spec[0]  # of the output; there may be none
+        kernel = math.prod(size for dim, size in enumerate(eqn.invars[1].aval.shape) if dim != features)
         stuffed = math.prod(eqn.params["lhs_dilation"])  # with zeros, in the gradient of a convolution with strides
-        return 2 * _size(out) * math.prod(kernel) // kernel[eqn.params["dimension_numbers"].rhs_spec[0]] // stuffed
+        return 2 * _size(out) * kernel // stuffed
     if primitive == "ragged_dot_general":
         return _ragged_flops(eqn)
-    if primitive.startswith("dot_product_attention_fwd"):  # query [B, T, N, H], key [B, S, K, H]
-        return 4 * _size(eqn.invars[0].aval) * eqn.invars[1].aval.shape[1]
+    if primitive.startswith("scaled_matmul"):  # [B, M, K] and [B, N, K]
+        return 2 * _size(out) * eqn.invars[0].aval.shape[-1]
+    if primitive.startswith("dot_product_attention"):  # query [B, T, N, H], key [B, S, K, H]; by layout 1 heads first
+        num_products = 5 if "_bwd" in primitive else 2  # backward the scores are computed again
+        return 2 * num_products * _size(eqn.invars[0].aval) * eqn.invars[1].aval.shape[1 + eqn.params["layout"]]
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return estimate.flops
@@ -61,7 +66,7 @@ def _ragged_flops(eqn: Any) -> int:
     numbers, (lhs, _, groups) = eqn.params["ragged_dot_dimension_numbers"], (var.aval for var in eqn.invars)
     (contracted, _), _ = numbers.dot_dimension_numbers
     each = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)
-    return each // groups.shape[-1] if set(numbers.lhs_ragged_dimensions) & set(contracted) else each
+    return each // max(groups.shape[-1], 1) if set(numbers.lhs_ragged_dimensions) & set(contracted) else each
 
 
 def _num_times(eqn: Any) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from ..hlo import Edge, Graph, Value, element_type
 from ..report import Buffer, SpaceBytes, live_bytes
@@ -105,7 +106,7 @@ class _Copies:
                 computation = self.graph.instructions[at].computation
                 here = self._range(at)
                 if written or instruction.opcode in _SLICES:
-                    part = (instruction.proto.operand_ids[1], ()) if written else reader
+                    part = (_written(instruction.proto), ()) if written else reader
                     slices[here] = max(slices.get(here, 0), self._bytes(part))
                 else:
                     first, last = wholes.get(computation, here)
@@ -129,6 +130,11 @@ class _Copies:
             return positions[at]
         inside = [positions[i.id] for i in computation.instructions if i.id in positions]
         return min(first for first, _ in inside), max(last for _, last in inside)
+
+
+def _written(proto: Any) -> int:
+    """What an operation writes into its first operand; before it a scatter has all operands, and where they go."""
+    return proto.operand_ids[(len(proto.operand_ids) + 1) // 2 if proto.opcode == "scatter" else 1]
 
 
 def _made_at(graph: Graph, value: Value) -> int:

@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
@@ -30,7 +29,7 @@ from ..distributed import SHARED, in_any, of_first
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
-from ._folders import check_folder, meant, refuse_foreign
+from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
 from ._stored import check_arrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
 
@@ -88,7 +87,7 @@ class Checkpoints:
         of_first(self._put_in_place)
         self._retention = Retention(self.directory, max_to_keep, best, best_mode)
         self._has_saved = False
-        self._deletion: threading.Thread | None = None
+        self._deletion = Deletion(self.directory / _DELETED)
         self._folder = sealed(ocp, self.directory)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._retention,
@@ -259,7 +258,7 @@ class Checkpoints:
 
     def _clear(self) -> None:
         """Delete what a killed run did not complete."""
-        self._end_deletion()
+        self._deletion.end()
         if jax.process_index() == 0:
             self._put_in_place()
             for path in self.directory.iterdir():
@@ -269,20 +268,10 @@ class Checkpoints:
                     path.unlink()
 
     def _delete_old(self) -> None:
-        """Begin to delete what Orbax has put aside, beside the training: removing files may take long."""
-        self._end_deletion()
-        folder = self.directory / _DELETED
-        if self._has_saved and jax.process_index() == 0 and folder.is_dir():
-            paths = list(folder.iterdir())
-            self._deletion = threading.Thread(target=lambda: [shutil.rmtree(path, True) for path in paths])
-            self._deletion.start()
-
-    def _end_deletion(self) -> None:
-        if self._deletion is not None:
-            self._deletion.join()
-            self._deletion = None
-            with contextlib.suppress(OSError):
-                (self.directory / _DELETED).rmdir()
+        """Begin to delete what Orbax has put aside."""
+        self._deletion.end()
+        if self._has_saved and jax.process_index() == 0:
+            self._deletion.begin()
 
     def notes(self, step: int) -> dict[str, Any]:
         """What was saved beside the state of a step."""
@@ -495,4 +484,4 @@ class Checkpoints:
         with self._writing():
             self._manager.wait_until_finished()
         self._delete_old()
-        self._end_deletion()
+        self._deletion.end()

@@ -1,9 +1,13 @@
-"""Folders that checkpoints may be written to."""
+"""Folders that checkpoints may be written to, and are deleted from."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import tempfile
+import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,4 +58,44 @@ def refuse_foreign(directory: Path, marks: Sequence[str]) -> None:
                 expected="a folder for checkpoints of lt.Trainer alone",
                 got=", ".join(sorted(each.name for each in path.iterdir())[:4]) or "an empty folder",
                 hint="choose another checkpoint_dir, or rename that folder",
+            )
+
+
+class Deletion:
+    """Deletes what is in a folder beside the training: removing files may take long.
+
+    Args:
+        folder: what there is in it when `begin` is called is deleted; the folder itself, when it is empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._paths: list[Path] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Begin to delete, when there is something."""
+        if self._folder.is_dir():
+            self._paths = list(self._folder.iterdir())
+            self._thread = threading.Thread(target=lambda: [shutil.rmtree(path, True) for path in self._paths])
+            self._thread.start()
+
+    def end(self) -> None:
+        """Wait until it is deleted.
+
+        Warns:
+            UserWarning: for what could not be.
+        """
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+        if left := sorted(path.name for path in self._paths if path.exists()):
+            warnings.warn(
+                f"{self._folder}: checkpoints that are too old cannot be deleted: {', '.join(left)}\n"
+                "hint: look who may write there, or has files of them open; the disk fills up otherwise",
+                UserWarning,
+                stacklevel=4,
             )

@@ -36,22 +36,36 @@ def _copies(graph: Graph, value: Value) -> list[Value]:
     copies: list[Value] = []
     is_partial = False
     body = graph.instructions[value[0]].computation
-    while True:
+    seen, border = {value}, [value]
+    while border:  # of a branch it may be several that lead back to the beginning
+        value = border.pop()
         instruction = graph.instructions[value[0]]
-        operands = instruction.proto.operand_ids
         if instruction.opcode == "parameter" and instruction.computation == body:
-            return copies if is_partial else []
+            continue
         if instruction.opcode in (*_PARTIAL_WRITES, "copy"):
             is_partial = is_partial or instruction.opcode != "copy"
             copies += [value] if instruction.opcode == "copy" else []
-            value = (operands[0], ())
-            continue
-        aliases = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS]
+            sources: list[Value] = [(instruction.proto.operand_ids[0], ())]
+        else:
+            sources = [source for source, edge in graph.sources(value) if edge == Edge.ALIAS]
         if instruction.opcode == "while":  # its own iterations are another loop's matter
-            aliases = aliases[:1]
-        if len(aliases) != 1:
+            sources = sources[:1]
+        if not sources:
             return []
-        (value,) = aliases
+        border += [source for source in sources if source not in seen]
+        seen.update(sources)
+    return _run_at_once(graph, copies) if is_partial else []
+
+
+def _run_at_once(graph: Graph, copies: list[Value]) -> list[Value]:
+    """Of the branches of a conditional those of the one that copies most: one of them runs."""
+    found: dict[tuple[bool, int | None], dict[int, list[Value]]] = {}
+    for copy in copies:
+        inside, caller = graph.instructions[copy[0]].computation, graph.caller(copy[0])
+        is_branch = caller is not None and graph.instructions[caller].opcode == "conditional"
+        key = (is_branch, caller if is_branch else inside)
+        found.setdefault(key, {}).setdefault(inside, []).append(copy)
+    return [copy for branches in found.values() for copy in max(branches.values(), key=len)]
 
 
 def _finding(copies: list[Buffer], path: str) -> Finding:

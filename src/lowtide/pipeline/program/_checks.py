@@ -196,6 +196,9 @@ def refuse_wrong_types(
     def is_numbers(given: Any) -> bool:
         return isinstance(given, Sequence | np.ndarray) and all(isinstance(one, int | np.integer) for one in given)
 
+    def is_names(given: Any) -> bool:
+        return isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(one, str) for one in given)
+
     checks = [
         (
             isinstance(schedule, Schedule),
@@ -228,9 +231,9 @@ def refuse_wrong_types(
             "leave it out to divide the layers as evenly as can be",
         ),
         (
-            not isinstance(batch_axes, str),
+            batch_axes is None or is_names(batch_axes),
             ("batch_axes is no list of names", "names of axes", batch_axes),
-            f"batch_axes=[{batch_axes!r}]",
+            f"batch_axes=[{batch_axes!r}]" if isinstance(batch_axes, str) else 'batch_axes=["fsdp"]',
         ),
     ]
     for is_right, (message, expected, got), hint in checks:

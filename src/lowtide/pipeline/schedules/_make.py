@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from ...core import ConfigError, ScheduleError
@@ -177,21 +177,24 @@ def _are_equal(costs: Costs) -> bool:
     return len(each) == 1 and not costs.communication
 
 
+def _is_count(given: Any) -> bool:
+    return type(given) is not bool and isinstance(given, Integral) and int(given) >= 1
+
+
 def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
     """Stages a rank."""
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        given: Any = number
-        if type(given) is bool or not isinstance(given, Integral) or number < 1:
-            raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(given), hint=f"{what}=4")
+        if not _is_count(number):
+            raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(number), hint=f"{what}=4")
     chunks = stages_per_rank
     if chunks is None:
         chunks = 1 if named is _AUTO else (named.chunks or (2,))[0]
-    fits = chunks in named.chunks if named.chunks else chunks >= 1
+    fits = _is_count(chunks) and (not named.chunks or chunks in named.chunks)
     if not fits:
         raise ConfigError(
             f"{name} cannot have {chunks} stages a rank",
             expected=" or ".join(map(str, named.chunks)) if named.chunks else "1 or more",
-            got=stages_per_rank,
+            got=repr(stages_per_rank),
             hint="interleaved, interleaved-zb, looped-bfs and auto take any number of stages a rank",
         )
     # V-schedules and interleaved ones are cut from those of at least two microbatches a rank.
@@ -223,12 +226,15 @@ def _limits(
     """The memory of each rank."""
     num_ranks = len(placement) // chunks
     if memory_limit is not None:
-        given: list[float] = [*memory_limit] if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
-        if len(given) != num_ranks or not all(limit > 0 for limit in given):  # NaN is no limit either
+        limit: Any = memory_limit
+        limit = limit.tolist() if hasattr(limit, "tolist") else limit  # measured ones are NumPy's
+        given: list[Any] = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
+        # NaN is no limit either.
+        if len(given) != num_ranks or not all(isinstance(one, Real) and float(one) > 0 for one in given):
             raise ConfigError(
                 "memory_limit is no limit for each rank",
                 expected=f"a number above 0, or {num_ranks}",
-                got=memory_limit,
+                got=repr(memory_limit),
                 hint="in the unit of Costs.weight_residuals",
             )
         return given

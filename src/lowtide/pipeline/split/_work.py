@@ -1,6 +1,6 @@
 """How much arithmetic each pass of a stage has, and what the split of its backward pass had to leave whole.
 
-FLOPs are those of the traced passes, counted as in `core/_flops.py`: of one microbatch, by all devices of a rank
+FLOPs are those of the traced passes, counted as in `jaxprs/_flops.py`: of one microbatch, by all devices of a rank
 together. They say how pass compares to pass, not how long one takes.
 
 An operation stays whole when it gives what the gradient of the input needs and gradients of weights, and nothing shows
