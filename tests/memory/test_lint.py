@@ -60,18 +60,25 @@ def adam_over_everything(tx: Any) -> tuple[Callable[..., Any], Any]:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = {"base": shape(4096, 4096), "a": shape(4096, 256), "b": shape(256, 4096)}
-    return step, (params, jax.eval_shape(tx.init, params), shape(512, 4096))
+    params = {"base": shape(2048, 2048), "a": shape(2048, 256), "b": shape(256, 2048)}
+    return step, (params, jax.eval_shape(tx.init, params), shape(512, 2048))
 
 
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize(
+    ("clip", "name"),
+    [
+        (False, "cpu"),
+        (True, "cpu"),
+        pytest.param(True, "v5e", marks=pytest.mark.tpu_aot),
+        pytest.param(False, "v5e", marks=[pytest.mark.tpu_aot, pytest.mark.slow]),
+    ],
+)
 def test_adam_over_frozen_leaves(name: str, clip: bool) -> None:
     adam = optax.adam(1e-3)
     step, args = adam_over_everything(optax.chain(optax.clip_by_global_norm(1.0), adam) if clip else adam)
     findings = found(lint(step, *args, target=name, donate_argnums=(0, 1)), "optimizer-over-frozen")
     prefix = "1/1/0" if clip else "1/0"
-    assert findings == {f"{prefix}/mu/base": 64 * MIB, f"{prefix}/nu/base": 64 * MIB}
+    assert findings == {f"{prefix}/mu/base": 16 * MIB, f"{prefix}/nu/base": 16 * MIB}
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -83,8 +90,8 @@ def test_adam_over_what_trains_is_clean(name: str) -> None:
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = {"a": shape(4096, 256), "b": shape(256, 4096)}
-    args = (params, jax.eval_shape(tx.init, params), shape(4096, 4096), shape(512, 4096))
+    params = {"a": shape(2048, 256), "b": shape(256, 2048)}
+    args = (params, jax.eval_shape(tx.init, params), shape(2048, 2048), shape(512, 2048))
     assert lint(step, *args, target=name, donate_argnums=(0, 1)) == ()
 
 
