@@ -20,6 +20,7 @@ from lowtide.memory.advice._lint import RULES
 
 MIB = 2**20
 TARGETS = ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)]
+SLOW_ON_TPU = ["cpu", pytest.param("v5e", marks=[pytest.mark.tpu_aot, pytest.mark.slow])]
 UNUSABLE = "ignore:Some donated buffers were not usable:UserWarning"
 
 
@@ -81,7 +82,7 @@ def test_adam_over_frozen_leaves(name: str, clip: bool) -> None:
     assert findings == {f"{prefix}/mu/base": 16 * MIB, f"{prefix}/nu/base": 16 * MIB}
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_adam_over_what_trains_is_clean(name: str) -> None:
     tx = optax.adam(1e-3)
 
@@ -137,7 +138,7 @@ def test_names_of_every_policy_are_read(kind: str) -> None:
     assert set(found(findings, "checkpoint-name-unmatched")) == {"absent"}
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_a_weight_cast_stashed_per_microbatch(name: str) -> None:
     def loss(weights: Any, batches: Any) -> Any:
         def microbatch(total: Any, step: Any) -> Any:
@@ -175,7 +176,7 @@ def test_a_frozen_leaf_that_is_returned(name: str) -> None:
     assert found(findings, "returned-unchanged") == {"0/base": 64 * MIB}
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_a_norm_over_the_whole_tree(name: str) -> None:
     def step(adapter: Any, base: Any, x: Any) -> Any:
         loss, grads = jax.value_and_grad(lambda a, b: jnp.mean(((x @ b) @ a) ** 2), argnums=(0, 1))(adapter, base)
@@ -454,7 +455,7 @@ def over_frozen(dtype: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return jax.grad(loss), (lora, shape(32, 1024, 1024, dtype=dtype), shape(512, 1024, dtype=jnp.bfloat16))
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_frozen_weights_held_in_two_precisions(name: str) -> None:
     step, args = over_frozen(jnp.float32)
     (finding,) = [f for f in lint(step, *args, target=name) if f.rule == "frozen-cast"]

@@ -73,7 +73,7 @@ def assert_flat(of_few: int, of_many: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "remat"),
-    [("zb-h1", False), ("v-min", True)]
+    [("zb-h1", False)]
     + [
         pytest.param(name, remat, marks=pytest.mark.slow)
         for name, remat in [
@@ -83,6 +83,7 @@ def assert_flat(of_few: int, of_many: int) -> None:
             ("zb-v", False),
             ("zb-v", True),
             ("v-min", False),
+            ("v-min", True),
         ]
     ],
 )
