@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 # Arguments for pytest, for instance: make test PYTEST_ARGS="-k units"
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 2 --dist worksteal
 # make test SLOW=1 runs the slow cases, too.
 SLOW ?=
 
@@ -15,7 +15,7 @@ CONSTRAINTS ?= $(shell $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test pytest lint format docs peers versions bench clean
+.PHONY: help finetune test pytest quick lint format docs peers versions bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
@@ -25,9 +25,31 @@ finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--s
 
 test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW=1 with the slow ones.
 
-# Without LLVM's optimisations, which change neither XLA's programs nor their bytes, the quick tests take a third less.
+# What computes numbers of its own, and the programs of documentation and README, run as users compile them.
+AS_USERS := tests/core tests/losses tests/adapters tests/models tests/test_project.py tests/integration/test_readme.py
+# Without LLVM's optimisations, which change neither XLA's programs nor their bytes, the others take a third less.
+UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+MARKED := not peers and not gpu
+# No tests (5) is no failure: PYTEST_ARGS="-k units" may choose some of one of the two runs alone.
+OR_NONE := || [ $$? -eq 5 ]
+
 pytest: $(VENV)/.installed-dev ## Run the tests alone.
-	$(if $(SLOW),,XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0") $(BIN)/python -m pytest -m "not peers and not gpu$(if $(SLOW),, and not slow)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "$(MARKED)$(if $(SLOW),, and not slow)" $(PYTEST_ARGS) $(AS_USERS) $(OR_NONE)
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED)$(if $(SLOW),, and not slow)" $(PYTEST_ARGS) \
+		$(addprefix --ignore=,$(AS_USERS)) $(OR_NONE)
+
+# The dearest, which `make test` runs: pytest --durations=30 says which.
+DEAR := tests/integration tests/testing tests/ext tests/offload/test_layerwise.py tests/offload/test_contract.py \
+	tests/pipeline/test_executor.py tests/pipeline/test_blocks.py tests/pipeline/test_split.py \
+	tests/train/test_pipelined.py tests/train/test_failures.py tests/train/test_out_of_memory.py \
+	tests/train/test_live_bytes.py tests/train/test_frozen_bytes.py tests/train/test_guard.py \
+	tests/train/test_offload.py tests/train/test_alone.py tests/distributed tests/cli/test_finetune.py \
+	tests/cli/test_fits.py tests/cli/test_explain.py tests/memory/test_isolate.py tests/memory/test_owners.py \
+	tests/adapters/test_lora_products.py tests/models/test_llama.py tests/train/test_weights.py
+
+quick: $(VENV)/.installed-dev ## Three minutes of the tests: none for absent chips, none of the dearest.
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED) and not tpu_aot and not gpu_aot and not slow" \
+		$(PYTEST_ARGS) $(addprefix --ignore=,$(DEAR)) $(OR_NONE)
 
 lint: $(VENV)/.installed-dev ## Ruff, pyright and import-linter.
 	$(BIN)/ruff check .

@@ -41,7 +41,7 @@ def run_tests(session: nox.Session, **env: str) -> None:
     marked = ["-m", f"not peers and not gpu{left_out}"]
     # Outside of this folder, as everywhere: pytest shows the tests that tests write by their paths in its root.
     outside = {"TMPDIR": tempfile.gettempdir()}
-    session.run("python", "-m", "pytest", "-n", "2", *marked, *given, env={**outside, **env})
+    session.run("python", "-m", "pytest", "-n", "2", "--dist", "worksteal", *marked, *given, env={**outside, **env})
 
 
 def use_jax_011(session: nox.Session) -> None:

@@ -27,10 +27,27 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
+hypothesis.settings.register_profile("slow", max_examples=300, deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Few examples where slow tests are left out; `--hypothesis-profile` chooses otherwise."""
+    if config.getoption("--hypothesis-profile", None) is None:
+        hypothesis.settings.load_profile("quick" if "not slow" in config.option.markexpr else "slow")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def _missing(*modules: str) -> list[str]:

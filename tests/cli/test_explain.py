@@ -171,7 +171,7 @@ def test_two_views_do_not_share_a_file(lowtide: Any, folder: Path) -> None:
     assert "two outputs cannot share a file" in errors
 
 
-@pytest.mark.parametrize("command", ["explain", "fits"])
+@pytest.mark.parametrize("command", ["explain", pytest.param("fits", marks=pytest.mark.slow)])
 def test_a_terminal_without_unicode_gets_the_report(command: str, folder: Path) -> None:
     source = (folder / "train.py").read_text() + "\n\ndef fails():\n    raise ValueError('größer ✓')\n"
     (folder / "train.py").write_text(source)

@@ -1,5 +1,7 @@
 """Rules by path, batches over devices, and runs on eight of them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,16 +112,29 @@ def losses(records):
     return [record["loss"] for record in records if "loss" in record]
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2}, {"fsdp": 8, "tensor": 1}])
-def test_the_decoder_trains_as_on_one_device(sizes, num_microbatches):
-    def trainer(**options):
-        model = lt.models.init(config(), key=jax.random.key(0))
-        return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), num_microbatches=num_microbatches, **options)
+def decoder_trainer(num_microbatches, **options):
+    model = lt.models.init(config(), key=jax.random.key(0))
+    return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), num_microbatches=num_microbatches, **options)
 
-    alone = trainer()
-    expected = losses(alone.fit(data(), num_epochs=1, eval_data=data()))
-    ours = trainer(sharding=ShardingRules(mesh=mesh(**sizes), min_bytes=0))
+
+@functools.cache
+def on_one_device(num_microbatches):
+    """Losses of a run, and that of an evaluation after it."""
+    alone = decoder_trainer(num_microbatches)
+    return losses(alone.fit(data(), num_epochs=1, eval_data=data())), alone.evaluate(data())["loss"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_microbatches"),
+    [
+        ({"data": 2, "fsdp": 2}, 2),
+        pytest.param({}, 1, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 8, "tensor": 1}, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_the_decoder_trains_as_on_one_device(sizes, num_microbatches):
+    expected, evaluated = on_one_device(num_microbatches)
+    ours = decoder_trainer(num_microbatches, sharding=ShardingRules(mesh=mesh(**sizes), min_bytes=0))
     found = losses(ours.fit(data(), num_epochs=1, eval_data=data()))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     weight = ours.model.layers["mlp"]["up_proj"]["weight"]
@@ -127,7 +142,7 @@ def test_the_decoder_trains_as_on_one_device(sizes, num_microbatches):
     parts = ours.sharding.mesh.shape["fsdp"] * ours.sharding.mesh.shape["tensor"]
     for leaf in (weight, first):
         assert leaf.addressable_shards[0].data.nbytes * parts == leaf.nbytes
-    np.testing.assert_allclose(ours.evaluate(data())["loss"], alone.evaluate(data())["loss"], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours.evaluate(data())["loss"], evaluated, rtol=0, atol=1e-5)
 
 
 def test_adapters_over_a_sharded_base_leave_it_where_it_is():
@@ -143,14 +158,23 @@ def test_adapters_over_a_sharded_base_leave_it_where_it_is():
 
 
 def test_a_checkpoint_is_restored_onto_another_mesh(tmp_path):
-    def trainer(**sizes):
-        model = lt.models.init(config(), key=jax.random.key(0))
-        rules = ShardingRules(mesh=mesh(**sizes), min_bytes=0) if sizes else None
-        return lt.Trainer(model, lt.models.loss, optax.adamw(1e-2), checkpoint_dir=tmp_path, sharding=rules)
+    def loss_fn(model, batch):
+        return jnp.mean((jnp.tanh(batch["x"] @ model["up_proj"]) @ model["down_proj"] - batch["x"]) ** 2)
 
-    whole = lt.Trainer(lt.models.init(config(), key=jax.random.key(0)), lt.models.loss, optax.adamw(1e-2))
-    expected = losses(whole.fit(data().repeat(), num_steps=8))
-    trainer(fsdp=4, tensor=2).fit(data(), num_steps=3)
+    def data():
+        return array_data({"x": np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)}, 16)
+
+    def trainer(directory=tmp_path, **sizes):
+        keys = jax.random.split(jax.random.key(0))
+        shapes = {"up_proj": (16, 32), "down_proj": (32, 16)}
+        model = {name: 0.2 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+        rules = ShardingRules(mesh=mesh(**sizes), min_bytes=0) if sizes else None
+        return lt.Trainer(model, loss_fn, optax.adamw(1e-2), checkpoint_dir=directory, sharding=rules)
+
+    expected = losses(trainer(None).fit(data().repeat(), num_steps=8))
+    first = trainer(fsdp=4, tensor=2)
+    first.fit(data(), num_steps=3)
+    assert len({leaf.sharding.spec for leaf in jax.tree.leaves(first.model)}) == 2
     found = []
     for until, sizes in [(5, {"fsdp": 8, "tensor": 1}), (6, {"data": 4, "fsdp": 2, "tensor": 1}), (8, {})]:
         ours = trainer(**sizes)
@@ -197,7 +221,7 @@ def test_a_device_holds_its_part_of_the_state(tpu_device):
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_step_on_a_mesh_is_compiled_for_a_target_that_is_not_there(num_microbatches):
     model = lt.models.init(config(), key=jax.random.key(0))
     rules = ShardingRules(mesh=mesh(), min_bytes=0)

@@ -123,7 +123,7 @@ SEEDS_AND_STATISTICS = {
 }
 
 
-@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("cell", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_recurrence_with_dropout_learns_and_resumes_bit_for_bit(kind: str, cell: str, tmp_path: Any) -> None:
     make, train, arrays = KINDS[kind]
@@ -174,7 +174,7 @@ def test_a_regulariser_s_gradient_is_that_of_the_current_weights() -> None:
     assert [record["loss"] for record in records] == pytest.approx(penalties, rel=1e-5)
 
 
-@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+@pytest.mark.parametrize("cell", ["LSTM", pytest.param("GRU", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_recurrent_layer_s_regulariser_reads_the_current_weights(kind: str, cell: str) -> None:
     """Inputs that are zero leave the penalty alone to move the input's weights: by a fifth in every step."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -187,7 +187,6 @@ class Imagined(_Search):
     multiple_of=st.sampled_from([1, 3, 8]),
     maximum=st.none() | st.integers(8, 5000),
 )
-@settings(max_examples=300, deadline=None)
 def test_the_search_ends_at_the_largest_size_whatever_the_curve(
     fixed: int, slope: int, bend: int, tile: int, jump: tuple[int, int], sizes: list[int], room: int, multiple_of: int,
     maximum: int | None,

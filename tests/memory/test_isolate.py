@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowtide.core import ConfigError, StructureError, TargetError
 from lowtide.memory import analyze, target
 
-TARGETS = ["cpu", pytest.param("v5e:2x2", marks=pytest.mark.tpu_aot)]
+TARGETS = ["cpu", pytest.param("v5e:2x2", marks=[pytest.mark.tpu_aot, pytest.mark.slow])]
 
 
 def shape(*dims: int, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -79,5 +79,9 @@ def test_the_configuration_of_jax_holds_in_the_child() -> None:
     with jax.enable_x64(True):
         report = analyze(lambda x: x * 2.0, np.ones((64, 64), np.float64), target="cpu", isolate=True)
     assert report.device.argument_bytes == 64 * 64 * 8
+
+
+@pytest.mark.slow
+def test_without_a_configuration_the_child_has_none() -> None:
     report = analyze(lambda x: x * 2.0, np.ones((64, 64), np.float64), target="cpu", isolate=True)
     assert report.device.argument_bytes == 64 * 64 * 4

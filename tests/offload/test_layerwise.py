@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from typing import Any
 
@@ -20,6 +21,11 @@ CONFIG = LlamaConfig(
 )
 HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}
 DEVICE = dict.fromkeys(HOST, "device")
+
+
+@functools.cache
+def decoder(tied: bool = False) -> Any:
+    return init(dataclasses.replace(CONFIG, tie_embeddings=tied), key=jax.random.key(0))
 
 
 def copy(tree: Any) -> Any:
@@ -75,30 +81,48 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "tied"), [(HOST, True), (DEVICE, False), ({}, False)], ids=["host", "device", "default"]
+    ("place", "tied"),
+    [
+        pytest.param(HOST, True, id="host"),
+        pytest.param(DEVICE, False, id="device", marks=pytest.mark.slow),
+        pytest.param({}, False, id="default"),
+    ],
 )
 def test_twenty_steps_equal_plain_adam(place: dict[str, str], tied: bool) -> None:
-    model = init(dataclasses.replace(CONFIG, tie_embeddings=tied), key=jax.random.key(0))
-    tx, data = optax.adam(1e-3), batches(20)
-    ours, theirs = layerwise(model, tx, data, place=place), plain(model, tx, data)
+    ours, theirs = layerwise(decoder(tied), optax.adam(1e-3), batches(20), place=place), plain_adam(tied)
     assert_close(ours[0], theirs[0])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize(("place", "tied"), [(HOST, True), (DEVICE, False)], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("place", "tied"),
+    [pytest.param(HOST, True, id="host"), pytest.param(DEVICE, False, id="device", marks=pytest.mark.slow)],
+)
 def test_microbatches_equal_the_whole_batch(place: dict[str, str], tied: bool) -> None:
-    model = init(dataclasses.replace(CONFIG, tie_embeddings=tied), key=jax.random.key(0))
-    tx, data = optax.adam(1e-3), batches(4)
-    ours = layerwise(model, tx, data, place=place, num_microbatches=4, weight=num_targets)
-    theirs = plain(model, tx, data)
+    options: Any = {"place": place, "num_microbatches": 4, "weight": num_targets}
+    ours, theirs = layerwise(decoder(tied), optax.adam(1e-3), batches(20), **options), plain_adam(tied)
     assert_close(ours[0], theirs[0])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@functools.cache
+def plain_adam(tied: bool, max_norm: float | None = None) -> Any:
+    """Twenty steps of plain training, which several tests compare with."""
+    tx = optax.adam(1e-3) if max_norm is None else optax.chain(optax.clip_by_global_norm(max_norm), optax.adam(1e-3))
+    return plain(decoder(tied), tx, batches(20))
+
+
+@functools.cache
+def gradients() -> Any:
+    """Of the decoder's parameters, compiled once."""
+    stack = decoder().stack
+    return jax.jit(jax.grad(lambda params, batch: stack.apply(params["outer"], params["layers"], batch)[0]))
+
+
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_exact_norm_clips_like_optax(num_microbatches: int) -> None:
-    model, data = init(CONFIG, key=jax.random.key(0)), batches(20)
-    theirs = plain(model, optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-3)), data)
+    model, data = decoder(), batches(20)
+    theirs = plain_adam(False, max_norm=0.1)
     ours = layerwise(
         model,
         optax.adam(1e-3),
@@ -112,11 +136,11 @@ def test_the_exact_norm_clips_like_optax(num_microbatches: int) -> None:
 
 
 def test_the_previous_norm_clips_the_next_step() -> None:
-    model, data = init(CONFIG, key=jax.random.key(0)), batches(6)
+    model, data = decoder(), batches(6)
     ours, seen = layerwise(model, optax.sgd(0.1), data, clip=Clip(max_norm=0.1, mode="previous"))
     params, previous = {"outer": model.outer, "layers": model.layers}, 0.0
     for batch in data:
-        grads = jax.grad(lambda p, batch=batch: model.stack.apply(p["outer"], p["layers"], batch)[0])(params)
+        grads = gradients()(params, batch)
         factor = 0.1 / previous if previous > 0.1 else 1.0
         params = jax.tree.map(lambda p, g, factor=factor: p - 0.1 * factor * g, params, grads)
         previous = float(optax.tree.norm(grads))
@@ -125,11 +149,11 @@ def test_the_previous_norm_clips_the_next_step() -> None:
 
 
 def test_each_layer_can_be_clipped_by_its_own_norm() -> None:
-    model, data = init(CONFIG, key=jax.random.key(0)), batches(2)
+    model, data = decoder(), batches(2)
     ours, _ = layerwise(model, optax.sgd(0.1), data, clip=Clip(max_norm=0.05, mode="layer"))
     params, clip = {"outer": model.outer, "layers": model.layers}, optax.clip_by_global_norm(0.05).update
     for batch in data:
-        grads = jax.grad(lambda p, batch=batch: model.stack.apply(p["outer"], p["layers"], batch)[0])(params)
+        grads = gradients()(params, batch)
         layers = [clip(jax.tree.map(lambda g, i=i: g[i], grads["layers"]), None)[0] for i in range(CONFIG.num_layers)]
         outer = jax.tree.map(lambda g: clip(g, None)[0], grads["outer"])
         clipped = {"outer": outer, "layers": jax.tree.map(lambda *x: jnp.stack(x), *layers)}
@@ -137,9 +161,9 @@ def test_each_layer_can_be_clipped_by_its_own_norm() -> None:
     assert_close(ours, params)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_alone_train_and_the_base_is_only_read(num_microbatches: int) -> None:
-    base = init(CONFIG, key=jax.random.key(0))
+    base = decoder()
     model = lt.lora.add(base, lt.lora.Config(rank=2, targets="layers/**/*_proj"), key=jax.random.key(1))
     data, tx = batches(5), optax.adam(1e-3)
     step = layerwise_step(
@@ -153,23 +177,27 @@ def test_adapters_alone_train_and_the_base_is_only_read(num_microbatches: int) -
     trainable, rest = lt.partition(params, "**/lora_*")
     chain = optax.chain(optax.clip_by_global_norm(0.1), tx)
     opt = chain.init(trainable)
-    for batch in data:
-        state, _ = jitted(state, frozen, batch)
 
-        def loss_fn(trainable: Any, batch: Any = batch) -> Any:
+    @jax.jit
+    def plain_step(trainable: Any, opt: Any, batch: Any) -> Any:
+        def loss_fn(trainable: Any) -> Any:
             whole = lt.combine(trainable, rest)
             return model.stack.apply(whole["outer"], whole["layers"], batch)[0]
 
         updates, opt = chain.update(jax.grad(loss_fn)(trainable), opt, trainable)
-        trainable = optax.apply_updates(trainable, updates)
+        return optax.apply_updates(trainable, updates), opt
+
+    for batch in data:
+        state, _ = jitted(state, frozen, batch)
+        trainable, opt = plain_step(trainable, opt, batch)
     outer, layers = step.parameters(state, frozen)
     assert_close({"outer": outer, "layers": layers}, lt.combine(trainable, rest))
 
 
 def test_a_second_step_compiles_nothing(compilations: Any) -> None:
-    model, data = init(CONFIG, key=jax.random.key(0)), batches(3)
+    model, data = decoder(), batches(3)
     step = layerwise_step(model.stack, optax.adamw(1e-3), clip=Clip(max_norm=1.0), num_microbatches=2)
-    state, frozen = step.init(model.outer, model.layers)
+    state, frozen = step.init(copy(model.outer), copy(model.layers))
     jitted = jax.jit(step, donate_argnums=0)
     state, _ = jitted(state, frozen, data[0])
     with compilations.none():
@@ -179,7 +207,7 @@ def test_a_second_step_compiles_nothing(compilations: Any) -> None:
 
 
 def test_state_is_where_it_was_placed() -> None:
-    model = init(CONFIG, key=jax.random.key(0))
+    model = decoder()
     step = layerwise_step(model.stack, optax.adam(1e-3), place=HOST)
     state, _ = step.init(model.outer, model.layers)
     kinds = {path: leaf.sharding.memory_kind for path, leaf in lt.core.leaves_with_paths(state)}
@@ -201,6 +229,10 @@ def test_a_tree_of_half_precision_masters_keeps_its_dtype() -> None:
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
+ROWS = 512
+"""Of a microbatch: more take the compiler longer."""
+
+
 def stack_report(
     place: dict[str, str],
     *,
@@ -208,10 +240,10 @@ def stack_report(
     num_microbatches: int = 1,
     target: str = "v5e",
     tx: Any = None,
+    width: int = 1024,
     **options: Any,
 ) -> Any:
-    """An MLP stack of 16 MiB matrices with Adam, compiled for some hardware."""
-    width = 1024
+    """An MLP stack with Adam, compiled for some hardware."""
     stack = lt.LayerStack(
         first=lambda outer, batch: batch["x"],
         block=lambda layer, h, batch: h + jax.nn.gelu(h @ layer["up"]) @ layer["down"],
@@ -221,7 +253,7 @@ def stack_report(
         "up": jax.ShapeDtypeStruct((num_layers, width, 4 * width), jnp.float32),
         "down": jax.ShapeDtypeStruct((num_layers, 4 * width, width), jnp.float32),
     }
-    batch = {name: jax.ShapeDtypeStruct((2048 * num_microbatches, width), jnp.float32) for name in ("x", "y")}
+    batch = {name: jax.ShapeDtypeStruct((ROWS * num_microbatches, width), jnp.float32) for name in ("x", "y")}
     step = layerwise_step(stack, tx or optax.adam(1e-3), place=place, num_microbatches=num_microbatches, **options)
     state, frozen = step.init({}, layers)
     program = lt.memory.compile(step, state, frozen, batch, target=target, donate_argnums=0)
@@ -232,25 +264,33 @@ def stack_report(
     return program.report(roles={"batch": 2})
 
 
+@functools.cache
+def four_layers() -> Any:
+    """What the tests of bytes on a TPU compare with."""
+    return stack_report(HOST)
+
+
 @pytest.mark.tpu_aot
 def test_device_bytes_do_not_grow_with_the_layers() -> None:
-    four, eight = (stack_report(HOST, num_layers=n) for n in (4, 8))
+    four, eight = four_layers(), stack_report(HOST, num_layers=8)
     assert eight.device_bytes < 1.01 * four.device_bytes
     layer = 2 * 4 * 1024 * 1024 * 4
     assert eight.host.argument_bytes == 3 * 8 * layer == eight.host.alias_bytes
-    assert eight.host.temp_bytes == 9 * 2048 * 1024 * 4  # what enters each block, and what leaves the last
+    assert eight.host.temp_bytes == 9 * ROWS * 1024 * 4  # what enters each block, and what leaves the last
 
 
 @pytest.mark.tpu_aot
 def test_device_bytes_do_not_grow_with_the_microbatches() -> None:
-    two, eight = (stack_report(HOST, num_microbatches=n) for n in (2, 8))
+    two, eight = (stack_report(HOST, num_microbatches=n, width=512) for n in (2, 8))
     assert eight.device.temp_bytes < 1.03 * two.device.temp_bytes
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("mode", ["exact", "previous", "layer"])
+@pytest.mark.parametrize(
+    "mode", ["exact", pytest.param("previous", marks=pytest.mark.slow), pytest.param("layer", marks=pytest.mark.slow)]
+)
 def test_clipping_costs_no_memory(mode: Any) -> None:
-    plain, clipped = stack_report(HOST), stack_report(HOST, clip=Clip(max_norm=1.0, mode=mode))
+    plain, clipped = four_layers(), stack_report(HOST, clip=Clip(max_norm=1.0, mode=mode))
     assert clipped.device_bytes < 1.15 * plain.device_bytes  # code, and holes in the heap
     assert clipped.host_bytes == plain.host_bytes
 
@@ -260,7 +300,7 @@ def test_a_cpu_copies_no_stack(tx: Any, num_microbatches: int) -> None:
     """A copy of each stack at each layer took twice the time of the layers."""
     options = {"target": "cpu", "num_microbatches": num_microbatches, "tx": tx}
     four, twelve = (stack_report(DEVICE, num_layers=n, **options) for n in (4, 12))
-    inputs = 8 * num_microbatches * 2048 * 1024 * 4  # what enters eight more blocks
+    inputs = 8 * num_microbatches * ROWS * 1024 * 4  # what enters eight more blocks
     assert twelve.device.temp_bytes - four.device.temp_bytes < inputs + 2**20
 
 
@@ -322,13 +362,13 @@ def test_what_is_no_stack_is_refused() -> None:
 @pytest.mark.parametrize("place", [{"layer": "host"}, {"layers": "disk"}])
 def test_unknown_places_are_refused(place: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"(?s)unknown placement.*hint:"):
-        layerwise_step(init(CONFIG, key=jax.random.key(0)).stack, optax.adam(1e-3), place=place)
+        layerwise_step(decoder().stack, optax.adam(1e-3), place=place)
 
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 0}, {"chunk_bytes": 0}])
 def test_numbers_out_of_range_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"(?s)has to be at least 1.*hint:"):
-        layerwise_step(init(CONFIG, key=jax.random.key(0)).stack, optax.adam(1e-3), **options)  # pyright: ignore[reportArgumentType]
+        layerwise_step(decoder().stack, optax.adam(1e-3), **options)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("max_norm", "mode"), [(0, "exact"), (float("nan"), "exact"), (1.0, "global")])
@@ -338,7 +378,7 @@ def test_a_clip_that_cannot_be_is_refused(max_norm: float, mode: Any) -> None:
 
 
 def test_an_optimizer_that_mixes_leaves_is_refused() -> None:
-    model = init(CONFIG, key=jax.random.key(0))
+    model = decoder()
     step = layerwise_step(model.stack, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
     with pytest.raises(
         StructureError, match=r"(?s)updates layer 0: attn/.* by the gradient of .*hint: take clipping out"
@@ -347,7 +387,7 @@ def test_an_optimizer_that_mixes_leaves_is_refused() -> None:
 
 
 def test_a_selection_without_stacked_leaves_is_refused() -> None:
-    model = init(CONFIG, key=jax.random.key(0))
+    model = decoder()
     with pytest.raises(StructureError, match=r"(?s)no stacked leaf trains.*outer/embed.*hint:"):
         layerwise_step(model.stack, optax.adam(1e-3), wrt="outer/**").init(model.outer, model.layers)
     with pytest.raises(SelectionError, match="matches nothing"):
@@ -355,7 +395,7 @@ def test_a_selection_without_stacked_leaves_is_refused() -> None:
 
 
 def test_an_outer_leaf_that_nothing_reads_is_refused() -> None:
-    model = init(CONFIG, key=jax.random.key(0))
+    model = decoder()
     step = layerwise_step(model.stack, optax.adam(1e-3))
     state, frozen = step.init({**model.outer, "spare": jnp.ones((2, 2))}, model.layers)
     with pytest.raises(StructureError, match=r"(?s)outer/spare cannot train.*hint: .*!outer/spare"):
@@ -363,7 +403,7 @@ def test_an_outer_leaf_that_nothing_reads_is_refused() -> None:
 
 
 def test_state_that_was_moved_is_refused() -> None:
-    model = init(CONFIG, key=jax.random.key(0))
+    model = decoder()
     step = layerwise_step(model.stack, optax.adam(1e-3))
     state, frozen = step.init(model.outer, model.layers)
     with pytest.raises(PlacementError, match=r"(?s)layers/attn/.*expected: host memory.*hint: .*to_host"):
@@ -371,7 +411,7 @@ def test_state_that_was_moved_is_refused() -> None:
 
 
 def test_a_batch_that_does_not_split_is_refused() -> None:
-    model = init(CONFIG, key=jax.random.key(0))
+    model = decoder()
     step = layerwise_step(model.stack, optax.adam(1e-3), num_microbatches=3)
     state, frozen = step.init(model.outer, model.layers)
     with pytest.raises(StructureError, match=r"(?s)batch leaf .*multiple of 3.*hint:"):
@@ -384,7 +424,7 @@ def test_a_batch_that_does_not_split_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [1, 2])
 def test_sharded_layers_equal_one_device(axis: int) -> None:
-    model, data = init(CONFIG, key=jax.random.key(0)), batches(3, size=8)
+    model, data = decoder(), batches(3, size=8)
     devices = jax.devices()[:2]
     mesh = jax.make_mesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices)
 

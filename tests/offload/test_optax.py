@@ -78,9 +78,25 @@ def check(name: str, kind: str, chunk_bytes: int = 24 * 1024) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6, err_msg=str(path))
 
 
-@pytest.mark.parametrize("name", [name for name in optimizer_table.OPTIMIZERS if not name.startswith("contrib.")])
-def test_five_steps_have_the_values_of_the_unwrapped_optimizer(name: str) -> None:
-    check(name, "bare")
+SLOW = pytest.mark.slow
+QUICK = {
+    *((name, "bare") for name in ("adafactor", "lamb", "lbfgs", "noisy_sgd", "polyak_sgd")),
+    *((name, "bare") for name in ("apply_if_finite(adamw)", "inject_hyperparams(adamw)", "MultiSteps(adamw)")),
+    *((name, "nested") for name in ("adamw", "masked(adamw)", "chain(clip_by_global_norm, adamw, ema)")),
+}
+"""One of each kind of state: factored, norms, histories, keys, extra arguments, wrappers."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if (name, kind) in QUICK else SLOW)
+        for name in optimizer_table.OPTIMIZERS
+        for kind in ("bare", "flat", "nested")
+    ],
+)
+def test_five_steps_have_the_values_of_the_unwrapped_optimizer(name: str, kind: str) -> None:
+    check(name, kind)
 
 
 @pytest.mark.filterwarnings("error::lowtide.core.PlacementWarning")
@@ -89,9 +105,6 @@ def test_norms_over_all_leaves_take_a_pass_of_their_own(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlacementWarning)
         check(name, "flat", 8 * 1024)
-
-
-SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -107,13 +120,6 @@ def test_statistics_of_rows_and_columns_meet_blocks_of_the_leaf(name: str, monke
     check(name, "factored", 8 * 1024)
     if name in ("adafactor (momentum)", "sm3"):
         assert cuts == [(1, 16)]  # and a tail of eight
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bare", "flat", "nested"])
-@pytest.mark.parametrize("name", optimizer_table.OPTIMIZERS)
-def test_other_trees_have_the_values_of_the_unwrapped_optimizer(name: str, kind: str) -> None:
-    check(name, kind)
 
 
 def test_the_list_holds_every_alias_of_optax() -> None:

@@ -109,9 +109,11 @@ def test_orders_are_those_in_the_file(name: str) -> None:
 # --- all sizes -----------------------------------------------------------------------------------------------------
 
 times = st.floats(min_value=0.1, max_value=5.0)
+EXAMPLES = settings().max_examples
+"""Of the profile."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=EXAMPLES // 2)
 @given(
     name=st.sampled_from(SCHEDULES),
     num_ranks=st.integers(1, 8),
@@ -148,7 +150,7 @@ def test_every_size_and_cost_gives_a_valid_schedule_within_its_memory(
     _assert_in_time(one, free.starts, free.ends, costs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES // 5)
 @given(
     name=st.sampled_from(SCHEDULES), num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 16), data=st.data()
 )
@@ -215,7 +217,7 @@ def _assert_in_time(one: Schedule, starts: Any, ends: Any, costs: Costs) -> None
         assert all(later[0] >= earlier[1] for earlier, later in zip(pairs, pairs[1:], strict=False))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=EXAMPLES // 7)
 @given(
     num_ranks=st.integers(1, 6),
     num_microbatches=st.integers(1, 16),

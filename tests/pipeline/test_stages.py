@@ -158,6 +158,7 @@ def test_the_table_and_plain_data_say_the_same() -> None:
     assert plain["ranks"][3]["stages"] == [3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(("name", "remat"), [("zb-h1", False), ("zb-h1", True), ("v-min", False)])
 def test_what_is_held_is_what_is_compiled(name: str, remat: bool) -> None:
@@ -166,6 +167,7 @@ def test_what_is_held_is_what_is_compiled(name: str, remat: bool) -> None:
     assert report.other_bytes is not None and report.other_bytes < 0.25 * memory.device_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_what_is_held_is_what_is_compiled_with_fsdp() -> None:
     _, _, report, memory = compiled(SMALL, "zb-h1", "v5p:2x2x2", num_ranks=4, length=512, remat=False)

@@ -250,8 +250,16 @@ def test_sharded_step_compiles_without_nccl(name: str, grid: tuple[int, int]) ->
 
 @pytest.mark.gpu_aot
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("platforms", ["cpu", ""])
-@pytest.mark.parametrize("first", ["jax.devices()", "None"])
+@pytest.mark.parametrize(
+    ("first", "platforms"),
+    [
+        ("jax.devices()", ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("jax.devices()", "cpu"), ("None", ""), ("None", "cpu"))
+        ),
+    ],
+)
 def test_gpu_and_tpu_targets_live_in_one_fresh_process(platforms: str, first: str) -> None:
     program = f"""
 import jax, jax.numpy as jnp

@@ -51,12 +51,6 @@ def test_limits_of_parameters(device_memory, size):
 """
 
 
-def test_the_limit_of_a_parameter_is_nearer_than_that_of_its_function(run: Any) -> None:
-    result = run(PARAMETERS)
-    result.assert_outcomes(passed=1, failed=1)
-    result.stdout.fnmatch_lines(["*test was limited to 1 B but needs *"])
-
-
 SKIPPED = """
 @pytest.mark.skip(reason="not today")
 @pytest.mark.device_memory_limit("1 GiB", target="no-such-chip")
@@ -69,8 +63,10 @@ def test_not_run(device_memory): ...
 """
 
 
-def test_a_skipped_test_needs_no_target(run: Any) -> None:
-    run(SKIPPED).assert_outcomes(skipped=1, xfailed=1)
+def test_the_limit_of_a_parameter_is_the_nearest_and_a_skipped_test_needs_no_target(run: Any) -> None:
+    result = run(PARAMETERS + SKIPPED)
+    result.assert_outcomes(passed=1, failed=1, skipped=1, xfailed=1)
+    result.stdout.fnmatch_lines(["*test was limited to 1 B but needs *"])
 
 
 TEXTS = """

@@ -21,7 +21,9 @@ from lowtide.core import StateError
 from lowtide.train import Callback
 
 STEPS = 6
-KINDS = ("plain", "equinox", "nnx", "keras")
+SLOW = pytest.mark.slow
+KINDS = ("plain", pytest.param("equinox", marks=SLOW), "nnx", pytest.param("keras", marks=SLOW))
+"""Equinox modules are pytrees to a trainer, Keras models lend their arrays as NNX modules do."""
 
 
 class At(Callback):
@@ -54,15 +56,22 @@ def interrupted(data: list[Any], at: int) -> Any:
     return Interrupted()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+EVENTS = [
+    ("on_step_begin", 3, KeyboardInterrupt()),
+    ("on_step_end", 3, RuntimeError("a callback's own mistake")),
+    ("on_record", 2, KeyboardInterrupt()),
+    ("on_evaluate_begin", 3, KeyboardInterrupt()),
+    ("on_evaluate_end", 3, RuntimeError("after validation")),
+]
+
+
 @pytest.mark.parametrize(
-    ("event", "step", "error"),
+    ("kind", "event", "step", "error"),
+    # Every event of a pytree, the last one of every kind.
     [
-        ("on_step_begin", 3, KeyboardInterrupt()),
-        ("on_step_end", 3, RuntimeError("a callback's own mistake")),
-        ("on_record", 2, KeyboardInterrupt()),
-        ("on_evaluate_begin", 3, KeyboardInterrupt()),
-        ("on_evaluate_end", 3, RuntimeError("after validation")),
+        pytest.param(kind, *event, marks=() if kind == "plain" or event is EVENTS[-1] else SLOW)
+        for kind in ("plain", "equinox", "nnx", "keras")
+        for event in EVENTS
     ],
 )
 def test_an_exception_in_a_callback(subjects: Any, kind: str, event: str, step: int, error: BaseException) -> None:
@@ -161,16 +170,12 @@ def failing(subjects: Any, at: int | None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    ("at", "saved"), [(0, False), (3, True), pytest.param(3, False, marks=SLOW), pytest.param(0, True, marks=SLOW)]
+)
 def test_a_step_that_fails_after_it_has_consumed_its_state(
     subjects: Any, kind: str, at: int, saved: bool, tmp_path: Any
 ) -> None:
-    whole = subjects.Subject(kind)
-    whole.loss = Broken(whole.loss).wrapped()
-    trainer = whole.trainer()
-    trainer.fit(failing(subjects, None), num_steps=STEPS)
-
     subject = subjects.Subject(kind)
     subject.loss = Broken(subject.loss).wrapped()
     ours = subject.trainer(checkpoint_dir=tmp_path if saved else None)
@@ -181,7 +186,7 @@ def test_a_step_that_fails_after_it_has_consumed_its_state(
     assert ours.step == back
     subjects.assert_same(subject.weights(ours), subjects.reference(kind, back))
     ours.fit(failing(subjects, None), num_steps=STEPS)
-    subjects.assert_same(subject.weights(ours), whole.weights(trainer))
+    subjects.assert_same(subject.weights(ours), subjects.reference(kind, STEPS))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -240,7 +245,7 @@ def test_without_a_copy_the_error_says_that_the_state_is_gone(subjects: Any) -> 
         trainer.fit(failing(subjects, 2), num_steps=STEPS)
 
 
-@pytest.mark.parametrize("kind", ["nnx", "keras"])
+@pytest.mark.parametrize("kind", ["nnx", pytest.param("keras", marks=SLOW)])
 def test_a_model_in_the_middle_of_fit_says_who_has_its_arrays(subjects: Any, kind: str) -> None:
     subject, seen = subjects.Subject(kind), []
 

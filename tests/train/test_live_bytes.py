@@ -19,7 +19,8 @@ import pytest
 import lowtide as lt
 from lowtide.train import Callback
 
-KINDS = ("plain", "equinox", "nnx", "keras")
+SLOW = pytest.mark.slow
+KINDS = ("plain", pytest.param("equinox", marks=SLOW), "nnx", pytest.param("keras", marks=SLOW))
 DIM, ROWS = 512, 8
 
 
@@ -141,8 +142,15 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    # Steps of every kind; for what else a run does a pytree and a module that lends its arrays.
+    [
+        pytest.param(kind, run, marks=() if run == "steps" or kind in ("plain", "nnx") else SLOW)
+        for kind in ("plain", "equinox", "nnx", "keras")
+        for run in RUNS
+    ],
+)
 def test_live_arrays_in_fit(kind: str, run: str, tmp_path: Any) -> None:
     options, given = RUNS[run]
     made = Made(kind, **options, **({"checkpoint_dir": tmp_path} if run == "checkpoints" else {}))

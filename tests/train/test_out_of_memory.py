@@ -16,7 +16,9 @@ import pytest
 
 from lowtide.train import Callback
 
-KINDS = ("plain", "equinox", "nnx", "keras")
+SLOW = pytest.mark.slow
+KINDS = ("plain", pytest.param("equinox", marks=SLOW), "nnx", pytest.param("keras", marks=SLOW))
+"""Equinox modules are pytrees to a trainer, Keras models lend their arrays as NNX modules do."""
 WIDE = 16
 """Rows of a batch that is too large; others have half of them."""
 
@@ -43,7 +45,9 @@ def with_wide(data: list[Any], at: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("at", "saved"), [(0, False), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("at", "saved"), [pytest.param(0, False, marks=SLOW), pytest.param(3, False, marks=SLOW), (3, True)]
+)
 def test_while_a_step_runs(subjects: Any, kind: str, at: int, saved: bool, tmp_path: Any) -> None:
     subject, steps = subjects.Subject(kind), subjects.STEPS
     subject.loss = greedy(subject.loss)

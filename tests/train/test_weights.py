@@ -103,8 +103,8 @@ def _keras_model(units: int) -> Any:
     ("loss", "units", "labels"),
     [
         ("sparse_categorical_crossentropy", 3, lambda y: y),
-        ("sparse_categorical_crossentropy", 3, lambda y: y[:, None]),
-        ("categorical_crossentropy", 3, lambda y: np.eye(3, dtype=np.float32)[y]),
+        pytest.param("sparse_categorical_crossentropy", 3, lambda y: y[:, None], marks=pytest.mark.slow),
+        pytest.param("categorical_crossentropy", 3, lambda y: np.eye(3, dtype=np.float32)[y], marks=pytest.mark.slow),
         ("binary_crossentropy", 1, lambda y: (y > 0).astype(np.float32)[:, None]),
     ],
 )
