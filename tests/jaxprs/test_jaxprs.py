@@ -11,8 +11,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
-from lowtide.core._compat import classic_remat
 from lowtide.jaxprs import _versions as _jaxprs
+from lowtide.jaxprs import equations
 
 
 def test_the_parts_of_a_scan_are_counted() -> None:
@@ -28,42 +28,10 @@ def test_the_parts_of_a_scan_are_counted() -> None:
     assert counts(jax.grad(lambda *args: fn(*args).sum(), argnums=2)) == [(2, 1), (1, 1)]
 
 
-def test_calls_of_traced_functions_are_looked_through() -> None:
-    def names(jaxpr: Any) -> list[str]:
-        inner = [(eqn, eqn.params.get(_jaxprs.CALLS.get(eqn.primitive.name, ""))) for eqn in jaxpr.eqns]
-        return [
-            name
-            for eqn, held in inner
-            for name in ([eqn.primitive.name] if held is None else names(getattr(held, "jaxpr", held)))
-        ]
-
-    @jax.custom_vjp
-    def twice(x: Any) -> Any:
-        return 2 * x
-
-    twice.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
-    cubed = jax.custom_jvp(lambda x: x**3)
-    cubed.defjvp(lambda primals, tangents: (primals[0] ** 3, 3 * primals[0] ** 2 * tangents[0]))
-    # Called in another function, from JAX 0.11 on an `eval_jaxpr`.
-    traced = jax.jit(jnp.sin).trace(jnp.ones(3))
-    with classic_remat():  # the new one shows nothing of what it calls
-        whole = lambda x: traced(jax.checkpoint(jnp.cos)(twice(cubed(jax.jit(jnp.exp)(x)))))  # noqa: E731
-        jaxpr = jax.make_jaxpr(whole)(jnp.ones(3))
-    assert names(jaxpr.jaxpr) == ["exp", "integer_pow", "mul", "cos", "sin"]
-
-
 @pytest.mark.parametrize("traced_before", [False, True], ids=["inside", "outside"])
 @pytest.mark.parametrize("is_new", [False, True], ids=["classic", "remat3"])
 def test_recomputation_and_names_are_read_in_one_way(is_new: bool, traced_before: bool) -> None:
     from jax._src import config
-
-    def primitives(jaxpr: Any) -> list[str]:
-        inner = [jex.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns]
-        return [
-            name
-            for eqn, held in zip(jaxpr.eqns, inner, strict=True)
-            for name in (eqn.primitive.name, *(deeper for one in held for deeper in primitives(one)))
-        ]
 
     def checkpointed() -> Any:
         policy = jax.checkpoint_policies.save_only_these_names("sine", "other")
@@ -76,7 +44,7 @@ def test_recomputation_and_names_are_read_in_one_way(is_new: bool, traced_before
             return jax.lax.scan(lambda h, _: (made(h) if traced_before else checkpointed()(h), None), x, length=2)[0]
 
         closed, shapes = _jaxprs.make_jaxpr(fn)(jnp.ones(3))
-        found = primitives(closed.jaxpr)
+        found = [eqn.primitive.name for eqn in equations(closed)]
         assert {"remat2", "checkpoint"}.intersection(found), "the class of recomputation"
         assert "name" in found
         (scan,) = (eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "scan")

@@ -12,6 +12,7 @@ import pytest
 
 from lowtide.core import StructureError
 from lowtide.offload._rows import cut_block, is_row_major, plan, stream
+from lowtide.offload._separable import trace
 
 HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 CHUNK = 8 * 4 * 128 * 4  # eight rows of four matrices' rows of 128
@@ -61,6 +62,21 @@ def test_rows_of_an_operation_and_values_of_its_blocks(fn: Callable[..., Any], r
     )(W, G)
     assert streamed.sharding.memory_kind == "pinned_host"
     np.testing.assert_allclose(streamed, fn(jax.device_put(W, jax.memory.Space.Device), G), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("is_long", "stays"), [(False, False), (True, True)])
+def test_branches_with_loops_stay_branches_also_inside_of_others(is_long: bool, stays: bool) -> None:
+    """A selection would run them whether they are taken or not."""
+
+    def often(w: Any) -> Any:
+        return jax.lax.fori_loop(0, 1000, lambda _, x: jnp.sin(x), w) if is_long else jnp.sin(w)
+
+    def fn(w: Any, g: Any) -> Any:
+        inner = lambda: jax.lax.cond(g[0, 0, 0] > 2, lambda: often(w), lambda: w)  # noqa: E731
+        return jax.lax.cond(g[0, 0, 0] > 0, inner, lambda: w)
+
+    primitives = [equation.primitive.name for equation in trace(fn, (W, G), [0])[0].equations]
+    assert ("cond" in primitives, "select_n" in primitives) == (stays, not stays)
 
 
 def test_leaves_that_meet_are_a_group_and_others_are_not() -> None:

@@ -1,12 +1,24 @@
-"""Read jaxprs: what versions of JAX say otherwise, and the arithmetic of operations."""
+"""Read jaxprs: the one table of operations that hold jaxprs, walks, arithmetic, what versions of JAX say otherwise."""
 
+from ._calls import PRIMITIVES as PRIMITIVES
+from ._calls import Body as Body
+from ._calls import Kind as Kind
+from ._calls import bodies as bodies
+from ._calls import called as called
+from ._calls import equations as equations
+from ._calls import fold as fold
+from ._calls import kind_of as kind_of
+from ._calls import variables_read as variables_read
+from ._calls import walk as walk
+from ._calls import with_bodies as with_bodies
 from ._flops import eqn_flops as eqn_flops
 from ._flops import jaxpr_flops as jaxpr_flops
 from ._flops import manual_devices as manual_devices
-from ._versions import CALLS as CALLS
 from ._versions import close as close
+from ._versions import consts_of as consts_of
 from ._versions import is_closed as is_closed
 from ._versions import make_jaxpr as make_jaxpr
+from ._versions import opened as opened
 from ._versions import plain as plain
 from ._versions import policy_names as policy_names
 from ._versions import saves_name as saves_name
@@ -14,16 +26,28 @@ from ._versions import scan_counts as scan_counts
 from ._versions import source_line as source_line
 
 __all__ = [
-    "CALLS",
+    "PRIMITIVES",
+    "Body",
+    "Kind",
+    "bodies",
+    "called",
     "close",
+    "consts_of",
     "eqn_flops",
+    "equations",
+    "fold",
     "is_closed",
     "jaxpr_flops",
+    "kind_of",
     "make_jaxpr",
     "manual_devices",
+    "opened",
     "plain",
     "policy_names",
     "saves_name",
     "scan_counts",
     "source_line",
+    "variables_read",
+    "walk",
+    "with_bodies",
 ]

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jax.extend import core as jex
+from ._calls import Kind, bodies, kind_of
+from ._versions import opened
 
 _FREE = {
     *("reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "dynamic_slice", "gather", "rev"),
@@ -24,8 +25,8 @@ _FREE = {
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-    """FLOPs of a jaxpr, everything inside included."""
-    return sum(eqn_flops(eqn) for eqn in jaxpr.eqns)
+    """FLOPs of a jaxpr, open or closed, everything inside included."""
+    return sum(eqn_flops(eqn) for eqn in opened(jaxpr).eqns)
 
 
 def eqn_flops(eqn: Any) -> int:
@@ -51,9 +52,11 @@ def eqn_flops(eqn: Any) -> int:
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None:
         return estimate.flops
-    inner = [jaxpr_flops(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params)]
-    if inner and not primitive.startswith(("scatter", "reduce", "select_and")):  # these hold one scalar operation
-        return max(inner) if primitive == "cond" else _num_times(eqn) * sum(inner)
+    kind = kind_of(eqn)
+    if kind not in (None, Kind.SCALAR):
+        inner = [body.times * jaxpr_flops(body.jaxpr) for body in bodies(eqn)]
+        num_devices = manual_devices(eqn.params) if kind is Kind.SHARD_MAP else 1
+        return max(inner) if kind is Kind.BRANCH else num_devices * sum(inner)
     if primitive in _FREE:
         return 0
     if primitive.startswith(("reduce_", "arg", "cum")) and primitive != "reduce_precision":
@@ -67,15 +70,6 @@ def _ragged_flops(eqn: Any) -> int:
     (contracted, _), _ = numbers.dot_dimension_numbers
     each = 2 * _size(eqn.outvars[0].aval) * math.prod(lhs.shape[dim] for dim in contracted)
     return each // max(groups.shape[-1], 1) if set(numbers.lhs_ragged_dimensions) & set(contracted) else each
-
-
-def _num_times(eqn: Any) -> int:
-    """How often what an operation holds is run."""
-    params = eqn.params
-    if eqn.primitive.name == "shard_map":
-        return manual_devices(params)
-    grid = getattr(params.get("grid_mapping"), "grid", ())
-    return params.get("length", 1) * math.prod(size for size in grid if isinstance(size, int))
 
 
 def manual_devices(params: Any) -> int:

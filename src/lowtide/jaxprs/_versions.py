@@ -15,7 +15,7 @@ import contextlib
 import functools
 import os
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,19 +25,6 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p, remat_p
 
 from ..core._compat import classic_remat
-
-CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-"""Operations that only group others, by the names of all versions, and which parameter holds their jaxpr."""
 
 
 def is_closed(value: Any) -> bool:
@@ -53,6 +40,38 @@ def close(jaxpr: Any) -> Any:
 def is_jaxpr(value: Any) -> bool:
     """Whether a value is a jaxpr, open or closed."""
     return is_closed(value) or isinstance(value, jex.Jaxpr)
+
+
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr, open or closed, without its constants."""
+    return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """The constants that a jaxpr holds; none of an open one."""
+    return jaxpr.consts if is_closed(jaxpr) else ()
+
+
+def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
+    """An operation with other jaxprs in its parameters, and in tuples there; itself when nothing changed.
+
+    Args:
+        eqn: the operation.
+        change: of a jaxpr another one, or the same.
+    """
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return change(value)
+        if not isinstance(value, tuple):
+            return value
+        new = tuple(map(changed, value))
+        if all(a is b for a, b in zip(new, value, strict=True)):
+            return value
+        return type(value)(*new) if hasattr(value, "_fields") else new
+
+    params = {key: changed(value) for key, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(params[key] is not eqn.params[key] for key in params) else eqn
 
 
 def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
@@ -105,17 +124,7 @@ def _plain_equation(eqn: Any) -> Any:
         if type(held).__name__ in ("CheckpointName", "CheckpointNameFwd"):
             return eqn.replace(primitive=name_p, params={"name": held.name})
         return eqn
-
-    def replaced(value: Any) -> Any:
-        if is_jaxpr(value):
-            return plain(value)
-        if isinstance(value, tuple):
-            new = tuple(map(replaced, value))
-            return new if any(a is not b for a, b in zip(new, value, strict=True)) else value
-        return value
-
-    params = {key: replaced(value) for key, value in eqn.params.items()}
-    return eqn.replace(params=params) if any(params[key] is not eqn.params[key] for key in params) else eqn
+    return with_jaxprs(eqn, plain)
 
 
 def source_line(eqn: Any) -> str:

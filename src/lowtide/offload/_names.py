@@ -13,11 +13,10 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from ..core import format_bytes, leaf_bytes
-from ..jaxprs import CALLS, eqn_flops
+from ..jaxprs import bodies, called, eqn_flops, fold, kind_of
 from ._trace import HIDING, trace
 
 
@@ -103,9 +102,9 @@ def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
         name  values              bytes  FLOPs to recompute
         up    3 x float32[4, 8]   384 B            1.54e+03
     """
-    jaxpr = trace(fn, args, kwargs).closed.jaxpr
+    closed = trace(fn, args, kwargs).closed
     graph = _Graph(1, "")
-    graph.add(jaxpr, [graph.source() for _ in jaxpr.invars])
+    graph.add(closed, [graph.source() for _ in closed.in_avals])
     merged: dict[tuple[Any, ...], Name] = {}
     for row in graph.rows():
         key = (row.name, row.shape, row.dtype, row.hidden)
@@ -137,34 +136,23 @@ class _Graph:
     def add(self, jaxpr: Any, arguments: list[int], hidden: str = "") -> list[int]:
         """Add the operations of a jaxpr; the values of its results."""
         hidden = hidden or self._hidden
-        value: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
 
-        def read(var: Any) -> int:
-            return value[var] if isinstance(var, jex.Var) and var in value else self.source()
+        def apply(eqn: Any, operands: list[int]) -> list[int]:
+            inside = hidden or HIDING.get(kind_of(eqn), "")
+            if (inner := called(eqn)) is not None:
+                return self.add(inner, operands, inside)
+            for body in bodies(eqn):  # of loops and branches: graphs of their own, whose arguments are there
+                graph = _Graph(self._count * body.times, inside)
+                graph.add(body.jaxpr, [graph.source() for _ in body.jaxpr.in_avals])
+                self._order.append(graph)
+            results = [self.source() for _ in eqn.outvars]
+            maker = (operands, eqn_flops(eqn), eqn.primitive is name_p)
+            self._made.update((result, maker) for result in results)
+            if eqn.primitive is name_p:
+                self._order.append((eqn, operands[0], hidden))
+            return results
 
-        for eqn in jaxpr.eqns:
-            operands = [read(var) for var in eqn.invars]
-            primitive = eqn.primitive.name
-            inner = list(jex.jaxprs_in_params(eqn.params))
-            inside = hidden or HIDING.get(primitive, "")
-            if primitive in CALLS and len(inner) == 1 and len(inner[0].invars) == len(operands):
-                results = self.add(inner[0], operands, inside)
-            else:
-                self._bodies(eqn, inner, inside)
-                results = [self.source() for _ in eqn.outvars]
-                maker = (operands, eqn_flops(eqn), eqn.primitive is name_p)
-                self._made.update((result, maker) for result in results)
-                if eqn.primitive is name_p:
-                    self._order.append((eqn, operands[0], hidden))
-            value.update(zip(eqn.outvars, results, strict=True))
-        return [read(var) for var in jaxpr.outvars]
-
-    def _bodies(self, eqn: Any, inner: list[Any], hidden: str) -> None:
-        """Bodies of loops and branches: graphs of their own, whose arguments are there."""
-        for jaxpr in inner:
-            body = _Graph(self._count * eqn.params.get("length", 1), hidden)
-            body.add(jaxpr, [body.source() for _ in jaxpr.invars])
-            self._order.append(body)
+        return fold(jaxpr, arguments, apply, lambda *_: self.source())
 
     def rows(self) -> Iterator[Name]:
         """A row for each place with a name, in program order."""

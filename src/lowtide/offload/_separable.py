@@ -29,10 +29,9 @@ import jax
 import jax.numpy as jnp
 
 from ..core import PlacementWarning
-from ..jaxprs import CALLS, make_jaxpr
+from ..jaxprs import Kind, bodies, called, equations, fold, kind_of, make_jaxpr
 from ._folds import FOLDS
 
-_LOOPS = frozenset(("while", "scan"))
 _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
     clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1
@@ -176,7 +175,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -
         )
     inliner = _Inliner(Program(num_inputs=len(closed.in_avals)), set(on_host))
     inputs = [inliner.value(aval, at in inliner.host) for at, aval in enumerate(closed.in_avals)]
-    inliner.program.outputs = inliner.closed(closed, inputs)
+    inliner.program.outputs = inliner.add(closed, inputs)
     return inliner.program, jax.tree.structure(shapes)
 
 
@@ -203,26 +202,15 @@ class _Inliner:
         self.program.constants[at] = held
         return at
 
-    def closed(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        constants = [self.constant(held) for held in getattr(jaxpr, "consts", ())]
-        return self.open(getattr(jaxpr, "jaxpr", jaxpr), [*constants, *inputs])
-
-    def open(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
-        known: dict[Any, int] = dict(zip([*jaxpr.constvars, *jaxpr.invars], inputs, strict=True))
-
-        def read(var: Any) -> int:
-            return self.constant(var.val) if hasattr(var, "val") else known[var]
-
-        for eqn in jaxpr.eqns:
-            known.update(zip(eqn.outvars, self.equation(eqn, [read(var) for var in eqn.invars]), strict=True))
-        return [read(var) for var in jaxpr.outvars]
+    def add(self, jaxpr: Any, inputs: Sequence[int]) -> list[int]:
+        return fold(jaxpr, inputs, self.equation, lambda _, held: self.constant(held))
 
     def equation(self, eqn: Any, inputs: list[int]) -> list[int]:
         name = eqn.primitive.name
-        if name in CALLS:
-            return self.closed(eqn.params[CALLS[name]], inputs)
-        if name == "cond" and self.host.intersection(inputs) and not any(map(_loops, eqn.params["branches"])):
-            cases = [self.closed(branch, inputs[1:]) for branch in eqn.params["branches"]]
+        if (inner := called(eqn)) is not None:
+            return self.add(inner, inputs)
+        if kind_of(eqn) is Kind.BRANCH and self.host.intersection(inputs) and not _loops(eqn):
+            cases = [self.add(branch.jaxpr, inputs[1:]) for branch in bodies(eqn)]
             return [self.select(inputs[0], column) for column in zip(*cases, strict=True)]
         if name == "dot_general" and (product := self.inner_product(inputs, eqn.outvars[0].aval)) is not None:
             return product
@@ -238,7 +226,7 @@ class _Inliner:
         if aval.shape or not self.host.intersection(arrays) or shapes[0].shape != shapes[1].shape:
             return None
         closed, _ = make_jaxpr(lambda x, y: jnp.sum(x.astype(aval.dtype) * y.astype(aval.dtype)))(*shapes)
-        return self.closed(closed, arrays)
+        return self.add(closed, arrays)
 
     def select(self, which: int, cases: Sequence[int]) -> int:
         if len(set(cases)) == 1:
@@ -252,10 +240,10 @@ class _Inliner:
         return outputs
 
 
-def _loops(jaxpr: Any) -> bool:
+def _loops(eqn: Any) -> bool:
     """Whether a branch may run long, so that it must not run when it is not taken."""
-    inner = [value for eqn in jaxpr.eqns for value in eqn.params.values() if hasattr(value, "eqns")]
-    return any(eqn.primitive.name in _LOOPS for eqn in jaxpr.eqns) or any(map(_loops, inner))
+    inside = (kind_of(one) for branch in bodies(eqn) for one in equations(branch.jaxpr))
+    return any(kind in (Kind.SCAN, Kind.WHILE) for kind in inside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

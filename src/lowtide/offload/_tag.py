@@ -32,7 +32,7 @@ from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from ..core import SelectionError
-from ..jaxprs import is_closed, scan_counts
+from ..jaxprs import Body, bodies, called, equations, fold, is_closed, kind_of, opened, with_bodies
 from ._trace import HIDING, trace
 
 Origin = tuple[str, ...] | None
@@ -40,7 +40,6 @@ Origin = tuple[str, ...] | None
 
 _PRODUCTS = {"dot_general": "dot", "conv_general_dilated": "conv", "ragged_dot": "dot", "ragged_dot_general": "dot"}
 _KERNELS = {"pallas_call", "scaled_matmul_wrapper", "dot_product_attention_fwd_wrapper"}
-_CUSTOM = {"custom_vjp_call", "custom_jvp_call"}
 _ATTENTION = "dot_product_attention"
 
 
@@ -107,7 +106,6 @@ class _Namer:
 
     def jaxpr(self, jaxpr: Any, origins: Sequence[Origin], scope: tuple[str, ...]) -> Any:
         """The jaxpr with names, given what its arguments are made of and the names of the calls around it."""
-        origin: dict[Any, Origin] = dict(zip(jaxpr.invars, origins, strict=True))
         consumers: dict[Any, list[Any]] = {}
         for eqn in jaxpr.eqns:
             for var in eqn.invars:
@@ -116,50 +114,43 @@ class _Namer:
         names: dict[Any, str] = {}
         eqns: list[Any] = []
         fresh = jex.gensym()
-        for old in jaxpr.eqns:
-            made_of = [origin.get(var) if isinstance(var, jex.Var) else None for var in old.invars]
+
+        def apply(old: Any, made_of: list[Origin]) -> list[Origin]:
             eqn = self._inside(old, made_of, scope)
             if _is_worth_a_name(eqn):
                 self.found = True
                 values = [_narrowed(var, consumers, jaxpr.outvars) for var in eqn.outvars]
                 if not any(use.primitive is name_p for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
                     names.update(zip(values, self._names(eqn, made_of, scope), strict=True))
-            origin.update((var, _origin(eqn, made_of)) for var in eqn.outvars)
             named = [var for var in eqn.outvars if var in names and not isinstance(var, jex.DropVar)]
             inner = {var: fresh(var.aval) for var in named}
             eqns.append(eqn.replace(outvars=[inner.get(var, var) for var in eqn.outvars]) if named else eqn)
-            eqns += [
+            eqns.extend(
                 jex.new_jaxpr_eqn([inner[var]], [var], name_p, {"name": names[var]}, set(), eqn.source_info, eqn.ctx)
                 for var in named
-            ]
+            )
+            return [_origin(eqn, made_of)] * len(old.outvars)
+
+        fold(jaxpr, origins, apply, lambda *_: None)
         return jaxpr.replace(eqns=eqns)
 
     def _inside(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> Any:
         """The operation with names in the jaxprs that it calls; itself when a policy would not see them."""
-        primitive, params = eqn.primitive.name, eqn.params
-        inner = list(jex.jaxprs_in_params(params))
-        if not inner or primitive in HIDING:
-            return eqn
-        if primitive == "cond":
-            made_of = made_of[1:]
-        elif primitive == "scan":  # a carry is an activation, whatever it starts as
-            consts, carry = scan_counts(params)
-            made_of = [*made_of[:consts], *[()] * carry, *made_of[consts + carry :]]
-        if any(len(jaxpr.invars) != len(made_of) for jaxpr in inner):
+        inner = bodies(eqn)
+        if not inner or kind_of(eqn) in HIDING or any(body.reads is None for body in inner):
             return eqn
         # JAX's own jits (einsum, silu) say where they are defined; their names mean nothing to the reader.
-        is_jax = "/jax/_src/" in (inner[0].debug_info.func_src_info or "")
-        own = "" if is_jax else _plain(params.get("name"))
+        is_jax = "/jax/_src/" in (opened(inner[0].jaxpr).debug_info.func_src_info or "")
+        own = "" if is_jax else _plain(eqn.params.get("name"))
         scope = (*scope, *_scopes(eqn), *([own] if own else []))
 
-        def rewritten(value: Any) -> Any:
-            if is_closed(value):
-                return value.replace(jaxpr=self.jaxpr(value.jaxpr, made_of, scope))
-            if isinstance(value, jex.Jaxpr):
-                return self.jaxpr(value, made_of, scope)
-            return tuple(rewritten(item) for item in value) if isinstance(value, tuple) else value
+        def rewritten(body: Body) -> Any:
+            # A carry is an activation, whatever it starts as.
+            origins = [() if i in body.carried else made_of[at] for i, at in enumerate(body.reads or ())]
+            new = self.jaxpr(opened(body.jaxpr), origins, scope)
+            return body.jaxpr.replace(jaxpr=new) if is_closed(body.jaxpr) else new
 
-        return eqn.replace(params={key: rewritten(value) for key, value in params.items()})
+        return with_bodies(eqn, rewritten)
 
     def _names(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> list[str]:
         """One name for each result of an operation that is worth names."""
@@ -173,7 +164,7 @@ class _Namer:
                 path = max(reversed(parameters), key=len)  # of two the deeper one, else the right-hand side
                 return [self._unique("/".join(_without_leaf(path)))]
             return [self._unique("/".join((*scope, _PRODUCTS[primitive])), first="_0")]
-        own = eqn.params["call_jaxpr"].jaxpr.debug_info.func_name if primitive in _CUSTOM else eqn.params.get("name")
+        own = opened(called(eqn)).debug_info.func_name if _is_custom(eqn) else eqn.params.get("name")
         return self._each_result(eqn, (*scope, _plain(own) or primitive))
 
     def _attention_names(self, eqn: Any, scope: tuple[str, ...]) -> list[str]:
@@ -204,7 +195,7 @@ def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any])
 
 def _origin(eqn: Any, made_of: list[Origin]) -> Origin:
     """What a result is made of: what its operands have in common, constants aside."""
-    if eqn.primitive.name in _PRODUCTS or any(True for _ in jex.jaxprs_in_params(eqn.params)):
+    if eqn.primitive.name in _PRODUCTS or kind_of(eqn) is not None:
         return ()
     paths = [path for path in made_of if path is not None]
     if not paths:
@@ -243,14 +234,12 @@ def _in_attention(eqn: Any) -> bool:
     return any(frame.function_name == _ATTENTION and "jax" in frame.file_name for frame in frames)
 
 
+def _is_custom(eqn: Any) -> bool:
+    kind = kind_of(eqn)
+    return kind is not None and kind.is_custom
+
+
 def _is_worth_a_name(eqn: Any) -> bool:
     """Whether an operation is a product or a kernel, or a function with its own derivative that holds one."""
-
-    def holds(jaxpr: Any) -> bool:
-        return any(
-            inner.primitive.name in (*_PRODUCTS, *_KERNELS) or any(map(holds, jex.jaxprs_in_params(inner.params)))
-            for inner in jaxpr.eqns
-        )
-
-    primitive = eqn.primitive.name
-    return primitive in (*_PRODUCTS, *_KERNELS) or (primitive in _CUSTOM and holds(eqn.params["call_jaxpr"].jaxpr))
+    named = [eqn, *(equations(called(eqn)) if _is_custom(eqn) else ())]
+    return any(one.primitive.name in (*_PRODUCTS, *_KERNELS) for one in named)

@@ -11,18 +11,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 from jax.extend.core.primitives import name_p
 
 from ..core import Tree, leaves_with_paths
-from ..jaxprs import make_jaxpr
+from ..jaxprs import Kind, equations, kind_of, make_jaxpr, variables_read, walk
 
-HIDING: Mapping[str, str] = {
-    "custom_vjp_call": "inside a function with a custom_vjp",
-    "custom_jvp_call": "inside a function with a custom_jvp",
-    "while": "inside a while loop, which reverse-mode differentiation does not enter",
-    "pallas_call": "inside a Pallas kernel",
-    "call_hi_primitive": "inside a function with rules of its own for recomputation",
+HIDING: Mapping[Kind | None, str] = {
+    Kind.CUSTOM_VJP: "inside a function with a custom_vjp",
+    Kind.CUSTOM_JVP: "inside a function with a custom_jvp",
+    Kind.WHILE: "inside a while loop, which reverse-mode differentiation does not enter",
+    Kind.KERNEL: "inside a Pallas kernel",
+    Kind.OPAQUE: "inside a function with rules of its own for recomputation",
 }
 """Operations into which the policy of a `jax.checkpoint` does not see."""
 
@@ -71,25 +70,19 @@ class NamedValue:
     """Why a policy never hears of it; empty when it does."""
 
 
-def named_values(jaxpr: Any, hidden: str = "") -> Iterator[NamedValue]:
-    """All named values of a jaxpr and the jaxprs inside, in program order; `hidden` holds for all of them."""
-    read = {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jex.Var)}
-    read |= {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
-    for eqn in jaxpr.eqns:
+def named_values(jaxpr: Any) -> Iterator[NamedValue]:
+    """All named values of a jaxpr and the jaxprs inside, in program order."""
+    read = variables_read(jaxpr)
+    for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or HIDING.get(kind_of(eqn), "")):
         if eqn.primitive is name_p:
             unread = "" if eqn.outvars[0] in read else "dead code: what checkpoint_name returned is not used"
             yield NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from named_values(inner, hidden or HIDING.get(eqn.primitive.name, ""))
 
 
 def has_custom_rule(jaxpr: Any) -> bool:
     """Whether differentiation replaces a part of the jaxpr by code that the jaxpr does not show."""
-    return any(
-        eqn.primitive.name in ("custom_vjp_call", "custom_jvp_call")
-        or any(has_custom_rule(inner) for inner in jex.jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
+    kinds = map(kind_of, equations(jaxpr))
+    return any(kind is not None and kind.is_custom for kind in kinds)
 
 
 def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[str]:

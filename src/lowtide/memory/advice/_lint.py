@@ -22,7 +22,7 @@ from ._copies import residual_copies
 from ._finding import RULES as RULES
 from ._finding import Finding as Finding
 from ._loops import copied_in_loops
-from ._traced import casts, constants, duplicated_averages, equations, unmatched_names, unused_names
+from ._traced import casts, constants, duplicated_averages, unmatched_names, unused_names, with_runs
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _NOTABLE = 0.01
@@ -409,7 +409,7 @@ def _offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding
     if report.host_bytes or program.target.platform == "cpu":
         return  # the CPU has one memory, and proves nothing
     wanted = 0
-    for equation, runs in equations(program.jaxpr.jaxpr, 1):
+    for equation, runs in with_runs(program.jaxpr):
         if equation.primitive.name == "device_put":
             outs = [v for v in equation.outvars if "host" in str(getattr(v.aval, "memory_space", "")).lower()]
             wanted += runs * sum(leaf_bytes(v.aval) for v in outs)

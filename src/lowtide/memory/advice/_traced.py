@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ...core import format_bytes, leaf_bytes
-from ...jaxprs import policy_names, saves_name
+from ...jaxprs import bodies, consts_of, equations, policy_names, saves_name, walk
 from .._owners import Owners
 from ._finding import Finding
 
@@ -49,7 +49,7 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
 def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
     """The bytes behind each name that is given, and each policy with the names that it knows."""
     tags, policies = dict[str, int](), dict[int, Any]()
-    for equation, runs in equations(jaxpr.jaxpr, 1):
+    for equation, runs in with_runs(jaxpr):
         if equation.primitive.name == "name":
             name = equation.params["name"]
             tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
@@ -58,25 +58,15 @@ def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]
     return tags, [(policy, policy_names(policy)) for policy in policies.values()]
 
 
-def equations(jaxpr: Any, runs: int) -> Iterator[tuple[Any, int]]:
+def with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
     """All equations of a jaxpr and of those inside, with how often each runs."""
-    for equation in jaxpr.eqns:
-        yield equation, runs
-        times = runs * (equation.params["length"] if equation.primitive.name == "scan" else 1)
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner, times)
+    return walk(jaxpr, 1, lambda _, body, runs: runs * body.times)
 
 
 def casts(jaxpr: Any) -> set[str]:
     """The types, in XLA's words, that the function casts to or gives its arguments."""
     made = {
-        str(v.aval.dtype)
-        for e, _ in equations(jaxpr.jaxpr, 1)
-        if e.primitive.name == "convert_element_type"
-        for v in e.outvars
+        str(v.aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type" for v in e.outvars
     }
     given = {str(variable.aval.dtype) for variable in jaxpr.jaxpr.invars if hasattr(variable.aval, "dtype")}
     return {name.replace("bfloat", "bf").replace("float", "f").replace("_", "") for name in made | given}
@@ -98,12 +88,10 @@ def constants(jaxpr: Any) -> Iterator[Finding]:
 
 
 def _constants(closed: Any) -> Iterator[Any]:
-    yield from getattr(closed, "consts", ())
-    for equation in getattr(closed, "jaxpr", closed).eqns:
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (list, tuple)) else (value,):
-                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                    yield from _constants(inner)
+    yield from consts_of(closed)
+    for equation in equations(closed):
+        for body in bodies(equation):
+            yield from consts_of(body.jaxpr)
 
 
 # --- equal states --------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ...core import ConfigError, LayerStack, SelectionError, StructureError, Tree, leaves_with_paths, match_path
-from ...jaxprs import CALLS
+from ...jaxprs import Kind, called, kind_of, opened
 
 
 def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tree:
@@ -149,12 +149,12 @@ def _uses(jaxpr: Any, var: Any) -> int:
     count = 2 * sum(out is var for out in jaxpr.outvars)
     for eqn in jaxpr.eqns:
         at = [position for position, read in enumerate(eqn.invars) if read is var]
-        name = eqn.primitive.name
-        if at and name in CALLS and not name.startswith("custom_"):
-            inner = getattr(eqn.params[CALLS[name]], "jaxpr", eqn.params[CALLS[name]])
+        kind = kind_of(eqn)
+        if at and kind in (Kind.CALL, Kind.REMAT):
+            inner = opened(called(eqn))
             count += sum(_uses(inner, inner.invars[position]) for position in at)
         elif at:
-            count += 1 if name.startswith("custom_vjp_call") and len(at) == 1 else 2
+            count += 1 if kind is Kind.CUSTOM_VJP and len(at) == 1 else 2
     return count
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ...core import StructureError, Tree, leaves_with_paths
-from ...jaxprs import CALLS
+from ...jaxprs import Kind, bodies, called, equations, fold, kind_of
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
@@ -45,14 +45,14 @@ def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
     sources = [frozenset([at]) if at < first else frozenset[int]() for at in range(len(closed.in_avals))]
     sources[-1] = frozenset([_LOSS])
     while True:  # what the state has seen in one step, updates read in the next
-        found = _reach(closed.jaxpr, sources)
+        found = _reach(closed, sources)
         held = [old | new for old, new in zip(sources[first:last], found[first:last], strict=True)]
         if held == sources[first:last]:
             break
         sources[first:last] = held
     for at, reached in enumerate(found[:first]):
         if other := sorted(reached - {at, _LOSS}):
-            got, hint = _cause(_LOSS in reached, _primitives(closed.jaxpr))
+            got, hint = _cause(_LOSS in reached, {eqn.primitive.name for eqn in equations(closed)})
             raise StructureError(
                 f"the optimizer updates {paths[at]} by the gradient of {paths[other[0]]}, too",
                 expected="an optimizer that treats leaves one by one, such as optax.adamw",
@@ -80,16 +80,6 @@ def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
         "one that mixes them, such as a chain with optax.clip_by_global_norm, or one that estimates its own step size",
         "take clipping out of the chain and pass clip=lt.offload.Clip(max_norm=...) to layerwise_step",
     )
-
-
-def _primitives(jaxpr: Any) -> set[str]:
-    """Names of all operations, those of calls too."""
-    found = set[str]()
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        inner = eqn.params[CALLS[name]] if name in CALLS else None
-        found |= {name} if inner is None else _primitives(getattr(inner, "jaxpr", inner))
-    return found
 
 
 def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
@@ -131,22 +121,13 @@ def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any
 
 def _reach(jaxpr: Any, inputs: Sequence[frozenset[int]]) -> list[frozenset[int]]:
     """For every output of a jaxpr the sources that it depends on, given those of the inputs."""
-    known: dict[Any, frozenset[int]] = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def of(var: Any) -> frozenset[int]:
-        return frozenset() if hasattr(var, "val") else known.get(var, frozenset())
+    def apply(eqn: Any, read: list[frozenset[int]]) -> list[frozenset[int]]:
+        if (inner := called(eqn)) is not None:
+            return _reach(inner, read)
+        if kind_of(eqn) is Kind.BRANCH:
+            columns = zip(*(_reach(branch.jaxpr, read[1:]) for branch in bodies(eqn)), strict=True)
+            return [read[0].union(*column) for column in columns]
+        return [frozenset[int]().union(*read)] * len(eqn.outvars)
 
-    for eqn in jaxpr.eqns:
-        read = [of(var) for var in eqn.invars]
-        whole = frozenset[int]().union(*read)
-        name = eqn.primitive.name
-        if name in CALLS:
-            inner = eqn.params[CALLS[name]]
-            results = _reach(getattr(inner, "jaxpr", inner), read)
-        elif name == "cond":
-            columns = zip(*(_reach(branch.jaxpr, read[1:]) for branch in eqn.params["branches"]), strict=True)
-            results = [read[0].union(*column) for column in columns]
-        else:
-            results = [whole] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, results, strict=True))
-    return [of(var) for var in jaxpr.outvars]
+    return fold(jaxpr, inputs, apply, lambda *_: frozenset())

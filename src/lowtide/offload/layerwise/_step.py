@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core import StructureError, Tree, combine, leaves_with_paths
+from ...jaxprs import variables_read
 from .._slices import DEVICE, entry_shape, put, zero_after
 from ._clip import Clip, square_norm
 from ._contract import check_stack
@@ -188,8 +189,6 @@ def _assembled(like: Tree, leaves: dict[str, Any]) -> Tree:
 def _paths_read(fn: Callable[..., Any], outer: Tree, *rest: Tree) -> frozenset[str]:
     """Paths of the leaves of `outer` that a function of it computes with."""
     jaxpr = jax.make_jaxpr(fn)(outer, *rest).jaxpr
-    read = {var for eqn in jaxpr.eqns for var in eqn.invars if not hasattr(var, "val")} | {
-        var for var in jaxpr.outvars if not hasattr(var, "val")
-    }
+    read = variables_read(jaxpr)
     paths = [path for path, _ in leaves_with_paths(outer)]
     return frozenset(path for path, var in zip(paths, jaxpr.invars, strict=False) if var in read)

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core as jex
 from jax.sharding import AxisType, Mesh
 
 from ...core import ConfigError, LayerStack, StructureError
-from ...jaxprs import source_line
+from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
 _ONE_ORDER = "xla_cpu_enable_concurrency_optimized_scheduler"
@@ -76,7 +75,7 @@ def refuse_undivided_calls(name: str, jaxpr: Any, platform: str) -> None:
     """Raise for what JAX cannot lower where the compiler divides arrays along axes: it would name no place."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Auto]
-    found = next(_undivided_calls(jaxpr, axes, "", platform), None)
+    found = next(_undivided_calls(jaxpr, axes, platform), None)
     if found is None:
         return
     call, where, others = found
@@ -107,15 +106,16 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
         jaxpr: of it.
         axis: the pipeline's.
     """
-    for collective, axes, where in _collectives(jaxpr, ""):
-        if axis in axes:
+    for eqn, where in _with_lines(jaxpr):
+        collective = eqn.primitive.name
+        if axis in _axes(eqn):
             raise StructureError(
                 f"{name}: {collective} along {axis!r}{where and f' at {where}'}, the axis of the pipeline",
                 expected="collectives along other axes of the mesh",
                 got="one for which ranks would wait that do something else, or nothing, in the same tick",
                 hint="what stages tell each other is a leaf of h; sums over layers are one that blocks add to",
             )
-    for choice, axes, where in _choices(jaxpr, ""):
+    for choice, axes, where in _choices(jaxpr):
         raise StructureError(
             f"{name}: {choice}{where and f' at {where}'} is decided by each device along {', '.join(axes)} for itself, "
             "and holds collectives along it",
@@ -126,48 +126,47 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
         )
 
 
-def _collectives(jaxpr: Any, where: str) -> Iterator[tuple[str, tuple[Any, ...], str]]:
-    """Collectives, their axes and their lines."""
-    for eqn in jaxpr.eqns:
-        line = source_line(eqn) or where
-        if eqn.primitive.name in _COLLECTIVES:
-            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            yield eqn.primitive.name, axes if isinstance(axes, tuple) else (axes,), line
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from _collectives(getattr(inner, "jaxpr", inner), line)
+def _with_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
+    """All operations and their lines; of one without, the line of what it is in."""
+    for eqn, around in walk(jaxpr, "", lambda eqn, _, around: source_line(eqn) or around):
+        yield eqn, source_line(eqn) or around
 
 
-def _choices(jaxpr: Any, where: str) -> Iterator[tuple[str, list[str], str]]:
+def _axes(eqn: Any) -> tuple[Any, ...]:
+    """The axes of a collective; none of other operations."""
+    if eqn.primitive.name not in _COLLECTIVES:
+        return ()
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _choices(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
     """Branches and loops whose predicate differs along an axis of a collective in them."""
-    for eqn in jaxpr.eqns:
-        line, held = source_line(eqn) or where, [getattr(one, "jaxpr", one) for one in jex.jaxprs_in_params(eqn.params)]
-        if eqn.primitive.name in ("cond", "while"):
-            decides = eqn.invars[0] if eqn.primitive.name == "cond" else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
+    for eqn, where in _with_lines(jaxpr):
+        kind = kind_of(eqn)
+        if kind in (Kind.BRANCH, Kind.WHILE):
+            decides = eqn.invars[0] if kind is Kind.BRANCH else eqn.params["cond_jaxpr"].jaxpr.outvars[0]
             varying = decides.aval.manual_axis_type.varying
-            axes = {axis for inner in held for _, axes, _ in _collectives(inner, "") for axis in axes}
+            axes = {axis for body in bodies(eqn) for inner in equations(body.jaxpr) for axis in _axes(inner)}
             if varying & axes:
-                yield eqn.primitive.name, sorted(varying & axes), line
-        for inner in held:
-            yield from _choices(inner, line)
+                yield eqn.primitive.name, sorted(varying & axes), where
 
 
-def _undivided_calls(
-    jaxpr: Any, axes: Sequence[str], where: str, platform: str
-) -> Iterator[tuple[str, str, Sequence[str]]]:
+def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator[tuple[str, str, Sequence[str]]]:
     """Calls of other code, their lines, and along which axes the compiler divides their arrays."""
-    for eqn in jaxpr.eqns if axes else ():
-        primitive, params = eqn.primitive.name, eqn.params
-        line = source_line(eqn) or where
-        if primitive == "pure_callback":
-            yield "jax.pure_callback", line, axes
-        elif primitive == "pallas_call":
-            if platform == "tpu" and not params["interpret"]:
-                yield "pallas_call", line, axes
-            continue
-        manual = params["newly_manual_axes"] if primitive == "shard_map" else ()
-        left = [axis for axis in axes if axis not in manual]
-        for inner in jex.jaxprs_in_params(params):
-            yield from _undivided_calls(getattr(inner, "jaxpr", inner), left, line, platform)
+
+    def enter(eqn: Any, _: Any, around: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
+        axes, where = around
+        manual = eqn.params["newly_manual_axes"] if kind_of(eqn) is Kind.SHARD_MAP else ()
+        inside_kernel = kind_of(eqn) is Kind.KERNEL
+        left = () if inside_kernel else [axis for axis in axes if axis not in manual]
+        return left, source_line(eqn) or where
+
+    for eqn, (left, around) in walk(jaxpr, (axes, ""), enter):
+        is_kernel = kind_of(eqn) is Kind.KERNEL and platform == "tpu" and not eqn.params["interpret"]
+        if left and (is_kernel or eqn.primitive.name == "pure_callback"):
+            call = "pallas_call" if is_kernel else "jax.pure_callback"
+            yield call, source_line(eqn) or around, left
 
 
 def warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex
 
-from ...jaxprs import CALLS, close, eqn_flops, is_closed, scan_counts
+from ...jaxprs import Kind, called, close, eqn_flops, fold, kind_of, scan_counts
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -186,29 +186,18 @@ class _Reader:
 
     def read(self, jaxpr: Any, inputs: Sequence[Atom]) -> list[Atom]:
         """Add the operations of a jaxpr with these inputs; its outputs."""
-        env: dict[Any, Atom] = {}
-        if is_closed(jaxpr):
-            for var, const in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True):
-                env[var] = self._constant(var.aval, const)
-            jaxpr = jaxpr.jaxpr
-        env.update(zip(jaxpr.invars, inputs, strict=True))
+        return fold(jaxpr, inputs, self._equation, self._known)
 
-        def atom(var: Any) -> Atom:
-            return var if isinstance(var, jex.Literal) else env[var]
+    def _equation(self, eqn: Any, reads: list[Atom]) -> Sequence[Atom]:
+        inner = called(eqn)
+        if inner is not None and not _has_shardings(eqn):
+            return self.read(inner, reads)
+        return self._scan(eqn, reads) if kind_of(eqn) is Kind.SCAN else self._operation(eqn, reads)
 
-        for eqn in jaxpr.eqns:
-            reads = [atom(var) for var in eqn.invars]
-            if eqn.primitive.name in CALLS and not _has_shardings(eqn):
-                results = self.read(eqn.params[CALLS[eqn.primitive.name]], reads)
-            elif eqn.primitive.name == "scan":
-                results = self._scan(eqn, reads)
-            else:
-                results = self._operation(eqn, reads)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [atom(var) for var in jaxpr.outvars]
-
-    def _constant(self, aval: Any, const: Any) -> Value:
-        value = Value(aval, self.loop)
+    def _known(self, var: Any, const: Any) -> Atom:
+        if isinstance(var, jex.Literal):
+            return var
+        value = Value(var.aval, self.loop)
         self.items.append(Op("constant", [], [value], lambda: [const]))
         return value
 
@@ -273,11 +262,7 @@ _HEAVY = {
 
 def _is_heavy(eqn: Any) -> bool:
     """A product or the like; or a loop, a branch, a kernel: whatever holds operations of its own."""
-    name = eqn.primitive.name
-    if name in _HEAVY:
-        return True
-    # These hold one scalar operation.
-    return not name.startswith(("scatter", "reduce")) and any(True for _ in jex.jaxprs_in_params(eqn.params))
+    return eqn.primitive.name in _HEAVY or kind_of(eqn) not in (None, Kind.SCALAR)
 
 
 def _has_effects(eqn: Any) -> bool:

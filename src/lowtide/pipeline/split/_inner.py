@@ -19,7 +19,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
-from ...jaxprs import close, is_closed, manual_devices, source_line
+from ...jaxprs import bodies, close, is_closed, manual_devices, source_line
 from ._cut import Pass, Reach, Sink, Source, assign
 from ._graph import Atom, Graph, Loop, Op, Value, graph
 from ._replay import Environment, Plan, shape_of
@@ -168,8 +168,7 @@ class _Left:
 def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tuple[list[Op], list[Whole]]:
     params, is_cond = op.eqn.params, op.name == "cond"
     begin = int(is_cond)  # the number of the branch comes first
-    bodies = params["branches"] if is_cond else [params["jaxpr"]]
-    branches = [_Branch(body, early, late, sources[begin:]) for body in bodies]
+    branches = [_Branch(body.jaxpr, early, late, sources[begin:]) for body in bodies(op.eqn)]
     lefts, places = _places(branches, params)
     of_early = sorted({i for one in branches for i in one.early.reads})
     of_late = sorted({i for one in branches for i in one.late.reads})

@@ -15,9 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend import core as jex
-
-from ...jaxprs import source_line
+from ...jaxprs import kind_of, source_line
 from ._cut import Pass, Reach, Sink, Source
 from ._graph import Op, repeated
 from ._inner import Whole
@@ -72,8 +70,8 @@ def pass_flops(plan: Plan, sources: Sequence[Source], sinks: Sequence[Sink], who
     back = max(totals[Pass.INPUT] + totals[Pass.WEIGHT], 1)
     found: list[tuple[str, str, str, int | None]] = []
     for whole in wholes:
-        is_seen = any(True for _ in jex.jaxprs_in_params(whole.eqn.params))
-        found.append((whole.eqn.primitive.name, whole.where, _hint(whole.eqn), whole.flops if is_seen else None))
+        flops = None if kind_of(whole.eqn) is None else whole.flops
+        found.append((whole.eqn.primitive.name, whole.where, _hint(whole.eqn), flops))
     found += _early(plan, Reach(plan.graph, list(sources), list(sinks)), sinks)
     merged: dict[tuple[str, str, str], int | None] = {}
     for name, where, hint, flops in found:
