@@ -150,7 +150,7 @@ def test_samples_stream_what_is_on_the_host(finetune):
 
 def test_the_table_counts_host_bytes_and_gradients_of_one_layer(finetune):
     job = finetune(full=True)
-    content = job.memory().to_dict()
+    content = job.compare(job.memory()).to_dict()
     layers, outer = job.base.layers, job.base.outer
     assert content["trainable_bytes"] == tree_bytes(job.base)
     assert content["frozen_bytes"] == 0

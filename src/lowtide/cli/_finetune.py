@@ -74,6 +74,11 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="at the end compile the step that people write first, too, and show its bytes beside those of the run",
+    )
     _distributed.register(parser)
     parser.set_defaults(run=run)
 
@@ -100,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
     try:
-        _finetune(console, config, out, interrupted, sharding)
+        _finetune(console, config, out, interrupted, sharding, compare=args.compare)
     except LowtideError:
         with contextlib.suppress(OSError):
             if is_first:
@@ -113,7 +118,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _finetune(console: Console, config: Any, out: Path, interrupted: threading.Event, sharding: Any) -> None:
+def _finetune(
+    console: Console, config: Any, out: Path, interrupted: threading.Event, sharding: Any, *, compare: bool
+) -> None:
     from ..finetune import Finetune
 
     with _progress(console) as progress:
@@ -123,15 +130,21 @@ def _finetune(console: Console, config: Any, out: Path, interrupted: threading.E
             progress.update(task, completed=done, total=total)
 
         job = Finetune(config, out, on_tokenise=show, sharding=sharding)
-        progress.update(task, description="compiling the step, and the naive one", total=None)
+        progress.update(task, description="compiling the step", total=None)
         table = job.memory()
         progress.remove_task(task)
     _print_plan(console, job, table)
-    before = job.sample_before()
+    before = job.sample_before() if config.full else None  # while there is an untuned model
     _train(console, job, table, interrupted)
     job.finish(table)
     if job.samples:
+        before = before if config.full else job.sample_before()
         _print_samples(console, {"before": before, "after": job.sample(job.trainer.model)})
+    if compare:  # last: nothing of it is in memory while the run trains, and the run has written its files
+        with _progress(console) as progress:
+            progress.add_task("compiling the naive step, to compare", total=None)
+            table = job.compare(table)
+        job.write_memory(table)
     _print_bytes(console, config, table)
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
@@ -267,17 +280,27 @@ def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None])
 
 
 def _print_bytes(console: Console, config: Any, table: Any) -> None:
+    """The bytes of the step by role; of a run that compares beside those of the naive step."""
     ours, naive = table.ours, table.naive
     naive_roles = {} if naive is None else naive.by_role
     view = Table(title="Bytes", show_footer=True)
     view.add_column("role", footer="total (compiled)")
-    total = "does not fit" if naive is None else format_bytes(naive.device_bytes)
-    naive_name = "AdamW + remat" if config.full else "AdamW + stop_gradient"
-    view.add_column(naive_name, justify="right", footer=total)
+    if table.is_compared:
+        total = "does not fit" if naive is None else format_bytes(naive.device_bytes)
+        view.add_column("AdamW + remat" if config.full else "AdamW + stop_gradient", justify="right", footer=total)
     view.add_column("Lowtide", justify="right", footer=format_bytes(ours.device_bytes))
-    view.add_column("", justify="right", footer="" if naive is None else _ratio(ours.device_bytes, naive.device_bytes))
+    if table.is_compared:
+        ratio = "" if naive is None else _ratio(ours.device_bytes, naive.device_bytes)
+        view.add_column("", justify="right", footer=ratio)
     if ours.host_bytes:
         view.add_column("on the host", justify="right", footer=format_bytes(ours.host_bytes))
+
+    def add(label: str, was: int | None, now: int, hosted: int) -> None:
+        before = ["" if was is None else format_bytes(was)] if table.is_compared else []
+        ratio = [_ratio(now, was or 0)] if table.is_compared else []
+        host = [format_bytes(hosted) if hosted else ""] if ours.host_bytes else []
+        view.add_row(label, *before, format_bytes(now), *ratio, *host)
+
     names = {
         "frozen": "frozen weights",
         "trainable": "weights" if config.full else "adapters",
@@ -291,13 +314,10 @@ def _print_bytes(console: Console, config: Any, table: Any) -> None:
     for label, roles in shown.items():
         each = (naive_roles, ours.by_role, ours.host_by_role)
         was, now, hosted = (sum(found.get(role, 0) for role in roles) for found in each)
-        host = [format_bytes(hosted) if hosted else ""] if ours.host_bytes else []
-        before = "" if naive is None else format_bytes(was)
-        view.add_row(names.get(label, label), before, format_bytes(now), _ratio(now, was), *host)
+        add(names.get(label, label), None if naive is None else was, now, hosted)
     view.add_section()
-    grads, naive_grads = table.gradient_bytes, table.naive_gradient_bytes
     what = "gradients alive at a time (counted)" if config.full else "gradient tree (counted)"
-    view.add_row(what, format_bytes(naive_grads), format_bytes(grads), _ratio(grads, naive_grads))
+    add(what, table.naive_gradient_bytes, table.gradient_bytes, 0)
     console.print(view)
 
 

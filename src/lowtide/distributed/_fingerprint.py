@@ -44,13 +44,19 @@ def fingerprint(tree: Tree) -> str:
 def _samples(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    if not isinstance(leaf, jax.Array) or (on_host(leaf.sharding) and leaf.is_fully_addressable):
+    if not isinstance(leaf, jax.Array) or (_is_near(leaf.sharding) and leaf.is_fully_addressable):
         return _grid(np.asarray(leaf), np)
     if on_host(leaf.sharding):
         return np.zeros(0)  # shards of other processes are out of reach: shape and dtype have to do
     sharding = leaf.sharding
     everywhere = jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
     return np.asarray(jax.jit(lambda x: _grid(x, jnp), out_shardings=everywhere)(leaf))
+
+
+def _is_near(sharding: jax.sharding.Sharding) -> bool:
+    """Whether NumPy reads arrays where they are: what it need not compile for every shape starts a run sooner."""
+    devices = sharding.device_set
+    return on_host(sharding) or (len(devices) == 1 and next(iter(devices)).platform == "cpu")
 
 
 def _grid(leaf: Any, module: Any) -> Any:

@@ -105,7 +105,7 @@ class Finetune:
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
         of_first(lambda: (write_config(self.out, config), check_same_run(self.out, config, self.data.digest)))
         self.schedule = _schedule(config)
-        self._naive = optimizer(dataclasses.replace(config, offload=()), self.schedule)
+        self._rate = jax.jit(self.schedule)  # for records: operation by operation it would be a dozen programs
         tx: Any = optimizer(config, self.schedule)
         options: dict[str, Any] = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
         if config.full:
@@ -126,25 +126,48 @@ class Finetune:
         check_checkpoint(self.out, config, self.resumed_at)
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
-        """Compile our step and the naive one, and say where their bytes go.
+        """Compile our step, the one that `run` then takes, and say where its bytes go.
 
         Args:
             target: what to compile for; None for the hardware at hand.
 
         Returns:
-            The table.
+            The table, without the naive step.
 
         Memory:
             Compiles; allocates nothing on the device.
         """
-        state, batch, sharding = self.trainer.state, self.data.train[0], self.trainer.sharding
-        ours = self.trainer.memory(batch, target=target)
+        state = self.trainer.state
+        return MemoryTable(
+            ours=self.trainer.memory(self.data.train[0], target=target),
+            trainable_bytes=tree_bytes(state.trainable),
+            frozen_bytes=tree_bytes(self.trainer.frozen),
+            gradient_bytes=_layerwise_bytes(state.trainable) if self.config.full else _device_bytes(state.trainable),
+            optimizer_bytes=tree_bytes(state.opt_state),
+        )
+
+    def compare(self, table: MemoryTable, target: Target | str | None = None) -> MemoryTable:
+        """Compile the naive step, too.
+
+        Args:
+            table: the result of `memory`.
+            target: what that was compiled for.
+
+        Returns:
+            The table with the naive step in it.
+
+        Memory:
+            Compiles; allocates nothing on the device. The compiler's own memory stays with the process, so a run
+            compares when it has ended.
+        """
+        batch, sharding = self.data.train[0], self.trainer.sharding
         batch = batch if sharding is None else sharding.batch_shapes(batch, self.config.num_microbatches)
+        model = self.trainer.model
         try:
             naive = analyze_naive(
-                self.trainer.model,
+                model,
                 partial(models.loss, remat=self.config.remat),
-                self._naive,
+                optimizer(dataclasses.replace(self.config, offload=()), self.schedule),
                 "**" if self.config.full else _WRT,
                 batch,
                 num_microbatches=self.config.num_microbatches,
@@ -155,15 +178,7 @@ class Finetune:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             naive = None
-        return MemoryTable(
-            ours=ours,
-            naive=naive,
-            trainable_bytes=tree_bytes(state.trainable),
-            frozen_bytes=tree_bytes(self.trainer.frozen),
-            gradient_bytes=_layerwise_bytes(state.trainable) if self.config.full else _device_bytes(state.trainable),
-            naive_gradient_bytes=_device_bytes(self.trainer.model),
-            optimizer_bytes=tree_bytes(state.opt_state),
-        )
+        return dataclasses.replace(table, naive=naive, naive_gradient_bytes=_device_bytes(model))
 
     def run(self, on_record: Callable[[Record], None] | None = None) -> None:
         """Train to the last step, writing metrics and checkpoints as it goes.
@@ -183,7 +198,7 @@ class Finetune:
             if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
                 return  # no JSON; the trainer raises
             if "loss" in record:
-                record = {**record, "learning_rate": float(np.asarray(self.schedule(record["step"] - 1)))}
+                record = {**record, "learning_rate": float(self._rate(record["step"] - 1))}
             metrics.append(record)
             if on_record is not None:
                 on_record(record)
@@ -226,7 +241,12 @@ class Finetune:
             models.save(model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
-        write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
+        self.write_memory(table)
+
+    def write_memory(self, table: MemoryTable) -> None:
+        """Write `memory.json`, also again with what was compared; the first process does so."""
+        if self._processes.is_first:
+            write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
 
     def eval_losses(self) -> list[tuple[int, float]]:
         """Held-out losses so far: step and mean nats per token."""
@@ -234,7 +254,9 @@ class Finetune:
         return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
 
     def sample_before(self) -> tuple[str, str] | None:
-        """What the model says untuned, as `sample` returns it; to be called before `run`.
+        """What the model says untuned, as `sample` returns it; with ``config.full`` to be called before `run`.
+
+        Of adapters the base stays as it is, so that a run can begin without compiling this, and sample at its end.
 
         Returns:
             None when no sample is asked for, or a resumed run tunes the whole model: there is only the tuned one then.
