@@ -63,5 +63,9 @@ from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
 from ._stack import dividing as dividing
 from ._stack import num_layers as num_layers
+from ._tiles import is_row_major as is_row_major
+from ._tiles import most_tile_rows as most_tile_rows
+from ._tiles import slice_step as slice_step
+from ._tiles import tile_axes as tile_axes
 from ._units import format_bytes as format_bytes
 from ._units import parse_bytes as parse_bytes
