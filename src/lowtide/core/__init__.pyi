@@ -22,11 +22,7 @@ from ._errors import StateError as StateError
 from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
 from ._files import write_files as write_files
-from ._grad import accumulate as accumulate
 from ._grad import check_differentiable as check_differentiable
-from ._grad import fractions as fractions
-from ._grad import microbatch_weights as microbatch_weights
-from ._grad import split_batch as split_batch
 from ._grad import value_and_grad as value_and_grad
 from ._inputs import input_file as input_file
 from ._inputs import parse_json as parse_json
@@ -37,6 +33,10 @@ from ._inputs import validate as validate
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
 from ._linear import products_explained as products_explained
+from ._microbatches import accumulate as accumulate
+from ._microbatches import fractions as fractions
+from ._microbatches import microbatch_weights as microbatch_weights
+from ._microbatches import split_batch as split_batch
 from ._models import ModelObject as ModelObject
 from ._naming import ExternalNames as ExternalNames
 from ._partition import combine as combine
