@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lowtide.core import StructureError
-from lowtide.offload._rows import cut_block, is_row_major, plan, stream
+from lowtide.offload._rows import cut_block, plan, stream
 from lowtide.offload._separable import trace
 
 HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
@@ -183,25 +183,3 @@ def test_results_of_another_structure_are_refused() -> None:
 def test_blocks(prefix: Any, ndim: int, rows_in_chunk: float, cut: Any) -> None:
     num_bytes = int(np.prod(prefix)) * 4
     assert cut_block(prefix, ndim, num_bytes, int(rows_in_chunk * prefix[-1] * 4)) == cut
-
-
-@pytest.mark.parametrize(
-    ("shape", "row_major"),
-    # As XLA laid out arguments for a v5e.
-    [
-        ((3001, 1111), False),
-        ((3001, 1152), True),
-        ((50257, 768), True),
-        ((1000, 20, 7), False),
-        ((32, 4096, 16), False),
-        ((4096, 16), False),
-        ((16, 4096), True),
-        ((300, 300), True),
-        ((8, 4096, 4096), True),
-        ((7, 301, 1111), True),
-        ((4096, 8, 64), False),
-        ((151, 300, 130), False),
-    ],
-)
-def test_layouts_are_those_of_a_tpu(shape: Any, row_major: bool) -> None:
-    assert is_row_major(shape) is row_major

@@ -22,11 +22,7 @@ from ._errors import StateError as StateError
 from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
 from ._files import write_files as write_files
-from ._grad import accumulate as accumulate
 from ._grad import check_differentiable as check_differentiable
-from ._grad import fractions as fractions
-from ._grad import microbatch_weights as microbatch_weights
-from ._grad import split_batch as split_batch
 from ._grad import value_and_grad as value_and_grad
 from ._inputs import input_file as input_file
 from ._inputs import parse_json as parse_json
@@ -37,6 +33,10 @@ from ._inputs import validate as validate
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
 from ._linear import products_explained as products_explained
+from ._microbatches import accumulate as accumulate
+from ._microbatches import fractions as fractions
+from ._microbatches import microbatch_weights as microbatch_weights
+from ._microbatches import split_batch as split_batch
 from ._models import ModelObject as ModelObject
 from ._naming import ExternalNames as ExternalNames
 from ._partition import combine as combine
@@ -63,5 +63,9 @@ from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
 from ._stack import dividing as dividing
 from ._stack import num_layers as num_layers
+from ._tiles import is_row_major as is_row_major
+from ._tiles import most_tile_rows as most_tile_rows
+from ._tiles import slice_step as slice_step
+from ._tiles import tile_axes as tile_axes
 from ._units import format_bytes as format_bytes
 from ._units import parse_bytes as parse_bytes

@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import PlacementWarning, StructureError, Tree, leaf_bytes, leaves_with_paths, memory_space
+from ..core import PlacementWarning, StructureError, Tree, is_row_major, leaf_bytes, leaves_with_paths, memory_space
 from ._folds import folded, identity
 from ._separable import Group, Program, separate, trace
-from ._slices import DEVICE, HOST, cut_block, is_row_major, later, put
+from ._slices import DEVICE, HOST, cut_block, later, put
 from ._slices import read as read_entry
 from ._slices import write as write_entry
 
@@ -337,7 +337,7 @@ class _Loop:
         # Numbers of eight bits are computed with in float32: a block may not be four blocks then.
         wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
         cut = None
-        if self.rows and all(is_row_major(leaf.shape) for leaf in on_host):
+        if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
             cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import Tree, memory_space
+from ..core import Tree, is_row_major, memory_space, most_tile_rows, slice_step
 from ..core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -62,7 +62,7 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
 
 def _moved(entry: Any, leaf: Any, space: Any) -> Any:
     """An entry of a leaf, or for one, in another memory; on the device laid out as the leaf is on the host."""
-    if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape):
+    if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
         return _to(entry, space)
     return row_major(_to(entry, space)) if space == DEVICE else _to(row_major(entry), space)
 
@@ -108,7 +108,7 @@ def fetch(tree: Tree, after: Tree) -> Tree:
         rows = next(
             (n for n in (4096, 2048, 1024, 512, 256, 128, 64, 32, 16, 8) if leaf.shape and not leaf.shape[0] % n), 0
         )
-        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape):
+        if memory_space(leaf) == DEVICE or leaf.ndim < 2 or not rows or not is_row_major(leaf.shape, leaf.dtype):
             return _to(leaf, DEVICE)
 
         def copy(i: Any, made: Any) -> Any:
@@ -128,8 +128,8 @@ def zero_after(tree: Tree) -> Any:
     """
     zero = jnp.int32(0)
     for leaf in jax.tree.leaves(tree):
-        # Whole tiles from the host: it copies nothing smaller, and a tile has 32 rows at most.
-        most = (*[1] * (leaf.ndim - 2), 32, leaf.size)[-leaf.ndim :]
+        # Whole tiles from the host: it copies nothing smaller.
+        most = (*[1] * (leaf.ndim - 2), max(32, most_tile_rows(leaf.dtype)), leaf.size)[-leaf.ndim :]
         limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
         corner = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, limits), DEVICE)
         corner = jax.random.key_data(corner) if is_key(corner) else corner
@@ -154,22 +154,6 @@ def _to(leaf: Any, space: Any) -> Any:
     return leaf if memory_space(leaf) == space else jax.device_put(leaf, space)
 
 
-def is_row_major(shape: Sequence[int]) -> bool:
-    """Whether a TPU can slice rows of an array on the host: whether it stores it with the last axis innermost.
-
-    It tiles two axes by 8 x 128 and takes those two that need the least padding; rows of an array that is stored
-    otherwise cannot be sliced there.
-    """
-
-    def padded(second: int, last: int) -> float:
-        rows, columns = shape[second], shape[last]
-        tile = 8 if rows > 4 else 1 << max(rows - 1, 0).bit_length()
-        return -(-rows // tile) * tile / max(rows, 1) * -(-columns // 128) * 128 / max(columns, 1)
-
-    axes = range(len(shape))
-    return len(shape) < 2 or padded(axes[-2], axes[-1]) <= min(padded(a, b) for a in axes for b in axes if a != b)
-
-
 def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int) -> tuple[int, int] | None:
     """Which axis a block cuts, and its size along it.
 
@@ -186,7 +170,7 @@ def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int
     """
     if num_bytes <= chunk_bytes or not prefix:
         return None
-    tiles = [{1: 1024, 2: 8}.get(ndim - axis, 1) for axis in range(len(prefix))]
+    tiles = [slice_step(ndim, axis) for axis in range(len(prefix))]
     axis, row_bytes = 0, num_bytes / prefix[0]
     while row_bytes > chunk_bytes and axis + 1 < min(len(prefix), ndim - 1) and not prefix[axis + 1] % tiles[axis + 1]:
         axis += 1

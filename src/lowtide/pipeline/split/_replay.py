@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
+from ...core import tile_axes
 from ...core._compat import laid_out
 from ._cut import Assignment, Pass, Sink
 from ._graph import Atom, Graph, Loop, Op, Value, repeated
@@ -332,20 +333,12 @@ def put(buffer: Any, value: Any, index: Any) -> Any:
 def _fixed(value: Any) -> Any:
     """An entry, stored in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
 
-    In the way in which a TPU, which stores two axes in tiles of 8 x 128 words, needs least padding.
+    In the way in which a TPU needs least padding.
     """
     if value.ndim < 2 or not value.size or not jnp.issubdtype(value.dtype, jnp.number):
         return value
-    shape, words = value.shape, max(1, 4 // value.dtype.itemsize)
-
-    def padded(pair: tuple[int, int]) -> tuple[float, int, int]:
-        second, first = (shape[axis] for axis in pair)
-        waste = (-(-second // (8 * words)) * 8 * words / second) * (-(-first // 128) * 128 / first)
-        return waste, -pair[1], -pair[0]
-
-    axes = range(value.ndim)
-    inner = min(((i, j) for i in axes for j in axes if i != j), key=padded)
-    return laid_out(value, (*(axis for axis in axes if axis not in inner), *inner))
+    inner = tile_axes(value.shape, value.dtype)
+    return laid_out(value, (*(axis for axis in range(value.ndim) if axis not in inner), *inner))
 
 
 def _add_row(total: Any, index: Any, row: Any) -> Any:

@@ -1,0 +1,191 @@
+"""Microbatches: parts of a batch, what each weighs, and one accumulator for their gradients.
+
+The weighted mean over microbatches is the full batch's for a loss that is a mean over tokens, however unevenly the
+tokens fall. Everything that goes through a batch in parts (`accumulate`, layerwise steps, pipelines) cuts and weighs by
+what is here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._errors import StructureError
+from ._paths import Tree, is_array_like, path_str
+
+
+def accumulate(
+    grad_fn: Callable[..., tuple[Any, Tree]],
+    num_microbatches: int,
+    *,
+    weight: Callable[[Tree], Any] | None = None,
+    has_aux: bool = False,
+    has_carry: bool = False,
+) -> Callable[..., tuple[Any, Tree]]:
+    """Run a gradient function over microbatches, adding into one accumulator in place.
+
+    Args:
+        grad_fn: a function ``(model, batch, *args) -> (loss, grads)`` such as `value_and_grad` returns; with
+            `has_aux`, ``((loss, aux), grads)``.
+        num_microbatches: into how many equal parts the leading axis of every batch leaf is split.
+        weight: a function of a microbatch that gives its weight, for instance its number of target tokens. The
+            result is then the weighted mean, which equals the full batch's for a loss that is a mean over tokens,
+            however unevenly the tokens fall; a microbatch of weight 0 contributes nothing. By default all
+            microbatches weigh the same.
+        has_aux: whether `grad_fn` returns auxiliary values.
+        has_carry: whether each microbatch changes something that the next one reads, such as batch statistics:
+            ``grad_fn(model, batch, carry, *args) -> ((loss, (aux, carry)), grads)``, with `has_aux`.
+
+    Returns:
+        A function with the arguments and results of `grad_fn` for the whole batch; auxiliary values come stacked
+        with a leading axis of length `num_microbatches`, the carry as the last microbatch left it.
+
+    Raises:
+        StructureError: when a batch leaf's leading axis is not a multiple of `num_microbatches`, or `weight`
+            gives no number.
+
+    Memory:
+        One accumulator for the leaves that have gradients, float32 at least, carried through `lax.scan` and so
+        updated in place; activations of one microbatch at a time.
+
+    Examples:
+        >>> from lowtide.core import value_and_grad
+        >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model["w"] * x))
+        >>> loss, grads = accumulate(grad_fn, num_microbatches=2)({"w": jnp.array(2.0)}, jnp.arange(4.0))
+        >>> float(loss), float(grads["w"])
+        (3.0, 1.5)
+    """
+    number: Any = num_microbatches
+    if not isinstance(number, (int, np.integer)) or number < 1:
+        raise StructureError(
+            "num_microbatches has to be at least 1",
+            expected="a whole number",
+            got=repr(number),
+            hint="1 means no accumulation",
+        )
+
+    @functools.wraps(grad_fn)
+    def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        first, rest = (args[:1], args[1:]) if has_carry else ((), args)
+
+        def call(microbatch: Tree, carry: tuple[Tree, ...]) -> tuple[Any, Any, tuple[Tree, ...], Tree]:
+            value, grads = grad_fn(model, microbatch, *carry, *rest, **kwargs)
+            aux: Any
+            loss, aux = value if has_aux else (value, None)
+            return (loss, aux[0], (aux[1],), grads) if has_carry else (loss, aux, (), grads)
+
+        def result(loss: Any, aux: Any, carry: tuple[Tree, ...], grads: Tree) -> tuple[Any, Tree]:
+            aux = (aux, *carry) if has_carry else aux
+            return ((loss, aux) if has_aux else loss), grads
+
+        if num_microbatches == 1:  # no accumulator
+            loss, aux, carry, grads = call(batch, first)
+            return result(loss, jax.tree.map(lambda x: jnp.expand_dims(x, 0), aux), carry, grads)
+        microbatches = split_batch(batch, num_microbatches)
+        loss_shape, _, _, grads_shape = jax.eval_shape(
+            lambda all: call(jax.tree.map(lambda x: x[0], all), first), microbatches
+        )
+        wide = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), grads_shape)
+
+        def body(carried: Any, microbatch: Tree) -> tuple[Any, Any]:
+            total_loss, total_grads, total_weight, carry = carried
+            loss, aux, carry, grads = call(microbatch, carry)
+            w = jnp.ones((), float) if weight is None else _weight_of(weight, microbatch)
+            add = functools.partial(_add_weighted, w)
+            return (add(total_loss, loss), jax.tree.map(add, total_grads, grads), total_weight + w, carry), aux
+
+        zero = jnp.zeros((), jnp.promote_types(loss_shape.dtype, jnp.float32))
+        start = (zero, wide, jnp.zeros((), float), first)
+        (loss, grads, total, carry), aux = jax.lax.scan(body, start, microbatches, length=num_microbatches)
+        total = jnp.where(total == 0, 1, total)
+
+        def mean(acc: Any, like: Any) -> Any:
+            return (acc * (1 / total.astype(acc.dtype))).astype(like.dtype)
+
+        return result(mean(loss, loss_shape), aux, carry, jax.tree.map(mean, grads, grads_shape))
+
+    return wrapped
+
+
+def _add_weighted(weight: Any, total: Any, value: Any) -> Any:
+    # A mean over no tokens is 0/0: a microbatch of weight 0 contributes nothing, whatever its value.
+    return total + jnp.where(weight == 0, 0, weight.astype(total.dtype) * value.astype(total.dtype))
+
+
+def split_batch(batch: Tree, num_microbatches: int) -> Tree:
+    """Cut the leading axis of every leaf into microbatches.
+
+    Args:
+        batch: arrays whose leading axes are multiples of `num_microbatches`.
+        num_microbatches: how many parts.
+
+    Returns:
+        The batch with leaves of shape [num_microbatches, part, ...].
+
+    Raises:
+        StructureError: when a leaf does not split, with its path.
+    """
+
+    def split(path: Any, leaf: Any) -> Any:
+        shape = jnp.shape(leaf)
+        if not shape or not shape[0] or shape[0] % num_microbatches:
+            raise StructureError(
+                f"batch leaf {path_str(path) or '(root)'}: leading axis does not split into microbatches",
+                expected=f"a leading axis that is a multiple of {num_microbatches}",
+                got=f"shape {shape}",
+                hint="change num_microbatches or the batch size"
+                if shape
+                else "repeat it for every row, such as np.full(num_rows, value), or keep it outside of the batch",
+            )
+        return jnp.reshape(leaf, (num_microbatches, shape[0] // num_microbatches, *shape[1:]))
+
+    return jax.tree_util.tree_map_with_path(split, batch)
+
+
+def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_microbatches: int) -> Any:
+    """What each microbatch weighs; `fractions` gives its part in the loss.
+
+    Args:
+        weight: a function of a microbatch that gives a scalar, or None for equal parts.
+        batches: leaves of shape [num_microbatches, part, ...].
+        num_microbatches: how many there are.
+
+    Returns:
+        Numbers of shape [num_microbatches]: float32, with `jax_enable_x64` float64.
+
+    Raises:
+        StructureError: when `weight` gives no number.
+    """
+    if weight is None:
+        return jnp.ones(num_microbatches, float)
+    return jax.vmap(functools.partial(_weight_of, weight), axis_size=num_microbatches)(batches)
+
+
+def _weight_of(weight: Callable[[Tree], Any], microbatch: Tree) -> Any:
+    found = weight(microbatch)
+    if not is_array_like(found) or jnp.ndim(found):
+        raise StructureError(
+            "the weight of a microbatch is no number",
+            expected="a scalar",
+            got=f"shape {list(jnp.shape(found))}" if is_array_like(found) else repr(found)[:80],
+            hint="sum it: lambda batch: jnp.sum(batch['mask'])",
+        )
+    return jnp.asarray(found, float)
+
+
+def fractions(weights: Any) -> Any:
+    """Weights as parts of their sum.
+
+    Args:
+        weights: numbers of shape [num_microbatches].
+
+    Returns:
+        Numbers that add up to 1, or to 0 where nothing weighs anything.
+    """
+    total = jnp.sum(weights)
+    return weights / jnp.where(total == 0, 1, total)

@@ -1,0 +1,85 @@
+"""How a TPU stores arrays: two axes in tiles of 8 x 128 words of 32 bits, those two that need the least padding.
+
+As XLA lays out arguments, on the device and on the host, compiled for a v5e:
+
+- Narrow numbers share a word along the tile's rows: two bfloat16, four int8, eight int4. They do not make tiles larger.
+- Fewer than five rows take a tile of as many rows as the next power of two, and a word's at least.
+- Of int8 a multiple of 32 rows may have tiles of 32 rows (of int4 64), which pads nothing.
+- An array of one axis has tiles of 1024 numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+_LANES, _SUBLANES, _WORD_BITS, _LINE = 128, 8, 32, 1024
+
+
+def tile_axes(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
+    """The two axes of an array that a TPU stores in tiles: those with the least padding, of equals the last.
+
+    Args:
+        shape: of two axes at least.
+        dtype: its numbers.
+
+    Returns:
+        The axis of a tile's rows and that of its columns.
+    """
+    axes = range(len(shape))
+    pairs = ((rows, columns) for rows in axes for columns in axes if rows != columns)
+    return min(pairs, key=lambda pair: (_padding(shape, dtype, *pair), -pair[1], -pair[0]))
+
+
+def is_row_major(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether a TPU stores an array with its last axis innermost; rows of others on the host cannot be sliced there.
+
+    Args:
+        shape: of any number of axes.
+        dtype: its numbers.
+    """
+    return len(shape) < 2 or tile_axes(shape, dtype) == (len(shape) - 2, len(shape) - 1)
+
+
+def most_tile_rows(dtype: Any) -> int:
+    """How many rows a tile has at most.
+
+    Args:
+        dtype: the numbers of an array.
+    """
+    return _SUBLANES * _in_word(dtype)
+
+
+def slice_step(ndim: int, axis: int) -> int:
+    """What slices of a row-major array along an axis have to be multiples of, so as to be whole tiles.
+
+    Args:
+        ndim: how many axes the array has.
+        axis: which of them, not the last of several.
+    """
+    return {1: _LINE, 2: _SUBLANES}.get(ndim - axis, 1)
+
+
+def _padding(shape: Sequence[int], dtype: Any, rows: int, columns: int) -> float:
+    """How much larger an array becomes when these two axes are in tiles."""
+    tile, num_rows, num_columns = _tile_rows(shape[rows], dtype), shape[rows], shape[columns]
+    return _up(num_rows, tile) / max(num_rows, 1) * _up(num_columns, _LANES) / max(num_columns, 1)
+
+
+def _tile_rows(num_rows: int, dtype: Any) -> int:
+    return _SUBLANES if num_rows > _SUBLANES // 2 else max(_in_word(dtype), 1 << max(num_rows - 1, 0).bit_length())
+
+
+def _in_word(dtype: Any) -> int:
+    """How many numbers share a word."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+    else:
+        bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
+    return max(1, _WORD_BITS // bits)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
