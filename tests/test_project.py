@@ -208,13 +208,29 @@ def test_importing_lowtide_imports_no_optional_package() -> None:
     assert loaded.isdisjoint(OPTIONAL), f"import these inside the functions that need them: {loaded & set(OPTIONAL)}"
 
 
-@pytest.mark.parametrize("command", ["--help", "finetune --help", "explain --help", "targets", "schedule gpipe"])
+HEAVY = {"orbax", "grain", "scipy", "tensorstore", "pydantic", "transformers", "tokenizers", "safetensors"}
+"""Packages that are imported where they are used, and not before."""
+COMMANDS = [
+    path.stem.removeprefix("_")
+    for path in sorted((SRC / "cli").glob("_*.py"))
+    if "add_parser(" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["--help", "--version", "targets", "schedule gpipe --stages 4 --microbatches 8"]
+    + [f"{name} --help" for name in COMMANDS],
+)
 def test_commands_that_need_no_jax_start_without_it(command: str) -> None:
     """Seconds, for somebody who asks what there is."""
-    words = command.split() + (["--stages", "2", "--microbatches", "2"] if command.startswith("schedule") else [])
+    words = command.split()
     program = f"import contextlib, lowtide.cli\nwith contextlib.suppress(SystemExit): lowtide.cli.main({words})"
-    heavy = {"jax", "jaxlib", "orbax", "grain", "scipy", "pydantic"}
-    assert loaded_by(program).isdisjoint(heavy)
+    assert loaded_by(program).isdisjoint({"jax", "jaxlib", *HEAVY})
+
+
+def test_a_trainer_loads_what_it_needs_when_it_needs_it() -> None:
+    assert loaded_by("import lowtide; lowtide.Trainer, lowtide.memory.analyze").isdisjoint(HEAVY | {"rich", "wcmatch"})
 
 
 def test_tests_mirror_the_package() -> None:

@@ -1,5 +1,6 @@
 """`lowtide finetune` from arguments to files, and every way to call it wrongly."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -16,8 +17,9 @@ from safetensors.numpy import load_file
 import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
-from lowtide.cli._finetune import _shortages, _words
-from lowtide.finetune import FinetuneConfig, config_from_dict, read_config
+from lowtide.cli._finetune import _shortages
+from lowtide.cli._settings import _words, given, register
+from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
 from lowtide.finetune import _finetune as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes
 
@@ -295,19 +297,7 @@ def test_help_and_usage(capsys):
         main(["finetune", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    for flag in (
-        "--model",
-        "--data",
-        "--out",
-        "--steps",
-        "--rank",
-        "--batch-size",
-        "--seq-len",
-        "--seed",
-        "--resume",
-        "--offload",
-        "--full",
-    ):
+    for flag in ("--config", "--out", "--resume", "--compare", "--steps", "--no-remat", "--distributed"):
         assert flag in text
     for field in ("num_steps", "rank", "batch_size", "seq_len"):
         assert f"(default: {getattr(FinetuneConfig(), field)})" in " ".join(text.split())
@@ -317,6 +307,39 @@ def test_help_and_usage(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(FinetuneConfig), ids=lambda field: field.name)
+def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
+    """A field that was added, and not as a flag, would be one more thing to look up."""
+    sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
+    kind = type(field.default) if field.default is not None else None
+    words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
+    value = words.get(field.name) or sample.get(kind) or ("0.5" if "rate" in field.name else "2")
+    parser = argparse.ArgumentParser()
+    register(parser)
+    flag = flag_of(field.name)
+    said = [] if kind is bool else [value]
+    assert given(parser.parse_args([])) == {}
+    found = given(parser.parse_args([flag, *said]))
+    assert list(found) == [field.name]
+    toml = config_from_dict({"full": field.name == "clip_mode", **found}, "flags")
+    expected = {bool: True, int: 2, float: 0.5}.get(kind, value)
+    got = getattr(toml, field.name)
+    assert got == expected or str(got) in (value, str(tuple(value.split(","))))
+    (action,) = [action for action in parser._actions if action.dest == field.name]
+    assert len(action.help) > 10 and (field.default in (None, False) or f"(default: {field.default})" in action.help)
+
+
+def test_flags_that_say_no_and_say_it_twice_win_over_the_file(finetune, tmp_path):
+    config = _config(tmp_path, full=True, sample_tokens=0, targets="**/q_proj", learning_rate=1.0)
+    parser = argparse.ArgumentParser()
+    register(parser)
+    flags = ["--no-full", "--targets", "**/{q,v}_proj", "--targets", "**/up_proj", "--learning-rate", "1e-3"]
+    values = read_config(config) | given(parser.parse_args([*flags, "--offload", "none"]))
+    found = config_from_dict(values, "flags")
+    assert (found.full, found.targets, found.learning_rate) == (False, ("**/{q,v}_proj", "**/up_proj"), 1e-3)
+    assert found.offload == ()
 
 
 def test_resume_needs_a_folder(capsys):

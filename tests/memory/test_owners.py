@@ -13,7 +13,7 @@ from lowtide.hlo._graph import Graph
 from lowtide.hlo._heap import segments
 from lowtide.memory import Buffer, Program, compile
 from lowtide.memory._analyze import examine
-from lowtide.memory._passes import scope_phase
+from lowtide.memory._passes import Passes
 
 LAYERS, WIDTH, ROWS = 8, 2048, 8192
 MIB = 2**20
@@ -118,7 +118,7 @@ def test_activations_are_what_the_backward_pass_reads(compiled: Any, name: str) 
     assert all(b.phase == "forward" and b.num_bytes >= LAYERS * ROWS * WIDTH * 2 for b in stacked)
     assert any("test_owners.py" in b.source and "(train_step.<locals>.block)" in b.source for b in stacked)
     last_read = max(b.end for b in stacked)
-    assert any(scope_phase(scope) == "backward" for scope in report.moments[: last_read + 1])
+    assert any(Passes([scope]).phase(scope) == "backward" for scope in report.moments[: last_read + 1])
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -211,7 +211,7 @@ def test_a_program_without_gradients_has_one_phase(name: str) -> None:
     ],
 )
 def test_phases_are_read_from_transformations_not_from_names(scope: str, phase: str | None) -> None:
-    assert scope_phase(scope) == phase
+    assert Passes([scope]).phase(scope) == phase
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -18,37 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import format_bytes
-from . import _distributed
-
-
-def _words(text: str) -> tuple[str, ...]:
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    if not words:  # an unset variable of a shell script would turn the default of --full off
-        raise argparse.ArgumentTypeError("no word; `none` keeps everything on the device")
-    return () if words == ("none",) else words
-
+from . import _distributed, _settings
 
 _CLIPPED = {
     "exact": "clipped by the exact norm of all gradients",
     "previous": "clipped by the norm of the step before",
     "layer": "each layer clipped by its own norm",
-}
-
-
-_FLAGS: dict[str, tuple[str, Any, str]] = {
-    "model": ("--model", str, "Hugging Face directory of a Llama model (default: the embedded base)"),
-    "data": ("--data", str, "text file, folder of text or source, or JSONL with `text` (default: Python's reference)"),
-    "num_steps": ("--steps", int, "optimizer steps (default: 300)"),
-    "rank": ("--rank", int, "LoRA rank (default: 16)"),
-    "batch_size": ("--batch-size", int, "sequences in a batch (default: 8)"),
-    "seq_len": ("--seq-len", int, "tokens in a sequence (default: 128)"),
-    "seed": ("--seed", int, "of data order, adapters and sample (default: 0)"),
-    "offload": (
-        "--offload",
-        _words,
-        "what lives in host memory: any of activations,optimizer,parameters, or none (default: none; with --full all "
-        "but embedding and head, which `parameters` includes)",
-    ),
 }
 
 
@@ -59,19 +34,9 @@ def register(commands: Any) -> None:
         help="tune a language model, with LoRA or all of it",
         description="Tune a Llama model with LoRA: gradients and optimizer state only for the adapters. With --full "
         "tune all parameters, each layer updated inside the backward pass and kept on the host. Writes a PEFT adapter "
-        "(or the model), metrics and the bytes of every role. All other settings are keys of the TOML file.",
+        "(or the model), metrics and the bytes of every role. The settings are also keys of a TOML file.",
     )
     parser.add_argument("--config", metavar="FILE", help="TOML file of settings; flags win over it")
-    for field, (flag, kind, text) in _FLAGS.items():
-        metavar = {"model": "DIR", "data": "PATH", "offload": "WORDS"}.get(field, "N")
-        action = "extend" if field == "offload" else "store"
-        parser.add_argument(flag, dest=field, type=kind, metavar=metavar, help=text, action=action)
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        default=None,
-        help="tune all parameters instead of adapters (float32, on the host)",
-    )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: a new one below runs/)")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument(
@@ -79,6 +44,7 @@ def register(commands: Any) -> None:
         action="store_true",
         help="at the end compile the step that people write first, too, and show its bytes beside those of the run",
     )
+    _settings.register(parser)
     _distributed.register(parser)
     parser.set_defaults(run=run)
 
@@ -98,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) == "":  # not the default, where a variable of a script is unset
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
-    values |= {field: value for field in (*_FLAGS, "full") if (value := getattr(args, field)) is not None}
+    values |= _settings.given(args)
     if args.out is None and not _distributed.is_alone():
         raise ConfigError("several processes need --out", hint="name one folder that all of them see")
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")

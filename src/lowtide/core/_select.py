@@ -14,7 +14,6 @@ from typing import Any
 
 import bracex
 import jax
-from wcmatch import glob
 
 from ._braces import alternatives
 from ._errors import SelectionError
@@ -22,8 +21,6 @@ from ._paths import Tree, is_array_like, leaves_with_paths
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
 """Glob pattern, patterns, or a predicate ``(path, leaf) -> bool``."""
-
-_FLAGS = glob.GLOBSTAR | glob.BRACE | glob.DOTGLOB | glob.CASE | glob.FORCEUNIX
 
 
 def match_path(path: str, pattern: str) -> bool:
@@ -40,7 +37,9 @@ def match_path(path: str, pattern: str) -> bool:
         >>> match_path("layers/attn/q_proj/weight", "**/{q,v}_proj/*")
         True
     """
-    return glob.globmatch(path, pattern, flags=_FLAGS)
+    from wcmatch import glob  # a tenth of the time in which `lowtide.Trainer` loads
+
+    return glob.globmatch(path, pattern, flags=glob.GLOBSTAR | glob.BRACE | glob.DOTGLOB | glob.CASE | glob.FORCEUNIX)
 
 
 def select(tree: Tree, where: Where) -> list[bool]:

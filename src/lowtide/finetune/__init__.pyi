@@ -3,6 +3,7 @@
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict
 from ._config import config_to_toml as config_to_toml
+from ._config import flag_of as flag_of
 from ._config import read_config as read_config
 from ._finetune import Finetune as Finetune
 from ._runs import open_run as open_run

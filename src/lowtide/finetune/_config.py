@@ -1,4 +1,8 @@
-"""What `lowtide finetune` was asked to do: a TOML file, checked field by field."""
+"""What `lowtide finetune` was asked to do: flags and a TOML file, checked field by field.
+
+The fields of `FinetuneConfig` are the one table of settings: the command makes a flag of each, by its type, with the
+docstring below it as help. `metadata` says what the type does not: another name of the flag, or of its value.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,6 @@ import tomli_w
 from ..core import ConfigError
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-# The checked fields that are flags of the command, too, for hints.
-_FLAGS = {"num_steps": "--steps"} | {
-    f: f"--{f.replace('_', '-')}" for f in ("rank", "batch_size", "seq_len", "seed", "offload")
-}
 _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _OF_ADAPTERS = ("rank", "alpha", "targets")
@@ -28,27 +28,28 @@ _OF_ADAPTERS = ("rank", "alpha", "targets")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file."""
+    """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file, and flags."""
 
-    model: str | None = None
+    model: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     """A Hugging Face directory of a Llama model; by default the model embedded in Lowtide."""
-    data: str | None = None
+    data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
     """A text file, a folder of text or source, or JSONL with ``text``; by default Python's language reference."""
     full: bool = False
     """Whether to tune all parameters, each layer updated inside the backward pass, instead of adapters."""
-    offload: tuple[str, ...] | None = None
+    offload: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
     """What lives in host memory: any of activations (what enters each block waits there for the backward pass),
     optimizer (its state, updated there block by block) and parameters (streamed a layer at a time). Nothing by default;
     with `full` the layers, the optimizer's state and the activations, but not embedding and head, which the word
-    parameters includes."""
-    num_steps: int = 300
+    parameters includes. As a flag: words with commas between them, or none."""
+    num_steps: int = dataclasses.field(default=300, metadata={"flag": "--steps"})
     """Optimizer steps."""
     rank: int = 16
     """LoRA rank."""
     alpha: float = 32.0
     """LoRA scale: the adapter's product is multiplied by alpha / rank."""
-    targets: str | tuple[str, ...] = "layers/**/*_proj"
-    """Globs on module paths: which projections get an adapter (by default all seven of a block)."""
+    targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
+    """Globs on module paths: which projections get an adapter (by default all seven of a block). As a flag: one glob,
+    and the flag again for another."""
     batch_size: int = 8
     """Sequences in a batch."""
     seq_len: int = 128
@@ -181,6 +182,12 @@ def read_config(path: str | Path) -> dict[str, Any]:
         ) from error
 
 
+def flag_of(field: str) -> str:
+    """The flag of a field of `FinetuneConfig`."""
+    named = FinetuneConfig.__dataclass_fields__[field].metadata.get("flag")
+    return named or f"--{field.replace('_', '-')}"
+
+
 def config_to_toml(config: FinetuneConfig) -> str:
     """The configuration as TOML, every field that is set and means something; `read_config` reads it back."""
     left_out = _OF_ADAPTERS if config.full else ()
@@ -189,9 +196,11 @@ def config_to_toml(config: FinetuneConfig) -> str:
 
 def _check(field: str, value: Any, good: bool, expected: str) -> None:
     if not good:
-        flag = f", or {_FLAGS[field]}" if field in _FLAGS else ""
         raise ConfigError(
-            f"{field} is out of range", expected=expected, got=value, hint=f"change {field} in the TOML file{flag}"
+            f"{field} is out of range",
+            expected=expected,
+            got=value,
+            hint=f"change {field} in the TOML file, or {flag_of(field)}",
         )
 
 

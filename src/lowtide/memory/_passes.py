@@ -32,6 +32,12 @@ class Passes:
         >>> inner = "jit(step)/jvp(transpose(jvp()))/mul"
         >>> Passes([inner]).phase(inner), Passes([inner, "jit(step)/transpose(jvp(transpose(jvp())))/mul"]).phase(inner)
         ('backward', 'forward')
+        >>> scope = "jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/tanh"
+        >>> Passes([scope]).phase(scope), Passes(["jit(step)/jvp()/transpose"]).phase("jit(step)/jvp()/transpose")
+        ('recompute', 'forward')
+        >>> scope = "jit(step)/transpose(jvp(rematted_computation))/checkpoint/eval_jaxpr/jvp(jvp())/tanh"
+        >>> Passes([scope]).phase(scope)
+        'recompute'
     """
 
     def __init__(self, scopes: Iterable[str]) -> None:
@@ -67,20 +73,6 @@ class Passes:
         """Whether the gradient at a level is differentiated in reverse by one around it."""
         transposed = [levels[:at] + _BACKWARD + levels[at + 1 : inner + 1] for at in range(inner)]
         return any(other.startswith(one) for one in transposed for other in self._found)
-
-
-def scope_phase(scope: str) -> Pass | None:
-    """The pass that a scope of JAX names, of a program with no other one; None when it names none.
-
-    Examples:
-        >>> scope_phase("jit(step)/transpose(jvp(mlp))/dot_general"), scope_phase("jit(step)/jvp()/transpose")
-        ('backward', 'forward')
-        >>> scope_phase("jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/tanh")
-        'recompute'
-        >>> scope_phase("jit(step)/transpose(jvp(rematted_computation))/checkpoint/eval_jaxpr/jvp(jvp())/tanh")
-        'recompute'
-    """
-    return Passes([scope]).phase(scope)
 
 
 @functools.lru_cache(maxsize=4096)

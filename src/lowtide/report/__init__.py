@@ -7,7 +7,6 @@ from ._buffers import live_bytes as live_bytes
 from ._diff import MemoryDiff as MemoryDiff
 from ._diff import diff as diff
 from ._facts import DiffRow as DiffRow
-from ._facts import ReportFacts as ReportFacts
 from ._facts import SpaceBytes as SpaceBytes
 from ._facts import versions as versions
 from ._report import MemoryReport as MemoryReport
@@ -18,7 +17,6 @@ __all__ = [
     "DiffRow",
     "MemoryDiff",
     "MemoryReport",
-    "ReportFacts",
     "Space",
     "SpaceBytes",
     "diff",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import json
-from typing import Any
-
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from ...core import ConfigError
 from ._actions import Action, Kind
 from ._timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _COLOURS = {
     Kind.FORWARD: ("#4c78c8", "#9db8e6"),
@@ -44,6 +45,8 @@ def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
     Returns:
         Text for `rich`.
     """
+    from rich.text import Text
+
     label = len(f"rank {simulation.schedule.num_ranks - 1} ")
     columns = max(width - label, 20)
     scale = columns / simulation.makespan

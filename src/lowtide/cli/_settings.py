@@ -1,0 +1,83 @@
+"""The fields of `FinetuneConfig` as flags: its types, defaults and docstrings are the only table of settings.
+
+Libraries that make flags of dataclasses were weighed (tyro, simple-parsing, pydantic-settings). They parse into a
+finished object, defaults filled in; here what was given has to be told from what was not, because flags go over a TOML
+file, and both over the configuration of the run to resume. They also bring checks and errors of their own beside those
+of the configuration, which has to have its own for TOML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from typing import Any
+
+from ..finetune import FinetuneConfig, flag_of
+
+_METAVARS = {int: "N", float: "X", str: "NAME"}
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field; what is not given is None."""
+    group = parser.add_argument_group("settings", "Each is a key of the TOML file, too.")
+    kinds, helps = typing.get_type_hints(FinetuneConfig), _docstrings()
+    for field in dataclasses.fields(FinetuneConfig):
+        default = "" if field.default is None or field.default is False else f" (default: {field.default})"
+        text = (helps.get(field.name, "") + default).strip().replace("%", "%%")
+        options: dict[str, Any] = {"dest": field.name, "default": None, "help": text}
+        kind = _kind(kinds[field.name])
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["metavar"] = field.metadata.get("metavar", _METAVARS.get(kind, "N"))
+            options |= {"type": kind} if kind is not tuple else {"type": _words, "action": "extend"}
+        if field.name == "targets":  # a glob may have commas, in braces: each is a flag of its own
+            options |= {"type": str, "action": "append"}
+        group.add_argument(flag_of(field.name), **options)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings among the parsed flags that were given, as the TOML file would say them."""
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(FinetuneConfig)}
+    values = {name: value for name, value in values.items() if value is not None}
+    if len(values.get("targets", ())) == 1:
+        (values["targets"],) = values["targets"]
+    return values
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:  # an unset variable of a shell script would turn the default of --full off
+        raise argparse.ArgumentTypeError("no word; `none` keeps everything on the device")
+    return () if words == ("none",) else words
+
+
+def _kind(hint: Any) -> type:
+    """The type of a field's values but None, the first of several."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    first = next(kind for kind in kinds if kind is not type(None))
+    return typing.get_origin(first) or first
+
+
+@functools.cache
+def _docstrings() -> dict[str, str]:
+    """What stands below each field; nothing where Python has no source of the class."""
+    try:
+        (tree,) = ast.parse(inspect.getsource(FinetuneConfig)).body
+    except (OSError, TypeError):
+        return {}
+    body = typing.cast("ast.ClassDef", tree).body
+    return {
+        field.target.id: " ".join(text.value.value.replace("`", "").split())
+        for field, text in zip(body, body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
