@@ -72,6 +72,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     assert adapted.layers["attn"]["q_proj"]["weight"].lora_b.any()
 
 
+@pytest.mark.slow  # those of a job are in the tests of offloading
 def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path):
     status, printed, _ = finetune("--offload", "optimizer", "--offload", "parameters")
     assert status == 0
