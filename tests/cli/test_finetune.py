@@ -101,6 +101,7 @@ def test_the_step_is_compiled_once_and_the_naive_one_after_the_run_where_it_is_a
     assert ("AdamW + stop_gradient" in printed) == bool(flags)
 
 
+@pytest.mark.slow  # those of a job are in the tests of offloading
 def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path):
     status, printed, _ = finetune("--offload", "optimizer", "--offload", "parameters")
     assert status == 0

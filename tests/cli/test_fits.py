@@ -30,7 +30,9 @@ def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any,
     assert rows["cpu"]["device_bytes"] == MemoryReport.from_json(folder / "c.json").device_bytes
 
 
-@pytest.mark.parametrize(("budget", "status", "verdict"), [("1 KiB", 1, "no"), ("1 GiB", 0, "yes")])
+@pytest.mark.parametrize(
+    ("budget", "status", "verdict"), [("1 KiB", 1, "no"), pytest.param("1 GiB", 0, "yes", marks=pytest.mark.slow)]
+)
 def test_the_exit_status_says_whether_it_fits_a_budget(budget: str, status: int, verdict: str, lowtide: Any) -> None:
     found, printed, _ = lowtide("fits", "train.py:make_step", "--target", "cpu", "--budget", budget)
     assert found == status
@@ -83,6 +85,7 @@ def test_the_largest_size_is_compiled_and_so_is_the_next(lowtide: Any, folder: P
     assert re.search(rf"{row['answer']:,} .*yes <-", printed)
 
 
+@pytest.mark.slow
 def test_several_targets_get_their_largest_size_each(lowtide: Any) -> None:
     flags = ("--largest", "batch", "--budget", "4 MiB", "--multiple-of", "64", "--maximum", "512")
     status, printed, errors = lowtide("fits", "train.py:make_step", *flags, "--target", "cpu", "--target", "v9")

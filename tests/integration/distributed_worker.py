@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -55,21 +56,19 @@ def restore_in_turn(trainer):
     return step
 
 
-def make_trainer(model, rules):
-    how = {"num_microbatches": ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"])}
-    if "stage" in ARGS:
-        how = {"pipeline": lt.pipeline.schedule(ARGS["schedule"], num_stages=ARGS["stages"], num_microbatches=4)}
-    return lt.Trainer(
-        model,
-        None if "stage" in ARGS else lambda model, batch: lt.models.loss(model, batch),
-        optax.adamw(1e-2),
-        sharding=rules,
-        **how,
-        checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
-    )
+def small(key):
+    """Two matrices, and the batches that they are to reproduce."""
+    one, other, rows = jax.random.split(key, 3)
+    model = {"up_proj": jax.random.normal(one, (16, 32)), "down_proj": jax.random.normal(other, (32, 16))}
+    return model, {"x": np.asarray(jax.random.normal(rows, (64, 16)))}
 
 
-def main():
+def small_loss(model, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ model["up_proj"]) @ model["down_proj"] - batch["x"]) ** 2)
+
+
+def decoder(key):
+    """A decoder, and batches of tokens."""
     config = lt.models.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -81,8 +80,29 @@ def main():
         tie_embeddings=False,
         eos_token_id=0,
     )
-    model = lt.models.init(config, key=jax.random.key(ARGS["process"] if ARGS.get("odd") == "weights" else 0))
     tokens = np.random.default_rng(0).integers(0, 64, (64, 17)).astype(np.int32)
+    return lt.models.init(config, key=key), {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def make_trainer(model, rules):
+    how = {"num_microbatches": ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"])}
+    if "stage" in ARGS:
+        how = {"pipeline": lt.pipeline.schedule(ARGS["schedule"], num_stages=ARGS["stages"], num_microbatches=4)}
+    return lt.Trainer(
+        model,
+        small_loss if ARGS.get("small") else None if "stage" in ARGS else lt.models.loss,
+        optax.adamw(1e-2),
+        sharding=rules,
+        **how,
+        checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
+    )
+
+
+def main():
+    make = small if ARGS.get("small") else decoder
+    model, arrays = make(jax.random.key(0))
+    if ARGS.get("odd") == "weights":
+        model, _ = make(jax.random.key(ARGS["process"]))
     rules = ShardingRules(
         mesh=make_mesh(stage=ARGS.get("stage"), fsdp=ARGS["fsdp"], tensor=ARGS["tensor"]),
         min_bytes=0,
@@ -94,7 +114,6 @@ def main():
             if path.is_file():
                 path.write_bytes(b"")
     trainer = make_trainer(model, rules)
-    arrays = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     if rules.local_batches:
         shard, count = rules.data_shard
         whole = array_data(arrays, 16, seed=0)
@@ -121,6 +140,9 @@ def main():
         progress=False,
         callbacks=callbacks,
     )
+    if ARGS.get("small"):
+        Path(f"{ARGS['out']}-{ARGS['process']}.json").write_text(json.dumps({"resumed": resumed}))
+        return
     weight = trainer.model.layers["attn"]["q_proj"]["weight"]
     predicted = trainer.predict([data[0]], lambda model, batch: lt.models.logits(model, batch["tokens"]).mean(-1))
     whole = rules.gather(trainer.state.trainable)

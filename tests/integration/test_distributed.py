@@ -15,6 +15,8 @@ pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 MINUTE = 60
+SMALL = {"small": True}
+"""Two matrices in place of a decoder, where the model makes no difference."""
 
 
 def start(out, checkpoints, *, count=2, devices=4, **options):
@@ -25,7 +27,7 @@ def start(out, checkpoints, *, count=2, devices=4, **options):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         # In one order on every device: else collectives of a pipeline with FSDP may wait for one another.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         "PYTHONUNBUFFERED": "1",
     }
@@ -112,7 +114,7 @@ def test_a_killed_process_is_an_error_in_the_other_within_a_minute(who, tmp_path
 
 
 def test_a_process_that_fails_tells_the_other(tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=3, how="raise", num_steps=10**6))
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=3, how="raise", num_steps=10**6, **SMALL))
     assert all(codes), logs
     assert "ZeroDivisionError: in one process" in logs[1]
     assert "process 1 failed: ZeroDivisionError: in one process" in logs[0], logs[0]
@@ -120,7 +122,7 @@ def test_a_process_that_fails_tells_the_other(tmp_path):
 
 
 def test_arguments_that_one_process_refuses_are_an_error_in_the_other(tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="callbacks"))
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="callbacks", **SMALL))
     assert all(codes), logs
     assert "a callback is none" in logs[1]
     assert "process 1 failed: ConfigError" in logs[0], logs[0]
@@ -128,14 +130,14 @@ def test_arguments_that_one_process_refuses_are_an_error_in_the_other(tmp_path):
 
 
 def test_a_sigterm_in_the_last_step_ends_all_with_its_checkpoint(tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=6, how="terminate", every=1000))
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=6, how="terminate", every=1000, **SMALL))
     assert codes == [-15, -15], logs
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
 
 
 def test_a_checkpoint_that_is_damaged_is_passed_over_by_all(tmp_path):
-    run(tmp_path / "both", tmp_path / "checkpoints")
-    both = run(tmp_path / "both", tmp_path / "checkpoints", damaged=0, num_steps=8)
+    run(tmp_path / "both", tmp_path / "checkpoints", **SMALL)
+    both = run(tmp_path / "both", tmp_path / "checkpoints", damaged=0, num_steps=8, **SMALL)
     assert [one["resumed"] for one in both] == [4, 4]
     names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert "damaged-6" in names and "damaged-6+" not in names and "8" in names
@@ -143,7 +145,9 @@ def test_a_checkpoint_that_is_damaged_is_passed_over_by_all(tmp_path):
 
 @pytest.mark.parametrize("how", ["terminate", "stop"])
 def test_what_ends_one_process_ends_all_at_the_same_step_with_a_checkpoint(how, tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=3, how=how, num_steps=10**6, every=1000))
+    codes, logs = finish(
+        start(tmp_path / "run", tmp_path / "checkpoints", at=3, how=how, num_steps=10**6, every=1000, **SMALL)
+    )
     assert codes == ([-15, -15] if how == "terminate" else [0, 0]), logs
     steps = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     last = {[line for line in log.splitlines() if line.startswith("step ")][-1] for log in logs}
@@ -162,7 +166,7 @@ def test_what_ends_one_process_ends_all_at_the_same_step_with_a_checkpoint(how, 
     ],
 )
 def test_processes_that_differ_say_in_what(odd, said, tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd=odd))
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd=odd, **SMALL))
     assert all(codes), logs
     for mine, log in enumerate(logs):
         assert f"process {1 - mine} {said.format(mine)}" in log, log
@@ -170,7 +174,7 @@ def test_processes_that_differ_say_in_what(odd, said, tmp_path):
 
 
 def test_processes_that_save_into_other_folders_do_not_begin(tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="folder"))
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", odd="folder", **SMALL))
     assert all(codes), logs
     for log in logs:
         assert "is not one folder for all processes" in log and "hint: give all processes the same folder" in log, log
@@ -185,7 +189,7 @@ def finetune(model, data, out, *flags, count=1, devices=8):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         # In one order on every device: else collectives of a pipeline with FSDP may wait for one another.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} "
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     }
     command = [sys.executable, "-m", "lowtide", "finetune", "--out", str(out), *flags]

@@ -234,7 +234,14 @@ def test_narrow_state_of_one_block_is_moved_at_once(mu_dtype: Any, in_loops: boo
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("shape", [(3, 1000, 1024), (50257, 128), (3 * 2**20,), (2, 3, 304, 1024), (3001, 1111)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 1000, 1024),
+        (3001, 1111),
+        *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((50257, 128), (3 * 2**20,), (2, 3, 304, 1024))),
+    ],
+)
 def test_shapes_that_a_tpu_stores_in_its_own_ways_compile(tpu_device: Any, shape: tuple[int, ...]) -> None:
     # libtpu aborts on host slices along two axes, and refuses slices along lanes or of broken tiles.
     options = {"mode": "leaf"} if shape in ((50257, 128), (3001, 1111)) else {}

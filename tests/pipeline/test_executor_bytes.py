@@ -108,9 +108,8 @@ def test_memory_of_the_other_schedules_is_flat_too(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zb-h1", "v-half"])
 def test_memory_is_flat_on_a_larger_topology_with_fsdp(name: str) -> None:
-    few, *more = (temporaries(name, m, topology="v5p:4x4x4", num_ranks=8) for m in (8, 16, 32, 64))
-    for many in more:
-        assert_flat(few, many)
+    few, many = (temporaries(name, m, topology="v5p:4x4x4", num_ranks=8) for m in (8, 64))
+    assert_flat(few, many)
     # Every device has the rows that it would have alone: activations are divided, not gathered.
     assert few <= 1.02 * temporaries(name, 8, topology="v5p:2x2x2", num_ranks=8)
 

@@ -378,7 +378,7 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert count(traced.weight, LAYER, residuals.for_weight, waiting) == 1
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_decoder_is_split_with_its_loops_over_queries(remat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.models._llama._MAX_QUERIES", 4)
     monkeypatch.setattr("lowtide.models._llama._QUERY_BLOCK", 2)
