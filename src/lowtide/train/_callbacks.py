@@ -10,19 +10,84 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
-from ..core import ConfigError, OutputError
-
-if TYPE_CHECKING:
-    from ..memory import MemoryReport
-    from ._trainer import Trainer
+from ..core import ConfigError, OutputError, Tree
+from ..distributed import Processes
+from ..memory import MemoryReport
+from ..pipeline import StageReport
+from ._step import TrainState
 
 Record = dict[str, float | int]
+
+
+class TrainerView(Protocol):
+    """What callbacks see of the `Trainer` that they are given."""
+
+    history: list[Record]
+    """The records so far."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        ...
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now."""
+        ...
+
+    @property
+    def state(self) -> TrainState:
+        """All that a step changes."""
+        ...
+
+    @state.setter
+    def state(self, state: TrainState) -> None: ...
+
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the run is evaluated."""
+        ...
+
+    @property
+    def processes(self) -> Processes:
+        """The other processes of the run."""
+        ...
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that a step may use on a device; None for what the device has."""
+        ...
+
+    @property
+    def stages(self) -> StageReport | None:
+        """Of a pipeline what each rank holds."""
+        ...
+
+    def stop(self) -> None:
+        """End the run after the step."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the device has ended all steps."""
+        ...
+
+    def update(self, model: Tree) -> None:
+        """Go on with other weights."""
+        ...
+
+    def evaluate(self, data: Iterable[Tree]) -> dict[str, float]:
+        """Mean loss and metrics over batches."""
+        ...
+
+    def save(self) -> bool:
+        """Begin to write a checkpoint."""
+        ...
 
 
 class Callback:
@@ -53,49 +118,49 @@ class Callback:
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a `state` that was restored; called after `on_train_begin`."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """`fit` begins."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """`fit` has ended without an exception."""
 
-    def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
+    def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
         """The step was compiled, and is about to run for the first time in this `fit`."""
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """The first step of an epoch, counted from 0, is about to run."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         """An epoch's data has ended; the records of its steps were given."""
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainerView, step: int) -> None:
         """Step `step`, counted from 0, is about to run."""
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: TrainerView, step: int) -> None:
         """The state of `step` steps is there; its loss may still be computed on the device."""
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """The values of a step or of an evaluation are known: a step later, so that nothing waits for them.
 
         Or at once, where a callback `is_immediate`; before an evaluation, a checkpoint, and the end.
         """
 
-    def on_evaluate_begin(self, trainer: Trainer) -> None:
+    def on_evaluate_begin(self, trainer: TrainerView) -> None:
         """`evaluate` begins."""
 
-    def on_evaluate_end(self, trainer: Trainer, metrics: Record) -> None:
+    def on_evaluate_end(self, trainer: TrainerView, metrics: Record) -> None:
         """`evaluate` has ended."""
 
-    def on_predict_begin(self, trainer: Trainer) -> None:
+    def on_predict_begin(self, trainer: TrainerView) -> None:
         """`predict` begins."""
 
-    def on_predict_end(self, trainer: Trainer) -> None:
+    def on_predict_end(self, trainer: TrainerView) -> None:
         """`predict` has ended."""
 
-    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+    def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
         """A checkpoint of this step is being written."""
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """`fit` is about to raise; the trainer holds a good state again."""
 
 
@@ -113,14 +178,14 @@ class JsonlLogger(Callback):
         self.path = Path(path)
         self._is_writing = False
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Make its folder, and raise now rather than at the first record."""
         if trainer.processes.is_first:
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write(trainer, "")
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
         values = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._write(trainer, json.dumps(values) + "\n")
@@ -131,7 +196,7 @@ class JsonlLogger(Callback):
             with self._failing(), self.path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
 
-    def _write(self, trainer: Trainer, line: str) -> None:
+    def _write(self, trainer: TrainerView, line: str) -> None:
         self._is_writing = trainer.processes.is_first
         if self._is_writing:
             with self._failing(), self.path.open("a", encoding="utf-8") as file:
@@ -168,7 +233,7 @@ class Scalars(Callback):
             )
         self.writer = writer
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
         if not trainer.processes.is_first:
             return
@@ -179,12 +244,12 @@ class Scalars(Callback):
         for name, value in values.items():
             self.writer.add_scalar(name, value, record["step"])
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Flush."""
         if hasattr(self.writer, "flush"):
             self.writer.flush()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Flush."""
         self.on_train_end(trainer)
 
@@ -207,7 +272,7 @@ class TensorBoard(Callback):
         self.directory = Path(directory)
         self._writer: Any = None
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Open a file, in the first process where there are several."""
         if not trainer.processes.is_first:
             return
@@ -226,7 +291,7 @@ class TensorBoard(Callback):
                 f"{self.directory}: cannot be written", got=error.strerror or error, hint="choose another folder"
             ) from error
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
         if self._writer is None:
             return
@@ -234,13 +299,13 @@ class TensorBoard(Callback):
             if name != "step":
                 self._writer.add_scalar(name, value, record["step"])
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Keep what there is."""
         self.on_train_end(trainer)
 
@@ -264,29 +329,29 @@ class Profile(Callback):
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
         self._running, self._end = False, -1
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Look for the first step again in a run that begins before it."""
         if trainer.step <= self.first:
             self._end = -1
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainerView, step: int) -> None:
         """Start before the first, once."""
         if self._end < 0 and step >= self.first:
             own = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
             jax.profiler.start_trace(str(self.directory / own))
             self._running, self._end = True, step + self.num_steps
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: TrainerView, step: int) -> None:
         """Stop after the last, which has to have ended."""
         if self._running and step >= self._end:
             trainer.wait()
             self._stop()
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Stop where the run was shorter."""
         self._stop()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Keep what there is."""
         with contextlib.suppress(RuntimeError):
             self._stop()

@@ -72,6 +72,11 @@ class Kept(Owned):
         """The state that was last saved or restored."""
         self._hashed: tuple[Tree, str] | None = None
 
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the `fit` that is running evaluates."""
+        return self.loop is not None and self.loop.eval_data is not None
+
     def keep_copy(self, notes: tuple[Mapping[str, Any] | None, Mapping[str, Any] | None] = (None, None)) -> None:
         """Copy the state to the host, unless there is a checkpoint of this step.
 
