@@ -7,10 +7,14 @@ model as it is, `Trainer.update` changes its weights, `Trainer.stop` ends the ru
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
-from collections.abc import Generator, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +24,8 @@ from ..core import ConfigError, OutputError, Tree
 from ..distributed import Processes
 from ..memory import MemoryReport
 from ..pipeline import StageReport
+from ._events import Event, Record, noted
 from ._step import TrainState
-
-Record = dict[str, float | int]
 
 
 class TrainerView(Protocol):
@@ -30,6 +33,10 @@ class TrainerView(Protocol):
 
     history: list[Record]
     """The records so far."""
+    processes: Processes
+    """The other processes of the run."""
+    budget_bytes: int | None
+    """Bytes that a step may use on a device; None for what the device has."""
 
     @property
     def step(self) -> int:
@@ -52,16 +59,6 @@ class TrainerView(Protocol):
     @property
     def has_eval_data(self) -> bool:
         """Whether the run is evaluated."""
-        ...
-
-    @property
-    def processes(self) -> Processes:
-        """The other processes of the run."""
-        ...
-
-    @property
-    def budget_bytes(self) -> int | None:
-        """Bytes that a step may use on a device; None for what the device has."""
         ...
 
     @property
@@ -162,6 +159,101 @@ class Callback:
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """`fit` is about to raise; the trainer holds a good state again."""
+
+
+class Listeners:
+    """Callbacks of a run, told of its events in their order.
+
+    Args:
+        trainer: what they are given.
+        callbacks: the callbacks.
+        on_record: gets each record first, or None.
+
+    Raises:
+        ConfigError: when `on_record` is no function.
+    """
+
+    def __init__(
+        self, trainer: TrainerView, callbacks: Sequence[Callback], on_record: Callable[[Record], None] | None = None
+    ) -> None:
+        if on_record is not None and not callable(on_record):
+            raise ConfigError(
+                "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
+            )
+        self._trainer, self._callbacks, self._on_record = trainer, callbacks, on_record
+
+    def tell(self, event: Event) -> None:
+        """Tell all of them; of the first that fails the others hear nothing, but of records and last events all do."""
+        if event.name == "resume":
+            self._resume(event.value)
+            return
+        values = () if event.value is None else (event.value,)
+        left = self._told(f"on_{event.name}")
+        for what, tell in left:
+            if event.error is not None:
+                with noted(event.error, what):
+                    tell(*values)
+                continue
+            try:
+                tell(*values)
+            except BaseException as failure:
+                for other, tell_other in left if event.name == "record" else ():  # the others count it, too
+                    with noted(failure, other):
+                        tell_other(*values)
+                raise
+
+    def _told(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:
+        """Who hears of an event, and what it is called in a note."""
+        if event == "on_record" and self._on_record is not None:
+            yield event, self._on_record
+        for callback in self._callbacks if hasattr(Callback, event) else ():
+            yield f"{type(callback).__name__}.{event}", partial(getattr(callback, event), self._trainer)
+
+    def states(self) -> dict[str, Any]:
+        """What a checkpoint keeps of them."""
+        # Copies: a callback may go on counting in what it returned.
+        states = {name: copy.deepcopy(callback.state()) for name, callback in self._named()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def _resume(self, states: Mapping[str, Any]) -> None:
+        for name, callback in self._named():
+            if (state := states.get(name)) is not None:
+                callback.resume(state)
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        """The callbacks by their classes, and of one class by their order."""
+        classes = [type(callback).__name__ for callback in self._callbacks]
+        return [(f"{name} {classes[:at].count(name)}", self._callbacks[at]) for at, name in enumerate(classes)]
+
+
+def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """The callbacks, of any iterable; raises for what is none, before anything runs."""
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            "callbacks is no list of callbacks",
+            expected="callbacks=[EarlyStopping()]",
+            got=repr(callbacks)[:80],
+            hint="put a single one into a list",
+        )
+    found = tuple(callbacks)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                "a callback is none",
+                expected="objects of subclasses of lowtide.train.Callback",
+                got=repr(callback)[:80],
+                hint="a class has to be called, EarlyStopping(); a function goes into on_record=",
+            )
+        events = [name for name in dir(Callback) if name.startswith("on_")]
+        for name in dir(type(callback)):
+            ours = name.replace("train_batch", "step").replace("batch", "step")  # the words of other libraries
+            if name.startswith("on_") and name not in events and (near := get_close_matches(ours, events, 1, 0.75)):
+                warnings.warn(
+                    f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
+                    UserWarning,
+                    stacklevel=4,
+                )
+    return found
 
 
 class JsonlLogger(Callback):

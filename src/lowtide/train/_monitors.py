@@ -13,7 +13,8 @@ import numpy as np
 import optax
 
 from ..core import ConfigError, Tree
-from ._callbacks import Callback, Record, TrainerView
+from ._callbacks import Callback, TrainerView
+from ._events import Record
 from ._rates import rates
 
 

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from ..core import format_bytes
 from ..memory import MemoryReport
-from ._callbacks import Callback, Record, TrainerView
+from ._callbacks import Callback, TrainerView
+from ._events import Record
 
 
 class Progress(Callback):
