@@ -16,7 +16,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError, StateError
 from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
-from lowtide.train._rollback import Terminated
+from lowtide.train._signals import Terminated
 
 
 def trainer(tx: Any = None, **options: Any) -> lt.Trainer:
@@ -68,7 +68,7 @@ def resumed(where: Any, num_steps: int = 8, **options: Any) -> lt.Trainer:
 
 def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_path: Any, monkeypatch: Any) -> None:
     ours, calls = trainer(checkpoint_dir=tmp_path), []
-    compiled = ours._compile(np.float32(0))
+    compiled = ours._compiled.compile(np.float32(0))
 
     def interrupted(*arguments: Any) -> Any:
         calls.append(1)
@@ -77,8 +77,8 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
             os.kill(os.getpid(), signal.SIGINT)
         return result
 
-    monkeypatch.setattr(ours, "_compile", lambda batch: interrupted)
-    monkeypatch.setattr(ours, "_refuse_large", lambda compiled, batch: None)
+    monkeypatch.setattr(ours._compiled, "compile", lambda batch: interrupted)
+    monkeypatch.setattr(ours._compiled, "_refuse_large", lambda compiled, batch: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -105,7 +105,7 @@ def test_a_pipelined_trainer_trains_as_a_plain_one(name: str, num_stages: int, n
     for key in ("loss", "grad_norm"):
         assert [record[key] for record in got] == pytest.approx([record[key] for record in expected], rel=1e-5)
     assert_near(trainer.model, other.model)
-    assert len(trainer._compiled) == 1  # for all steps
+    assert len(trainer._compiled._programs) == 1  # for all steps
 
     # An evaluation of a part of a batch, too, and of rows that nothing divides.
     for data in (batches(), batches(1, rows=6), batches(1, rows=7)):

@@ -164,17 +164,14 @@ class Processes:
                 got="sharding=None, with which each process would train a model of its own",
                 hint="pass sharding, or start one process",
             )
-        self.is_failing = False
-        """Whether this process is about to raise by itself."""
-        self._is_watched = False
-        self.ends: Callable[[], bool] = lambda: False
-        """Whether this process wants to leave the batches of an evaluation."""
+        self._is_failing, self._is_watched = False, False
+        self._ends: Callable[[], bool] = lambda: False
         self.has_left = False
         """Whether the last evaluation was left."""
         self._shapes: set[tuple[str, ...]] = set()
         here = jax.process_index()
         self._num_devices = 0 if rules is None else sum(d.process_index == here for d in rules.mesh.devices.flat)
-        self._any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
+        self._largest = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
         """Raise unless all processes say the same.
@@ -238,7 +235,7 @@ class Processes:
             self.agree(step=hashlib.sha256(text.encode()).hexdigest()[:16])
 
     def batches(self, data: Iterable[Tree]) -> Iterator[Tree]:
-        """Batches, of which each process has as many, until `ends` says in any process that they are left.
+        """Batches, of which each process has as many, until any process leaves them (`leaving`).
 
         Raises:
             ConfigError: in all processes, when one has more.
@@ -250,8 +247,21 @@ class Processes:
             yield batch
         self._is_left("no more")
 
+    @contextlib.contextmanager
+    def leaving(self, ends: Callable[[], bool]) -> Generator[None]:
+        """Leave `batches` inside of the block once `ends` says so in any process; `has_left` tells afterwards."""
+        self._ends, self.has_left = ends, False
+        try:
+            yield
+        finally:
+            self._ends = lambda: False
+
+    def fail(self) -> None:
+        """Say that this process is about to raise by itself; it has time to end what it does."""
+        self._is_failing = True
+
     def _is_left(self, batches: str) -> bool:
-        is_left = self.ends()
+        is_left = self._ends()
         if self.count == 1 or self._rules is None:
             return is_left
         facts = {"batches": batches}
@@ -290,6 +300,10 @@ class Processes:
         first = saved[0]["position"]
         return None if first is None else {**first, "num_processes": len(saved)}
 
+    def any(self, happened: bool) -> bool:
+        """Whether something happened in any of the processes; all of them have to ask."""
+        return happened if self._rules is None else in_any(happened, self._rules.timeout_seconds)
+
     def in_turn(self, results: Tree) -> Tree:
         """Results, on CPUs of several processes when they are there.
 
@@ -308,8 +322,8 @@ class Processes:
         everywhere = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
         mine = np.full(self._num_devices, wish, np.int32)
         wishes = jax.make_array_from_process_local_data(everywhere, mine, (mesh.size,))
-        assert self._any is not None
-        return self.in_turn(self._any(wishes))
+        assert self._largest is not None
+        return self.in_turn(self._largest(wishes))
 
     @contextlib.contextmanager
     def watched(self) -> Generator[None]:
@@ -317,7 +331,7 @@ class Processes:
         if self.count == 1 or self._is_watched:  # of blocks inside of one another the outermost tells
             yield
             return
-        self.is_failing, self._is_watched = False, True
+        self._is_failing, self._is_watched = False, True
         over, topic = threading.Event(), f"lowtide/failed/{next(_TOPICS)}"
         threading.Thread(target=self._watch, args=(topic, over), daemon=True, name="lowtide-watch").start()
         try:
@@ -340,7 +354,7 @@ class Processes:
                 continue
             sys.stderr.write(f"lowtide: {said}; process {jax.process_index()} cannot go on without it\n")
             sys.stderr.flush()
-            is_over = over.wait(_GRACE_SECONDS) or (self.is_failing and over.wait(_FAILING_SECONDS))
+            is_over = over.wait(_GRACE_SECONDS) or (self._is_failing and over.wait(_FAILING_SECONDS))
             if not is_over:
                 # The main thread waits in a collective for the process that failed; nothing can wake it.
                 sys.stderr.write(

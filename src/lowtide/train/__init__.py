@@ -9,12 +9,12 @@ from ..distributed import make_mesh as make_mesh
 from ._callbacks import Callback as Callback
 from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
-from ._callbacks import Record as Record
 from ._callbacks import Scalars as Scalars
 from ._callbacks import TensorBoard as TensorBoard
 from ._checkpoint import Checkpoints as Checkpoints
+from ._data import array_data as array_data
 from ._ema import ema as ema
-from ._feed import array_data as array_data
+from ._events import Record as Record
 from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive

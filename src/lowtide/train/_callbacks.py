@@ -7,22 +7,84 @@ model as it is, `Trainer.update` changes its weights, `Trainer.stop` ends the ru
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
-from collections.abc import Generator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
-from ..core import ConfigError, OutputError
+from ..core import ConfigError, OutputError, Tree
+from ..distributed import Processes
+from ..memory import MemoryReport
+from ..pipeline import StageReport
+from ._events import Event, Record, noted
+from ._step import TrainState
 
-if TYPE_CHECKING:
-    from ..memory import MemoryReport
-    from ._trainer import Trainer
 
-Record = dict[str, float | int]
+class TrainerView(Protocol):
+    """What callbacks see of the `Trainer` that they are given."""
+
+    history: list[Record]
+    """The records so far."""
+    processes: Processes
+    """The other processes of the run."""
+    budget_bytes: int | None
+    """Bytes that a step may use on a device; None for what the device has."""
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        ...
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now."""
+        ...
+
+    @property
+    def state(self) -> TrainState:
+        """All that a step changes."""
+        ...
+
+    @state.setter
+    def state(self, state: TrainState) -> None: ...
+
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the run is evaluated."""
+        ...
+
+    @property
+    def stages(self) -> StageReport | None:
+        """Of a pipeline what each rank holds."""
+        ...
+
+    def stop(self) -> None:
+        """End the run after the step."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until the device has ended all steps."""
+        ...
+
+    def update(self, model: Tree) -> None:
+        """Go on with other weights."""
+        ...
+
+    def evaluate(self, data: Iterable[Tree]) -> dict[str, float]:
+        """Mean loss and metrics over batches."""
+        ...
+
+    def save(self) -> bool:
+        """Begin to write a checkpoint."""
+        ...
 
 
 class Callback:
@@ -53,50 +115,145 @@ class Callback:
     def resume(self, state: dict[str, Any]) -> None:
         """Go on from a `state` that was restored; called after `on_train_begin`."""
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """`fit` begins."""
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """`fit` has ended without an exception."""
 
-    def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
+    def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
         """The step was compiled, and is about to run for the first time in this `fit`."""
 
-    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
         """The first step of an epoch, counted from 0, is about to run."""
 
-    def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
+    def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
         """An epoch's data has ended; the records of its steps were given."""
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainerView, step: int) -> None:
         """Step `step`, counted from 0, is about to run."""
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: TrainerView, step: int) -> None:
         """The state of `step` steps is there; its loss may still be computed on the device."""
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """The values of a step or of an evaluation are known: a step later, so that nothing waits for them.
 
         Or at once, where a callback `is_immediate`; before an evaluation, a checkpoint, and the end.
         """
 
-    def on_evaluate_begin(self, trainer: Trainer) -> None:
+    def on_evaluate_begin(self, trainer: TrainerView) -> None:
         """`evaluate` begins."""
 
-    def on_evaluate_end(self, trainer: Trainer, metrics: Record) -> None:
+    def on_evaluate_end(self, trainer: TrainerView, metrics: Record) -> None:
         """`evaluate` has ended."""
 
-    def on_predict_begin(self, trainer: Trainer) -> None:
+    def on_predict_begin(self, trainer: TrainerView) -> None:
         """`predict` begins."""
 
-    def on_predict_end(self, trainer: Trainer) -> None:
+    def on_predict_end(self, trainer: TrainerView) -> None:
         """`predict` has ended."""
 
-    def on_checkpoint(self, trainer: Trainer, step: int) -> None:
+    def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
         """A checkpoint of this step is being written."""
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """`fit` is about to raise; the trainer holds a good state again."""
+
+
+class Listeners:
+    """Callbacks of a run, told of its events in their order.
+
+    Args:
+        trainer: what they are given.
+        callbacks: the callbacks.
+        on_record: gets each record first, or None.
+
+    Raises:
+        ConfigError: when `on_record` is no function.
+    """
+
+    def __init__(
+        self, trainer: TrainerView, callbacks: Sequence[Callback], on_record: Callable[[Record], None] | None = None
+    ) -> None:
+        if on_record is not None and not callable(on_record):
+            raise ConfigError(
+                "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
+            )
+        self._trainer, self._callbacks, self._on_record = trainer, callbacks, on_record
+
+    def tell(self, event: Event) -> None:
+        """Tell all of them; of the first that fails the others hear nothing, but of records and last events all do."""
+        if event.name == "resume":
+            self._resume(event.value)
+            return
+        values = () if event.value is None else (event.value,)
+        left = self._told(f"on_{event.name}")
+        for what, tell in left:
+            if event.error is not None:
+                with noted(event.error, what):
+                    tell(*values)
+                continue
+            try:
+                tell(*values)
+            except BaseException as failure:
+                for other, tell_other in left if event.name == "record" else ():  # the others count it, too
+                    with noted(failure, other):
+                        tell_other(*values)
+                raise
+
+    def _told(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:
+        """Who hears of an event, and what it is called in a note."""
+        if event == "on_record" and self._on_record is not None:
+            yield event, self._on_record
+        for callback in self._callbacks if hasattr(Callback, event) else ():
+            yield f"{type(callback).__name__}.{event}", partial(getattr(callback, event), self._trainer)
+
+    def states(self) -> dict[str, Any]:
+        """What a checkpoint keeps of them."""
+        # Copies: a callback may go on counting in what it returned.
+        states = {name: copy.deepcopy(callback.state()) for name, callback in self._named()}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def _resume(self, states: Mapping[str, Any]) -> None:
+        for name, callback in self._named():
+            if (state := states.get(name)) is not None:
+                callback.resume(state)
+
+    def _named(self) -> list[tuple[str, Callback]]:
+        """The callbacks by their classes, and of one class by their order."""
+        classes = [type(callback).__name__ for callback in self._callbacks]
+        return [(f"{name} {classes[:at].count(name)}", self._callbacks[at]) for at, name in enumerate(classes)]
+
+
+def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
+    """The callbacks, of any iterable; raises for what is none, before anything runs."""
+    if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
+        raise ConfigError(
+            "callbacks is no list of callbacks",
+            expected="callbacks=[EarlyStopping()]",
+            got=repr(callbacks)[:80],
+            hint="put a single one into a list",
+        )
+    found = tuple(callbacks)
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise ConfigError(
+                "a callback is none",
+                expected="objects of subclasses of lowtide.train.Callback",
+                got=repr(callback)[:80],
+                hint="a class has to be called, EarlyStopping(); a function goes into on_record=",
+            )
+        events = [name for name in dir(Callback) if name.startswith("on_")]
+        for name in dir(type(callback)):
+            ours = name.replace("train_batch", "step").replace("batch", "step")  # the words of other libraries
+            if name.startswith("on_") and name not in events and (near := get_close_matches(ours, events, 1, 0.75)):
+                warnings.warn(
+                    f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
+                    UserWarning,
+                    stacklevel=4,
+                )
+    return found
 
 
 class JsonlLogger(Callback):
@@ -113,14 +270,14 @@ class JsonlLogger(Callback):
         self.path = Path(path)
         self._is_writing = False
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Make its folder, and raise now rather than at the first record."""
         if trainer.processes.is_first:
             with contextlib.suppress(OSError):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
         self._write(trainer, "")
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
         values = {name: value if math.isfinite(value) else None for name, value in record.items()}
         self._write(trainer, json.dumps(values) + "\n")
@@ -131,7 +288,7 @@ class JsonlLogger(Callback):
             with self._failing(), self.path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
 
-    def _write(self, trainer: Trainer, line: str) -> None:
+    def _write(self, trainer: TrainerView, line: str) -> None:
         self._is_writing = trainer.processes.is_first
         if self._is_writing:
             with self._failing(), self.path.open("a", encoding="utf-8") as file:
@@ -168,7 +325,7 @@ class Scalars(Callback):
             )
         self.writer = writer
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
         if not trainer.processes.is_first:
             return
@@ -179,12 +336,12 @@ class Scalars(Callback):
         for name, value in values.items():
             self.writer.add_scalar(name, value, record["step"])
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Flush."""
         if hasattr(self.writer, "flush"):
             self.writer.flush()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Flush."""
         self.on_train_end(trainer)
 
@@ -207,7 +364,7 @@ class TensorBoard(Callback):
         self.directory = Path(directory)
         self._writer: Any = None
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Open a file, in the first process where there are several."""
         if not trainer.processes.is_first:
             return
@@ -226,7 +383,7 @@ class TensorBoard(Callback):
                 f"{self.directory}: cannot be written", got=error.strerror or error, hint="choose another folder"
             ) from error
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
         if self._writer is None:
             return
@@ -234,13 +391,13 @@ class TensorBoard(Callback):
             if name != "step":
                 self._writer.add_scalar(name, value, record["step"])
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Keep what there is."""
         self.on_train_end(trainer)
 
@@ -264,29 +421,29 @@ class Profile(Callback):
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
         self._running, self._end = False, -1
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Look for the first step again in a run that begins before it."""
         if trainer.step <= self.first:
             self._end = -1
 
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+    def on_step_begin(self, trainer: TrainerView, step: int) -> None:
         """Start before the first, once."""
         if self._end < 0 and step >= self.first:
             own = f"process-{jax.process_index()}" if trainer.processes.count > 1 else ""
             jax.profiler.start_trace(str(self.directory / own))
             self._running, self._end = True, step + self.num_steps
 
-    def on_step_end(self, trainer: Trainer, step: int) -> None:
+    def on_step_end(self, trainer: TrainerView, step: int) -> None:
         """Stop after the last, which has to have ended."""
         if self._running and step >= self._end:
             trainer.wait()
             self._stop()
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Stop where the run was shorter."""
         self._stop()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Keep what there is."""
         with contextlib.suppress(RuntimeError):
             self._stop()

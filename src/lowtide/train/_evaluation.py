@@ -9,16 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, DataError, StructureError, Tree, combine
-from ..distributed import Processes
-from ._feed import refuse_arrays
-from ._step import Step, scalar_weight, weighted
+from ..core import ConfigError, DataError, ModelObject, StructureError, Tree, combine
+from ..distributed import Processes, ShardingRules
+from ._compiled import CompiledStep
+from ._data import refuse_arrays
+from ._step import TrainingStep, scalar_weight, weighted
 
 _EVALUATION = 2**31 - 1
 """No step has this number."""
 
 
-def call_model(model: Any, *batch: Tree) -> Any:
+def _call_model(model: Any, *batch: Tree) -> Any:
     """The model's own output for a batch.
 
     Raises:
@@ -48,24 +49,27 @@ class Evaluation:
         step: whose loss and model.
         weight: weight of a batch, or None for the number of rows of its first array.
         seed: of the keys that the loss function gets.
-        place: puts a batch on the device.
+        compiled: puts batches on the device.
         processes: the other processes of the run.
-        out_shardings: where results are, on several devices.
+        sharding: where arrays belong, on several devices.
+        model: the model, of which an object may say what is predicted by default.
     """
 
     def __init__(
         self,
-        step: Step,
+        step: TrainingStep,
         weight: Callable[[Tree], Any] | None,
         seed: int,
-        *,
-        place: Callable[[Tree], Tree],
+        compiled: CompiledStep,
         processes: Processes,
-        out_shardings: Any = None,
+        sharding: ShardingRules | None,
+        model: Any,
     ) -> None:
-        self._step, self._weight, self._seed, self._out = step, scalar_weight(weight or _num_rows), seed, out_shardings
-        self._place, self._processes = place, processes
-        self._means = jax.jit(self._batch_means, out_shardings=out_shardings)
+        self._step, self._weight, self._seed = step, scalar_weight(weight or _num_rows), seed
+        self._compiled, self._processes = compiled, processes
+        self._out = None if sharding is None else sharding.replicated()
+        self._call = getattr(model, "call", _call_model) if isinstance(model, ModelObject) else _call_model
+        self._means = jax.jit(self._batch_means, out_shardings=self._out)
         self._last: tuple[Any, Any] | None = None
 
     def means(self, parts: tuple[Tree, ...], count: Any, data: Iterable[Tree]) -> dict[str, float]:
@@ -83,7 +87,8 @@ class Evaluation:
         refuse_arrays(data)
         sums = None
         for number, batch in enumerate(self._processes.batches(data)):
-            found = self._processes.in_turn(self._means(parts, count, number, self._place(batch)))
+            on_device = self._compiled.place(batch, is_training=False)
+            found = self._processes.in_turn(self._means(parts, count, number, on_device))
             jax.block_until_ready(sums)  # two batches at a time on the device, however fast they are read
             sums = found if sums is None else jax.tree.map(jnp.add, sums, found)
         if sums is None:
@@ -99,22 +104,23 @@ class Evaluation:
         return {name: float(value / weights) for name, value in values.items()}
 
     def outputs(
-        self, parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree], fn: Callable[..., Any]
+        self, parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree], fn: Callable[..., Any] | None
     ) -> Iterator[Any]:
         """What a function of the model gives for each batch, on the host; the next batch is sent before one is read.
 
         Args:
             parts: gives what `means` takes; asked for each batch, since there may be steps between them.
             data: batches.
-            fn: the function.
+            fn: the function, or None for the model's own output.
 
         Raises:
             DataError: for arrays in place of batches.
         """
         refuse_arrays(data)
-        if self._last is None or self._last[0] is not fn:
-            bound = self._step.bind(fn)
-            self._last = fn, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
+        chosen: Callable[..., Any] = self._call if fn is None else fn
+        if self._last is None or self._last[0] is not chosen:
+            bound = self._step.bind(chosen)
+            self._last = chosen, jax.jit(lambda parts, batch: bound(combine(*parts), batch), out_shardings=self._out)
         return self._outputs(self._last[1], parts, data)
 
     def _outputs(
@@ -122,7 +128,7 @@ class Evaluation:
     ) -> Iterator[Any]:
         before = None
         for batch in self._processes.batches(data):
-            now = self._processes.in_turn(run(parts(), self._place(batch)))
+            now = self._processes.in_turn(run(parts(), self._compiled.place(batch, is_training=False)))
             if before is not None:
                 yield jax.device_get(before[0])
             before = (now,)

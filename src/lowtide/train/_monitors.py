@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,9 @@ import numpy as np
 import optax
 
 from ..core import ConfigError, Tree
-from ._callbacks import Callback, Record
+from ._callbacks import Callback, TrainerView
+from ._events import Record
 from ._rates import rates
-
-if TYPE_CHECKING:
-    from ._trainer import Trainer
 
 
 class _Monitor(Callback):
@@ -46,7 +44,7 @@ class _Monitor(Callback):
         """Steps wait where it is a value of theirs that is watched."""
         return not self.monitor.startswith("eval_")
 
-    def on_plateau(self, trainer: Trainer) -> None:
+    def on_plateau(self, trainer: TrainerView) -> None:
         """What to do then."""
 
     def state(self) -> dict[str, Any]:
@@ -64,12 +62,12 @@ class _Monitor(Callback):
     def _is_mine(self, state: dict[str, Any]) -> bool:
         return state.get("monitor", self.monitor) == self.monitor
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Begin to count anew."""
         self.best = math.inf if self.mode == "min" else -math.inf
         self.waited, self._num_seen = 0, 0
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Compare; or raise at the first record that should have had the value: a misspelt name never acts."""
         if self.monitor not in record:
             if not self._num_seen and self._is_due(trainer, record):
@@ -90,10 +88,9 @@ class _Monitor(Callback):
         if self.waited > self.patience:
             self.on_plateau(trainer)
 
-    def _is_due(self, trainer: Trainer, record: Record) -> bool:
+    def _is_due(self, trainer: TrainerView, record: Record) -> bool:
         """Whether no other record could have the value: one of a step has none of an evaluation's that is to come."""
-        is_evaluated = trainer.loop is not None and trainer.loop.eval_data is not None
-        return not is_evaluated or ("eval_loss" in record) == self.monitor.startswith("eval_")
+        return not trainer.has_eval_data or ("eval_loss" in record) == self.monitor.startswith("eval_")
 
 
 class EarlyStopping(_Monitor):
@@ -119,7 +116,7 @@ class EarlyStopping(_Monitor):
         super().__init__(monitor, patience, min_delta, mode)
         self._stop: Callable[[], None] | None = None
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Begin to count anew."""
         super().on_train_begin(trainer)
         self._stop = trainer.stop
@@ -130,7 +127,7 @@ class EarlyStopping(_Monitor):
         if self.waited > self.patience and self._stop is not None:
             self._stop()
 
-    def on_plateau(self, trainer: Trainer) -> None:
+    def on_plateau(self, trainer: TrainerView) -> None:
         """Stop."""
         trainer.stop()
 
@@ -193,20 +190,20 @@ class ReduceOnPlateau(_Monitor):
         if self._is_mine(state):
             self._cooling = state["cooling"]
 
-    def on_train_begin(self, trainer: Trainer) -> None:
+    def on_train_begin(self, trainer: TrainerView) -> None:
         """Begin to count anew, and make sure that there is a rate to lower."""
         super().on_train_begin(trainer)
         self._cooling = 0
         _check_rates(trainer.state.opt_state)
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Compare."""
         is_cooling = self._cooling > 0 and self.monitor in record
         super().on_record(trainer, record)
         if is_cooling:
             self._cooling, self.waited = self._cooling - 1, 0
 
-    def on_plateau(self, trainer: Trainer) -> None:
+    def on_plateau(self, trainer: TrainerView) -> None:
         """Lower the rate."""
         if self._cooling:
             return

@@ -29,9 +29,8 @@ from ..core import (
 from ..distributed import STAGE, ShardingRules, make_mesh, put
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
-from ._checks import refuse_shared
 from ._models import keywords, parse_loss, sides, with_sides
-from ._step import TrainState, WholeStep
+from ._step import TrainState, WholeStep, refuse_shared
 
 _WHAT = "a pipeline"
 
@@ -80,7 +79,7 @@ class PipelineStep(WholeStep):
         super().__init__(model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """See `Step`; the model is arranged and on the mesh.
+        """See `TrainingStep`; the model is arranged and on the mesh.
 
         Raises:
             ConfigError: when a rule divides layers otherwise.
@@ -135,12 +134,12 @@ class PipelineStep(WholeStep):
         return loss, metrics, state.mutable, with_sides(state.trainable, *grads)
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         given = keywords(fn, training=False)
         return super().bind(lambda model, *args: fn(self._natural(model), *args, **given))
 
     def model(self, *parts: Tree) -> Tree:
-        """See `Step`."""
+        """See `TrainingStep`."""
         return self._natural(super().model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport) -> StageReport:

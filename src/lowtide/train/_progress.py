@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -12,11 +12,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from ..core import format_bytes
-from ._callbacks import Callback, Record
-
-if TYPE_CHECKING:
-    from ..memory import MemoryReport
-    from ._trainer import Trainer
+from ..memory import MemoryReport
+from ._callbacks import Callback, TrainerView
+from ._events import Record
 
 
 class Progress(Callback):
@@ -32,7 +30,7 @@ class Progress(Callback):
         self._bar: Bar | None = None
         self._task = TaskID(0)
 
-    def on_preflight(self, trainer: Trainer, report: MemoryReport) -> None:
+    def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
         """Print the predicted bytes beside those that there are, and begin the bar."""
         self._show(memory_table(report, trainer.budget_bytes))
         if trainer.stages is not None:
@@ -43,7 +41,7 @@ class Progress(Callback):
             self._task = self._bar.add_task("training", total=self._num_steps, completed=trainer.step)
             self._tried(self._bar.start)
 
-    def on_record(self, trainer: Trainer, record: Record) -> None:
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Move the bar, or print an evaluation."""
         if "eval_loss" in record:
             self._show(f"step {record['step']:>6}  eval_loss {record['eval_loss']:.4f}")
@@ -51,11 +49,11 @@ class Progress(Callback):
             text = f"loss {record['loss']:.4f}  {record['seconds']:.3f} s/step"
             self._tried(partial(self._bar.update, self._task, completed=record["step"], description=text))
 
-    def on_train_end(self, trainer: Trainer) -> None:
+    def on_train_end(self, trainer: TrainerView) -> None:
         """Take the bar away."""
         self._stop()
 
-    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Take the bar away."""
         self._stop()
 

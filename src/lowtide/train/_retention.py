@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from ..core import ConfigError, write_files
-from ._feed import is_count
+from ._data import is_count
 
 FILE = "evaluations.json"
 

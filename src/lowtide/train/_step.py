@@ -1,8 +1,8 @@
 """What the trainer repeats: a pure step, how its state begins, and the model that is in it.
 
-The trainer knows no more of a step than `Step` says, so that a loop, its checkpoints and its reports serve every way to
-compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `lowtide.offload.layerwise_step`. For a
-pipeline see `_pipelined`.
+The trainer knows no more of a step than `TrainingStep` says, so that a run, its checkpoints and its reports serve every
+way to compute one. `WholeStep` differentiates the model as a whole; `LayerStep` is a `lowtide.offload.layerwise_step`.
+For a pipeline see `_pipelined`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import optax
 from ..core import (
     ConfigError,
     ModelObject,
+    SelectionError,
     StructureError,
     Tree,
     Where,
@@ -29,6 +30,7 @@ from ..core import (
     dividing,
     leaves_with_paths,
     partition,
+    shared_leaves,
     split_static,
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
@@ -67,13 +69,17 @@ def spread(leaf: Any) -> Any:
     return sharding if sharding is not None and len(sharding.device_set) > 1 else None
 
 
-class Step(Protocol):
+class TrainingStep(Protocol):
     """A training step."""
 
     arrangement: list[int] | None
     """The layer of every row of its state, -1 for padding; None for the order of the model."""
     remedies: str
     """What to change when it needs too much memory."""
+
+    def guard(self, is_guarded: bool) -> None:
+        """Leave updates out whose loss or gradients are not finite."""
+        ...
 
     def arranged(self, model: Tree) -> Tree:
         """A model in that order."""
@@ -106,7 +112,7 @@ _OF_OPTIMIZER = (
 )
 
 
-def flat(step: Step) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
+def flat(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
     """The step as a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and the metrics.
 
     Raises:
@@ -142,6 +148,7 @@ class WholeStep:
         weight: weight of a microbatch, or None for equal ones.
         seed: of the key that `loss_fn` gets.
         compute_dtype: what the model computes in, or None for the dtypes of its arrays.
+        divide: says how microbatches, and activations between the layers of a stack, are divided among devices.
     """
 
     arrangement: list[int] | None = None
@@ -159,22 +166,22 @@ class WholeStep:
         mutable: Where | None = None,
         seed: int = 0,
         compute_dtype: Any = None,
+        divide: Callable[[Tree], Tree] = lambda arrays: arrays,
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
-        self._num_microbatches, self._seed = num_microbatches, seed
+        self._num_microbatches, self._seed, self._divide = num_microbatches, seed, divide
         self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
-        self.guard = False
-        """Whether a step is left out whose loss or gradients are not finite."""
-        self.constrain: Callable[[Tree], Tree] = lambda microbatch: microbatch
-        """Says how a microbatch is divided among devices."""
-        self.divide: Callable[[Tree], Tree] = lambda activations: activations
-        """Says the same of activations between the layers of a stack."""
+        self._is_guarded = False
+
+    def guard(self, is_guarded: bool) -> None:
+        """See `TrainingStep`."""
+        self._is_guarded = is_guarded
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         trainable, mutable, frozen = self.split(model)
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
         is_spread = any(isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable))
@@ -193,7 +200,7 @@ class WholeStep:
         return trainable, mutable, frozen
 
     def arranged(self, model: Tree) -> Tree:
-        """See `Step`."""
+        """See `TrainingStep`."""
         return model
 
     def gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[Any, dict[str, Any], Tree, Tree]:
@@ -202,7 +209,7 @@ class WholeStep:
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
             mutable, part = carry
-            batch = self.constrain(batch)
+            batch = self._divide(batch) if self._num_microbatches > 1 else batch
             given = combine(trainable, mutable, frozen)
             loss, metrics, after = self.loss(given, batch, key=jax.random.fold_in(key, part), training=True)
             return loss, ((metrics, self._weight(batch)), (_like(mutable, after), part + 1))
@@ -227,7 +234,7 @@ class WholeStep:
         )
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         loss, metrics, mutable, grads = self.gradients(state, frozen, batch)
         # In half precision the squares overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
@@ -247,7 +254,7 @@ class WholeStep:
             trainable = self._constrained(optax.apply_updates(state.trainable, updates))
             return TrainState(state.step, trainable, opt_state, mutable)
 
-        if self.guard:
+        if self._is_guarded:
             is_finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
             new = _guarded(is_finite, advance, state, mutable, grads, loss)
         else:
@@ -259,24 +266,24 @@ class WholeStep:
         """Loss, metrics, and the model's arrays after the call."""
         given = keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
-        with dividing(self.divide):
+        with dividing(self._divide):
             result, after = self._precision.bind(fn, training=training)(arrays, batch)
         is_declared = self._mutable is not None and isinstance(self.source, Pytree)
         loss, metrics, after = parse_loss(result, after, has_mutable=is_declared, is_training=training)
         return *self._precision.widen((loss, metrics)), after
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         run = self._precision.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
 
         def bound(arrays: Tree, *args: Any) -> Any:
-            with dividing(self.divide):
+            with dividing(self._divide):
                 return self._precision.widen(run(arrays, *args)[0])
 
         return bound
 
     def model(self, *parts: Tree) -> Tree:
-        """See `Step`."""
+        """See `TrainingStep`."""
         return self.source.rebuild(*parts) if isinstance(self.source, Pytree) else self.source.model
 
 
@@ -342,27 +349,22 @@ class LayerStep:
         self._step, self._loss_fn = step, loss_fn
         self._rest = with_sides(model, None, None)
 
-    @property
-    def guard(self) -> bool:
-        """Whether updates are left out where the loss or gradients are not finite, as the layerwise step does it."""
-        return self._step.on_nan == "skip"
-
-    @guard.setter
     def guard(self, is_guarded: bool) -> None:
+        """See `TrainingStep`; the layerwise step does it."""
         if is_guarded:  # a step that was made to skip does so in any case
             self._step = dataclasses.replace(self._step, on_nan="skip")
 
     def arranged(self, model: Tree) -> Tree:
-        """See `Step`."""
+        """See `TrainingStep`."""
         return model
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         state, frozen = self._step.init(*sides(model, "a layerwise step"))
         return _train_state(state), frozen
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         opt, params = state.opt_state, state.trainable
         given = LayerwiseState(
             state.step, **params, outer_opt=opt["outer"], layers_opt=opt["layers"], grad_norm=opt["norm"]
@@ -380,11 +382,11 @@ class LayerStep:
         )
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """See `Step`."""
+        """See `TrainingStep`."""
         return lambda arrays, *args: fn(self.model(arrays), *args, **keywords(fn, training=False))
 
     def model(self, *parts: Tree) -> Tree:
-        """See `Step`."""
+        """See `TrainingStep`."""
         return with_sides(self._rest, **combine(*parts))
 
 
@@ -393,6 +395,17 @@ def _train_state(state: LayerwiseState) -> TrainState:
     opt_state = {"outer": state.outer_opt, "layers": state.layers_opt, "norm": state.grad_norm}
     params = {"outer": state.outer, "layers": state.layers}
     return TrainState(state.step, params, opt_state, jax.tree.map(lambda _: None, params))
+
+
+def refuse_shared(parts: Tree) -> None:
+    """Raise when one array stands at two paths of what a step consumes."""
+    for paths in shared_leaves(parts):
+        names = [path.partition("/")[2] for path in paths]
+        raise SelectionError(
+            f"{names[0]} and {names[1]} are the same array and both train",
+            expected="one array at each trainable path, because each is donated to the step",
+            hint="tie weights inside the model instead, or untie them with jnp.array(leaf, copy=True)",
+        )
 
 
 def weighted(value: Any, weight: Any) -> Any:

@@ -1,82 +1,55 @@
 """The trainer: one jitted step over what trains, one copy of its state, and a way back when a step fails.
 
-The step consumes its state and returns what changed; the compiled program is checked to reuse every donated buffer, so
-exactly one copy lives on the device. Frozen leaves are an argument of their own, never donated, copied or returned.
-
-The trainer owns the trainable leaves from its construction on: of a pytree the arrays it was given are consumed by the
-first step, a mutable object (`ModelObject`) holds placeholders while steps run. `Trainer.model` is the model as it is.
-
-Whatever ends `fit`, the trainer holds a good state afterwards: that of the last step, or, when a step failed after it
-had consumed its state, the one of the newest checkpoint or of a copy on the host (`_rollback`).
+This is the façade: it makes the parts, hands them to one another, and tells callbacks what a session says. The trainer
+owns the trainable leaves from its construction on (`_state`); its step consumes them and returns what changed, never a
+second copy of anything (`_compiled`); and whatever ends `fit`, it holds a good state afterwards (`_recovery`).
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from ..core import OutOfMemoryError, Tree, Where, argument_shapes, as_arguments, as_numpy, combine, numbers
-from ..distributed import ShardingRules, abstract, placed
-from ..memory import MemoryReport, Target, analyze, analyze_compiled, compile, shortage
+from ..core import OutOfMemoryError, Tree, Where
+from ..distributed import Processes, ShardingRules
+from ..memory import MemoryReport, Target
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule, StageReport
-from ._callbacks import Callback, Record
-from ._checks import (
-    OnNan,
-    as_callbacks,
-    guards,
-    hints_at,
-    needs_checkpoints,
-    open_checkpoints,
-    parse_budget,
-    refuse_arguments,
-    refuse_consumed,
-    refuse_copies,
-    refuse_later_checkpoint,
-    refuse_rollback_to_nothing,
-    refuse_shared,
-    refuse_unevaluated,
-)
-from ._evaluation import Evaluation, call_model, join
-from ._feed import StepData
-from ._kept import Kept
-from ._loop import Loop
-from ._owned import settled
-from ._pipelined import PipelineStep
-from ._rollback import undisturbed
-from ._step import DONATED, STEP_ARGUMENTS, LayerStep, LossFn, TrainState, flat, spread
-from ._steps import choose_step
-
-_ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
+from ._arguments import choose_step, hints_at
+from ._callbacks import Callback, Listeners, as_callbacks
+from ._compiled import CompiledStep, parse_budget
+from ._data import Feed, StepData
+from ._evaluation import Evaluation, join
+from ._events import Event, Record
+from ._finite import Guard, OnNan
+from ._recovery import Copies, needs_checkpoints, open_checkpoints
+from ._session import Session
+from ._state import LiveState
+from ._step import LossFn, TrainState
 
 
-class Trainer(Kept):
+class Trainer:
     """Train the selected leaves of any model with any Optax optimizer.
 
     Args:
-        model: a pytree, whose trainable arrays belong to the trainer from now on; or a mutable object by way of its
-            bridge in `lowtide.ext`.
+        model: a pytree, whose trainable arrays are the trainer's from now on; or a bridge to a mutable object.
         loss_fn: ``loss_fn(model, batch)``: a scalar loss, or ``(loss, metrics)`` with a dictionary of scalars, or of a
             pytree with `mutable` leaves ``(loss, metrics, model)``. It gets what it takes by name of ``key``, a random
             key of its own for every step and microbatch, and ``training``, which is False in evaluation.
         tx: the optimizer, with clipping and schedules chained in as Optax has them. Or a step made by
             `lowtide.offload.layerwise_step`, for a model of ``outer`` and ``layers``: what trains, microbatches and
             placement are then said there, and `loss_fn` is for evaluation alone.
-        wrt: which leaves train: glob patterns on tree paths, or a predicate ``(path, leaf) -> bool``. By default all,
-            or what the bridge says.
+        wrt: what trains: globs on tree paths, or a predicate ``(path, leaf) -> bool``; by default all, or the bridge's.
         mutable: which leaves the model changes itself (batch statistics, caches), selected likewise. They are saved
             with what trains, and never trained. By default none, or what the bridge says.
         num_microbatches: into how many parts a batch is split for gradient accumulation.
-        weight: a function of a batch that gives its weight in means over microbatches and evaluation batches, for
-            instance its number of target tokens. By default microbatches weigh the same and evaluation batches their
-            number of rows, which is that of their first array; a layerwise step's own is taken.
+        weight: a function of a batch: its weight in means over microbatches and evaluations, such as its target tokens.
+            By default 1, and in evaluations the rows of its first array; a layerwise step's own is taken.
         compute_dtype: ``"bfloat16"`` for mixed precision: `loss_fn` and functions of `predict` get the model's and the
             batch's float32 leaves in it, labels too. What trains, the optimizer and `mutable` leaves keep their dtypes;
             gradients, the loss, metrics and predictions are float32. Leaves of 16 bits or less, and integers, are given
@@ -94,8 +67,7 @@ class Trainer(Kept):
         best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
             one than all before, a checkpoint is written there, and it is kept beside the newest.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
-        budget: bytes that a step may use on a device, as a number or such as ``"14 GiB"``; by default what the device
-            has. A step that needs more is refused before it runs.
+        budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all. Larger steps are refused.
         sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
             where they are, and batches go to the default device; with a pipeline, rows are divided along other axes.
         pipeline: for a model of ``outer`` and ``layers``, the schedule by which layers are trained in stages, along the
@@ -118,6 +90,7 @@ class Trainer(Kept):
         than a leaf on a TPU and at most two leaves on a CPU (compiled); ``on_nan="ignore"`` does without.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> model = {"base": jnp.full((), 2.0), "lora_a": jnp.zeros(())}
         >>> loss_fn = lambda m, x: (jnp.mean((m["base"] + m["lora_a"] - x) ** 2), {})
         >>> trainer = Trainer(model, loss_fn, optax.sgd(0.5), wrt="lora_*")
@@ -148,83 +121,117 @@ class Trainer(Kept):
         sharding: ShardingRules | None = None,
         pipeline: Schedule | Pipeline | None = None,
     ) -> None:
-        refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
-        step, weight, sharding, num_microbatches = choose_step(
-            model,
-            loss_fn,
-            tx,
-            wrt=wrt,
-            mutable=mutable,
-            num_microbatches=num_microbatches,
-            weight=weight,
-            compute_dtype=compute_dtype,
-            seed=seed,
-            sharding=sharding,
-            pipeline=pipeline,
+        chosen = choose_step(
+            model, loss_fn, tx, wrt, mutable, num_microbatches, weight, compute_dtype, seed, sharding, pipeline
         )
-        refuse_consumed(model)
-        if sharding is not None:
-            model = placed(model, sharding, step.arranged)
-        state, frozen = step.init(model)
-        self.is_guarded = guards(on_nan, state, is_layerwise=isinstance(step, LayerStep))
+        step, weight, sharding, num_microbatches = chosen
+        model, state, frozen, self.is_guarded = chosen.begin(model, on_nan)
         """Whether steps leave an update out whose loss or gradients are not finite."""
-        step.guard = self.is_guarded
-        refuse_shared((state.trainable, state.mutable))
-        refuse_rollback_to_nothing(on_nan, has_copies=rollback or checkpoint_dir is not None)
-        # Python's numbers are no arrays that a step could consume.
-        state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
-        if sharding is None:
-            state, frozen = settled((state, frozen), None, None)
-        else:
-            state, frozen = sharding.settle((state, frozen))
-        self._num_microbatches = num_microbatches
-        checkpoints = open_checkpoints(checkpoint_dir, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
-        super().__init__(model, step, state, frozen, sharding, checkpoints=checkpoints, rollback=rollback)
-        self.budget_bytes = parse_budget(budget)
-        """Bytes that a step may use on a device; None for what the device has."""
-        self.on_nan = on_nan
+        self.checkpoints = open_checkpoints(checkpoint_dir, on_nan, rollback, max_to_keep, best, best_mode)
+        """Where checkpoints are kept, or None."""
+        self.sharding = sharding
+        """Where arrays belong; None for one device."""
+        self.processes = Processes(sharding)
+        """The other processes of the run."""
+        self.on_nan: OnNan = on_nan
         """What to do when loss or gradients are not finite."""
         self.is_stopped = False
         """Whether `stop` was called in this run."""
         self.history: list[Record] = []
         """The records of the last `fit`, also of one that raised."""
-        self.stages: StageReport | None = None
+        changed = None if self.checkpoints is None else self.checkpoints.changed
+        self._live = live = LiveState(model, step, state, frozen, sharding, on_change=changed)
+        self._copies = Copies(live, step.arrangement, self.checkpoints, self.processes, rollback=rollback)
+        self._compiled = CompiledStep(step, live, sharding, self.processes, num_microbatches, lambda: self.budget_bytes)
+        self._evaluation = Evaluation(step, weight, seed, self._compiled, self.processes, sharding, model)
+        self.budget_bytes = parse_budget(budget)
+        """Bytes that a step may use on a device; None for what the device has."""
+        self._running: tuple[Session, Listeners] | None = None  # the `fit` that is running, and who hears of it
+        self._left: Feed | None = None  # the data of the last one, for another with the same iterator
+
+    @property
+    def state(self) -> TrainState:
+        """All that a step changes; may be set to another one with the same structure."""
+        return self._live.state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._live.set(state)
+
+    @property
+    def frozen(self) -> Tree:
+        """What no step changes."""
+        return self._live.frozen
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now. Of a pytree, its trainable arrays are consumed by the next step.
+
+        A mutable object gets its arrays back; what is changed in it is what the next step begins with.
+        """
+        return self._live.model
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far.
+
+        May be set, between two calls of `fit`, for weights that were trained elsewhere: data by step number, random
+        keys and records go on from there. An optimizer's own count, of a schedule, is in its state and stays.
+        """
+        return self._live.step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._refuse_running("setting step")
+        self._live.count_from(number)
+
+    def update(self, model: Tree) -> None:
+        """Go on with other weights: those of a pytree, or of an Equinox module, like the model.
+
+        Args:
+            model: the model; its trainable and mutable arrays belong to the trainer from now on.
+
+        Raises:
+            StructureError: when a leaf has another shape or dtype, or there are others.
+            ConfigError: for a mutable object, which is changed itself.
+            StateError: inside of `averaged`.
+        """
+        self._live.update(model)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The running average of `lowtide.train.ema` in the place of what trains, inside a ``with`` block.
+
+        For evaluation, prediction and export: the block cannot train, save or restore, and changes in it are lost.
+
+        Raises:
+            ConfigError: when the optimizer keeps none.
+            StateError: inside of another one.
+        """
+        return self._live.averaged()
+
+    def wait(self) -> None:
+        """Wait until the device has ended all steps."""
+        jax.block_until_ready(self.state)
+
+    @property
+    def position(self) -> Mapping[str, Any] | None:
+        """Where the data of the run is, as its last checkpoint or `fit` left it."""
+        return self._copies.notes.position
+
+    @property
+    def has_eval_data(self) -> bool:
+        """Whether the `fit` that is running evaluates."""
+        return self._running is not None and self._running[0].eval_data is not None
+
+    @property
+    def stages(self) -> StageReport | None:
         """Of a pipeline what each rank holds, from `preflight` on."""
-        self._call: Callable[..., Any] = getattr(self._object, "call", call_model)  # bound once: it is told by identity
-        self._compiled: dict[Any, Any] = {}
-        self._reports: dict[int, MemoryReport] = {}
-        self._evaluation = Evaluation(
-            step,
-            weight,
-            seed,
-            place=functools.partial(self._on_device, is_training=False),
-            processes=self.processes,
-            out_shardings=None if sharding is None else sharding.replicated(),
-        )
-
-    def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
-        super()._put(trainable, mutable, frozen)
-        if self.checkpoints is not None:
-            self.checkpoints.changed(self.step)
-
-    # --- training --------------------------------------------------------------------------------------------------
-
-    def stop(self) -> None:
-        """End `fit` after the step that is running, as if its last one had come. For callbacks."""
-        self.is_stopped = True
+        return self._compiled.stages
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
-        """The pure step, a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and metrics.
-
-        Jitted with these four donated; `lowtide.memory.analyze` takes it as it is.
-        """
-        places = None
-        if self.sharding is not None:
-            kept = self._arguments(None)[: len(DONATED)]
-            # On an abstract mesh: the devices are those of the arguments, which `memory` moves to a target's.
-            places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), kept), abstract(self.sharding.replicated())
-        return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
+        """The jitted step: a function of `STEP_ARGUMENTS` that donates the first four, and returns them and metrics."""
+        return self._compiled.step_fn
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
         """Compiled bytes of the training step, per role (`STEP_ARGUMENTS`), before anything runs.
@@ -236,10 +243,7 @@ class Trainer(Kept):
         Returns:
             The report for one device.
         """
-        batch = self._shapes(batch)
-        if target is None:
-            return self._report(self._compile(batch))
-        return analyze(self.step_fn, *self._arguments(batch), target=target, roles=_ROLES)
+        return self._compiled.memory(batch, target)
 
     def preflight(self, batch: Tree) -> MemoryReport:
         """Compile the step, and refuse it if the device is too small; `fit` does so before its first step.
@@ -256,24 +260,34 @@ class Trainer(Kept):
         Memory:
             Compiles; a step that is refused is compiled twice.
         """
-        shapes = self._shapes(batch)
-        compiled = self._compile(shapes)
-        if isinstance(self._step, PipelineStep):
-            self.stages = self._step.report(combine(*self._parts), shapes, self._report(compiled))
-        return self._refuse_large(compiled, batch)
-
-    def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
-        report = self._report(compiled)
-        usable = report.target.device_bytes if self.budget_bytes is None else self.budget_bytes
-        if usable is not None and report.device_bytes > usable:
-            raise self.shortage(batch, "before its first step")
-        return report
+        return self._compiled.preflight(batch)
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
-        batch = self._shapes(batch)
-        program = compile(self.step_fn, *self._arguments(batch))
-        return shortage(program, when=when, roles=_ROLES, budget_bytes=self.budget_bytes, hint=self._step.remedies)
+        return self._compiled.shortage(batch, when)
+
+    def advance(self, batch: Tree) -> Tree:
+        """Take one step, outside of `fit`.
+
+        Args:
+            batch: its batch.
+
+        Returns:
+            The metrics, on the device.
+
+        Raises:
+            DonationError, OutOfMemoryError: as `fit`.
+            StateError: in a callback of `fit`, or inside of `averaged`.
+        """
+        self._live.refuse_averaged("advance")
+        self._refuse_running("advance")
+        return self._compiled.run(batch)
+
+    def stop(self) -> None:
+        """End `fit` after the step that is running, as if its last one had come. For callbacks."""
+        self.is_stopped = True
+        if self._running is not None:
+            self._running[0].stop()
 
     @hints_at(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
     def fit(
@@ -300,24 +314,20 @@ class Trainer(Kept):
                 `grain.MapDataset`, which goes on with later epochs there.
             eval_data: batches for held-out evaluation, at the first and last step and every `eval_every`.
             eval_every: steps between evaluations; with `num_epochs` by default one after every epoch.
-            checkpoint_every: steps between checkpoints; with a `checkpoint_dir` the last step is always saved, also
-                that of a run which an exception or a signal ends.
+            checkpoint_every: steps between checkpoints; in a `checkpoint_dir` the last step is saved however it ends.
             callbacks: told of everything that happens.
             on_record: called with every record as soon as its values are known.
-            progress: print the bytes of the step and evaluations to standard error, and on a terminal a bar; in the
-                first of several processes.
+            progress: print the step's bytes, evaluations and on a terminal a bar to the first process's standard error.
 
         Returns:
-            The records: ``step``, ``loss``, ``grad_norm``, the loss function's metrics, ``seconds``; or ``step``,
-            ``eval_loss`` and the metrics with ``eval_`` before their names. Norms cover trainable leaves only. With an
-            optimizer of `optax.inject_hyperparams` also the step's ``learning_rate``.
+            The records: ``step``, ``loss``, ``grad_norm`` of what trains, the loss function's metrics, ``seconds``, and
+            of `optax.inject_hyperparams` the ``learning_rate``; or ``step``, ``eval_loss`` and metrics as ``eval_...``.
 
         Raises:
             DonationError: when the compiled step would keep a second copy of a donated leaf.
-            ConfigError: without an end, when `checkpoint_every` is given without a `checkpoint_dir`, or when nothing
-                could be the `best`: without `eval_data`, or with evaluations that lack the value.
-            OutOfMemoryError: for a step that needs more than `budget`. When memory runs out although it should not,
-                JAX's error is raised with the same explanation as a note.
+            ConfigError: without an end; for `checkpoint_every` without a `checkpoint_dir`; when nothing could be the
+                `best`: without `eval_data`, or with evaluations that lack the value.
+            OutOfMemoryError: for a step that needs more than `budget`; JAX's own is explained likewise, in a note.
             OutputError: when the `checkpoint_dir` holds a later step, so that nothing would be saved.
             DataError: when `data` ends before the run.
             NonFiniteError: for a loss that is no number, as `on_nan` says.
@@ -329,60 +339,94 @@ class Trainer(Kept):
         with self.processes.watched():  # the others do not wait for one that refuses
             if checkpoint_every is not None:
                 needs_checkpoints(self.checkpoints, "checkpoint_every")
-            self._refuse_averaged("fit")
+            self._live.refuse_averaged("fit")
             callbacks = as_callbacks(callbacks)
-            self._borrow(lend=False)  # what was changed in a mutable object
-            refuse_consumed(self.state, self.frozen)
-            refuse_later_checkpoint(self.checkpoints, self.step)
-            refuse_unevaluated(self.checkpoints, eval_data)
-            loop = Loop(
-                trainer=self,
-                data=data,
-                num_steps=num_steps,
-                num_epochs=num_epochs,
+            self._live.refresh()
+            if self._running is not None:
+                self._running[0].refuse_another()
+            session = Session(
+                live=self._live,
+                compiled=self._compiled,
+                copies=self._copies,
+                processes=self.processes,
+                guard=Guard(self._live, self._copies, self.on_nan, is_guarded=self.is_guarded),
+                feed=(feed := Feed(data, num_steps, num_epochs)),
+                before=self._left,
+                evaluate=lambda batches: self.evaluate(batches),
+                save=lambda: self.save(),
+                states=lambda: listeners.states(),
+                is_immediate=any(callback.is_immediate for callback in callbacks),
                 eval_data=eval_data,
                 eval_every=eval_every,
                 checkpoint_every=checkpoint_every,
-                callbacks=callbacks,
-                on_record=on_record,
-                progress=progress,
             )
-            self.is_stopped, self.history = False, loop.records
+            if progress and self.processes.is_first:
+                from ._progress import Progress  # takes a moment; `import lowtide` does not need it
+
+                callbacks = (Progress(feed.num_steps), *callbacks)
+            listeners = Listeners(self, callbacks, on_record)
+            self.is_stopped, self.history = False, session.records
             try:
-                return loop.run()
+                self._running = session, listeners
+                with session.running(listeners.tell):
+                    for event in session:
+                        listeners.tell(event)
             finally:
-                self.give_back()
+                self._running, self._left = None, session.left or self._left
+                self._live.give_back()
+            return session.records
 
-    def advance(self, batch: Tree) -> Tree:
-        """Take one step, outside of `fit`.
-
-        Args:
-            batch: its batch.
+    def save(self) -> bool:
+        """Begin to write a checkpoint of the state; in a callback also of where `fit` is.
 
         Returns:
-            The metrics, on the device.
+            Whether there was none of this step yet, or the weights were changed since and it is written anew.
 
         Raises:
-            DonationError: when the compiled step would keep a second copy of a donated leaf.
-            OutOfMemoryError: for a step that needs more than `budget`.
-            StateError: in a callback of `fit`, or inside of `averaged`.
+            ConfigError: without a `checkpoint_dir`.
+            StateError: inside of `averaged`.
         """
-        self._refuse_averaged("advance")
-        self._refuse_running("advance")
-        return self.take_step(batch)
+        needs_checkpoints(self.checkpoints, "save")
+        self._live.refuse_averaged("save")
+        self._live.borrow(lend=False)  # what was changed in a mutable object
+        if self._running is None:
+            return self._copies.save(self._copies.notes)
+        session, listeners = self._running
+        for event in session.settle():  # goes back from what the last steps have spoilt
+            listeners.tell(event)
+        return self._copies.save(session.notes())
 
-    def take_step(self, batch: Tree) -> Tree:
-        """`advance`, for `fit`."""
-        self._borrow()
-        on_device = self._on_device(batch)
-        compiled = self._compile(on_device)
-        self._refuse_large(compiled, batch)
-        with undisturbed():
-            trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(on_device))
-            self.state, self.metrics = TrainState(step, trainable, opt_state, mutable), metrics
-        return self.processes.in_turn(metrics)
+    def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
+        """Load a checkpoint into the trainer.
 
-    # --- evaluation ------------------------------------------------------------------------------------------------
+        Args:
+            step: which; by default the newest that can be read.
+            best: the one that `Trainer` keeps as the best, instead.
+
+        Returns:
+            Its step, or None when there is no checkpoint yet (and none was named).
+
+        Raises:
+            ConfigError: without a `checkpoint_dir`; with both arguments; when there is no checkpoint of `step`, or
+                none was evaluated.
+            StructureError: when the checkpoint is of other trainable leaves, or was trained over other frozen ones.
+            StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
+
+        Warns:
+            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then.
+
+        Memory:
+            The state's arrays are given up before those of the checkpoint are read: never two copies on the device.
+            With `rollback` they are on the host meanwhile, for a checkpoint that cannot be read.
+        """
+        self._refuse_running("restore")
+        self._live.refuse_averaged("restore")
+        with self.processes.watched():
+            return self._copies.restore(step, best=best)
+
+    def _refuse_running(self, what: str) -> None:
+        if self._running is not None:
+            self._running[0].refuse(what)
 
     @hints_at()
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
@@ -398,15 +442,12 @@ class Trainer(Kept):
         Raises:
             ConfigError: when there is no batch.
         """
-        callbacks = as_callbacks(callbacks)
-        self._borrow(lend=False)
-        refuse_consumed(self.state, self.frozen)
-        for callback in callbacks:
-            callback.on_evaluate_begin(self)
+        listeners = Listeners(self, as_callbacks(callbacks))
+        self._live.refresh()
+        listeners.tell(Event("evaluate_begin"))
         with self.processes.watched():
-            means = self._evaluation.means(self._parts, self.state.step, data)
-        for callback in callbacks:
-            callback.on_evaluate_end(self, {**means})
+            means = self._evaluation.means(self._live.parts, self.state.step, data)
+        listeners.tell(Event("evaluate_end", {**means}))
         return means
 
     def predict_batches(self, data: Iterable[Tree], fn: Callable[..., Any] | None = None) -> Iterator[Any]:
@@ -426,9 +467,8 @@ class Trainer(Kept):
         Memory:
             The outputs of two batches on the device.
         """
-        self._borrow(lend=False)
-        refuse_consumed(self.state, self.frozen)
-        return self._evaluation.outputs(self._later(), data, fn or self._call)
+        self._live.refresh()
+        return self._evaluation.outputs(self._live.later(), data, fn)
 
     @hints_at()
     def predict(
@@ -452,48 +492,9 @@ class Trainer(Kept):
         Memory:
             The outputs of two batches on the device, all of them on the host.
         """
-        callbacks = as_callbacks(callbacks)
-        for callback in callbacks:
-            callback.on_predict_begin(self)
+        listeners = Listeners(self, as_callbacks(callbacks))
+        listeners.tell(Event("predict_begin"))
         with self.processes.watched():
             joined = join(list(self.predict_batches(data, fn)))
-        for callback in callbacks:
-            callback.on_predict_end(self)
+        listeners.tell(Event("predict_end"))
         return joined
-
-    def _on_device(self, batch: Tree, *, is_training: bool = True) -> Tree:
-        if self.sharding is None:
-            return as_arguments(batch)
-        self.processes.agree_on_batch(batch := jax.tree.map(as_numpy, batch))
-        return self.sharding.batch(batch, self._num_microbatches if is_training else None)
-
-    def _shapes(self, batch: Tree) -> Tree:
-        """Of what is not on the device yet the shapes that it will have there."""
-        if self.sharding is None:
-            return argument_shapes(batch)
-        self.processes.agree_on_batch(batch := numbers(batch))
-        return self.sharding.batch_shapes(batch, self._num_microbatches)
-
-    def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
-        return self.state.trainable, self.state.opt_state, self.state.mutable, self.state.step, self.frozen, batch
-
-    def _report(self, compiled: Any) -> MemoryReport:
-        """The report of a compiled step, made once."""
-        if id(compiled) not in self._reports:
-            self._reports[id(compiled)] = analyze_compiled(compiled, roles=_ROLES)
-        return self._reports[id(compiled)]
-
-    def _compile(self, batch: Tree) -> Any:
-        """The compiled step for batches of this shape, checked to reuse every donated buffer."""
-        leaves, structure = jax.tree.flatten(batch)
-        shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
-        if shapes not in self._compiled:
-            with warnings.catch_warnings():
-                # JAX only warns, and without a path; refuse_copies raises, with one.
-                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
-                self.processes.agree_on_program(lowered)
-                compiled = lowered.compile()
-            refuse_copies(compiled)
-            self._compiled[shapes] = compiled
-        return self._compiled[shapes]

@@ -15,7 +15,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.train import Callback
-from lowtide.train._rollback import _Shut, _Valve, undisturbed, valves
+from lowtide.train._signals import _Shut, _Valve, undisturbed, valves
 
 
 class Ended(Exception):
@@ -111,7 +111,7 @@ def test_a_signal_while_a_step_is_sent_finds_its_state_stored(replaced: bool, mo
     trainer = lt.Trainer(jnp.zeros(3), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1))
     x = np.ones(3, np.float32)
     trainer.fit([x] * 2, num_steps=2)
-    compiled = trainer._compile(x)
+    compiled = trainer._compiled.compile(x)
     seen = []
 
     def interrupted(*arguments: Any) -> Any:
@@ -126,8 +126,8 @@ def test_a_signal_while_a_step_is_sent_finds_its_state_stored(replaced: bool, mo
                 signal.signal(signal.SIGINT, lambda *_: signal.default_int_handler(*_))
 
         def on_preflight(self, trainer: Any, report: Any) -> None:
-            monkeypatch.setattr(trainer, "_compile", lambda batch: interrupted)
-            monkeypatch.setattr(trainer, "_refuse_large", lambda compiled, batch: None)
+            monkeypatch.setattr(trainer._compiled, "compile", lambda batch: interrupted)
+            monkeypatch.setattr(trainer._compiled, "_refuse_large", lambda compiled, batch: None)
 
     with pytest.raises(KeyboardInterrupt):
         trainer.fit([x] * 9, num_steps=9, callbacks=[Replaces()])

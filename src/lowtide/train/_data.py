@@ -28,11 +28,11 @@ class StepData(Protocol):
         ...
 
 
-class Event(enum.Enum):
+class DataEnd(enum.Enum):
     """What comes instead of a batch."""
 
-    END_OF_EPOCH = "end of epoch"
-    END_OF_RUN = "end of run"
+    EPOCH = "end of epoch"
+    RUN = "end of run"
 
 
 class Feed:
@@ -138,6 +138,16 @@ class Feed:
         )
 
     @property
+    def ends(self) -> dict[str, int | None]:
+        """What was said of the end of the run."""
+        return {"num_steps": self._num_steps, "num_epochs": self._num_epochs}
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all epochs have ended."""
+        return self._num_epochs is not None and self.epoch >= self._num_epochs
+
+    @property
     def _is_live(self) -> bool:
         """Whether the data is an iterator that goes forward only, as a generator does."""
         return not self._is_indexed and hasattr(self._data, "__next__") and not hasattr(self._data, "get_state")
@@ -193,7 +203,7 @@ class Feed:
             stacklevel=3,
         )
         for number in range(position["in_epoch"]):
-            if isinstance(self.next(-1), Event):
+            if isinstance(self.next(-1), DataEnd):
                 raise DataError(
                     f"the data is shorter than where the run was in it at step {step}",
                     expected=f"more than {position['in_epoch']} batches an epoch",
@@ -213,7 +223,7 @@ class Feed:
         state = self._iterator.get_state() if hasattr(self._iterator, "get_state") else None
         return {"epoch": self.epoch, "in_epoch": self._in_epoch, "iterator": _encoded(state)}
 
-    def next(self, step: int) -> Tree | Event:
+    def next(self, step: int) -> Tree | DataEnd:
         """The batch of a step, or that an epoch or the run has ended.
 
         Args:
@@ -226,10 +236,8 @@ class Feed:
             return self._end_epoch(step)
         before = self.position()
         self._mark, self._read = (step, before), []
-        if (self._num_steps is not None and step >= self._num_steps) or (
-            self._num_epochs is not None and self.epoch >= self._num_epochs
-        ):
-            return Event.END_OF_RUN
+        if self.is_over or (self._num_steps is not None and step >= self._num_steps):
+            return DataEnd.RUN
         index = step % self._length if self._length and not self._goes_on else step
         try:
             if self._is_indexed:
@@ -257,12 +265,12 @@ class Feed:
         """Whether there is no such batch, so that an `IndexError` is what it should be."""
         return self._is_indexed and (not hasattr(self._data, "__len__") or index >= len(self._data))
 
-    def _end_epoch(self, step: int) -> Event:
+    def _end_epoch(self, step: int) -> DataEnd:
         ended = self._iterator
         self.epoch, self._in_epoch, self._iterator = self.epoch + 1, 0, None
         self._mark = step, self.position()
         self._close(ended)
-        return Event.END_OF_EPOCH
+        return DataEnd.EPOCH
 
     def _close(self, iterator: Any) -> None:
         """Close an iterator of ours.

@@ -1,96 +1,19 @@
-"""Getting back to a good state after a step that failed when its inputs were gone.
+"""Signals: held back while a step is sent to the device, and asked for between steps.
 
-A step consumes its state: when it fails on the device, neither what it was given nor what it should have returned can
-be read. So a copy is kept where it costs no device memory: on the host, or in the newest checkpoint.
-
-Interrupts are held back while a step is sent to the device, because between the sending and the assignment of its
-results nobody holds the state.
+Between the sending of a step and the assignment of its results nobody holds a good state, so Ctrl-C and SIGTERM wait
+until that moment has passed (`undisturbed`). SIGTERM ends a run after a step (`Terminated`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from ..core import Tree
-
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """The shards of an array that this process holds, on the host."""
-
-    shape: tuple[int, ...]
-    sharding: Any
-    shards: list[tuple[Any, np.ndarray]]
-    impl: Any
-    """Of a random key, how it is made of numbers."""
-
-
-class Snapshot:
-    """A copy of arrays on the host, each process with its own shards.
-
-    Args:
-        tree: arrays, which stay as they are.
-
-    Memory:
-        On the host the bytes of the tree (of this process's shards); none on the device.
-    """
-
-    def __init__(self, tree: Tree) -> None:
-        leaves, self._structure = jax.tree.flatten(tree)
-        self._leaves = [_copied(leaf) for leaf in leaves]
-
-    def restore(self) -> Tree:
-        """The arrays again, where they were."""
-        return self._structure.unflatten([_restored(leaf) for leaf in self._leaves])
-
-
-def _copied(leaf: Any) -> _Leaf:
-    impl = None
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)
-    # On a CPU NumPy would share the buffer, which the next step consumes.
-    parts: dict[str, np.ndarray] = {}  # of what several devices hold, one copy
-    for shard in leaf.addressable_shards:
-        if str(shard.index) not in parts:
-            parts[str(shard.index)] = np.array(shard.data, copy=True)
-    shards = [(shard.device, parts[str(shard.index)]) for shard in leaf.addressable_shards]
-    return _Leaf(leaf.shape, leaf.sharding, shards, impl)
-
-
-def _restored(leaf: _Leaf) -> Any:
-    kind = leaf.sharding.memory_kind
-    parts = [
-        jax.device_put(value, jax.sharding.SingleDeviceSharding(device, memory_kind=kind))
-        for device, value in leaf.shards
-    ]
-    # A buffer of its own: on a CPU device_put may share NumPy's, and the next step consumes it.
-    parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
-    array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
-    return array if leaf.impl is None else jax.random.wrap_key_data(array, impl=leaf.impl)
-
-
-def is_alive(tree: Tree) -> bool:
-    """Whether every array can still be read: none was consumed, and the step that made them did not fail."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
-        return False
-    try:
-        jax.block_until_ready(tree)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
 
 _HELD = (signal.SIGTERM, signal.SIGINT)
 """In the order in which they are let through: an interrupt raises, and nothing comes after it."""
@@ -103,6 +26,17 @@ class _Valve:
 
     def __init__(self, number: int, before: Any) -> None:
         self.number, self.before, self.is_shut, self.has_come = number, before, False, False
+
+    def shut(self) -> None:
+        self.is_shut = True
+
+    def open(self) -> None:
+        self.is_shut = False
+
+    def let_through(self) -> None:
+        if self.has_come:
+            self.has_come = False
+            signal.raise_signal(self.number)
 
     def __call__(self, number: int, frame: Any) -> None:
         if self.is_shut:
@@ -141,18 +75,16 @@ class _Shut:
     def __enter__(self) -> None:
         try:
             for valve in self._valves:
-                valve.is_shut = True
+                valve.shut()
         except BaseException:  # an interrupt between two valves: nobody would open the first again
             self.__exit__()
             raise
 
     def __exit__(self, *_: object) -> None:
         for valve in self._valves:
-            valve.is_shut = False
+            valve.open()
         for valve in self._valves:
-            if valve.has_come:
-                valve.has_come = False
-                signal.raise_signal(valve.number)
+            valve.let_through()
 
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:
@@ -186,8 +118,7 @@ class Terminated:
 
     def __init__(self, *, is_alone: bool = True) -> None:
         self.has_come = False
-        self.is_last = False
-        """Whether only files are waited for: a second signal ends that."""
+        self._is_last = False
         self._is_alone, self._waits = is_alone, False
         self._before: Any = None
 
@@ -204,6 +135,14 @@ class Terminated:
             self._before = None
             if self.has_come:
                 signal.raise_signal(signal.SIGTERM)
+
+    def come(self) -> None:
+        """It has come to another process, with which this one ends."""
+        self.has_come = True
+
+    def last(self) -> None:
+        """Only files are waited for from here on: a second signal ends that."""
+        self._is_last = True
 
     def waited(self, wait: Callable[[], T]) -> T:
         """What a function returns that waits for data.
@@ -228,7 +167,7 @@ class Terminated:
             yield batch
 
     def _note(self, *_: object) -> None:
-        if (self.is_last or self._waits) and self.has_come:
+        if (self._is_last or self._waits) and self.has_come:
             self.__exit__()
         self.has_come = True
         if self._waits and self._is_alone:

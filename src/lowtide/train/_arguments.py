@@ -1,0 +1,253 @@
+"""What a trainer takes: which step it repeats then, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+
+from ..core import ConfigError, ModelObject, Tree, Where, is_array_like, leaves_with_paths, on_host
+from ..distributed import ShardingRules, placed
+from ..offload import LayerwiseStep
+from ..pipeline import Pipeline, Schedule
+from ._data import IN_ORDER, is_count
+from ._models import keywords
+from ._pipelined import PipelineStep, make_pipeline
+from ._precision import refuse_precision
+from ._state import refuse_consumed
+from ._step import LayerStep, LossFn, TrainState, WholeStep, refuse_shared
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Defaults:
+    """Of a pytree, where a `ModelObject` says its own."""
+
+    wrt: Where = "**"
+    """Everything trains."""
+    mutable: Where | None = None
+    """Nothing changes beside it."""
+
+
+class Chosen(NamedTuple):
+    """A step, and what follows from it."""
+
+    step: WholeStep | LayerStep
+    weight: Callable[[Tree], Any] | None
+    sharding: ShardingRules | None
+    num_microbatches: int
+    """Parts of a batch."""
+
+    def begin(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
+        """The model where it belongs, its state and what is frozen, and whether steps leave spoilt updates out."""
+        refuse_consumed(model)
+        if self.sharding is not None:
+            model = placed(model, self.sharding, self.step.arranged)
+        state, frozen = self.step.init(model)
+        is_guarded = _guards(on_nan, state, is_layerwise=isinstance(self.step, LayerStep))
+        self.step.guard(is_guarded)
+        refuse_shared((state.trainable, state.mutable))
+        return model, state, frozen, is_guarded
+
+
+def choose_step(
+    model: Tree,
+    loss_fn: LossFn | None,
+    tx: Any,
+    wrt: Where | None,
+    mutable: Where | None,
+    num_microbatches: int,
+    weight: Callable[[Tree], Any] | None,
+    compute_dtype: Any,
+    seed: int,
+    sharding: ShardingRules | None,
+    pipeline: Schedule | Pipeline | None,
+) -> Chosen:
+    """The step; arguments and errors as of `Trainer`."""
+    _refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
+    if pipeline is not None:
+        _refuse_beside_pipeline(model, loss_fn, tx, mutable, num_microbatches, compute_dtype, seed)
+        made, sharding = make_pipeline(model, pipeline, sharding, wrt=wrt, weight=weight)
+        return Chosen(PipelineStep(model, tx, made, sharding), made.weight, sharding, made.schedule.num_microbatches)
+    given: Any = loss_fn
+    if isinstance(tx, LayerwiseStep):
+        refuse_precision(compute_dtype)
+        _refuse_beside_layerwise(
+            wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
+        )
+        if tx.weight is None:
+            tx = dataclasses.replace(tx, weight=weight)
+        elif weight not in (None, tx.weight):
+            _refuse_beside_layerwise(weight=(weight, None))
+        return Chosen(LayerStep(model, given, tx), tx.weight, sharding, 1)
+    defaults: Any = model if isinstance(model, ModelObject) else _Defaults()
+    selected = defaults.wrt if wrt is None else wrt
+    changes = defaults.mutable if mutable is None else mutable
+    arguments = (model, given, tx, selected, num_microbatches, weight)
+    divided: dict[str, Any] = {}
+    if sharding is not None:
+        # The devices are those of the arguments, which may be moved to another target to be compiled for it.
+        mesh: Any = sharding.mesh.abstract_mesh
+        divided = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain}
+    step = WholeStep(*arguments, mutable=changes, seed=seed, compute_dtype=compute_dtype, **divided)
+    return Chosen(step, weight, sharding, num_microbatches)
+
+
+def _refuse_beside_pipeline(
+    model: Any, loss_fn: Any, tx: Any, mutable: Any, num_microbatches: int, compute_dtype: Any, seed: int
+) -> None:
+    given = {
+        "a bridge": (isinstance(model, ModelObject), "a pytree of outer and layers", "pass the arrays as a pytree"),
+        "a layerwise step": (isinstance(tx, LayerwiseStep), "an optimizer of Optax", "optax.adamw(1e-4)"),
+        "loss_fn": (loss_fn is not None, "None: its loss is the stack's", "Trainer(model, None, tx, pipeline=...)"),
+        "mutable": (mutable is not None, "functions of the stack that change no weights", "leave it out"),
+        "num_microbatches": (num_microbatches != 1, "the schedule's own", "schedule(..., num_microbatches=...)"),
+        "compute_dtype": (compute_dtype is not None, "a stack that casts by itself", "load(..., compute_dtype=...)"),
+        "seed": (seed != 0, "random keys as leaves of batches", 'a batch {"key": jax.random.key(step), ...}'),
+    }
+    for name, (is_given, expected, hint) in given.items():
+        if is_given:
+            raise ConfigError(f"a pipeline is trained without {name}", expected=expected, got=name, hint=hint)
+
+
+def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
+    for name, (value, default) in given.items():
+        if value != default:
+            raise ConfigError(
+                f"{name} is said twice, to the trainer and to its layerwise step",
+                expected=f"Trainer(..., layerwise_step(..., {name}=...))",
+                got=f"{name}={value!r} for the trainer",
+                hint=f"pass {name} to lt.offload.layerwise_step alone",
+            )
+
+
+def _guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
+    """Whether the step can leave its own update out."""
+    if on_nan not in ("abort", "skip", "roll_back", "ignore"):
+        raise ConfigError(
+            "unknown on_nan", expected='"abort", "skip", "roll_back" or "ignore"', got=repr(on_nan), hint='try "abort"'
+        )
+    hosted = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
+    if is_layerwise:  # which may have updated layers before it meets a gradient that is not finite
+        return on_nan == "skip"
+    if on_nan == "skip" and hosted:
+        raise ConfigError(
+            "this step's updates cannot be left out",
+            expected='on_nan="abort", "roll_back" or "ignore"',
+            got=f"state on the host: {', '.join(hosted[:4])}",
+            hint='"roll_back" returns to the last copy of the state; a layerwise step can skip',
+        )
+    return on_nan in ("abort", "skip") and not hosted
+
+
+def _refuse_arguments(
+    model: Any, tx: Any, loss_fn: Any, sharding: Any, num_microbatches: Any, seed: Any, pipeline: Any
+) -> None:
+    """Raise for what cannot be a model, an optimizer, a loss function, rules, a number, or a pipeline."""
+    # Who has such a model has imported its library.
+    for name, library, kind in (("keras", "keras", "Model"), ("nnx", "flax.nnx", "Module")):
+        cls = getattr(sys.modules.get(library), kind, None)
+        if cls is not None and isinstance(model, cls):
+            raise ConfigError(
+                f"a {type(model).__name__} is a mutable object, which the trainer takes by way of its bridge",
+                expected=f"Trainer(lowtide.ext.{name}.Bridge(model), ...)",
+                got=type(model).__name__,
+                hint=f"from lowtide.ext.{name} import Bridge",
+            )
+    if not (isinstance(tx, LayerwiseStep) or (hasattr(tx, "init") and hasattr(tx, "update"))):
+        raise ConfigError(
+            "tx is no optimizer of Optax",
+            expected="an optax.GradientTransformation, such as optax.adamw(1e-3), or a layerwise step",
+            got=repr(tx)[:80],
+            hint="an optimizer of Keras or NNX cannot be used: choose Optax' of the same name",
+        )
+    if not (pipeline is None or isinstance(pipeline, Schedule | Pipeline)):
+        raise ConfigError(
+            "pipeline is no schedule",
+            expected="a lowtide.pipeline.Schedule, or what lowtide.pipeline.value_and_grad made",
+            got=repr(pipeline)[:80],
+            hint='lt.pipeline.schedule("zb-h1", num_stages=4, num_microbatches=16)',
+        )
+    if not callable(loss_fn) and pipeline is None:
+        raise ConfigError(
+            "loss_fn is no function",
+            expected="loss_fn(model, batch) that returns a scalar",
+            got=repr(loss_fn)[:80],
+            hint='of a Keras model its bridge makes it: bridge.loss("mse"); None is for pipeline= alone',
+        )
+    if (
+        callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
+    ):  # Equinox' state is one argument more
+        _refuse_signature(loss_fn)
+    if not is_count(num_microbatches, 1):
+        raise ConfigError(
+            "num_microbatches is no number of parts",
+            expected="an integer of at least 1",
+            got=repr(num_microbatches),
+            hint="1 means no accumulation",
+        )
+    if not is_count(seed, -(2**31)) or seed >= 2**32:
+        raise ConfigError(
+            "seed is no integer of 32 bits", expected="such as 0", got=repr(seed), hint="each seed is another run"
+        )
+    if not (isinstance(model, ModelObject) or any(map(is_array_like, jax.tree.leaves(model)))):
+        raise ConfigError(
+            "the model has no arrays",
+            expected="a pytree of arrays, or a bridge of lowtide.ext",
+            got=f"a {type(model).__name__} of {len(jax.tree.leaves(model))} leaves",
+            hint="pass parameters, such as {'w': jnp.zeros((4, 2))}",
+        )
+    if not (sharding is None or isinstance(sharding, ShardingRules)):
+        raise ConfigError(
+            "sharding is no ShardingRules",
+            expected="ShardingRules(mesh=make_mesh(), rules={...})",
+            got=type(sharding).__name__,
+            hint="from lowtide.train import ShardingRules, make_mesh",
+        )
+
+
+def _refuse_signature(loss_fn: Any) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):  # a builtin
+        return
+    try:
+        signature.bind("model", "batch", **keywords(loss_fn, key=None, training=True))
+    except TypeError as error:
+        raise ConfigError(
+            "loss_fn does not take a model and a batch",
+            expected="loss_fn(model, batch), which may also take key and training by name",
+            got=f"{getattr(loss_fn, '__name__', type(loss_fn).__name__)}{signature}",
+            hint="a batch is one pytree, such as a tuple (x, y); functools.partial fills other arguments in",
+        ) from error
+
+
+def hints_at(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Have a method say what it takes in place of what other libraries' ``fit(x, y, batch_size=32)`` does."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                renamed = [f"{name} is {names[name]} here" for name in kwargs if name in names]
+                data = "x" if method.__name__ == "predict" else "(x, y)"
+                order, end = ("", ", num_epochs=1") if names else (f", {IN_ORDER}", "")
+                call = f"{method.__name__}(lowtide.train.array_data({data}, batch_size=32{order}){end})"
+                hint = "; ".join([*renamed, f"arrays become batches in array_data: {call}"])
+                raise TypeError(f"Trainer.{method.__name__}: {error}\nhint: {hint}") from None
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorate

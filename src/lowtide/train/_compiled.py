@@ -1,0 +1,182 @@
+"""The compiled step: batches where it reads them, its bytes before it runs, and one call of it.
+
+The program is checked to reuse every donated buffer, so exactly one copy of the state lives on the device, and is
+refused where the device is too small. There is one for every shape of a batch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..core import (
+    ConfigError,
+    OutOfMemoryError,
+    Tree,
+    argument_shapes,
+    as_arguments,
+    as_numpy,
+    combine,
+    numbers,
+    parse_bytes,
+)
+from ..distributed import Processes, ShardingRules, abstract
+from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
+from ..pipeline import StageReport
+from ._data import is_count
+from ._pipelined import PipelineStep
+from ._signals import undisturbed
+from ._state import LiveState
+from ._step import DONATED, STEP_ARGUMENTS, TrainingStep, TrainState, flat, spread
+
+_ROLES = {name: position for position, name in enumerate(STEP_ARGUMENTS)}
+
+
+class CompiledStep:
+    """The step of a trainer, compiled for the shapes of its batches.
+
+    Args:
+        step: what is compiled.
+        live: the arrays that it consumes and reads.
+        sharding: where they belong, on several devices.
+        processes: the other processes of the run.
+        num_microbatches: parts of a batch.
+        budget: gives the bytes that a step may use on a device, or None for what the device has.
+    """
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        live: LiveState,
+        sharding: ShardingRules | None,
+        processes: Processes,
+        num_microbatches: int,
+        budget: Callable[[], int | None],
+    ) -> None:
+        self._step, self._live, self._sharding, self._processes = step, live, sharding, processes
+        self._num_microbatches, self._budget = num_microbatches, budget
+        self.stages: StageReport | None = None
+        """Of a pipeline what each rank holds, from `preflight` on."""
+        self._programs: dict[Any, Any] = {}
+        self._reports: dict[int, MemoryReport] = {}
+
+    @property
+    def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
+        """The jitted step; see `Trainer.step_fn`."""
+        places = None
+        if self._sharding is not None:
+            kept = self._arguments(None)[: len(DONATED)]
+            # On an abstract mesh: the devices are those of the arguments, which `memory` moves to a target's.
+            places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), kept), abstract(self._sharding.replicated())
+        return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
+
+    def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
+        """Compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
+        batch = self._shapes(batch)
+        if target is None:
+            return self._report(self.compile(batch))
+        return analyze(self.step_fn, *self._arguments(batch), target=target, roles=_ROLES)
+
+    def preflight(self, batch: Tree) -> MemoryReport:
+        """Compile the step, and refuse it if the device is too small; see `Trainer.preflight`."""
+        shapes = self._shapes(batch)
+        compiled = self.compile(shapes)
+        if isinstance(self._step, PipelineStep):
+            self.stages = self._step.report(combine(*self._live.parts), shapes, self._report(compiled))
+        return self._refuse_large(compiled, batch)
+
+    def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
+        """The error that says who owns the bytes of the step."""
+        batch = self._shapes(batch)
+        program = compile(self.step_fn, *self._arguments(batch))
+        return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
+
+    def run(self, batch: Tree, sent: Callable[[Tree], None] = lambda metrics: None) -> Tree:
+        """Take one step.
+
+        Args:
+            batch: its batch.
+            sent: gets the metrics before anything can come between them and the new state.
+
+        Returns:
+            The metrics, on the device.
+        """
+        self._live.borrow()
+        on_device = self.place(batch)
+        compiled = self.compile(on_device)
+        self._refuse_large(compiled, batch)
+        with undisturbed():
+            trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(on_device))
+            self._live.set(TrainState(step, trainable, opt_state, mutable))
+            sent(metrics)
+        return self._processes.in_turn(metrics)
+
+    def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
+        """A batch on the devices."""
+        if self._sharding is None:
+            return as_arguments(batch)
+        self._processes.agree_on_batch(batch := jax.tree.map(as_numpy, batch))
+        return self._sharding.batch(batch, self._num_microbatches if is_training else None)
+
+    def compile(self, batch: Tree) -> Any:
+        """The compiled step for batches of this shape, checked to reuse every donated buffer."""
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
+        if shapes not in self._programs:
+            with warnings.catch_warnings():
+                # JAX only warns, and without a path; _refuse_copies raises, with one.
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
+                self._processes.agree_on_program(lowered)
+                compiled = lowered.compile()
+            _refuse_copies(compiled)
+            self._programs[shapes] = compiled
+        return self._programs[shapes]
+
+    def _shapes(self, batch: Tree) -> Tree:
+        """Of what is not on the device yet the shapes that it will have there."""
+        if self._sharding is None:
+            return argument_shapes(batch)
+        self._processes.agree_on_batch(batch := numbers(batch))
+        return self._sharding.batch_shapes(batch, self._num_microbatches)
+
+    def _arguments(self, batch: Tree) -> tuple[Tree, Tree, Tree, Any, Tree, Tree]:
+        state = self._live.state
+        return state.trainable, state.opt_state, state.mutable, state.step, self._live.frozen, batch
+
+    def _report(self, compiled: Any) -> MemoryReport:
+        """The report of a compiled step, made once."""
+        if id(compiled) not in self._reports:
+            self._reports[id(compiled)] = analyze_compiled(compiled, roles=_ROLES)
+        return self._reports[id(compiled)]
+
+    def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
+        report = self._report(compiled)
+        usable = report.target.device_bytes if (budget := self._budget()) is None else budget
+        if usable is not None and report.device_bytes > usable:
+            raise self.shortage(batch, "before its first step")
+        return report
+
+
+def _refuse_copies(compiled: Any) -> None:
+    """Raise when a compiled step would hold a part of its state twice."""
+    if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
+        warnings.warn(
+            "jax_debug_nans is on, with which JAX donates nothing: each step holds its state twice\n"
+            "hint: JAX stops at a step with NaN and cannot say where in it: call the loss function by itself for that",
+            UserWarning,
+            stacklevel=5,
+        )
+        return
+    check_donation(compiled, arg_names=STEP_ARGUMENTS)
+
+
+def parse_budget(budget: int | str | None) -> int | None:
+    """Bytes that a step may use, or None for what the device has."""
+    found: Any = parse_bytes(budget) if isinstance(budget, str) else budget
+    if found is not None and not is_count(found, 1):
+        raise ConfigError("budget leaves nothing", got=budget, hint='budget="14 GiB", or None for the whole device')
+    return found

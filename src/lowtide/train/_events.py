@@ -1,0 +1,46 @@
+"""What happens in a run, as a session says it, and what is done about failures after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, Literal, NamedTuple
+
+Record = dict[str, float | int]
+"""The values of a step, or of an evaluation, by name."""
+
+
+class Event(NamedTuple):
+    """Something that has happened, or is about to; but for two of them `Callback` has a method ``on_...``."""
+
+    name: Literal[
+        "train_begin",
+        "resume",  # the states that a checkpoint kept of callbacks, by name
+        "preflight",  # the memory report of the step
+        "epoch_begin",  # its number
+        "epoch_end",
+        "step_begin",  # steps taken so far
+        "step_end",
+        "record",  # the values of a step, or of an evaluation
+        "rollback",  # the step whose weights the run goes on with
+        "evaluate_begin",
+        "evaluate_end",  # the means
+        "predict_begin",
+        "predict_end",
+        "checkpoint",  # its step
+        "exception",  # what ends the run
+        "train_end",
+    ]
+    value: Any = None
+    """What belongs to it; None for nothing."""
+    error: BaseException | None = None
+    """The exception that is about to end the run, which nobody who hears of the event may replace."""
+
+
+@contextlib.contextmanager
+def noted(error: BaseException, what: str) -> Generator[None]:
+    """Do something after an exception, to which a failure adds a note."""
+    try:
+        yield
+    except Exception as failure:
+        error.add_note(f"lowtide: {what} failed: {type(failure).__name__}: {failure}")

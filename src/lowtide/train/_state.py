@@ -1,0 +1,269 @@
+"""The arrays of a model in training, and who holds them: the trainer, or the mutable object that has lent them.
+
+`LiveState` has the one copy that there is on the device. Between steps a mutable object gets its arrays back, and what
+was changed in it is taken over (`borrow`); while steps run it holds placeholders. A pytree is its own arrays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import ConfigError, ModelObject, StateError, StructureError, Tree, combine, leaves_with_paths
+from ..distributed import ShardingRules, put
+from ._data import is_count
+from ._ema import find_average
+from ._signals import undisturbed
+from ._step import TrainingStep, TrainState, WholeStep, refuse_shared
+
+_MAX_STEP = 2**31 - 1
+"""The state counts in an int32."""
+
+
+class LiveState:
+    """The state of a model in training, and the model that it is of.
+
+    Args:
+        model: a pytree or a `ModelObject`.
+        step: how it is trained.
+        state: of the step.
+        frozen: what no step changes.
+        sharding: where arrays belong, on several devices.
+        on_change: told of the step at which somebody has put other weights in their place.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        step: TrainingStep,
+        state: TrainState,
+        frozen: Tree,
+        sharding: ShardingRules | None,
+        *,
+        on_change: Callable[[int], None] | None,
+    ) -> None:
+        state = _arrays(state)
+        if sharding is None:
+            state, frozen = _settled((state, frozen), None, None)
+        else:
+            state, frozen = sharding.settle((state, frozen))
+        self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
+        self._step, self._sharding, self._on_change = step, sharding, on_change
+        self._state, self._frozen = state, frozen
+        self._is_lent = self._is_averaged = False
+
+    @property
+    def state(self) -> TrainState:
+        """All that a step changes."""
+        return self._state
+
+    @property
+    def frozen(self) -> Tree:
+        """What no step changes."""
+        return self._frozen
+
+    @property
+    def parts(self) -> tuple[Tree, Tree, Tree]:
+        """What trains, what the model changes itself, and the rest."""
+        return self._state.trainable, self._state.mutable, self._frozen
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return int(self._state.step)
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now; a mutable object has its arrays back."""
+        self.give_back()
+        return self._step.model(*self.parts)
+
+    # --- other arrays ----------------------------------------------------------------------------------------------
+
+    def set(self, state: TrainState) -> None:
+        """Go on with the state after a step."""
+        self._state = state
+
+    def hold(self, state: TrainState) -> None:
+        """Go on with a copy; an object that has its arrays gets these: others there would be taken for edits."""
+        self._state = state
+        if not self._is_lent:
+            self._give()
+
+    def count_from(self, number: int) -> None:
+        """Say that the weights were trained for so many steps.
+
+        Raises:
+            ConfigError: for what is no number of steps.
+        """
+        if not is_count(number, 0) or number > _MAX_STEP:
+            raise ConfigError(
+                "step is no number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
+            )
+        self.refuse_averaged("setting step")
+        place = self._state.step.sharding
+        self._state = dataclasses.replace(self._state, step=jax.device_put(jnp.int32(number), place))
+
+    def update(self, model: Tree) -> None:
+        """Go on with other weights; see `Trainer.update`."""
+        self.refuse_averaged("update")
+        replace = getattr(self._object, "replace", None)
+        if (self._object is not None and replace is None) or not isinstance(self._step, WholeStep):
+            raise ConfigError("update is for pytrees", hint="change the object that `Trainer.model` returns")
+        if replace is None:
+            self._put(*self._step.split(self._step.arranged(model)))
+            return
+        self.give_back()
+        try:
+            replace(model)
+            self.borrow(lend=False)
+        except BaseException:
+            self._object.give_back(combine(*self.parts))  # pyright: ignore[reportOptionalMemberAccess]
+            raise
+
+    def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
+        trainable, mutable = _arrays((trainable, mutable))
+        for name, *pair in zip(
+            ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self.parts, strict=True
+        ):
+            _refuse_other_types(name, *pair)
+        refuse_shared((trainable, mutable))
+        parts = _settled((trainable, mutable, frozen), self.parts, self._sharding)
+        self._state = dataclasses.replace(self._state, trainable=parts[0], mutable=parts[1])
+        self._frozen = parts[2]
+        if self._on_change is not None:
+            self._on_change(self.step)
+
+    # --- lent, borrowed, averaged ----------------------------------------------------------------------------------
+
+    def borrow(self, *, lend: bool = True) -> None:
+        """Take the arrays as they are in a mutable object; with `lend`, leave placeholders there."""
+        if self._object is None or self._is_lent:
+            return
+        held = combine(*self.parts)
+        now = self._object.arrays()
+        if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
+            self._put(*self._step.split(self._object))  # pyright: ignore[reportAttributeAccessIssue]
+        if lend:
+            with undisturbed():
+                self._is_lent = True  # first: what is left half lent is given back
+                self._object.lend(combine(self._state.trainable, self._state.mutable))
+
+    def refresh(self) -> None:
+        """Take over what was changed in a mutable object, and raise when somebody else has consumed the arrays."""
+        self.borrow(lend=False)
+        refuse_consumed(self._state, self._frozen)
+
+    def give_back(self) -> None:
+        """Give a mutable object its arrays, until the next step."""
+        if self._is_lent:
+            self._give()
+
+    def _give(self) -> None:
+        if self._object is not None:
+            with undisturbed():
+                self._is_lent = False  # also where something was written over a placeholder, which is said afterwards
+                self._object.give_back(combine(self._state.trainable, self._state.mutable))
+
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """The running average in the place of what trains; see `Trainer.averaged`."""
+        self.refuse_averaged("averaged")
+        average = find_average(self._state.opt_state)
+        if average is None:
+            raise ConfigError("there is no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))")
+        try:
+            like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self._state.trainable)
+        except ValueError as error:
+            raise ConfigError(
+                "the average is not of all that trains",
+                expected="ema around the whole optimizer",
+                got="ema inside of another transformation, for a part of the leaves",
+                hint="lt.train.ema(optax.multi_transform(...), decay=...)",
+            ) from error
+        self.borrow()
+        kept = self._state
+        try:
+            self._state, self._is_averaged = dataclasses.replace(kept, trainable=like), True
+            self.give_back()
+            yield
+        finally:
+            self._state, self._is_averaged = kept, False
+            self._give()
+
+    def later(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
+        """What gives the parts as they are then, and raises when they would be others than those that were meant."""
+        is_averaged = self._is_averaged
+
+        def parts() -> tuple[Tree, Tree, Tree]:
+            if self._is_averaged != is_averaged:
+                raise StateError(
+                    "outputs that were asked for inside of averaged are read outside, or the other way round",
+                    expected="predict_batches read to its end where it was called",
+                    got="the weights that train" if is_averaged else "the average",
+                    hint="predict gives all outputs at once",
+                )
+            return self.parts
+
+        return parts
+
+    # --- what is refused -------------------------------------------------------------------------------------------
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raise inside of `averaged`."""
+        if self._is_averaged:
+            raise StateError(
+                f"{what} was called inside of averaged",
+                expected="evaluate and predict there",
+                got="the average in the place of what trains",
+                hint="leave the with block first",
+            )
+
+
+def refuse_consumed(*trees: Tree) -> None:
+    """Raise when somebody else has consumed the arrays: another trainer of them, or of a copy that shares them."""
+    leaves = [pair for tree in trees for pair in leaves_with_paths(tree)]
+    gone = [path for path, leaf in leaves if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if gone:
+        raise StateError(
+            f"{gone[0]} was consumed: another trainer or a donating function has taken it",
+            expected="arrays that belong to this trainer alone",
+            got=f"{len(gone)} deleted arrays",
+            hint="give each trainer its own: jax.tree.map(jnp.array, model), or the first one's trainer.model",
+        )
+
+
+def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
+    theirs, ours = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
+    for path in {**ours, **theirs}:
+        a, b = (_kind(tree[path]) if path in tree else None for tree in (ours, theirs))
+        if a != b:
+            raise StructureError(
+                f"{name} leaf {path} is not what it was when the trainer was made",
+                expected=a or "no such leaf",
+                got=b or "no such leaf",
+                hint="the step is compiled for these shapes: make a new Trainer",
+            )
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _arrays(tree: Tree) -> Tree:
+    """Without Python's numbers, which are no arrays that a step could consume."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
+
+
+def _settled(parts: Tree, like: Tree, sharding: ShardingRules | None) -> Tree:
+    """Arrays of JAX, on the device or where those that they are like are."""
+    if sharding is None:
+        # NumPy arrays would be copied to the device in every step, and hold no shards to copy.
+        return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, parts)
+    return jax.tree.map(lambda x, old: put(x, old.sharding), parts, like)
