@@ -331,6 +331,7 @@ def test_running_out_of_memory_names_the_owners() -> None:
     assert "outer" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_what_runs_out_on_a_gpu_compiles_for_an_h200() -> None:
     side = 200_000
