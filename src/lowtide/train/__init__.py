@@ -11,6 +11,7 @@ from ._callbacks import JsonlLogger as JsonlLogger
 from ._callbacks import Profile as Profile
 from ._callbacks import Scalars as Scalars
 from ._callbacks import TensorBoard as TensorBoard
+from ._callbacks import TrainerView as TrainerView
 from ._checkpoint import Checkpoints as Checkpoints
 from ._data import array_data as array_data
 from ._ema import ema as ema
@@ -36,6 +37,7 @@ __all__ = [
     "ShardingRules",
     "TensorBoard",
     "TrainState",
+    "TrainerView",
     "Trainer",
     "analyze_naive",
     "analyze_step",
