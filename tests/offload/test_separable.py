@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lowtide.core import StructureError
-from lowtide.offload._rows import cut_block, plan, stream
 from lowtide.offload._separable import trace
+from lowtide.offload._streaming import cut_block, plan, stream
 
 HOST = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 CHUNK = 8 * 4 * 128 * 4  # eight rows of four matrices' rows of 128

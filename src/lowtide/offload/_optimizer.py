@@ -1,8 +1,8 @@
 """Optimizer state in host memory, for any Optax optimizer.
 
 The wrapped transformation keeps what a regular expression selects (Adam's moments) on the host and updates it there
-block by block (`_rows`), where the update is proved separable (`_separable`). Values are those of the transformation
-that was wrapped.
+block by block (`_streaming`), where the update is proved separable (`_separable`). Values are those of the
+transformation that was wrapped.
 
 Wrap the outermost transformation, ``optimizer(optax.chain(...))`` rather than a member of a chain: only then is the
 whole update one function that is taken apart. Under `jax.eval_shape` memory spaces are not carried, so there `update`
@@ -38,8 +38,8 @@ from ..core import (
 from ..core._compat import inside_branch, transformation, varying_axes
 from ..jaxprs import make_jaxpr
 from ._place import default_device
-from ._rows import large_on_host, refuse_other_structure, stream
 from ._slices import DEVICE, HOST, put
+from ._streaming import large_on_host, refuse_other_structure, stream
 
 _MODES = ("streamed", "leaf", "whole")
 _ON_MESH = "it is on a mesh of several devices and nobody said how its leaves are sharded"

@@ -47,10 +47,10 @@ from .._place import default_device
 from .._slices import DEVICE, HOST, entry_shape
 from ._clip import Clip
 from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
-from ._coupling import refuse_coupled, refuse_unusable
+from ._leaf_mixing import refuse_coupled, refuse_unusable
+from ._passes import StackPasses
 from ._state import LayerwiseState, alone, initial_state, moves, place_parameters, under
 from ._step import Step
-from ._sweeps import Sweeps
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
 """Where things live unless `layerwise_step` is told otherwise."""
@@ -302,7 +302,7 @@ class LayerwiseStep:
         return step.update(None)
 
     def _step(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> Step:
-        batches, seeds = self._batches(batch)
+        batches, loss_weights = self._batches(batch)
         return Step(
             tx=self.tx,
             clip=self.clip,
@@ -310,12 +310,12 @@ class LayerwiseStep:
             is_guarded=self.on_nan == "skip",
             outer_space=_space(self.place["outer"]),
             state=state,
-            sweeps=Sweeps(
+            passes=StackPasses(
                 stack=self.stack,
                 frozen_outer=frozen["outer"],
                 frozen_layers=frozen["layers"],
                 batches=batches,
-                seeds=seeds,
+                loss_weights=loss_weights,
                 num_layers=num_layers(state.layers),
                 inputs_space=_space(self.place["inputs"]),
             ),

@@ -14,8 +14,8 @@ from ...jaxprs import variables_read
 from .._slices import DEVICE, entry_shape, put, zero_after
 from ._clip import Clip, square_norm
 from ._contract import check_stack
+from ._passes import StackPasses
 from ._state import LayerwiseState, alone, under
-from ._sweeps import Sweeps
 from ._updates import update, update_layer
 
 
@@ -35,14 +35,14 @@ class Step:
     """Where the outer parameters live, and a gradient that waits for the end of the backward pass."""
     state: LayerwiseState
     """What the step consumes."""
-    sweeps: Sweeps
+    passes: StackPasses
     """The passes over the batch."""
 
     def measure(self) -> tuple[Any, Tree]:
         """The norm of all gradients, computed and dropped; and the stacked leaves, to go on with."""
         first, last = self._readers()
-        inputs, wave, layers = self.sweeps.forward(self._outer(first), self.state.layers, self.state.step)
-        _, _, grads_last, wave = self.sweeps.last(self._outer(last), wave)
+        inputs, boundary, layers = self.passes.forward(self._outer(first), self.state.layers, self.state.step)
+        _, _, grads_last, boundary = self.passes.last(self._outer(last), boundary)
         shared = self._waiting(grads_last, first & last)
         squares = square_norm(_but(grads_last, first))
 
@@ -50,8 +50,8 @@ class Step:
             return squares + square_norm(grads)
 
         after = zero_after(squares)
-        squares, wave = self.sweeps.backward(lambda _: layers, inputs, wave, consume, squares, after)
-        grads = _added(self._first(first, wave), shared)
+        squares, boundary = self.passes.backward(lambda _: layers, inputs, boundary, consume, squares, after)
+        grads = _added(self._first(first, boundary), shared)
         return jnp.sqrt(squares + square_norm(grads)), layers
 
     def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
@@ -64,8 +64,8 @@ class Step:
         """
         state, first_last = self.state, self._readers()
         first, last = first_last
-        inputs, wave, layers = self.sweeps.forward(self._outer(first), state.layers, (state.step, factor))
-        loss, metrics, grads_last, wave = self.sweeps.last(self._outer(last), wave)
+        inputs, boundary, layers = self.passes.forward(self._outer(first), state.layers, (state.step, factor))
+        loss, metrics, grads_last, boundary = self.passes.last(self._outer(last), boundary)
         shared = self._waiting(grads_last, first & last)
         head = _but(grads_last, first)
         squares = square_norm(head)
@@ -82,9 +82,9 @@ class Step:
         # The gradients of the head are gone before the first block runs backward.
         after = zero_after((list(outer.values()), squares))
         carry = (layers, state.layers_opt, squares)
-        carry, wave = self.sweeps.backward(lambda carry: carry[0], inputs, wave, consume, carry, after)
+        carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
         layers, layers_opt, squares = carry
-        grads = _added(self._first(first, wave), shared)
+        grads = _added(self._first(first, boundary), shared)
         squares = squares + square_norm(grads)
         guard = self._guard(squares, loss, is_finite)
         rest, rest_opt = self._update_outer(grads, factor, loss, guard)
@@ -105,11 +105,11 @@ class Step:
         Raises:
             StructureError: for a leaf that neither reads, or functions that return something else than they have to.
         """
-        sweeps, outer = self.sweeps, jax.tree.map(_shape, put(self.state.outer, DEVICE))
-        frozen = jax.tree.map(_shape, put(sweeps.frozen_outer, DEVICE))
-        batch = jax.tree.map(_shape, sweeps.batch(0))
-        layer = jax.tree.map(entry_shape, combine(self.state.layers, sweeps.frozen_layers))
-        stack = sweeps.stack
+        passes, outer = self.passes, jax.tree.map(_shape, put(self.state.outer, DEVICE))
+        frozen = jax.tree.map(_shape, put(passes.frozen_outer, DEVICE))
+        batch = jax.tree.map(_shape, passes.batch(0))
+        layer = jax.tree.map(entry_shape, combine(self.state.layers, passes.frozen_layers))
+        stack = passes.stack
         h = check_stack(stack, combine(outer, frozen), layer, batch)
         first = _paths_read(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
         last = _paths_read(lambda o, f, h, b: stack.last(combine(o, f), h, b), outer, frozen, h, batch)
@@ -124,8 +124,8 @@ class Step:
     def _outer(self, paths: frozenset[str]) -> Tree:
         return _only(self.state.outer, paths)
 
-    def _first(self, paths: frozenset[str], wave: Tree) -> Tree:
-        return self.sweeps.first(self._outer(paths), wave) if paths else self._outer(paths)
+    def _first(self, paths: frozenset[str], boundary: Tree) -> Tree:
+        return self.passes.first(self._outer(paths), boundary) if paths else self._outer(paths)
 
     def _waiting(self, grads: Tree, paths: frozenset[str]) -> Tree:
         """Gradients that have to wait for the end of the backward pass, in the memory of their parameters."""

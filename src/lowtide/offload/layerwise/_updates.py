@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from ...core import StructureError, Tree, memory_space
-from .._rows import Entry, stream
 from .._slices import HOST, later, read, write
+from .._streaming import Entry, stream
 from ._clip import scale
 
 

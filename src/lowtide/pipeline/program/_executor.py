@@ -58,38 +58,38 @@ class Program:
     platform: str
     """Of the devices."""
 
-    def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
+    def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
         """The program; runs under `shard_map`.
 
         Args:
             trainable: the weights that have gradients: outer leaves whole, layers of this rank, [V * K, ...].
             frozen: the others.
             microbatches: [M, ...].
-            seeds: the part of each microbatch in the loss, [M].
+            loss_weights: the part of each microbatch in the loss, [M].
 
         Returns:
             The loss, the metrics, the gradients of the outer leaves, those of this rank's layers.
         """
         weights = _Weights(trainable, frozen, self.layout.longest)
-        run = _Run(self, weights, microbatches, seeds)
+        run = _Run(self, weights, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
         loss, metrics = lax.psum((state["loss"], state["metrics"]), self.axis)
         outer, layers = (run.totals(state, name) for name in ("outer", "layers"))
         return loss, metrics, {"outer": lax.psum(outer, self.axis), "layers": layers}
 
-    def evaluate(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Any:
+    def evaluate(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
         """The forward passes alone; arguments as of `gradients`.
 
         Returns:
             The loss and the metrics.
         """
-        run = _Forward(self, _Weights(trainable, frozen, self.layout.longest), microbatches, seeds)
+        run = _Forward(self, _Weights(trainable, frozen, self.layout.longest), microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
-    def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, seeds: Any) -> Held:
+    def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Held:
         """What `gradients` holds from its first tick to its last; arguments as of it."""
-        run = _Run(self, _Weights(trainable, frozen, self.layout.longest), microbatches, seeds)
+        run = _Run(self, _Weights(trainable, frozen, self.layout.longest), microbatches, loss_weights)
         state = run.begin()
         names = {kept.buffer for part in run.parts.values() for kept in part.kept}
         return Held(
@@ -106,10 +106,10 @@ class Program:
 
     def traced_last(self, h: Tree) -> Any:
         """The jaxpr of `last`."""
-        seed = jax.ShapeDtypeStruct((), jnp.float32)
-        return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, seed, self.batch)[0].jaxpr
+        loss_weight = jax.ShapeDtypeStruct((), jnp.float32)
+        return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, loss_weight, self.batch)[0].jaxpr
 
-    def last(self, trainable: Tree, frozen: Tree, h: Tree, seed: Any, batch: Tree) -> Any:
+    def last(self, trainable: Tree, frozen: Tree, h: Tree, loss_weight: Any, batch: Tree) -> Any:
         """The loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
         leaves, structure = jax.tree.flatten(h)
         moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
@@ -119,7 +119,7 @@ class Program:
             return self.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
 
         value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
-        grads, dh = back(seed.astype(value.dtype))
+        grads, dh = back(loss_weight.astype(value.dtype))
         return value, metrics, grads, structure.unflatten(dh)
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
@@ -246,8 +246,8 @@ class _Weights:
 class _Forward:
     """One run of the forward passes, which leaves nothing behind; `tick` is the body of its loop."""
 
-    def __init__(self, program: Program, weights: _Weights, microbatches: Tree, seeds: Any) -> None:
-        self.program, self.weights, self.microbatches, self.seeds = program, weights, microbatches, seeds
+    def __init__(self, program: Program, weights: _Weights, microbatches: Tree, loss_weights: Any) -> None:
+        self.program, self.weights, self.microbatches, self.loss_weights = program, weights, microbatches, loss_weights
         self.shapes = program.refuse_other_shapes(jax.tree.map(program.stage_shape, weights.layers))
         self.tables = self._tables()
         for name, jaxpr in self._traced():
@@ -282,7 +282,7 @@ class _Forward:
         cell = dict(zip(self.tables.columns, cells, strict=True))
         batch = jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches)
         # A microbatch of weight 0 contributes nothing, also where its activations or its loss are no numbers.
-        counts = at(self.seeds, cell["microbatch"]) != 0
+        counts = at(self.loss_weights, cell["microbatch"]) != 0
         for name, run in self._passes().items():
             state = _when(counts & (cell[name] == 1), lambda state, run=run: run(state, cell, batch), state)
         return self._send(state, cell), None
@@ -302,7 +302,7 @@ class _Forward:
         h = self.program.blocks(layers, h, batch, cell["num_layers"])
 
         def last(state: State) -> State:
-            return self._add_loss(state, at(self.seeds, cell["microbatch"]), *stack.last(outer, h, batch))
+            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *stack.last(outer, h, batch))
 
         return {**_when(cell["is_last"] == 1, last, state), "sent": jax.tree.leaves(h)}
 
@@ -311,9 +311,9 @@ class _Forward:
         tree = jax.tree.structure(self.shapes.h)
         return tree.unflatten([at(buffer, cell["message"]) for buffer in state["messages"]])
 
-    def _add_loss(self, state: State, seed: Any, loss: Any, metrics: Tree) -> State:
+    def _add_loss(self, state: State, loss_weight: Any, loss: Any, metrics: Tree) -> State:
         def add(total: Any, value: Any) -> Any:
-            return total + seed * jnp.asarray(value).astype(jnp.float32)
+            return total + loss_weight * jnp.asarray(value).astype(jnp.float32)
 
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
@@ -394,10 +394,10 @@ class _Run(_Forward):
 
     def _input(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
-        seed, is_last = at(self.seeds, cell["microbatch"]), cell["is_last"] == 1
+        loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
         came = self._message(state, cell)  # of the last stage's own forward pass: activations
         dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), came)
-        dy, state = _when(is_last, lambda c: self._last(c[1], came, seed, batch), (dy, state))
+        dy, state = _when(is_last, lambda c: self._last(c[1], came, loss_weight, batch), (dy, state))
         buffers = state["buffers"]
         begin = self.weights.begin(cell["chunk"])
         dx, buffers = self.parts["blocks"].input(
@@ -410,14 +410,14 @@ class _Run(_Forward):
 
         return {**state, "sent": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
 
-    def _last(self, state: State, h: Tree, seed: Any, batch: Tree) -> tuple[Tree, State]:
+    def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
         """The loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
-        value, metrics, grads, dh = self.program.last(trainable, frozen, h, seed, batch)
+        value, metrics, grads, dh = self.program.last(trainable, frozen, h, loss_weight, batch)
         buffers = dict(state["buffers"])
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)
-        state = self._add_loss({**state, "buffers": buffers}, seed, value, metrics)
+        state = self._add_loss({**state, "buffers": buffers}, loss_weight, value, metrics)
         return _filled(jax.tree.map(jnp.zeros_like, h), dh), state
 
     def _weight(self, state: State, cell: State, batch: Tree) -> State:

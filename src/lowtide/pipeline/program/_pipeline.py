@@ -245,9 +245,11 @@ class Pipeline:
         places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
         with _saying_what_there_is(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
-            batches, seeds = jax.eval_shape(split, shapes[2])
+            batches, loss_weights = jax.eval_shape(split, shapes[2])
             program = self._program(plan, trainable, frozen, batches)
-            jax.eval_shape(self._mapped(run, (places, places), PartitionSpec()), trainable, frozen, batches, seeds)
+            jax.eval_shape(
+                self._mapped(run, (places, places), PartitionSpec()), trainable, frozen, batches, loss_weights
+            )
         rows = next((leaf.shape[1] for leaf in jax.tree.leaves(batches) if len(leaf.shape) > 1), 0)
         return stage_report(
             found[0],

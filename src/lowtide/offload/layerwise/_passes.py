@@ -5,7 +5,7 @@ to do with the block's gradients, and moves on, so gradients of two blocks never
 first: a block's weights come to the device once a pass, whatever the number of microbatches, which meet it one after
 the other.
 
-Between two blocks the activations, and backward their cotangents, wait in the *wave*, of leading axis [M].
+Between two blocks the activations, and backward their cotangents, wait in the *boundary*, of leading axis [M].
 
 Shapes: L layers, M microbatches; `inputs`, what enters each block and what leaves the last, has the leading axis
 [(L + 1) * M]: of arrays in host memory libtpu cuts slices along one axis only.
@@ -46,7 +46,7 @@ Consume = Callable[[Carry, Any, Tree, Tree], Carry]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sweeps:
+class StackPasses:
     """The passes over one batch; every method is pure."""
 
     stack: LayerStack
@@ -57,7 +57,7 @@ class Sweeps:
     """Stacked leaves that do not train, wherever they live."""
     batches: Tree
     """The batch, every leaf with a leading axis of length M."""
-    seeds: Any
+    loss_weights: Any
     """The part of each microbatch in the loss, [M], adding up to one."""
     num_layers: int
     """L."""
@@ -67,10 +67,10 @@ class Sweeps:
     @property
     def num_microbatches(self) -> int:
         """M."""
-        return self.seeds.shape[0]
+        return self.loss_weights.shape[0]
 
     @property
-    def wave_space(self) -> Any:
+    def boundary_space(self) -> Any:
         """Where activations and their cotangents are between two blocks: one microbatch never leaves the device."""
         return DEVICE if self.num_microbatches == 1 else self.inputs_space
 
@@ -87,20 +87,20 @@ class Sweeps:
             after: what has to be computed before.
 
         Returns:
-            What entered each block, the wave that leaves the last one, leading axis [M], and the stacked leaves.
+            What entered each block, the boundary that leaves the last one, leading axis [M], and the stacked leaves.
         """
         whole = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, whole, self.batch(0))
         inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
-        wave = buffer(h, (self.num_microbatches,), self.wave_space)
-        # The wave of one microbatch is on the device, and what enters a block is kept when it does. Of several it is on
-        # the host; there XLA would make a copy from host to host on the device, so what leaves a block is kept.
+        boundary = buffer(h, (self.num_microbatches,), self.boundary_space)
+        # The boundary of one microbatch is on the device, and what enters a block is kept when it does. Of several it
+        # is on the host; there XLA would make a copy from host to host on the device, so what leaves a block is kept.
         single = self.num_microbatches == 1
 
         def enter(m: Any, carry: Carry) -> Carry:
-            inputs, wave = carry
+            inputs, boundary = carry
             h = self.stack.first(whole, self.batch(m))
-            return inputs if single else write(inputs, h, m), write(wave, h, m)
+            return inputs if single else write(inputs, h, m), write(boundary, h, m)
 
         def body(i: Any, carry: Carry) -> Carry:
             carry, layers = carry
@@ -108,30 +108,30 @@ class Sweeps:
             layer = combine(trained, read(self.frozen_layers, i))
 
             def visit(m: Any, carry: Carry) -> Carry:
-                inputs, wave = carry
-                before = read(wave, m)
+                inputs, boundary = carry
+                before = read(boundary, m)
                 after = self.stack.block(layer, before, self.batch(m))
                 kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
-                return kept, write(wave, after, m)
+                return kept, write(boundary, after, m)
 
-            inputs, wave = self._each(visit, carry)
-            return (inputs, wave), _kept(layers, trained, later(i, wave))
+            inputs, boundary = self._each(visit, carry)
+            return (inputs, boundary), _kept(layers, trained, later(i, boundary))
 
-        start = self._each(enter, (inputs, wave)), layers
-        (inputs, wave), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
-        return inputs, wave, layers
+        start = self._each(enter, (inputs, boundary)), layers
+        (inputs, boundary), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
+        return inputs, boundary, layers
 
-    def last(self, outer: Tree, wave: Tree) -> tuple[Any, Tree, Tree, Tree]:
+    def last(self, outer: Tree, boundary: Tree) -> tuple[Any, Tree, Tree, Tree]:
         """Run `last` forward and backward.
 
         Args:
             outer: the trainable outer leaves that `last` reads.
-            wave: the activations that left the last block, leading axis [M].
+            boundary: the activations that left the last block, leading axis [M].
 
         Returns:
-            The loss, the metrics, the gradients of `outer`, and the wave of cotangents that enters the last block.
+            The loss, the metrics, the gradients of `outer`, and the boundary of cotangents that enters the last block.
         """
-        trained, frozen = fetch((outer, self.frozen_outer), wave)
+        trained, frozen = fetch((outer, self.frozen_outer), boundary)
         runs = self._runs(trained)
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
@@ -142,60 +142,62 @@ class Sweeps:
                 return self.stack.last(outer, h, self.batch(m))
 
             loss, vjp, metrics = jax.vjp(loss_fn, trained, h, has_aux=True)
-            return loss, metrics, *vjp(self.seeds[m].astype(loss.dtype))
+            return loss, metrics, *vjp(self.loss_weights[m].astype(loss.dtype))
 
         totals = jax.tree.map(_wide_zeros, trained)
-        self._check_runs(trained, frozen, runs, dict(leaves_with_paths(totals)), wave)
-        values = jax.eval_shape(lambda: grads_of(0, read(wave, 0), totals)[:2])
+        self._check_runs(trained, frozen, runs, dict(leaves_with_paths(totals)), boundary)
+        values = jax.eval_shape(lambda: grads_of(0, read(boundary, 0), totals)[:2])
 
         def visit(m: Any, carry: Carry) -> Carry:
-            values, totals, wave = carry
-            loss, metrics, grads, dh = grads_of(m, read(wave, m), totals)
+            values, totals, boundary = carry
+            loss, metrics, grads, dh = grads_of(m, read(boundary, m), totals)
             part = functools.partial(self._part, m)
             values = jax.tree.map(
-                lambda total, value: total + part(value * self.seeds[m].astype(total.dtype)), values, (loss, metrics)
+                lambda total, value: total + part(value * self.loss_weights[m].astype(total.dtype)),
+                values,
+                (loss, metrics),
             )
             keys = jax.tree_util.tree_map_with_path
             # A running total has left out what has no weight: choosing between it and the one before would keep both.
             totals = keys(lambda at, old, new: new if path_str(at) in runs else _add(old, part(new)), totals, grads)
-            return values, totals, _write_cotangents(wave, jax.tree.map(part, dh), m)
+            return values, totals, _write_cotangents(boundary, jax.tree.map(part, dh), m)
 
-        (loss, metrics), totals, wave = self._each(visit, (jax.tree.map(_wide_zeros, values), totals, wave))
-        return loss, metrics, _narrowed(totals, trained), wave
+        (loss, metrics), totals, boundary = self._each(visit, (jax.tree.map(_wide_zeros, values), totals, boundary))
+        return loss, metrics, _narrowed(totals, trained), boundary
 
     def backward(
-        self, layers: Tree, inputs: Tree, wave: Tree, consume: Consume, carry: Carry, after: Any
+        self, layers: Tree, inputs: Tree, boundary: Tree, consume: Consume, carry: Carry, after: Any
     ) -> tuple[Carry, Tree]:
         """Run all blocks backward, handing each one's gradients to `consume`.
 
         Args:
             layers: reads the trainable stacked leaves out of a carry.
             inputs: what entered each block.
-            wave: the cotangents of what left the last one, leading axis [M].
+            boundary: the cotangents of what left the last one, leading axis [M].
             consume: what becomes of the gradients of a block.
             carry: what `consume` carries; it holds the stacked leaves, which it may overwrite.
             after: a zero of `zero_after`, for what has to be finished before.
 
         Returns:
-            The carry, and the wave of cotangents that leaves the first block backward.
+            The carry, and the boundary of cotangents that leaves the first block backward.
         """
 
         def body(k: Any, state: Carry) -> Carry:
             i = self.num_layers - 1 - k + after
-            carry, wave = state
+            carry, boundary = state
             layer = read(layers(carry), i)
-            grads, wave = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, wave)
-            return consume(carry, later(i, wave), layer, grads), wave
+            grads, boundary = self._block_grads(layer, read(self.frozen_layers, i), i, inputs, boundary)
+            return consume(carry, later(i, boundary), layer, grads), boundary
 
-        return jax.lax.fori_loop(0, self.num_layers, body, (carry, wave))
+        return jax.lax.fori_loop(0, self.num_layers, body, (carry, boundary))
 
-    def first(self, outer: Tree, wave: Tree) -> Tree:
-        """Gradients of the outer leaves that `first` reads, from the wave that leaves `backward`."""
-        on_device, frozen = fetch((outer, self.frozen_outer), wave)
+    def first(self, outer: Tree, boundary: Tree) -> Tree:
+        """Gradients of the outer leaves that `first` reads, from the boundary that leaves `backward`."""
+        on_device, frozen = fetch((outer, self.frozen_outer), boundary)
 
         def grads_of(m: Any) -> Tree:
             run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731
-            return jax.vjp(run, on_device)[1](_read_cotangents(wave, m))[0]
+            return jax.vjp(run, on_device)[1](_read_cotangents(boundary, m))[0]
 
         return self._sum(grads_of)
 
@@ -209,7 +211,7 @@ class Sweeps:
         )
 
     def _check_runs(
-        self, trained: Tree, frozen: Tree, runs: frozenset[str], totals: dict[str, Any], wave: Tree
+        self, trained: Tree, frozen: Tree, runs: frozenset[str], totals: dict[str, Any], boundary: Tree
     ) -> None:
         paths = sorted(runs)
         if not paths:
@@ -221,7 +223,7 @@ class Sweeps:
             return self.stack.last(outer, h, self.batch(0))
 
         try:
-            closed, _ = make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, wave))
+            closed, _ = make_jaxpr(loss_fn)([totals[path] for path in paths], jax.tree.map(entry_shape, boundary))
         except (TypeError, AttributeError) as error:
             if RunningGradient.__name__ not in str(error):
                 raise
@@ -239,9 +241,9 @@ class Sweeps:
 
     def _active(self, m: Any) -> Any:
         """Whether a microbatch has a weight; None where it is the only one."""
-        return None if self.num_microbatches == 1 else self.seeds[m] != 0
+        return None if self.num_microbatches == 1 else self.loss_weights[m] != 0
 
-    def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, wave: Tree) -> tuple[Tree, Tree]:
+    def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, boundary: Tree) -> tuple[Tree, Tree]:
         def grads_of(m: Any, dh: Tree) -> tuple[Tree, Tree]:
             def run(trained: Tree, h: Tree) -> Tree:
                 return self.stack.block(combine(trained, frozen), h, self.batch(m))
@@ -249,16 +251,16 @@ class Sweeps:
             return jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
 
         if self.num_microbatches == 1:
-            grads, dh = grads_of(0, _read_cotangents(wave, 0))
-            return grads, _write_cotangents(wave, dh, 0)
+            grads, dh = grads_of(0, _read_cotangents(boundary, 0))
+            return grads, _write_cotangents(boundary, dh, 0)
 
         def visit(m: Any, carry: Carry) -> Carry:
-            total, wave = carry
-            grads, dh = grads_of(m, _read_cotangents(wave, m))
-            return jax.tree.map(_add, total, grads), _write_cotangents(wave, dh, m)
+            total, boundary = carry
+            grads, dh = grads_of(m, _read_cotangents(boundary, m))
+            return jax.tree.map(_add, total, grads), _write_cotangents(boundary, dh, m)
 
-        total, wave = self._each(visit, (jax.tree.map(_wide_zeros, layer), wave))
-        return _narrowed(total, layer), wave
+        total, boundary = self._each(visit, (jax.tree.map(_wide_zeros, layer), boundary))
+        return _narrowed(total, layer), boundary
 
     def _sum(self, grads_of: Callable[[Any], Tree]) -> Tree:
         if self.num_microbatches == 1:
@@ -301,21 +303,21 @@ def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -
     return jax.tree_util.tree_map_with_path(node, outer)
 
 
-def _read_cotangents(wave: Tree, m: Any) -> Tree:
+def _read_cotangents(boundary: Tree, m: Any) -> Tree:
     """Cotangents of what leaves a block. Those of integers and masks are JAX's, which have no bytes."""
 
     def one(leaf: Any) -> Any:
         inexact = jnp.issubdtype(leaf.dtype, jnp.inexact)
         return read(leaf, m) if inexact else np.zeros(leaf.shape[1:], jax.dtypes.float0)
 
-    return jax.tree.map(one, wave)
+    return jax.tree.map(one, boundary)
 
 
-def _write_cotangents(wave: Tree, values: Tree, m: Any) -> Tree:
+def _write_cotangents(boundary: Tree, values: Tree, m: Any) -> Tree:
     def one(leaf: Any, value: Any) -> Any:
         return leaf if value.dtype == jax.dtypes.float0 else write(leaf, value, m)
 
-    return jax.tree.map(one, wave, values)
+    return jax.tree.map(one, boundary, values)
 
 
 def _wide_zeros(like: Any) -> Any:
