@@ -13,7 +13,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, SelectionError, StructureError, linear
-from lowtide.offload import Clip, _rows, layerwise_step
+from lowtide.offload import Clip, _streaming, layerwise_step
 
 WIDTH = 8
 HOST = {"layers": "host", "outer": "host", "opt_state": "host", "inputs": "host"}
@@ -109,7 +109,7 @@ def test_optimizers_see_each_layer_as_a_tree_of_its_own(name: str) -> None:
     ids=["adafactor", "sm3"],
 )
 def test_blocks_of_a_layer_meet_statistics_of_its_rows_and_columns(tx: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_rows, "_SMALL_PART", 8)
+    monkeypatch.setattr(_streaming, "_SMALL_PART", 8)
     outer, layers = {"embed": normal(0, 4, 128), "head": normal(1, 128, 4)}, {"w": normal(2, 2, 128, 128)}
     assert_equal_training(stack(), tx, outer, layers, batch(), chunk_bytes=16 * 1024)
 

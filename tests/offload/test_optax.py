@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from lowtide.core import PlacementWarning, SelectionError
-from lowtide.offload import _rows, optimizer
+from lowtide.offload import _streaming, optimizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "optimizer_table.py"
 _spec = importlib.util.spec_from_file_location("optimizer_table", SCRIPT)
@@ -113,10 +113,10 @@ def test_norms_over_all_leaves_take_a_pass_of_their_own(name: str) -> None:
 )
 def test_statistics_of_rows_and_columns_meet_blocks_of_the_leaf(name: str, monkeypatch: Any) -> None:
     # As of leaves of gigabytes: small state is moved at once, and rows of one layer are cut.
-    monkeypatch.setattr(_rows, "_SMALL_PART", 8)
+    monkeypatch.setattr(_streaming, "_SMALL_PART", 8)
     cuts = list[Any]()
-    cut_block = _rows.cut_block
-    monkeypatch.setattr(_rows, "cut_block", lambda *a: cuts.append(cut_block(*a)) or cuts[-1])
+    cut_block = _streaming.cut_block
+    monkeypatch.setattr(_streaming, "cut_block", lambda *a: cuts.append(cut_block(*a)) or cuts[-1])
     check(name, "factored", 8 * 1024)
     if name in ("adafactor (momentum)", "sm3"):
         assert cuts == [(1, 16)]  # and a tail of eight

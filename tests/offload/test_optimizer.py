@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lowtide import memory
 from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError, StructureError
-from lowtide.offload import _rows, optimizer, state_shardings, to_host, verify
+from lowtide.offload import _streaming, optimizer, state_shardings, to_host, verify
 
 MIB = 2**20
 CHUNK = 24 * 1024  # for Adam's moments of 56 x 128: two blocks and a tail
@@ -310,7 +310,7 @@ def test_shards_have_the_values_of_the_unsharded_update() -> None:
 @pytest.mark.parametrize("chunk_bytes", [1000, 2**26])
 @pytest.mark.filterwarnings("ignore::lowtide.core.PlacementWarning")  # shards of 8 columns are no whole tiles
 def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, chunk_bytes: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(_rows, "_SMALL_PART", 4)
+    monkeypatch.setattr(_streaming, "_SMALL_PART", 4)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     start = params(rows=(64, 24), columns=(24, 64))
     shardings = {"rows": NamedSharding(mesh, P("fsdp", None)), "columns": NamedSharding(mesh, P(None, "fsdp"))}
