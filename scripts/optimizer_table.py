@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from lowtide.offload._rows import plan
+from lowtide.offload._streaming import plan
 
 from lowtide.core import PlacementWarning, memory_space
 from lowtide.offload import optimizer
