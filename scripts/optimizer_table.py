@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from lowtide.offload._streaming import plan
 
 from lowtide.core import PlacementWarning, memory_space
 from lowtide.offload import optimizer
+from lowtide.offload._streaming import plan
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "streamed-optimizers.md"
 MARKS = ("<!-- table: scripts/optimizer_table.py -->", "<!-- end of table -->")
