@@ -64,7 +64,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _marker(item: pytest.Item) -> Any:
-    """The limit that is nearest to a test: that of its parameters, else as pytest finds it.
+    """Return the limit that is nearest to a test: that of its parameters, else as pytest finds it.
 
     To pytest a function's own marker is nearer than what ``pytest.param(..., marks=...)`` gives to one of its cases.
     """

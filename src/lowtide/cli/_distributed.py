@@ -89,7 +89,7 @@ def is_alone() -> bool:
 
 
 def described(sharding: Any) -> dict[str, str]:
-    """The line of the plan that says what the work is shared among."""
+    """Write the line of the plan that says what the work is shared among."""
     if sharding is None:
         return {}
     import jax

@@ -45,7 +45,7 @@ def add_view_arguments(parser: argparse.ArgumentParser, what: str, more: str = "
 
 
 def positive(text: str) -> int:
-    """An argument that is a positive whole number."""
+    """Parse an argument that is a positive whole number."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
@@ -69,7 +69,7 @@ def write_views(console: Console, view: Any, args: argparse.Namespace, label: st
 
 
 def labelled(file: str, label: str | None) -> Path:
-    """A file with a label before its suffix: ``report.json`` and ``v5e:2x2`` make ``report-v5e-2x2.json``."""
+    """Put a label before a file's suffix: ``report.json`` and ``v5e:2x2`` make ``report-v5e-2x2.json``."""
     path = Path(file)
     return (
         path if label is None else path.with_name(f"{path.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', label)}{path.suffix}")

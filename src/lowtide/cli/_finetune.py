@@ -191,7 +191,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
 
 
 def _how(config: Any, table: Any) -> dict[str, str]:
-    """What trains, and what is on the host."""
+    """Say what trains, and what is on the host."""
     if config.full:
         trained = {
             "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIPPED[config.clip_mode]}"
@@ -206,7 +206,7 @@ def _how(config: Any, table: Any) -> dict[str, str]:
 
 
 def _at_the_end(config: Any) -> str:
-    """What becomes of the learning rate in steps that it was not made for."""
+    """Say what becomes of the learning rate in steps that it was not made for."""
     steps = config.schedule_steps or config.num_steps
     return f"; from step {steps} on the learning rate stays at a tenth of its peak" if steps < config.num_steps else ""
 
@@ -220,7 +220,7 @@ def _on_the_host(report: Any) -> str:
 
 
 def _shortages(config: Any, report: Any, *, is_shared: bool = False) -> list[str]:
-    """What to say when the device, or its host, is too small."""
+    """Say what to do when the device, or its host, is too small."""
     found: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
         rest = [word for word in ("parameters", "optimizer", "activations") if word not in (config.offload or ())]
@@ -246,7 +246,7 @@ def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None])
 
 
 def _print_bytes(console: Console, config: Any, table: Any) -> None:
-    """The bytes of the step by role; of a run that compares beside those of the naive step."""
+    """Print the bytes of the step by role; of a run that compares beside those of the naive step."""
     ours, naive = table.ours, table.naive
     naive_roles = {} if naive is None else naive.by_role
     view = Table(title="Bytes", show_footer=True)

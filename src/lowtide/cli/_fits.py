@@ -191,5 +191,5 @@ def _size(num_bytes: int | None) -> str:
 
 
 def _margin(num_bytes: int | None) -> str:
-    """What is left, or how much too much it is: sizes that can be given back, without a sign."""
+    """Say what is left, or how much too much it is: sizes that can be given back, without a sign."""
     return f"{format_bytes(-num_bytes)} over" if num_bytes is not None and num_bytes < 0 else _size(num_bytes)

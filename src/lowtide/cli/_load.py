@@ -78,7 +78,7 @@ def parse_job(text: str) -> tuple[Path, str]:
 
 @contextlib.contextmanager
 def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
-    """The function of that name in a file, importable with everything beside it as long as the block lasts.
+    """Load the function of that name from a file, importable with everything beside it as long as the block lasts.
 
     Args:
         path: the file.
@@ -177,7 +177,7 @@ def _is_users(filename: str, path: Path) -> bool:
 def read_settings(
     pairs: Sequence[str], maker: Callable[..., Any], name: str, *, variable: str | None = None
 ) -> dict[str, Any]:
-    """The keyword arguments of ``--set``, checked against the function's parameters.
+    """Read the keyword arguments of ``--set``, and check them against the function's parameters.
 
     Args:
         pairs: texts of the form ``KEY=VALUE``.

@@ -42,7 +42,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings among the parsed flags that were given, as the TOML file would say them."""
+    """Return the settings among the parsed flags that were given, as the TOML file would say them."""
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(FinetuneConfig)}
     values = {name: value for name, value in values.items() if value is not None}
     if len(values.get("targets", ())) == 1:
@@ -58,7 +58,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _kind(hint: Any) -> type:
-    """The type of a field's values but None, the first of several."""
+    """Return the type of a field's values but None, the first of several."""
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     first = next(kind for kind in kinds if kind is not type(None))
     return typing.get_origin(first) or first
@@ -66,7 +66,7 @@ def _kind(hint: Any) -> type:
 
 @functools.cache
 def _docstrings() -> dict[str, str]:
-    """What stands below each field; nothing where Python has no source of the class."""
+    """Read what stands below each field; nothing where Python has no source of the class."""
     try:
         (tree,) = ast.parse(inspect.getsource(FinetuneConfig)).body
     except (OSError, TypeError):

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _marks(goal: Any, origins: dict[str, int]) -> dict[str, int]:
-    """The number of the origin of every figure of a target; new origins are added."""
+    """Return the number of the origin of every figure of a target; new origins are added."""
     marks: dict[str, int] = {}
     for source in goal.sources:
         field, _, origin = source.partition(": ")

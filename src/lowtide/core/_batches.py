@@ -17,7 +17,7 @@ _NO_NUMBERS = "OSUMm"
 
 
 def as_arguments(batch: Tree) -> Tree:
-    """A batch as the compiled step takes it.
+    """Arrange a batch as the compiled step takes it.
 
     On a CPU a call shares the buffers of NumPy's arrays, and the user may fill them again while the step runs: they are
     copied, which costs the host less than making them arrays of JAX.
@@ -39,7 +39,7 @@ def as_arguments(batch: Tree) -> Tree:
 
 
 def narrowed(leaf: Any) -> Any:
-    """A leaf of a batch as it is, where its integers are those that JAX will make of them: without x64 of 32 bits.
+    """Narrow a leaf's integers to those that JAX will make of them: without x64 of 32 bits; leave others as they are.
 
     Raises:
         OverflowError: for larger ones, of which JAX would take the lower bits.
@@ -55,7 +55,7 @@ def narrowed(leaf: Any) -> Any:
 
 
 def as_numpy(leaf: Any) -> Any:
-    """A leaf of a batch; an array of another library, such as a PyTorch tensor in host memory, as NumPy's of it.
+    """Make a leaf of a batch NumPy's, where another library holds it, such as a PyTorch tensor in host memory.
 
     Raises:
         DataError: for one that cannot be made one: on another device, in a graph of gradients, of bfloat16.
@@ -74,7 +74,7 @@ def as_numpy(leaf: Any) -> Any:
 
 
 def numbers(batch: Tree) -> Tree:
-    """A batch with arrays of other libraries as NumPy's; raises for leaves that hold no numbers."""
+    """Make arrays of other libraries in a batch NumPy's; raise for leaves that hold no numbers."""
     batch = jax.tree.map(as_numpy, batch)
     refuse_objects(batch)
     return batch

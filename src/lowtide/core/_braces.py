@@ -54,7 +54,7 @@ def _opening(pattern: str, at: int) -> int | None:
 
 
 def _parts(pattern: str, start: int) -> tuple[list[str], int | None]:
-    """What the commas of the brace at `start` divide, and where it closes, if it does."""
+    """Return what the commas of the brace at `start` divide, and where it closes, if it does."""
     parts, depth, begin, at = list[str](), 0, start + 1, start
     while at < len(pattern):
         character = pattern[at]

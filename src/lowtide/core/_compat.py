@@ -131,7 +131,7 @@ def _no_cuda_check() -> Generator[None]:
 
 
 def row_major(x: Any) -> Any:
-    """A traced array that the compiler has to store with its last axis innermost.
+    """Make the compiler store a traced array with its last axis innermost.
 
     Args:
         x: a tracer.
@@ -143,7 +143,7 @@ def row_major(x: Any) -> Any:
 
 
 def laid_out(x: Any, order: tuple[int, ...]) -> Any:
-    """A traced array that the compiler has to store with its axes in this order.
+    """Make the compiler store a traced array with its axes in this order.
 
     Args:
         x: a tracer.
@@ -248,7 +248,7 @@ _TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "
 
 
 def transformation(values: Iterable[Any]) -> str | None:
-    """The transformation that some values are traced for, ``jax.vmap`` or ``differentiation``; None for neither.
+    """Name the transformation that some values are traced for, ``jax.vmap`` or ``differentiation``; None for neither.
 
     Read off the names of JAX's tracers (jax 0.10.2 to 0.12.0). One inside of which a `jax.jit` is traced is not seen.
     """
@@ -273,7 +273,7 @@ def argument_names(traced: Any) -> list[str]:
 
 
 def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
-    """The argument leaves that a lowered program reads, in the order of its parameters.
+    """Return the argument leaves that a lowered program reads, in the order of its parameters.
 
     Args:
         lowered: a `jax.stages.Lowered`.
@@ -320,7 +320,7 @@ class Compilation:
         return self.executable.local_devices()[0].platform if self.executable is not None else ""
 
     def stats(self) -> Any:
-        """The compiler's byte figures, with the fields of `memory_analysis()`; None without an executable."""
+        """Return the compiler's byte figures, with the fields of `memory_analysis()`; None without an executable."""
         return self.executable.get_compiled_memory_stats() if self.executable is not None else None
 
     def dump(self, folder: str) -> None:
@@ -407,7 +407,7 @@ def post(topic: str, text: str) -> None:
 
 
 def posted(topic: str) -> str | None:
-    """What a process left with `post`, or None."""
+    """Return what a process left with `post`, or None."""
     from jax._src import distributed
 
     client: Any = distributed.global_state.client

@@ -44,7 +44,7 @@ class LowtideError(Exception):
 
 
 def _rebuilt(cls: type[LowtideError], message: str, expected: object, got: object, hint: str | None) -> LowtideError:
-    """An error that was sent to another process."""
+    """Rebuild an error that was sent to another process."""
     return cls(message, expected=expected, got=got, hint=hint)
 
 

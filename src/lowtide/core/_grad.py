@@ -96,7 +96,7 @@ def check_differentiable(trainable: Tree) -> None:
 
 
 def _dtype(path: str, leaf: Any) -> Any:
-    """That of an array, or what else a leaf is."""
+    """Return an array's dtype, or that of what else a leaf is."""
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     try:
         return jnp.result_type(leaf) if is_array_like(leaf) else kind

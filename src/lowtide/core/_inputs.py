@@ -40,7 +40,7 @@ _OURS = Path(__file__).parents[1].resolve()  # installers may link what a packag
 
 
 def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | None = None, hint: str) -> Path:
-    """The path of a file in a folder, if it is a regular file that belongs there.
+    """Return the path of a file in a folder, if it is a regular file that belongs there.
 
     Args:
         folder: the folder, as the user named it.
@@ -91,7 +91,7 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
 
 
 def read_input(path: Path, *, most_bytes: int) -> bytes:
-    """The content of a file that `input_file` found.
+    """Read the content of a file that `input_file` found.
 
     Args:
         path: the file.
@@ -119,7 +119,7 @@ def read_input(path: Path, *, most_bytes: int) -> bytes:
 
 
 def parse_json(content: bytes, where: str) -> dict[str, Any]:
-    """A JSON object, with nothing in it that JSON's standard leaves open.
+    """Parse a JSON object, with nothing in it that JSON's standard leaves open.
 
     Args:
         content: the bytes of the file.
@@ -150,7 +150,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema:
-    """What a parsed file says, if it says what the schema asks for.
+    """Return what a parsed file says, if it says what the schema asks for.
 
     Args:
         schema: the pydantic model.
@@ -185,7 +185,7 @@ def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema
 
 
 def shown(value: Any) -> str:
-    """A value for a message, cut where it is long."""
+    """Write a value for a message, cut where it is long."""
     return shortened(ascii(value) if isinstance(value, str) and not value.isprintable() else _repr(value))
 
 
@@ -196,7 +196,7 @@ def shortened(value: Any, most: int = 200) -> str:
 
 
 def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
-    """The name of an entry; pydantic's locations also hold which type of several was tried."""
+    """Name an entry; pydantic's locations also hold which type of several was tried."""
     parts: list[str] = []
     for part in location:
         try:
@@ -209,7 +209,7 @@ def _entry(raw: Any, location: tuple[int | str, ...]) -> str:
 
 
 def _kind_of(mode: int) -> str:
-    """What a path is that is no regular file."""
+    """Say what a path is that is no regular file."""
     kinds = {
         stat.S_ISDIR: "a folder",
         stat.S_ISFIFO: "a pipe",

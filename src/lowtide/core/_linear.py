@@ -23,7 +23,7 @@ class LinearWeight(Protocol):
     """Something that stands where a weight matrix of shape [out, in] stood."""
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The product x Wᵀ, in the dtype of `x`."""
+        """Compute x Wᵀ, in the dtype of `x`."""
         ...
 
 

@@ -148,7 +148,7 @@ def split_batch(batch: Tree, num_microbatches: int) -> Tree:
 
 
 def microbatch_weights(weight: Callable[[Tree], Any] | None, batches: Tree, num_microbatches: int) -> Any:
-    """What each microbatch weighs; `fractions` gives its part in the loss.
+    """Return what each microbatch weighs; `fractions` gives its part in the loss.
 
     Args:
         weight: a function of a microbatch that gives a scalar, or None for equal parts.

@@ -33,7 +33,7 @@ class ModelObject(Protocol):
     """What a call may change beside it, such as batch statistics and counters of random numbers; None for nothing."""
 
     def arrays(self) -> Tree:
-        """The arrays that the object holds, as a tree of them."""
+        """Return the arrays that the object holds, as a tree of them."""
         ...
 
     def lend(self, arrays: Tree) -> None:
@@ -49,7 +49,7 @@ class ModelObject(Protocol):
         ...
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
-        """A pure function of arrays.
+        """Make a pure function of arrays.
 
         Args:
             fn: a function of the model and more arguments.

@@ -14,7 +14,7 @@ class ExternalNames(Protocol):
     """A model that knows the names of its modules in another library."""
 
     def external_name(self, path: str) -> str:
-        """The other library's name of a module.
+        """Return the other library's name of a module.
 
         Args:
             path: a module's tree path, such as ``layers/attn/q_proj``.

@@ -89,7 +89,7 @@ def combine(*trees: Tree) -> Tree:
 
 
 def shared_leaves(tree: Tree) -> list[list[str]]:
-    """Groups of paths at which the very same array stands (tied weights)."""
+    """Group the paths at which the very same array stands (tied weights)."""
     by_identity: dict[int, list[str]] = {}
     for path, leaf in leaves_with_paths(tree):
         if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -114,6 +114,6 @@ def _refuse_split_sharing(tree: Tree, mask: list[bool]) -> None:
 
 
 def split_static(model: Tree) -> tuple[Tree, Tree]:
-    """The leaves of a model that hold numbers, and those that do not (an Equinox module's activation function)."""
+    """Split a model's leaves into those that hold numbers, and others (an Equinox module's activation function)."""
     arrays = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, model)
     return arrays, jax.tree.map(lambda leaf: None if is_array_like(leaf) else leaf, model)

@@ -17,12 +17,12 @@ Tree = Any  # any JAX pytree; JAX itself has no type for one
 
 
 def path_str(key_path: tuple[Any, ...]) -> str:
-    """The text form of a JAX key path, segments joined by ``/``; the root is the empty string."""
+    """Write a JAX key path as text, segments joined by ``/``; the root is the empty string."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its path, in JAX's flattening order.
+    """List the leaves of a tree, each with its path, in JAX's flattening order.
 
     Args:
         tree: any pytree.

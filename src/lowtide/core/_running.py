@@ -43,13 +43,13 @@ class RunningGradient:
     """Where False, nothing is added, whatever the cotangent: a mean over no tokens is 0/0. None for True."""
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The product x Wᵀ, in the dtype of `x`."""
+        """Compute x Wᵀ, in the dtype of `x`."""
         return _linear(x, self.weight, self.total, self.active)
 
 
 @jax.custom_batching.custom_vmap
 def add_running(total: Array, grad: Array) -> Array:
-    """The running total with a gradient added; for rules of operations that know `RunningGradient`.
+    """Add a gradient to the running total; for rules of operations that know `RunningGradient`.
 
     Args:
         total: the gradient so far.
@@ -83,7 +83,7 @@ def _refuse_vmap(axis_size: int, in_batched: Any, total: Array, grad: Array) -> 
 
 
 def if_active(active: Array | None, x: Array) -> Array:
-    """An array, or zeros where a running gradient is not active.
+    """Return an array, or zeros where a running gradient is not active.
 
     Args:
         active: a flag, or None for True.

@@ -76,7 +76,7 @@ def select(tree: Tree, where: Where) -> list[bool]:
 
 
 def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
-    """The names that glob patterns select; every pattern has to match at least one.
+    """Return the names that glob patterns select; every pattern has to match at least one.
 
     Args:
         names: the candidates (tree paths of leaves or of modules).
@@ -113,7 +113,7 @@ def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
 
 
 def _hits(pattern: str, names: Sequence[str]) -> set[str]:
-    """The names that a pattern matches, to which each alternative of its braces has to contribute."""
+    """Return the names that a pattern matches, to which each alternative of its braces has to contribute."""
     glob_only = pattern.removeprefix("!")
     try:
         bracex.expand(glob_only)
@@ -139,12 +139,12 @@ def _hits(pattern: str, names: Sequence[str]) -> set[str]:
 
 
 def mask_tree(tree: Tree, where: Where) -> Tree:
-    """The selection as a tree of booleans with the structure of `tree`; arguments and errors as in `select`."""
+    """Return the selection as a tree of booleans with the structure of `tree`; arguments and errors as in `select`."""
     return jax.tree.unflatten(jax.tree.structure(tree), select(tree, where))
 
 
 def _near_misses(pattern: str, names: Sequence[str]) -> str:
-    """A remedy: a variant of the pattern that does match, else the closest spellings, else what there is."""
+    """Suggest a remedy: a variant of the pattern that does match, else the closest spellings, else what there is."""
     for variant in (f"{pattern}/**", f"**/{pattern}", f"**/{pattern}/**"):
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"

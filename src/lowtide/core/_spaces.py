@@ -16,7 +16,7 @@ from ._paths import Tree, leaf_bytes
 
 
 def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvalidTypeForm]
-    """The memory space of one leaf.
+    """Return the memory space of one leaf.
 
     Args:
         leaf: an array, a tracer, a `jax.ShapeDtypeStruct`, or anything else that a tree may hold.

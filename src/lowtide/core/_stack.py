@@ -106,7 +106,7 @@ def dividing(divide: Callable[[Any], Any]) -> Generator[None]:
 
 
 def num_layers(layers: Tree) -> int:
-    """The common length of the leading axes of stacked layer parameters.
+    """Return the common length of the leading axes of stacked layer parameters.
 
     Raises:
         StructureError: when there is no leaf, or the leading axes differ.
@@ -124,7 +124,7 @@ def num_layers(layers: Tree) -> int:
 
 
 def _lengths(layers: Tree) -> str:
-    """The leading axis of every leaf, by its path; what is no array, and the rarest lengths, first."""
+    """Return the leading axis of every leaf, by its path; what is no array, and the rarest lengths, first."""
 
     def word(leaf: Any) -> str:
         if shape := getattr(leaf, "shape", ()):

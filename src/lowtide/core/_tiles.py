@@ -19,7 +19,7 @@ _LANES, _SUBLANES, _WORD_BITS, _LINE = 128, 8, 32, 1024
 
 
 def tile_axes(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
-    """The two axes of an array that a TPU stores in tiles: those with the least padding, of equals the last.
+    """Find the two axes of an array that a TPU stores in tiles: those with the least padding, of equals the last.
 
     Args:
         shape: of two axes at least.
@@ -53,7 +53,7 @@ def most_tile_rows(dtype: Any) -> int:
 
 
 def slice_step(ndim: int, axis: int) -> int:
-    """What slices of a row-major array along an axis have to be multiples of, so as to be whole tiles.
+    """Return what slices of a row-major array along an axis have to be multiples of, so as to be whole tiles.
 
     Args:
         ndim: how many axes the array has.

@@ -20,7 +20,7 @@ _PER_AXIS = 8
 
 
 def fingerprint(tree: Tree) -> str:
-    """A hash of paths, shapes, dtypes and samples of all leaves.
+    """Hash paths, shapes, dtypes and samples of all leaves.
 
     Args:
         tree: arrays, on the device or on the host.

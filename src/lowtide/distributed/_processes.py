@@ -44,7 +44,7 @@ _SHARED_SECONDS = 20
 
 
 def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
-    """What the first process makes, in all of them: for what only one may do, such as making a folder.
+    """Give all processes what the first makes: for what only one may do, such as making a folder.
 
     Args:
         make: called in the first process; gives JSON.
@@ -315,7 +315,7 @@ class Processes:
         return results
 
     def vote(self, wish: int) -> Any:
-        """The largest wish of all processes, as an array that is ready when the step sent before it is."""
+        """Return the largest wish of all processes, as an array that is ready when the step sent before it is."""
         if self.count == 1 or self._rules is None:
             return wish
         mesh = self._rules.mesh
@@ -366,7 +366,7 @@ class Processes:
 
 
 def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lambda model: model) -> Any:
-    """A model that all processes begin with, arranged, its arrays where they belong; a mutable object itself."""
+    """Arrange a model that all processes begin with, its arrays where they belong; a mutable object itself."""
     processes = Processes(rules)
     if not isinstance(model, ModelObject):
         processes.agree_on_values(model)
@@ -377,12 +377,12 @@ def placed(model: Any, rules: ShardingRules, arrange: Callable[[Any], Any] = lam
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy as JSON has it."""
+    """Write a number of NumPy as JSON has it."""
     return value.item() if isinstance(value, np.generic) else str(value)
 
 
 def _digest(batch: Tree) -> str:
-    """What a batch holds, of the arrays that are in this process's memory."""
+    """Digest what a batch holds, of the arrays that are in this process's memory."""
     found = hashlib.sha256()
     for path, leaf in leaves_with_paths(batch):
         if not (

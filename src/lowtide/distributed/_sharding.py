@@ -53,7 +53,7 @@ def make_mesh(
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """A mesh with the axes ``data``, ``fsdp`` and ``tensor``, and for a pipeline ``stage`` before them.
+    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, and for a pipeline ``stage`` before them.
 
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
@@ -189,7 +189,7 @@ class ShardingRules:
         return jax.P(*dims)
 
     def _ruled(self, path: str, shape: Sequence[int]) -> jax.P | None:
-        """What the first rule that matches says."""
+        """Return what the first rule that matches says."""
         for pattern, spec in self.rules.items():
             if re.fullmatch(pattern, path):
                 self._check(path, tuple(shape), pattern, spec)
@@ -197,7 +197,7 @@ class ShardingRules:
         return None
 
     def of(self, path: str, leaf: Any) -> jax.sharding.NamedSharding:
-        """The sharding of a leaf (an array, or its shape); one on the mesh that no rule matches keeps its own."""
+        """Return a leaf's sharding (an array, or its shape); one on the mesh that no rule matches keeps its own."""
         there = getattr(leaf, "sharding", None)
         if isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh:
             if self._ruled(path, leaf.shape) is None:
@@ -252,11 +252,11 @@ class ShardingRules:
         return jax.tree.map(one, tree)
 
     def replicated(self) -> jax.sharding.NamedSharding:
-        """The sharding of what every device holds."""
+        """Return the sharding of what every device holds."""
         return jax.sharding.NamedSharding(self.mesh, jax.P())
 
     def gather(self, tree: Tree) -> Tree:
-        """The arrays with all of their numbers on every device, so that every process can read them.
+        """Gather the arrays with all of their numbers on every device, so that every process can read them.
 
         Memory:
             The whole tree on every device.
@@ -323,7 +323,7 @@ class ShardingRules:
         return jax.tree.unflatten(jax.tree.structure(batch), placed)
 
     def batch_shapes(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
-        """What `batch` would give, as `jax.ShapeDtypeStruct`s; nothing is moved.
+        """Return what `batch` would give, as `jax.ShapeDtypeStruct`s; nothing is moved.
 
         Args:
             batch: as in `batch`, or structs of whole arrays.
@@ -406,13 +406,13 @@ class ShardingRules:
 
 
 def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding:
-    """The sharding without devices: those of the arguments of the program."""
+    """Return the sharding without devices: those of the arguments of the program."""
     mesh: Any = sharding.mesh.abstract_mesh
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
 def canonical(leaf: Any) -> np.ndarray:
-    """A NumPy array of a dtype that JAX has."""
+    """Make an array NumPy's, of a dtype that JAX has."""
     array = np.asarray(leaf)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
 
@@ -442,7 +442,7 @@ def _names(spec: Any) -> list[str]:
 
 
 def put(leaf: Any, sharding: Any) -> Any:
-    """An array of which each process has the whole, or that is divided already, where a sharding says."""
+    """Put an array of which each process has the whole, or that is divided already, where a sharding says."""
     if getattr(leaf, "sharding", None) == sharding:
         return leaf
     if jax.process_count() == 1:

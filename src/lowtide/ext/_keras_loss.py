@@ -54,13 +54,13 @@ class _Loss(keras.losses.Loss):
         self._fn = fn
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """The loss of each example, of labels and outputs whose ranks differ by an axis of size 1 at most."""
+        """Compute the loss of each example, of labels and outputs whose ranks differ by an axis of size 1 at most."""
         y_true, y_pred = _same_rank(y_true, y_pred), _same_rank(y_pred, y_true)
         return self._fn(y_true, y_pred)
 
 
 def _same_rank(x: Any, other: Any) -> Any:
-    """An array with a last axis more or less, as Keras has it beside another: (B,) is (B, 1), else a 1 is dropped."""
+    """Give an array a last axis more or less, as Keras has it beside another: (B,) is (B, 1), else a 1 is dropped."""
     if x.ndim == other.ndim - 1 == 1 and other.shape[-1] == 1:
         return x[:, None]
     if x.ndim == other.ndim + 1 > 2 and x.shape[-1] == 1:
@@ -102,12 +102,12 @@ def _found_metric(name: str, metric: Any) -> Any:
 
 
 def _mean(metric: Any, y: Any, outputs: Any) -> Any:
-    """The mean of a metric over the examples of a batch that are not masked."""
+    """Return the mean of a metric over the examples of a batch that are not masked."""
     return metric.stateless_result(metric.stateless_update_state(metric.stateless_reset_state(), y, outputs))
 
 
 def _by_shape(module: str, kind: str) -> Callable[..., Any]:
-    """What ``compile`` takes ``"crossentropy"`` or ``"accuracy"`` for: it depends on labels and outputs."""
+    """Return what ``compile`` takes ``"crossentropy"`` or ``"accuracy"`` for: it depends on labels and outputs."""
 
     def fn(y_true: Any, y_pred: Any) -> Any:
         if y_pred.shape[-1] == 1:
@@ -144,7 +144,7 @@ def _refuse_several(y: Any, outputs: Any) -> None:
 
 
 def _classes(y: Any, outputs: Any) -> Any:
-    """The class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
+    """Return the class of each label: Keras would take the largest of any last axis, also of sequences of integers."""
     if y.ndim > 1 and y.shape[-1] == 1:
         y = y[..., 0]
     elif y.ndim > 1 and y.shape == outputs.shape:

@@ -136,7 +136,7 @@ class Bridge:
         self._held = {name: _numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
 
     def wrt(self, path: str, leaf: Any) -> bool:
-        """What trains: the arrays of the filter."""
+        """Select what trains: the arrays of the filter."""
         return path in self._trains
 
     @property
@@ -204,7 +204,7 @@ class Bridge:
 
 
 def _named(model: Any, state: Any) -> dict[str, Any]:
-    """The leaves of a module by their paths in it, and those of its state as ``State/...``, in JAX's order."""
+    """Name the leaves of a module by their paths in it, and those of its state as ``State/...``, in JAX's order."""
     pairs = leaves_with_paths((model, state))
     named = {(path[2:] if path[0] == "0" else f"State{path[1:]}"): leaf for path, leaf in pairs}
     if len(named) != len(pairs):

@@ -103,7 +103,7 @@ class Bridge:
         self._frozen = {name for name, variable in self._variables.items() if id(variable) in weights - trains}
 
     def wrt(self, path: str, leaf: Any) -> bool:
-        """What trains: `model.trainable_variables`."""
+        """Select what trains: `model.trainable_variables`."""
         return path in self._trains
 
     @property
@@ -119,7 +119,7 @@ class Bridge:
         *,
         class_weight: Mapping[int, float] | None = None,
     ) -> Callable[..., Any]:
-        """A loss function for `lowtide.Trainer`, with the model's own losses (regularisers) added.
+        """Make a loss function for `lowtide.Trainer`, with the model's own losses (regularisers) added.
 
         Args:
             loss: a Keras loss, or its name, such as ``"sparse_categorical_crossentropy"``, or a function of labels and
@@ -151,7 +151,7 @@ class Bridge:
         return compiled_loss(loss, metrics, class_weight)
 
     def constrained(self, trainable: Tree) -> Tree:
-        """What trains as the variables' constraints want it after an update, as in Keras' own optimizers."""
+        """Constrain what trains as the variables' constraints want it after an update, as in Keras' own optimizers."""
         constraints = {name: variable.constraint for name, variable in self._variables.items()}
         return {
             name: leaf
@@ -161,7 +161,7 @@ class Bridge:
         }
 
     def call(self, model: Any, batch: Any) -> Any:
-        """What ``predict`` computes unless it is told otherwise: the outputs outside of training.
+        """Compute what ``predict`` does unless it is told otherwise: the outputs outside of training.
 
         Args:
             model: the model that functions of the trainer get.
@@ -285,7 +285,7 @@ def _variables(model: Any) -> list[Any]:
 
 
 def _held(value: Any) -> list[Any]:
-    """The variables that an attribute of a layer is, or is a list of."""
+    """Return the variables that an attribute of a layer is, or is a list of."""
     values = list(value) if isinstance(value, list | tuple) else [value]
     return [each for each in values if isinstance(each, keras.Variable)]
 

@@ -102,7 +102,7 @@ class Bridge:
             )
 
     def wrt(self, path: str, leaf: Any) -> bool:
-        """What trains: the variables of the filter."""
+        """Select what trains: the variables of the filter."""
         return path in self._trains
 
     @property
@@ -181,7 +181,7 @@ class Bridge:
         return module
 
     def _own_places(self) -> dict[str, _Place]:
-        """The places of the module that hold arrays, each once; placeholders while they are lent."""
+        """Find the places of the module that hold arrays, each once; placeholders while they are lent."""
         found = sorted(_places(self.model, lent=self._lent).items())
         return {name: place for name, place in found if name in self._paths}
 
@@ -196,7 +196,7 @@ class _Place:
         self.name, self.parent, self.key, self.node = name, parent, key, node
 
     def get(self) -> Any:
-        """The value: an array, or what else a variable holds."""
+        """Return the value: an array, or what else a variable holds."""
         return _raw(self.node)
 
     def put(self, value: Any) -> None:
@@ -238,7 +238,7 @@ def _places(module: nnx.Module, lent: Collection[str] = ()) -> dict[str, _Place]
 
 
 def _items(node: Any) -> Iterable[tuple[Any, Any]]:
-    """The attributes of a module, or the items of a list, tuple or dictionary, by the keys that stand in paths."""
+    """Return a module's attributes, or the items of a list, tuple or dictionary, by the keys that stand in paths."""
     if isinstance(node, nnx.Pytree):
         own = ((key, value) for key, value in vars(node).items() if not key.startswith("_pytree__"))
         return (
@@ -262,7 +262,7 @@ def _attributes(module: nnx.Module) -> dict[str, Any]:
 
 
 def _held(value: Any) -> Any:
-    """A value, "held" for arrays and for what is listed by itself; all of what a variable holds beside one array."""
+    """Return a value, "held" for arrays and what is listed by itself; all that a variable holds beside one array."""
     raw = _raw(value)
     if raw is not value and not isinstance(raw, jax.Array):  # no state of the step
         return tuple(jax.tree.leaves(raw, is_leaf=lambda leaf: leaf is None))

@@ -183,13 +183,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def flag_of(field: str) -> str:
-    """The flag of a field of `FinetuneConfig`."""
+    """Return the flag of a field of `FinetuneConfig`."""
     named = FinetuneConfig.__dataclass_fields__[field].metadata.get("flag")
     return named or f"--{field.replace('_', '-')}"
 
 
 def config_to_toml(config: FinetuneConfig) -> str:
-    """The configuration as TOML, every field that is set and means something; `read_config` reads it back."""
+    """Write the configuration as TOML, every field that is set and means something; `read_config` reads it back."""
     left_out = _OF_ADAPTERS if config.full else ()
     return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in left_out})
 

@@ -254,7 +254,7 @@ class Finetune:
         return [(record["step"], record["eval_loss"]) for record in records if "eval_loss" in record]
 
     def sample_before(self) -> tuple[str, str] | None:
-        """What the model says untuned, as `sample` returns it; with ``config.full`` to be called before `run`.
+        """Ask the untuned model, as `sample` does after; with ``config.full`` to be called before `run`.
 
         Of adapters the base stays as it is, so that a run can begin without compiling this, and sample at its end.
 
@@ -331,7 +331,7 @@ def _device_bytes(tree: Tree) -> int:
 
 
 def _layerwise_bytes(trainable: Tree) -> int:
-    """The most bytes of gradients that live together in a layerwise step."""
+    """Return the most bytes of gradients that live together in a layerwise step."""
     outer, layers = trainable["outer"], trainable["layers"]
     layer = tree_bytes(layers) // num_layers(layers)
     largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)

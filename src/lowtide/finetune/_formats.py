@@ -130,7 +130,7 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
 
 
 def first_fields(head: bytes, suffix: str) -> list[str]:
-    """The fields of the first record: a table's columns, or an object's keys; empty where it cannot be told.
+    """Find the fields of the first record: a table's columns, or an object's keys; empty where it cannot be told.
 
     Args:
         head: the beginning of the file.
@@ -157,7 +157,7 @@ def _head(path: Path) -> bytes:
 
 
 def _first_object(text: str) -> Any:
-    """The first JSON object of a text that begins with one, or with a list of them."""
+    """Parse the first JSON object of a text that begins with one, or with a list of them."""
     start = len(text) - len(text.removeprefix("[").lstrip())
     try:
         return json.JSONDecoder().raw_decode(text, start)[0]

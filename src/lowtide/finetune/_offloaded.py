@@ -95,7 +95,7 @@ def loss(model: Llama, batch: Tree, *, remat: bool = True, inputs: str = "device
 
 
 def hidden(model: Llama, batch: Tree) -> Any:
-    """The activations [B, T, D] that leave the last block, of a model whose leaves may be in host memory."""
+    """Compute the activations [B, T, D] that leave the last block, of a model whose leaves may be in host memory."""
     return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
 
 
@@ -111,7 +111,7 @@ def _hidden(model: Llama, outer: Tree, batch: Tree, *, remat: bool, inputs: Any)
 
 
 def _offloading(stack: LayerStack) -> LayerStack:
-    """The stack with blocks whose input goes to the host and all else is computed again."""
+    """Make the stack's blocks send their input to the host and compute all else again."""
 
     def block(layer: Tree, h: Any, batch: Tree) -> Any:
         return stack.block(layer, checkpoint_name(h, _INPUT), batch)

@@ -182,7 +182,7 @@ class MetricsFile(Callback):
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The complete records of a metrics file; a line that a kill cut off is left out."""
+    """Read the complete records of a metrics file; a line that a kill cut off is left out."""
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
@@ -222,7 +222,7 @@ def _check_writable(out: Path) -> None:
 
 
 def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
-    """What is found in a folder, which may be one that nobody may look into."""
+    """Return what is found in a folder, which may be one that nobody may look into."""
     try:
         return look()
     except OSError as error:
@@ -232,13 +232,13 @@ def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
 
 
 def _deciding(config: FinetuneConfig) -> dict[str, Any]:
-    """The settings that decide what a run's losses are; paths are not among them, since files may be moved."""
+    """Return the settings that decide what a run's losses are; paths are not among them, since files may be moved."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE}
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 
 def _recorded(path: Path) -> tuple[str, dict[str, Any]]:
-    """The data and the settings that a run began with; earlier versions recorded no settings."""
+    """Return the data and the settings that a run began with; earlier versions recorded no settings."""
     try:
         values = json.loads(path.read_text())
         return values["sha256_of_tokens"], dict(values.get("settings", {}))

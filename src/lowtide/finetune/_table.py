@@ -37,7 +37,7 @@ class MemoryTable:
         return self.naive_gradient_bytes is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of `memory.json`; what begins with ``naive_`` is there when it was compared."""
+        """Return the content of `memory.json`; what begins with ``naive_`` is there when it was compared."""
         counted = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type == "int"}
         naive = {
             "naive_gradient_bytes": self.naive_gradient_bytes,
@@ -59,6 +59,6 @@ class MemoryTable:
 
 
 def measured_peak_bytes() -> int | None:
-    """The most bytes JAX's allocator has held on the first device so far; None where it keeps no count (CPU)."""
+    """Return the most bytes JAX's allocator has held on the first device so far; None where it keeps no count (CPU)."""
     stats = jax.local_devices()[0].memory_stats()
     return None if not stats else stats.get("peak_bytes_in_use")

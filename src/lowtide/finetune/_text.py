@@ -212,7 +212,7 @@ def _rows(windows: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files below a folder that are not hidden, in sorted order."""
+    """List the files below a folder that are not hidden, in sorted order."""
     found: list[Path] = []
 
     def fail(error: OSError) -> NoReturn:

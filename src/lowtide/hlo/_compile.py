@@ -157,7 +157,7 @@ def _split_functions(tree: Any) -> tuple[Any, Any]:
 
 
 def _with_functions(fn: Callable[..., Any], functions: Any) -> Callable[..., Any]:
-    """The function of arrays alone: what `_split_functions` took out of its arguments becomes part of it."""
+    """Make a function of arrays alone: what `_split_functions` took out of its arguments becomes part of it."""
     if not jax.tree.leaves(functions):
         return fn
 
@@ -277,7 +277,7 @@ def _hosted(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
-    """The executable (None when it does not fit), the dumped program (None without one), and the error."""
+    """Compile: the executable (None when it does not fit), the dumped program (None without one), and the error."""
     with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}
         compiled, error = None, None
@@ -295,7 +295,7 @@ def _compile(lowered: Any) -> tuple[Any, Any, BaseException | None]:
 
 
 def read_dump(folder: str | Path) -> Any:
-    """The optimised program of a dump; None when there is none, or it has no buffer assignment.
+    """Read the optimised program of a dump; None when there is none, or it has no buffer assignment.
 
     Args:
         folder: where XLA wrote its dump. Of several programs the largest is meant: helpers are compiled beside it.

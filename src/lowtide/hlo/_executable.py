@@ -55,7 +55,7 @@ class ArgumentLeaf:
 
 
 def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
-    """The leaves of a compiled function's arguments, in flattening order.
+    """Return the leaves of a compiled function's arguments, in flattening order.
 
     Args:
         compiled: a `jax.stages.Compiled`.
@@ -97,7 +97,7 @@ def host_outputs(compiled: Any) -> dict[str, int]:
 
 
 def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any = None) -> list[ArgumentLeaf]:
-    """The leaves of a program's arguments from its dumped buffer assignment.
+    """Return the leaves of a program's arguments from its dumped buffer assignment.
 
     For programs that the compiler refused, and for those with ordered effects, of whose layouts JAX tells nothing.
 
@@ -142,7 +142,7 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
 
 
 def _parameter_arrays(hlo: Any) -> list[tuple[tuple[int, tuple[int, ...]], str]]:
-    """The place and the name of every array of the entry's parameters; thousands of them come as one tuple."""
+    """Place and name every array of the entry's parameters; thousands of them come as one tuple."""
     entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
     parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
     if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
@@ -164,14 +164,14 @@ def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -
 
 
 def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
-    """The shardings of the leaves of a compiled program; None for each when there is none."""
+    """Return the shardings of the leaves of a compiled program; None for each when there is none."""
     shardings = compiled.input_shardings if compiled is not None else None
     found = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None) if shardings is not None else []
     return found if len(found) == num_leaves else [None] * num_leaves
 
 
 def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
-    """The argument leaves of a program of which only the dump is left, by the names that JAX gave its parameters.
+    """Find the argument leaves of a program of which only the dump is left, by the names that JAX gave its parameters.
 
     ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. Donation is not told:
     a leaf counts as donated when an output reuses it.
@@ -246,7 +246,7 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
 
 
 def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
-    """The same as `aliased` from a dumped program (the text of some TPU programs cannot be printed)."""
+    """Do as `aliased` from a dumped program (the text of some TPU programs cannot be printed)."""
     module = hlo.module
     entry = next(c for c in module.computations if c.id == module.entry_computation_id)
     shapes = {i.parameter_number: i.shape for i in entry.instructions if i.opcode == "parameter"}
@@ -319,7 +319,7 @@ def _entry_parameters(header: str) -> list[str]:
 
 
 def _bracketed(text: str, key: str, start: int | None = None) -> str:
-    """What stands between the bracket that follows `key` (or opens at `start`) and the one that closes it."""
+    """Return what stands between the bracket that follows `key` (or opens at `start`) and the one that closes it."""
     at = text.find(key) + len(key) if start is None else start
     if at < len(key) or at < 0 or at >= len(text) or text[at] not in _BRACKETS:
         return ""

@@ -129,7 +129,7 @@ class Graph:
                     self._callers.setdefault(called, []).append(instruction)
 
     def shape(self, value: Value) -> Any:
-        """The shape (a message) of a value."""
+        """Return the shape (a message) of a value."""
         shape = self.instructions[value[0]].proto.shape
         for index in value[1]:
             if index >= len(shape.tuple_shapes):
@@ -152,7 +152,7 @@ class Graph:
         return element_type(self.shape(value).element_type)[0] in ("s8", "u8")
 
     def name(self, value: Value) -> str:
-        """The operation that writes a value, in XLA's words: ``fusion loop_multiply_fusion.2``."""
+        """Name the operation that writes a value, in XLA's words: ``fusion loop_multiply_fusion.2``."""
         proto = self.instructions[value[0]].proto
         return f"{proto.opcode} {proto.name}"
 
@@ -162,11 +162,11 @@ class Graph:
             yield from ((at, index) for index in _leaf_indices(instruction.proto.shape))
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
-        """What a value is made of: (value, how) pairs; empty for arguments and constants."""
+        """Return what a value is made of: (value, how) pairs; empty for arguments and constants."""
         return [(found, edge) for source, edge in self._sources(value) for found in self._existing(source, value)]
 
     def _existing(self, source: Value, value: Value) -> list[Value]:
-        """A source, if there is such a value.
+        """Return a source, if there is such a value.
 
         Where a compiler packs the results of an asynchronous operation in a way of its own, those of the same shape.
         """
@@ -238,14 +238,14 @@ class Graph:
         return [(source, Edge.COMPUTE) for o in operands for source in self.results(o)]
 
     def results(self, at: int) -> list[Value]:
-        """The arrays that an instruction makes."""
+        """List the arrays that an instruction makes."""
         return [(at, index) for index in _leaf_indices(self.instructions[at].proto.shape)]
 
     def _branches(self, instruction: Instruction) -> list[int]:
         return list(instruction.proto.called_computation_ids)
 
     def loop_of(self, value: Value) -> int | None:
-        """The loop whose state a value is, inside the loop; None for anything else."""
+        """Return the loop whose state a value is, inside the loop; None for anything else."""
         instruction = self.instructions[value[0]]
         if instruction.opcode != "parameter":
             return None
@@ -253,7 +253,7 @@ class Graph:
         return next((caller.proto.id for caller in callers if caller.opcode == "while"), None)
 
     def caller(self, at: int) -> int | None:
-        """The operation whose computation an operation belongs to; None in the program itself."""
+        """Return the operation whose computation an operation belongs to; None in the program itself."""
         callers = self._callers.get(self.instructions[at].computation, ())
         return callers[0].proto.id if callers else None
 
@@ -304,7 +304,7 @@ class Graph:
         return found
 
     def last_use(self, name: str) -> int:
-        """The last position at which something reads the result of an instruction, under whatever name."""
+        """Return the last position at which something reads the result of an instruction, under whatever name."""
         return self._last_uses.get(name, len(self.order))
 
     @functools.cached_property
@@ -329,14 +329,14 @@ class Graph:
     # --- where JAX made an operation ---------------------------------------------------------------------------------
 
     def scope(self, at: int) -> str:
-        """The scopes in which JAX made an operation; for a fusion without one, those of what it fuses."""
+        """Return the scopes in which JAX made an operation; for a fusion without one, those of what it fuses."""
         instruction = self.instructions[at]
         if instruction.proto.metadata.op_name or instruction.opcode != "fusion":
             return instruction.proto.metadata.op_name
         return next((i.metadata.op_name for i in self._fused(instruction) if i.metadata.op_name), "")
 
     def source(self, at: int) -> str:
-        """The innermost line of the user's program, ``file.py:12 (function)``; empty when unknown."""
+        """Return the innermost line of the user's program, ``file.py:12 (function)``; empty when unknown."""
         instruction = self.instructions[at]
         frame = instruction.proto.metadata.stack_frame_id
         if not frame and instruction.opcode == "fusion":

@@ -32,7 +32,7 @@ class Segment:
 
 
 def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
-    """The values in an allocation of temporaries, with the positions between which each is alive.
+    """List the values in an allocation of temporaries, with the positions between which each is alive.
 
     Args:
         graph: the program.
@@ -81,7 +81,7 @@ class _Region:
         self._alive.add(buffer)
 
     def free(self, buffer: int, position: int) -> None:
-        """A value is done."""
+        """End a value that is done."""
         self._alive.discard(buffer)
         self._end = max(position, self._open[0])
 
@@ -161,7 +161,7 @@ class _Ranges:
 
 
 def peak_position(segments_by_heap: Iterable[Sequence[Segment]], num_positions: int) -> int:
-    """The position at which most bytes are alive over several heaps; the first of equal ones."""
+    """Find the position at which most bytes are alive over several heaps; the first of equal ones."""
     steps = [0] * (num_positions + 1)
     for segment in itertools.chain.from_iterable(segments_by_heap):
         steps[segment.start] += segment.size

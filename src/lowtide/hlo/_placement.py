@@ -73,7 +73,7 @@ class _Mover:
 
 
 def describe(path: Any) -> str:
-    """The words for a leaf's place in a call: ``argument 0 at params/w``, ``argument 'batch'``."""
+    """Describe a leaf's place in a call: ``argument 0 at params/w``, ``argument 'batch'``."""
     argument = path[1].idx if hasattr(path[1], "idx") else path[1].key
     inner = path_str(path[2:])
     return f"argument {argument!r} at {inner}" if inner else f"argument {argument!r}"

@@ -158,7 +158,7 @@ def read_hlo(path: str | Path) -> Any:
 
 
 def element_type(number: int) -> tuple[str, int]:
-    """The name and the bits of an element of an XLA type; an empty name and 0 bits for tuples, tokens, unknown ones."""
+    """Return the name and the bits of an element of an XLA type; empty and 0 for tuples, tokens, unknown ones."""
     return _ELEMENT_TYPES.get(number, ("", 0))
 
 

@@ -97,7 +97,7 @@ class Body:
 
 
 def kind_of(eqn: Any) -> Kind | None:
-    """What an operation does with the jaxprs that it holds; None when it holds none."""
+    """Return what an operation does with the jaxprs that it holds; None when it holds none."""
     name = eqn.primitive.name
     if name in PRIMITIVES:
         return PRIMITIVES[name][0]
@@ -107,13 +107,13 @@ def kind_of(eqn: Any) -> Kind | None:
 
 
 def called(eqn: Any) -> Any:
-    """The jaxpr of an operation that only groups others, as it holds it; None of any other operation."""
+    """Return the jaxpr of an operation that only groups others, as it holds it; None of any other operation."""
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     return eqn.params[names[0]] if kind.only_groups else None
 
 
 def bodies(eqn: Any) -> list[Body]:
-    """The jaxprs inside of an operation, in order; none is left out of an operation that nobody knows."""
+    """List the jaxprs inside of an operation, in order; none is left out of an operation that nobody knows."""
     params, operands = eqn.params, tuple(range(len(eqn.invars)))
     kind, names = PRIMITIVES.get(eqn.primitive.name, (Kind.OTHER, ()))
     held = list(_jaxprs(tuple(params[name] for name in names or params)))
@@ -137,7 +137,7 @@ def bodies(eqn: Any) -> list[Body]:
 
 
 def with_bodies(eqn: Any, change: Callable[[Body], Any]) -> Any:
-    """An operation with other jaxprs inside.
+    """Put other jaxprs inside of an operation.
 
     Args:
         eqn: the operation.
@@ -200,7 +200,7 @@ def fold(
 
 
 def variables_read(jaxpr: Any) -> set[Any]:
-    """The variables that an operation reads, or that are an output, in a jaxpr and in those inside."""
+    """Return the variables that an operation reads, or that are an output, in a jaxpr and in those inside."""
     inner = opened(jaxpr)
     groups = [*(eqn.invars for eqn in inner.eqns), inner.outvars]
     read = {var for group in groups for var in group if isinstance(var, jex.Var)}
@@ -208,7 +208,7 @@ def variables_read(jaxpr: Any) -> set[Any]:
 
 
 def _jaxprs(value: Any) -> Iterator[Any]:
-    """The jaxprs in a parameter, and in tuples there; JAX allows no other containers."""
+    """List the jaxprs in a parameter, and in tuples there; JAX allows no other containers."""
     if is_jaxpr(value):
         yield value
     elif isinstance(value, tuple):

@@ -33,7 +33,7 @@ def is_closed(value: Any) -> bool:
 
 
 def close(jaxpr: Any) -> Any:
-    """An open jaxpr without constants as a closed one."""
+    """Close an open jaxpr without constants."""
     return jex.ClosedJaxpr(jaxpr, [])  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -43,17 +43,17 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def opened(jaxpr: Any) -> Any:
-    """A jaxpr, open or closed, without its constants."""
+    """Return a jaxpr, open or closed, without its constants."""
     return jaxpr.jaxpr if is_closed(jaxpr) else jaxpr
 
 
 def consts_of(jaxpr: Any) -> Sequence[Any]:
-    """The constants that a jaxpr holds; none of an open one."""
+    """Return the constants that a jaxpr holds; none of an open one."""
     return jaxpr.consts if is_closed(jaxpr) else ()
 
 
 def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> Any:
-    """An operation with other jaxprs in its parameters, and in tuples there; itself when nothing changed.
+    """Put other jaxprs into an operation's parameters, and tuples there; the operation itself when nothing changed.
 
     Args:
         eqn: the operation.
@@ -93,7 +93,7 @@ def make_jaxpr(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 
 def plain(jaxpr: Any) -> Any:
-    """A jaxpr in which `jax.checkpoint` and `checkpoint_name` are operations with the parameters that they always had.
+    """Rewrite a jaxpr so that `jax.checkpoint` and `checkpoint_name` have the parameters that they always had.
 
     With ``jax_remat3`` they are objects inside of a ``call_hi_primitive``, whose jaxpr, policy and name nobody sees.
 
@@ -128,7 +128,7 @@ def _plain_equation(eqn: Any) -> Any:
 
 
 def source_line(eqn: Any) -> str:
-    """The innermost line of the source, JAX's own apart, that an operation comes from.
+    """Return the innermost line of the source, JAX's own apart, that an operation comes from.
 
     Args:
         eqn: of a jaxpr; of a backward pass, the line is that of the forward pass.
@@ -161,7 +161,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def policy_names(policy: Any) -> dict[str, bool]:
-    """The checkpoint names of which a policy of `jax.checkpoint` knows, and whether it saves them.
+    """Return the checkpoint names of which a policy of `jax.checkpoint` knows, and whether it saves them.
 
     A policy is an opaque function, so what it holds is read (attributes, closure, defaults, constants), and then it is
     asked: a text is a name where the answer is another one than for a name that nobody gives. Other texts, such as the
@@ -204,7 +204,7 @@ _MANY = 1000
 
 
 def _texts(policy: Any) -> set[str]:
-    """The texts that a policy holds, and that functions and policies in it hold."""
+    """Return the texts that a policy holds, and that functions and policies in it hold."""
     texts, seen, border = set[str](), dict[int, Any](), [policy]
     while border:
         value = border.pop()
@@ -221,7 +221,7 @@ def _texts(policy: Any) -> set[str]:
 
 
 def _held(value: Any) -> Iterator[Any]:
-    """What a function, a method, a partial function or an object that can be called holds."""
+    """Return what a function, a method, a partial function or an object that can be called holds."""
     yield from vars(value).values() if hasattr(value, "__dict__") else ()
     yield from (getattr(value, name, None) for name in getattr(type(value), "__slots__", ()))
     if isinstance(value, functools.partial):

@@ -94,7 +94,7 @@ def _sum_cross_entropy(static: tuple[Any, int, int], h: Array, leaves: tuple[Arr
 
 
 def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
-    """The sum, and its gradients for those inputs that are being differentiated, scaled later by the cotangent."""
+    """Compute the sum, and its gradients for inputs that are being differentiated, scaled later by the cotangent."""
     treedef, ignore_index, chunk = static
     wants_h, wanted = h.perturbed, [leaf.perturbed for leaf in leaves]
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
@@ -141,7 +141,7 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _running_cross_entropy(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Array:
-    """The sum for a `RunningGradient` head: its gradient starts from `total`, so it waits for the cotangent's scale."""
+    """Compute the sum for a `RunningGradient` head: its gradient starts from `total`, and waits for the scale."""
     ignore_index, chunk = static
 
     def body(start: Any, size: int, loss: Array) -> Array:

@@ -141,7 +141,7 @@ def analyze_program(program: CompiledProgram, roles: Mapping[str, Role] | None =
 
 
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
-    """The report of a program, and what is behind it.
+    """Make the report of a program, and what is behind it.
 
     Args:
         program: the program, or what is left of one that did not fit.
@@ -167,7 +167,7 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
 
 
 def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
-    """The report of a program of which only the dump is left, as after an out-of-memory error.
+    """Report on a program of which only the dump is left, as after an out-of-memory error.
 
     Args:
         hlo: the dumped program.
@@ -240,7 +240,7 @@ class _Facts:
 
     @classmethod
     def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
-        """The same from the allocations of a program that did not fit."""
+        """Do the same from the allocations of a program that did not fit."""
         spaces: list[SpaceBytes] = []
         for color in (DEVICE_COLOR, HOST_COLOR):
             mine = [a for a in hlo.assignment.allocations if a.color == color and not a.is_thread_local]
@@ -306,7 +306,7 @@ def _examine(
 
 
 def _uncounted(owners: Owners) -> tuple[str, ...]:
-    """A note on constants that are in no figure."""
+    """Write a note on constants that are in no figure."""
     total = sum(buffer.num_bytes for buffer in owners.uncounted)
     if total < _NOTABLE_BYTES:
         return ()
@@ -334,7 +334,7 @@ def _check_platform(compiled: Any, goal: Target) -> None:
 def _owners(
     roles: Mapping[str, Role], num_args: int, keywords: Sequence[str], static: Sequence[int]
 ) -> dict[int | str, str]:
-    """The role of every argument that has one, by its position among those that are not static, or by keyword."""
+    """Return the role of every argument that has one, by its position among those not static, or by keyword."""
     dynamic = {position: at for at, position in enumerate(p for p in range(num_args) if p not in static)}
     keys: dict[int | str, int | str] = {**dynamic, **{p - num_args: at for p, at in dynamic.items()}}
     keys.update({keyword: keyword for keyword in keywords})
@@ -361,7 +361,7 @@ def _owners(
 
 
 def _as_called(leaf: ArgumentLeaf, num_args: int, static: Sequence[int]) -> ArgumentLeaf:
-    """A leaf whose argument is numbered as the caller does, static ones included."""
+    """Return a leaf whose argument is numbered as the caller does, static ones included."""
     if not static or not isinstance(leaf.argument, int):
         return leaf
     position = [at for at in range(num_args) if at not in static][leaf.argument]

@@ -62,19 +62,19 @@ class Dataflow:
         self._gradients: dict[Value, int] = {}
 
     def phase(self, value: Value) -> Pass:
-        """The pass that makes a value."""
+        """Return the pass that makes a value."""
         if value in self.phases:
             return self.phases[value]
         at = self._named_by(value)  # a table of arrays
         return (self._named[at] if at is not None else None) or "forward"
 
     def copy_of(self, value: Value) -> int | None:
-        """The leaf whose data a value holds and nothing else."""
+        """Return the leaf whose data a value holds and nothing else."""
         origin = self._copies.get(value)
         return origin if isinstance(origin, int) else None
 
     def gradient_of(self, value: Value) -> int | None:
-        """The leaf that a value is the cotangent of, or an accumulator of it."""
+        """Return the leaf that a value is the cotangent of, or an accumulator of it."""
         return self._gradients.get(value)
 
     def is_activation(self, value: Value) -> bool:
@@ -105,7 +105,7 @@ class Dataflow:
         return is_nameless and self._maker(value) == made
 
     def standing_for(self, value: Value) -> Value:
-        """The value that tells what a buffer is for.
+        """Return the value that tells what a buffer is for.
 
         Of a loop's state inside the loop, and of a buffer that is made empty for a loop to fill, it is the result of
         the loop; else the value itself.
@@ -130,7 +130,7 @@ class Dataflow:
         return leaf in self._differentiated
 
     def sources(self, value: Value) -> Sequence[tuple[Value, Edge]]:
-        """What a value is made of: (value, how) pairs; empty for arguments and constants."""
+        """Return what a value is made of: (value, how) pairs; empty for arguments and constants."""
         return self._sources.get(value, ())
 
     def same_size(self, value: Value, *, through_backward: bool = False) -> Iterator[Value]:
@@ -154,7 +154,7 @@ class Dataflow:
             border.extend(new)
 
     def described(self, value: Value) -> tuple[str, str]:
-        """The scope and the source line of a value.
+        """Return the scope and the source line of a value.
 
         Of one that was only moved (stacked by a loop, copied to another memory), those of the operation that computed
         its data; of a nameless one, those of what it is made of or goes into.
@@ -163,7 +163,7 @@ class Dataflow:
         return (self._scopes[at], self.graph.source(at)) if at is not None else ("", "")
 
     def _named_by(self, value: Value) -> int | None:
-        """The instruction whose scope tells what a value is; None when there is none near or far."""
+        """Return the instruction whose scope tells what a value is; None when there is none near or far."""
         maker = self._maker(value)
         for found in (maker, value):
             if found is not None and self._scopes[found[0]]:
@@ -177,7 +177,7 @@ class Dataflow:
         return next((at for border, step in ways if (at := self._nearest_scope(border, step)) is not None), None)
 
     def _nearest_scope(self, border: list[Value], step: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
-        """The first instruction with a scope among those that a step leads to; None when it leads to none."""
+        """Return the first instruction with a scope among those that a step leads to, or None."""
         seen = set(border)
         while border:
             border = list(dict.fromkeys(new for old in border for new, _ in step.get(old, ()) if new not in seen))
@@ -187,7 +187,7 @@ class Dataflow:
         return None
 
     def _maker(self, value: Value) -> Value | None:
-        """The operation that computed the data of a value, behind moves and other names; None for an argument's."""
+        """Return the operation that computed a value's data, behind moves and other names; None for an argument's."""
         seen, border, starts = {value}, collections.deque([value]), collections.deque[Value]()
         while border or starts:
             found = border.popleft() if border else starts.popleft()
@@ -205,7 +205,7 @@ class Dataflow:
         return None
 
     def _named_passes(self) -> dict[int, Pass | None]:
-        """The pass that the scope of each instruction names."""
+        """Return the pass that the scope of each instruction names."""
         passes = Passes(self._scopes.values())
         named: dict[int, Pass | None] = {at: passes.phase(scope) for at, scope in self._scopes.items()}
         if inner := {at for at, scope in self._scopes.items() if passes.is_open(scope)}:
@@ -236,7 +236,7 @@ class Dataflow:
         return phases | merged
 
     def _merged(self, phases: Mapping[Value, Pass]) -> set[Value]:
-        """What the forward pass reads of what is to be recomputed.
+        """Return what the forward pass reads of what is to be recomputed.
 
         A compiler merges the two where nothing keeps them apart, as a CPU's does outside of loops; then it is kept.
         """
@@ -249,7 +249,7 @@ class Dataflow:
         return self.merged
 
     def _pass_of_nameless(self, value: Value, made: Value) -> Pass | None:
-        """The pass of what the compiler made: of what it copies, of a branch's conditional, of what it is made for."""
+        """Return the pass of what the compiler made: of what it copies, a branch's conditional, what it is made for."""
         moved = self._moved_from(made)
         for at in (moved[0] if moved else None, value[0], self._named_by(value)):
             if at is not None and (found := self._named[at]) is not None:
@@ -257,7 +257,7 @@ class Dataflow:
         return None
 
     def _made_as(self, value: Value) -> Value:
-        """The operation behind a value's other names; of the state of a loop, what the loop makes of it if anything."""
+        """Return the operation behind a value's other names; of a loop's state, what the loop makes of it."""
         seen, stack = {value}, [value]
         while stack:
             found = stack.pop()
@@ -270,7 +270,7 @@ class Dataflow:
         return value
 
     def _moved_from(self, value: Value) -> Value | None:
-        """The first value with a scope behind moves and other names."""
+        """Return the first value with a scope behind moves and other names."""
         seen = {value}
         while sources := [s for s, edge in self._sources.get(value, ()) if edge != Edge.COMPUTE and s not in seen]:
             value = sources[0]
@@ -320,7 +320,7 @@ class Dataflow:
         return self._spread(readers, lambda value: [e for e in self._sources.get(value, ()) if e[1] != Edge.COMPUTE])
 
     def _computed_with(self) -> set[int]:
-        """The leaves whose data the forward or the backward pass computes with."""
+        """Return the leaves whose data the forward or the backward pass computes with."""
         return {
             origin
             for value, origin in self._copies.items()
@@ -396,7 +396,7 @@ class Dataflow:
         return set() if goes_on else parts
 
     def _added_up(self, value: Value) -> Value | None:
-        """What a value is the sum of along an axis, be it weighted as the clipped gradients of examples are."""
+        """Return what a value is the sum of along an axis, be it weighted as the clipped gradients of examples are."""
         instruction = self.graph.instructions[value[0]]
         operands: list[Value] = [(at, ()) for at in instruction.proto.operand_ids]
         if instruction.opcode in _REDUCTIONS:

@@ -28,7 +28,7 @@ class UndonatedLeaf:
 
 
 def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple[UndonatedLeaf, ...]:
-    """The donated leaves that a compiled program did not reuse for an output.
+    """List the donated leaves that a compiled program did not reuse for an output.
 
     Args:
         compiled: a `jax.stages.Compiled` of a function jitted with `donate_argnums` or `donate_argnames`; with

@@ -118,12 +118,12 @@ class _Copies:
         return found, inside
 
     def _overwritten(self, leaf: int, memory: set[Value]) -> int:
-        """The position at which the result that takes the leaf's place is made; 0 without one."""
+        """Return the position at which the result that takes the leaf's place is made; 0 without one."""
         made = (value for value, at in self.owners.replaced.items() if at == leaf and value in self.owners.in_place)
         return max((_made_at(self.graph, value) for value in made if value not in memory), default=0)
 
     def _range(self, at: int) -> tuple[int, int]:
-        """The positions of a loop's body; of the program itself one."""
+        """Return the positions of a loop's body; of the program itself one."""
         positions = self.graph.positions
         computation = self.graph.computations[self.graph.instructions[at].computation]
         if computation.id == self.graph.entry.id:
@@ -133,12 +133,12 @@ class _Copies:
 
 
 def _written(proto: Any) -> int:
-    """What an operation writes into its first operand; before it a scatter has all operands, and where they go."""
+    """Return what an operation writes into its first operand; before it a scatter has all operands, and targets."""
     return proto.operand_ids[(len(proto.operand_ids) + 1) // 2 if proto.opcode == "scatter" else 1]
 
 
 def _made_at(graph: Graph, value: Value) -> int:
-    """The position at which a value is made, under whatever name it is known."""
+    """Return the position at which a value is made, under whatever name it is known."""
     seen = {value}
     while True:
         at = _scheduled(graph, value[0])
@@ -152,7 +152,7 @@ def _made_at(graph: Graph, value: Value) -> int:
 
 
 def _scheduled(graph: Graph, at: int) -> int | None:
-    """The instruction that runs for one that may be inside of a fusion; None for what never runs by itself."""
+    """Return the instruction that runs for one that may be inside of a fusion; None for what never runs by itself."""
     while at not in graph.positions:
         caller = graph.caller(at)
         if caller is None:

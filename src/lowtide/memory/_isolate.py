@@ -117,7 +117,7 @@ def _local_device(platform: str, number: int) -> Any:
 
 
 def _shapes(tree: Any) -> Any:
-    """A tree with shapes in place of arrays, host memory kept."""
+    """Put shapes in place of a tree's arrays, host memory kept."""
 
     def shape(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":

@@ -21,7 +21,7 @@ def match_outputs(
     paths: Mapping[Value, str],
     reused: Mapping[Value, int],
 ) -> dict[Value, int]:
-    """The leaf that every array of the entry's result replaces or is the gradient of, where there is one.
+    """Match every array of the entry's result with the leaf that it replaces or is the gradient of, where there is one.
 
     Of leaves of the same shape and type those count that the output is computed from element by element. The output
     with the fewest chooses first, and no leaf is taken twice as long as there is another one. Among several, the path
@@ -91,7 +91,7 @@ class _Matcher:
         return count
 
     def closest(self, output: Value, path: str, taken: set[int]) -> int | None:
-        """The first free leaf of the output's shape and type whose path ends most alike."""
+        """Return the first free leaf of the output's shape and type whose path ends most alike."""
         wanted, names = self._type(output), tuple(path.split("/"))
         for length in range(len(names), 0, -1):
             if alike := self.by_suffix.get((wanted, names[-length:])):
@@ -107,6 +107,6 @@ class _Matcher:
 
 
 def _names(leaf: ArgumentLeaf) -> tuple[str, ...]:
-    """The names of a leaf's path; an argument's number is none, a result has numbers of its own."""
+    """Return the names of a leaf's path; an argument's number is none, a result has numbers of its own."""
     names = tuple(leaf.path.split("/"))
     return names[1:] if isinstance(leaf.argument, int) else names

@@ -162,7 +162,7 @@ class _Finder:
     # --- arguments and outputs ---------------------------------------------------------------------------------------
 
     def _match_parameters(self) -> dict[Value, int]:
-        """The leaf that every array of the entry's parameters is."""
+        """Match every array of the entry's parameters with the leaf that it is."""
         entry = [i for i in self.graph.entry.instructions if i.opcode == "parameter"]
         entry.sort(key=lambda i: i.parameter_number)
         if len(entry) == 1 and entry[0].shape.tuple_shapes:
@@ -174,7 +174,7 @@ class _Finder:
         return dict(zip(values[offset:], kept, strict=False))
 
     def _match_outputs(self) -> dict[Value, int]:
-        """The leaf of the function's result that every array of the entry's result is."""
+        """Match every array of the entry's result with the leaf of the function's result that it is."""
         root = self.graph.instructions[self.graph.entry.root_id].proto
         values: list[Value] = [(root.id, (at,)) for at in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
         offset = max(len(values) - len(self.outputs), 0)  # tokens come first
@@ -216,7 +216,7 @@ class _Finder:
         return self._whole(space, allocation, "outputs", self.outputs[at].path, self.flow.phase(value), value)
 
     def _maker(self, output: Value, defined: Mapping[Value, int]) -> Value | None:
-        """The value that is an output under another name, among those that allocations hold."""
+        """Return the value that is an output under another name, among those that allocations hold."""
         seen, border = {output}, collections.deque([output])
         while border:
             value = border.popleft()
@@ -228,7 +228,7 @@ class _Finder:
         return None
 
     def _written_first(self) -> dict[Value, int]:
-        """The output leaf of everything that is only moved into an output, and of what a loop makes it in."""
+        """Return the output leaf of everything that is only moved into an output, and of what a loop makes it in."""
         found = dict(self.results)
         border = list(found)
         while border:
@@ -241,7 +241,7 @@ class _Finder:
         return found
 
     def _defined(self, allocation: Any) -> list[Value]:
-        """The values that an allocation holds; of tuples, what is in them."""
+        """List the values that an allocation holds; of tuples, what is in them."""
         ids = sorted({a.logical_buffer_id for a in allocation.assigned})
         values = [self.buffers[at] for at in ids if at in self.buffers]
         return [value for value in values if value[1] or not self._is_tuple(value[0])]
@@ -298,7 +298,7 @@ class _Finder:
     def _whole(
         self, space: Space, allocation: Any, role: str, path: str, phase: Any, value: Value | None, operation: str = ""
     ) -> Buffer:
-        """A buffer for a whole allocation, alive throughout."""
+        """Make a buffer for a whole allocation, alive throughout."""
         scope, source = ("", "")
         if value is not None and phase != "argument":
             scope, source = self.flow.described(value)
@@ -389,12 +389,12 @@ def _total(buffers: Sequence[Buffer]) -> int:
 
 
 def _readable(scope: str) -> str:
-    """A scope without the parts that every operation has."""
+    """Shorten a scope by the parts that every operation has."""
     return re.sub(r"^jit\([^/()]*\)/", "", first_scope(scope))
 
 
 def _short(source: str) -> str:
-    """A source line with the file relative to the working directory or to the folder of installed packages."""
+    """Shorten a source line: the file relative to the working directory or to the folder of installed packages."""
     if not source:
         return ""
     file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)

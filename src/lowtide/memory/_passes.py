@@ -45,7 +45,7 @@ class Passes:
         self._known: dict[str, Pass | None] = {}
 
     def phase(self, scope: str) -> Pass | None:
-        """The pass that a scope names; None when it names none."""
+        """Return the pass that a scope names; None when it names none."""
         if scope not in self._known:
             self._known[scope] = self._phase(scope)
         return self._known[scope]
@@ -77,7 +77,7 @@ class Passes:
 
 @functools.lru_cache(maxsize=4096)
 def _levels(scope: str) -> str:
-    """The differentiations around an operation, the outermost first, a letter each."""
+    """Return the differentiations around an operation, the outermost first, a letter each."""
     levels = ""
     for part in _parts(scope):
         transposed = False
@@ -90,7 +90,7 @@ def _levels(scope: str) -> str:
 
 
 def first_scope(scope: str) -> str:
-    """The first of several scopes: a compiler joins those of operations that it merges, ``a;b`` or ``(a:b)``.
+    """Return the first of several scopes: a compiler joins those of operations that it merges, ``a;b`` or ``(a:b)``.
 
     Examples:
         >>> first_scope("jit(f)/mul;jit(f)/add"), first_scope("(jit(f)/mul:jit(f)/add)"), first_scope("jit(f)/mul")
@@ -102,14 +102,14 @@ def first_scope(scope: str) -> str:
 
 
 def _transformations(part: str) -> Iterator[str]:
-    """The transformations around a part of a scope, the outermost first."""
+    """Return the transformations around a part of a scope, the outermost first."""
     while found := _TRANSFORMED.fullmatch(part):
         yield found[1]
         part = found[2]
 
 
 def _parts(scope: str) -> list[str]:
-    """The parts between slashes that stand in no bracket, without the primitive at the end, if there is one."""
+    """Return the parts between slashes that stand in no bracket, without the primitive at the end, if there is one."""
     scope = first_scope(scope)
     parts, depth, begin = list[str](), 0, 0
     for at, char in enumerate(scope):

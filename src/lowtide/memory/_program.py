@@ -24,7 +24,7 @@ class Program(CompiledProgram):
     """
 
     def report(self, roles: Mapping[str, Role] | None = None) -> MemoryReport:
-        """The bytes of the program and their owners.
+        """Report the bytes of the program and their owners.
 
         Args:
             roles: what to call which arguments, as in `lowtide.memory.analyze`.

@@ -158,7 +158,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
 
 
 def config_to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The contents of a Hugging Face `config.json`, which `transformers` 4 and 5 read alike.
+    """Return the contents of a Hugging Face `config.json`, which `transformers` 4 and 5 read alike.
 
     Args:
         config: the sizes.
@@ -222,7 +222,7 @@ def _refuse_other_models(raw: Mapping[str, Any], where: str) -> None:
 
 
 def _rope(file: ConfigFile, where: str) -> RopeEntry:
-    """What the file says about rotary embeddings, which it may say in two places and two spellings."""
+    """Read what the file says about rotary embeddings, which it may say in two places and two spellings."""
     from ._schema import RopeEntry, unhandled
 
     given = [
@@ -275,7 +275,7 @@ def _rope_scaling(rope: RopeEntry, where: str) -> RopeScaling | None:
 
 
 def _token_ids(file: ConfigFile, name: str, where: str) -> tuple[int | None, ...]:
-    """The ids of a special token, which may be absent, a number or a list; each inside the vocabulary."""
+    """Read the ids of a special token, which may be absent, a number or a list; each inside the vocabulary."""
     value: Any = getattr(file, name)
     ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]
     for each in ids:

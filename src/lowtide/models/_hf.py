@@ -135,7 +135,7 @@ def load_config(directory: str | Path) -> LlamaConfig:
 
 
 def base_path() -> Path:
-    """The folder of the model embedded in Lowtide: a small Llama, pretrained on Python's standard library."""
+    """Return the folder of the model embedded in Lowtide: a small Llama, pretrained on Python's standard library."""
     return Path(__file__).parent / "base"
 
 
@@ -211,7 +211,7 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
 
 
 def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, index: Any = ()) -> np.ndarray:
-    """A part of a leaf, which is one tensor or a stack of one a layer."""
+    """Read a part of a leaf, which is one tensor or a stack of one a layer."""
     index = (*index, *(slice(None) for _ in shape[len(index) :]))
     if len(shape) == len(tensors[0][1].get_slice(tensors[0][0]).get_shape()):
         return np.asarray(tensors[0][1].get_slice(tensors[0][0])[index]).astype(dtype)
@@ -225,7 +225,7 @@ def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, in
 
 
 def _once(read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """A part that several devices hold is read once."""
+    """Read a part that several devices hold once."""
     parts: dict[str, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -268,7 +268,7 @@ def _flat_shapes(config: LlamaConfig) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a folder; none of them elsewhere."""
+    """List the safetensors files of a folder; none of them elsewhere."""
     from ._schema import IndexFile
 
     names = [_SINGLE]

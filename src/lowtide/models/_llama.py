@@ -71,7 +71,7 @@ class Llama:
         return _stack(self.config, self.compute_dtype)
 
     def external_name(self, path: str) -> str:
-        """The Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
+        """Return the Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
 
         Args:
             path: a module's path, such as ``layers/attn/q_proj``.
@@ -124,7 +124,7 @@ def head_logits(model: Llama, h_BTD: Float[Array, "B T D"]) -> Float[Array, "B T
 
 
 def init(config: LlamaConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Llama:
-    """A decoder with random weights: normal with standard deviation 0.02, norms at one.
+    """Make a decoder with random weights: normal with standard deviation 0.02, norms at one.
 
     Projections that write into the residual stream are scaled down by sqrt(2 L), as in GPT-2.
 
@@ -254,7 +254,7 @@ def _attend(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, implementation: Literal
 
 
 def _attend_in_blocks(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, implementation: Literal["cudnn", "xla"]) -> Array:
-    """The same with scores of one block of queries at a time, forward and backward."""
+    """Attend with scores of one block of queries at a time, forward and backward."""
     batch, length, heads, dim = q_BTNH.shape
     num_blocks = -(-length // _QUERY_BLOCK)
     padding = ((0, 0), (0, num_blocks * _QUERY_BLOCK - length), (0, 0), (0, 0))

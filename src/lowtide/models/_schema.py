@@ -107,7 +107,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 def unhandled(file: _File) -> dict[str, Any]:
-    """The fields that are switched on and would compute something else than Lowtide does, by name."""
+    """Name the fields that are switched on and would compute something else than Lowtide does."""
     others: Mapping[str, Any] = file.model_extra or {}
     harmless = HARMLESS
     if others.get("use_sliding_window") is False:  # the sizes of a window that is off

@@ -158,7 +158,7 @@ def _refuse_two_claims(claimed: Sequence[tuple[str, str]]) -> None:
 
 
 def _decide(claims: tuple[_Claim, ...], traced: Traced, where: str) -> tuple[frozenset[str], frozenset[str]]:
-    """The names to save and those to offload, of a function as it was traced."""
+    """Decide the names to save and those to offload, of a function as it was traced."""
     values = list(named_values(traced.closed.jaxpr))
     visible = {value.name for value in values if not value.hidden}
     asked = {pattern for claim in claims for pattern in claim.patterns if not claim.is_regex}
@@ -178,7 +178,7 @@ def _decide(claims: tuple[_Claim, ...], traced: Traced, where: str) -> tuple[fro
 
 
 def _find(claim: _Claim, pattern: str, visible: list[str], hidden: dict[str, NamedValue], where: str) -> list[str]:
-    """The names that one pattern of a claim means; nothing silent when JAX would do nothing about them."""
+    """Find the names that one pattern of a claim means; nothing silent when JAX would do nothing about them."""
     found, lost = claim.matches(pattern, visible), claim.matches(pattern, list(hidden))
     if not found and not lost:
         known = sorted({*visible, *hidden})

@@ -19,7 +19,7 @@ FOLDS: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def identity(primitive: Any, aval: Any) -> Any:
-    """What a fold begins with: sums of narrow numbers in float32, as XLA computes them.
+    """Return what a fold begins with: sums of narrow numbers in float32, as XLA computes them.
 
     Args:
         primitive: one of `FOLDS`.
@@ -40,5 +40,5 @@ def identity(primitive: Any, aval: Any) -> Any:
 
 
 def folded(primitive: Any, params: Mapping[str, Any], block: Any, total: Any) -> Any:
-    """A total with what the operation makes of one block."""
+    """Fold what the operation makes of one block into a total."""
     return FOLDS[primitive.name](total, primitive.bind(block, **params).astype(total.dtype))

@@ -54,7 +54,7 @@ class Names:
         return len(self.rows)
 
     def __getitem__(self, name: str) -> Name:
-        """The first row of a name."""
+        """Return the first row of a name."""
         return next(row for row in self.rows if row.name == name)
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Names:
 
 
 def names(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Names:
-    """The named values of a function, with their bytes and the FLOPs that computing them again takes.
+    """List the named values of a function, with their bytes and the FLOPs that computing them again takes.
 
     FLOPs are counted on the traced function: 2mnk for a matrix product, one for each element that any other operation
     computes or reduces, none for moving data. They leave out what XLA fuses away or adds.
@@ -129,7 +129,7 @@ class _Graph:
         self._order: list[Any] = []  # (operation, value, hidden) for a name, a graph for a body
 
     def source(self) -> int:
-        """A value that is there."""
+        """Return a value that is there."""
         self._next += 1
         return self._next
 
@@ -155,7 +155,7 @@ class _Graph:
         return fold(jaxpr, arguments, apply, lambda *_: self.source())
 
     def rows(self) -> Iterator[Name]:
-        """A row for each place with a name, in program order."""
+        """Make a row for each place with a name, in program order."""
         for entry in self._order:
             if isinstance(entry, _Graph):
                 yield from entry.rows()

@@ -127,7 +127,7 @@ def optimizer(
 
 
 def check_chunk(chunk_bytes: Any) -> int:
-    """The bytes of a block.
+    """Check the bytes of a block.
 
     Args:
         chunk_bytes: a number, or text such as ``"64 MiB"``.
@@ -380,7 +380,7 @@ def _num_devices(tree: Tree) -> int:
 
 
 def _explicit(tree: Tree) -> Tree:
-    """The shardings of traced leaves whose mesh has explicit axes: there they are part of the type. Else None."""
+    """Return the shardings of traced leaves whose mesh has explicit axes (they are in the type); else None."""
     leaves, structure = jax.tree.flatten(tree)
     types = [jax.typeof(leaf).sharding if is_array_like(leaf) else None for leaf in leaves]
     known = [None if type_ is None or type_.mesh.empty else type_ for type_ in types]
@@ -458,7 +458,7 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
 
 
 def _by_suffix(shardings: Tree, params: Tree) -> Any:
-    """The sharding of the parameter whose path a leaf's path ends in and whose shape it has, else None."""
+    """Return the sharding of the parameter whose path a leaf's path ends in and whose shape it has, else None."""
     structure = jax.tree.structure(params)
     try:
         flat = structure.flatten_up_to(shardings)

@@ -198,13 +198,13 @@ def _at(leaf: Any, at: Any) -> Any:
 
 
 def _split(tree: Tree) -> tuple[Tree, Tree]:
-    """The leaves that have gradients, and the others; `None` where a leaf is in the other tree."""
+    """Split a tree into leaves that have gradients, and the others; `None` where a leaf is in the other tree."""
     floating = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
     return floating, jax.tree.map(lambda leaf: None if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, tree)
 
 
 def _beside(value: Any, leaf: Any) -> Any:
-    """The value in the memory of a leaf."""
+    """Put the value into the memory of a leaf."""
     return put(value, memory_space(leaf))
 
 

@@ -120,13 +120,13 @@ class Program:
     outputs: list[int] = dataclasses.field(default_factory=list)
 
     def rank(self, value: int) -> int:
-        """Number of axes of a value."""
+        """Count the axes of a value."""
         return len(self.avals[value].shape)
 
     def needed_for(
         self, values: Iterable[int], among: Sequence[Equation] | None = None, known: Collection[int] = ()
     ) -> list[Equation]:
-        """The equations, in order, that compute some values from inputs and from what is known."""
+        """List the equations, in order, that compute some values from inputs and from what is known."""
         wanted, kept = set(values).difference(known), list[Equation]()
         for equation in reversed(self.equations if among is None else among):
             if wanted.intersection(equation.outputs):
@@ -154,7 +154,7 @@ class Program:
 
 
 def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -> tuple[Program, Any]:
-    """The program of a function on device arrays.
+    """Trace the program of a function on device arrays.
 
     Args:
         fn: a function of trees of arrays.
@@ -380,7 +380,7 @@ class _Flow:
         return min(own, *(self.rows.get(at, program.rank(at)) for at in arrays))
 
     def largest(self, positions: list[int], replaced: Sequence[int]) -> Group:
-        """The group without what the device alone can compute, where that lets more axes be cut."""
+        """Reduce the group by what the device alone can compute, where that lets more axes be cut."""
         everything = self.group(positions)
         hosted = [at for at in positions if {self.program.outputs[at], replaced[at]} & self.host]
         fewer = self.group(hosted) if hosted and len(hosted) < len(positions) else everything

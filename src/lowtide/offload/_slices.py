@@ -61,14 +61,14 @@ def write(tree: Tree, values: Tree, index: Any) -> Tree:
 
 
 def _moved(entry: Any, leaf: Any, space: Any) -> Any:
-    """An entry of a leaf, or for one, in another memory; on the device laid out as the leaf is on the host."""
+    """Move an entry of a leaf, or for one, to another memory; on the device laid out as the leaf is on the host."""
     if memory_space(leaf) == DEVICE or not is_row_major(leaf.shape, leaf.dtype):
         return _to(entry, space)
     return row_major(_to(entry, space)) if space == DEVICE else _to(row_major(entry), space)
 
 
 def entry_shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of one entry of a leaf's leading axis."""
+    """Return the shape of one entry of a leaf's leading axis."""
     return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
 
 
@@ -121,7 +121,7 @@ def fetch(tree: Tree, after: Tree) -> Tree:
 
 
 def zero_after(tree: Tree) -> Any:
-    """An int32 zero that is known only when every leaf of a tree has been computed.
+    """Make an int32 zero that is known only when every leaf of a tree has been computed.
 
     Added to an index it orders two parts of a program whose data do not. XLA's own means did not hold where this is
     used: copies of host arrays began before an optimization barrier, and an unchanged loop variable is dropped.
@@ -141,7 +141,7 @@ def zero_after(tree: Tree) -> Any:
 
 
 def later(index: Any, after: Tree) -> Any:
-    """An index that a CPU knows only when every leaf of a tree has been computed.
+    """Make an index that a CPU knows only when every leaf of a tree has been computed.
 
     Of an array that a loop carries, XLA for CPUs makes a copy at each iteration, of all of it, unless whatever reads
     old values comes before what overwrites them, by data. For TPUs and GPUs it finds such an order by itself.

@@ -304,7 +304,7 @@ def _on_mesh(group: Group, replaced: Sequence[int], placed: Mapping[int, Any]) -
 
 
 def _in_shards(loop: _Loop, mesh: Any, spec: Any) -> Callable[..., Any]:
-    """The loop on each device's own shard of every array."""
+    """Run the loop on each device's own shard of every array."""
 
     def run(read: Mapping[int, Any], buffers: Sequence[Any], after: Any) -> Any:
         def of(array: Any) -> Any:  # an axis of one is repeated along rows
@@ -436,7 +436,7 @@ def _are_alike(leaf: Any, other: Any) -> bool:
 
 
 def _like(leaf: Any, array: Any) -> Any:
-    """The leaf with another array."""
+    """Give the leaf another array."""
     return dataclasses.replace(leaf, array=array) if isinstance(leaf, (Entry, _Rows)) else array
 
 
@@ -451,7 +451,7 @@ def _merged(leaf: Any, axis: int) -> Any:
 
 
 def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) -> Any:
-    """A block of a leaf, on the device; scalars belong to every block."""
+    """Take a block of a leaf, on the device; scalars belong to every block."""
     if isinstance(leaf, _Rows):
         block = jax.lax.dynamic_slice_in_dim(leaf.array, leaf.begin + where[1], sizes[-1])
         return put(block, DEVICE).reshape(*sizes, *leaf.array.shape[1:])
@@ -464,7 +464,7 @@ def _slice(leaf: Any, where: tuple[tuple[Any, ...], Any], sizes: Sequence[int]) 
 
 
 def _write(leaf: Any, block: Any, where: tuple[tuple[Any, ...], Any]) -> Any:
-    """The array of a leaf with a block replaced."""
+    """Write a block into the array of a leaf."""
     if isinstance(leaf, _Rows):
         rows = put(block.reshape(-1, *leaf.array.shape[1:]), memory_space(leaf.array))
         return jax.lax.dynamic_update_slice_in_dim(leaf.array, rows, leaf.begin + where[1], 0)
@@ -479,10 +479,10 @@ def _starts(leading: Sequence[Any], ndim: int) -> list[Any]:
 
 
 def _whole(leaf: Any) -> Any:
-    """A leaf on the device."""
+    """Put a leaf on the device."""
     return read_entry(leaf.array, leaf.index) if isinstance(leaf, Entry) else put(leaf, DEVICE)
 
 
 def _replaced(leaf: Any, value: Any) -> Any:
-    """The array of a leaf with all of the leaf replaced, in its memory."""
+    """Replace all of a leaf's array, in its memory."""
     return write_entry(leaf.array, value, leaf.index) if isinstance(leaf, Entry) else put(value, memory_space(leaf))

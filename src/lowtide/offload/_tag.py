@@ -44,7 +44,7 @@ _ATTENTION = "dot_product_attention"
 
 
 def tag(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, its matrix products, convolutions and attention outputs named for `checkpoint`.
+    """Name the matrix products, convolutions and attention outputs of a function for `checkpoint`.
 
     A product with a parameter is called by the parameter's path within its argument, without a last ``weight`` or
     ``kernel``: ``attn/q_proj``. JAX's attention is ``dot_product_attention`` (and ``dot_product_attention/scores``,
@@ -105,7 +105,7 @@ class _Namer:
         self._attention_products = 0
 
     def jaxpr(self, jaxpr: Any, origins: Sequence[Origin], scope: tuple[str, ...]) -> Any:
-        """The jaxpr with names, given what its arguments are made of and the names of the calls around it."""
+        """Name values in the jaxpr, given what its arguments are made of and the names of the calls around it."""
         consumers: dict[Any, list[Any]] = {}
         for eqn in jaxpr.eqns:
             for var in eqn.invars:
@@ -135,7 +135,7 @@ class _Namer:
         return jaxpr.replace(eqns=eqns)
 
     def _inside(self, eqn: Any, made_of: list[Origin], scope: tuple[str, ...]) -> Any:
-        """The operation with names in the jaxprs that it calls; itself when a policy would not see them."""
+        """Name values in the jaxprs that an operation calls; the operation itself when a policy would not see them."""
         inner = bodies(eqn)
         if not inner or kind_of(eqn) in HIDING or any(body.reads is None for body in inner):
             return eqn
@@ -185,7 +185,7 @@ class _Namer:
 
 
 def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any]) -> Any:
-    """The value behind a cast to a smaller dtype, when nothing else reads the value itself."""
+    """Return the value behind a cast to a smaller dtype, when nothing else reads the value itself."""
     uses = consumers.get(var, [])
     if len(uses) != 1 or uses[0].primitive.name != "convert_element_type" or var in results:
         return var
@@ -194,7 +194,7 @@ def _narrowed(var: Any, consumers: dict[Any, list[Any]], results: Sequence[Any])
 
 
 def _origin(eqn: Any, made_of: list[Origin]) -> Origin:
-    """What a result is made of: what its operands have in common, constants aside."""
+    """Return what a result is made of: what its operands have in common, constants aside."""
     if eqn.primitive.name in _PRODUCTS or kind_of(eqn) is not None:
         return ()
     paths = [path for path in made_of if path is not None]
@@ -213,7 +213,7 @@ def _without_leaf(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _scopes(eqn: Any) -> list[str]:
-    """The named scopes of an operation, without transformations and the subscripts that einsum leaves there."""
+    """Return the named scopes of an operation, without transformations and the subscripts that einsum leaves there."""
     scopes: list[str] = []
     for part in str(eqn.source_info.name_stack).split("/"):
         while (inner := re.fullmatch(r"\w+\((.*)\)", part)) is not None:
@@ -224,7 +224,7 @@ def _scopes(eqn: Any) -> list[str]:
 
 
 def _plain(name: Any) -> str:
-    """A function's own name, without where it was defined; empty for a lambda."""
+    """Return a function's own name, without where it was defined; empty for a lambda."""
     own = str(name or "").rsplit(".", 1)[-1].strip("_")
     return own if own.isidentifier() else ""
 

@@ -52,7 +52,7 @@ def _operands(line: str) -> list[str]:
 
 
 def _scope(name: str, lines: dict[str, re.Match[str]]) -> str:
-    """The scope of the operation that makes a value; copies and parts of tuples have none of their own."""
+    """Return the scope of the operation that makes a value; copies and parts of tuples have none of their own."""
     for _ in range(_MOST_HOPS):
         if name not in lines:
             return ""

@@ -86,7 +86,7 @@ def has_custom_rule(jaxpr: Any) -> bool:
 
 
 def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[str]:
-    """The names that a policy is asked about when a traced function is linearised.
+    """Return the names that a policy is asked about when a traced function is linearised.
 
     Custom derivative rules bring names of their own, which only differentiating shows.
 

@@ -242,7 +242,7 @@ def _shard_bytes(info: Any, sharding: Any) -> int:
 
 
 def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:
-    """The platform, and whether its devices know no host memory because they only compile."""
+    """Return the platform, and whether its devices know no host memory because they only compile."""
     devices = [
         device
         for sharding in jax.tree.leaves((executable.input_shardings, executable.output_shardings))
@@ -289,7 +289,7 @@ def _totals(executable: Any, platform: str) -> Placement:
 
 
 def _named(leaves: Sequence[_Leaf], expected: Mapping[str, Space], space: Space) -> set[str]:
-    """The paths that are expected in a memory."""
+    """Return the paths that are expected in a memory."""
     return {path for path, wanted in _wanted(leaves, expected).items() if wanted == space}
 
 
@@ -418,7 +418,7 @@ def _num_moves(executable: Any, program: Program | None) -> int | None:
 
 
 def _text(executable: Any) -> str:
-    """The program's text; empty where the compiler cannot print it."""
+    """Return the program's text; empty where the compiler cannot print it."""
     try:
         return executable.as_text() or ""
     except jax.errors.JaxRuntimeError:
@@ -437,7 +437,7 @@ def _moves_in(computation: Any) -> int:
 
 
 def _arrays(shape: Any) -> Iterator[Any]:
-    """The arrays of a shape; indices and contexts of asynchronous copies are scalars."""
+    """Return the arrays of a shape; indices and contexts of asynchronous copies are scalars."""
     if shape.tuple_shapes:
         for part in shape.tuple_shapes:
             yield from _arrays(part)

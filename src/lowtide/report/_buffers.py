@@ -123,7 +123,7 @@ def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
-    """The inverse of `to_rows`."""
+    """Undo `to_rows`."""
 
     def buffer(row: dict[str, Any]) -> Buffer:
         values: dict[str, Any] = {**row, "shape": tuple(row.get("shape", ()))}

@@ -104,7 +104,7 @@ class ReportFacts:
         return sum_by_role(self.peak)
 
     def alive_at(self, moment: int, *, space: Space = "device") -> tuple[Buffer, ...]:
-        """The buffers alive at a position of the program, largest first.
+        """List the buffers alive at a position of the program, largest first.
 
         Args:
             moment: a position in `moments`.
@@ -149,7 +149,7 @@ class ReportFacts:
         return None if self.margin_bytes is None else self.margin_bytes >= 0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, the content of `to_json`."""
+        """Return the report as plain data, the content of `to_json`."""
         return {
             "schema_version": SCHEMA_VERSION,
             "figures": "compiled",
@@ -239,7 +239,7 @@ class DiffFacts:
         return dict(sorted(found.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
 
     def to_dict(self) -> dict[str, Any]:
-        """The difference as plain data, the content of `to_json`; both reports are in it."""
+        """Return the difference as plain data, the content of `to_json`; both reports are in it."""
         return {
             "diff_schema_version": DIFF_SCHEMA_VERSION,
             "delta_bytes": self.delta_bytes(),
@@ -253,7 +253,7 @@ class DiffFacts:
 
 
 def signed(num_bytes: int) -> str:
-    """A difference as text: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
+    """Write a difference as text: ``+1.50 GiB``, ``-512 B``, ``0 B``."""
     return f"+{format_bytes(num_bytes)}" if num_bytes > 0 else format_bytes(num_bytes)
 
 

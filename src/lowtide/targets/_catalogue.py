@@ -102,7 +102,7 @@ class Chip:
     """Hosts whose GPUs one NVLink domain joins."""
 
     def machine(self, num_chips: int) -> Machine | None:
-        """The smallest machine that holds so many chips, or the one that larger slices are made of."""
+        """Find the smallest machine that holds so many chips, or the one that larger slices are made of."""
         for machine in self.machines:
             if machine.num_chips >= num_chips:
                 return machine
@@ -184,7 +184,7 @@ class Catalogue:
     """Patterns on the names of GPUs that cannot be compiled for, and the reason."""
 
     def find(self, name: str) -> Chip | None:
-        """The chip of a name, an alias, or a device kind, whatever its case, spaces and hyphens."""
+        """Find the chip of a name, an alias, or a device kind, whatever its case, spaces and hyphens."""
         key = plain(name)
         for chip in self.chips.values():
             if key in {plain(known) for known in (chip.name, *chip.aliases)} and (chip.platform == "gpu"):
@@ -192,22 +192,22 @@ class Catalogue:
         return self.chips.get(name)
 
     def of_kind(self, kind: str) -> Chip | None:
-        """The chip that JAX calls so where it is present."""
+        """Find the chip that JAX calls so where it is present."""
         return next((chip for chip in self.chips.values() if kind in chip.kinds), None)
 
     def of(self, platform: str) -> list[str]:
-        """The names of a platform's chips."""
+        """List the names of a platform's chips."""
         return [chip.name for chip in self.chips.values() if chip.platform == platform]
 
 
 def plain(name: str) -> str:
-    """A GPU's name without the maker, the brand, spaces, hyphens and underscores, in lower case."""
+    """Write a GPU's name without the maker, the brand, spaces, hyphens and underscores, in lower case."""
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
 
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """The catalogue, read once."""
+    """Read the catalogue, once."""
     text = importlib.resources.files("lowtide.targets").joinpath("chips.toml").read_text(encoding="utf-8")
     data = tomllib.loads(text)
     capabilities = {

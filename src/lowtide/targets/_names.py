@@ -21,7 +21,7 @@ _GPU_LIKE = re.compile(
 
 
 def parse_name(name: str) -> tuple[Chip, str]:
-    """The chip and the topology of a name.
+    """Parse the chip and the topology of a name.
 
     Args:
         name: ``chip`` or ``chip:topology``.

@@ -75,7 +75,7 @@ class Target:
         return None if self.device_bytes is None else self.device_bytes - self.reserve_bytes
 
     def devices(self) -> list[Any]:
-        """The JAX devices to compile for; compile-only ones where the hardware is not here.
+        """Return the JAX devices to compile for; compile-only ones where the hardware is not here.
 
         Returns:
             `num_devices` devices, in JAX's order. Meshes and shardings made of them fit `lowtide.memory.analyze`.
@@ -114,7 +114,7 @@ class Figures(TypedDict, total=False):
 
 
 def target(name: str = "here", **figures: Unpack[Figures]) -> Target:
-    """The hardware that a name stands for.
+    """Find the hardware that a name stands for.
 
     Args:
         name: ``"here"`` (the default backend, all its devices), ``"cpu"``, a TPU chip and topology ``AxB`` or
@@ -178,7 +178,7 @@ def catalogue_targets() -> tuple[Target, ...]:
 
 
 def resolve_target(target_or_name: Target | str | None) -> Target:
-    """A target from what a public function accepts: a `Target`, its name, or None for ``"here"``."""
+    """Make a target from what a public function accepts: a `Target`, its name, or None for ``"here"``."""
     if isinstance(target_or_name, Target):
         return target_or_name
     return target("here" if target_or_name is None else target_or_name)
@@ -267,7 +267,7 @@ def _with_figures(goal: Target, given: dict[str, int]) -> Target:
 
 
 def _memory_fraction() -> float:
-    """The share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 reads it."""
+    """Return the share of a GPU's memory that JAX's allocator takes, read as jaxlib 0.10.2 reads it."""
     for variable in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         text = os.environ.get(variable)
         if not text:

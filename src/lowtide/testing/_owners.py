@@ -27,7 +27,7 @@ DERIVED = (
 
 
 def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "device", top: int = 8) -> str:
-    """The largest owners at the peak, a line each: bytes, role, phase, name, array, source.
+    """List the largest owners at the peak, a line each: bytes, role, phase, name, array, source.
 
     Args:
         report: the report.
@@ -56,7 +56,7 @@ def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "
 
 
 def difference_text(before: MemoryReport, after: MemoryReport, *, top: int = 8) -> str:
-    """What changed between two reports, owner by owner."""
+    """Say what changed between two reports, owner by owner."""
     from rich.console import Console
 
     file = io.StringIO()

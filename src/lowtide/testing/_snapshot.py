@@ -41,7 +41,7 @@ class Snapshots:
 
     @classmethod
     def of_test(cls, path: Path, nodeid: str, *, update: bool, on_write: Callable[[str, str], None]) -> Snapshots:
-        """The snapshots of a test of pytest's.
+        """Return the snapshots of a test of pytest's.
 
         Args:
             path: the test's file.
@@ -103,7 +103,7 @@ def _changes(before: MemoryReport, now: MemoryReport, tolerance: str | int) -> l
 
 
 def _after_text(old: int, new: int) -> str:
-    """A size, with the difference where it would read like the other."""
+    """Write a size, with the difference where it would read like the other."""
     text = format_bytes(new)
     return text if text != format_bytes(old) else f"{text} ({new - old:+,} B)"
 
@@ -129,7 +129,7 @@ def _file_name(test: str, name: str | None) -> str:
 
 
 def _at_peak(report: MemoryReport) -> MemoryReport:
-    """The same report, with nothing but what is alive at the peaks."""
+    """Reduce a report to what is alive at the peaks."""
     alive = (*report.peak, *report.host_peak)
     return dataclasses.replace(
         report,

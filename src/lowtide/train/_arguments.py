@@ -46,7 +46,7 @@ class Chosen(NamedTuple):
     """Parts of a batch."""
 
     def begin(self, model: Any, on_nan: str) -> tuple[Any, TrainState, Tree, bool]:
-        """The model where it belongs, its state and what is frozen, and whether steps leave spoilt updates out."""
+        """Return the model in its place, its state, what is frozen, and whether steps leave spoilt updates out."""
         refuse_consumed(model)
         if self.sharding is not None:
             model = placed(model, self.sharding, self.step.arranged)
@@ -70,7 +70,7 @@ def choose_step(
     sharding: ShardingRules | None,
     pipeline: Schedule | Pipeline | None,
 ) -> Chosen:
-    """The step; arguments and errors as of `Trainer`."""
+    """Choose the step; arguments and errors as of `Trainer`."""
     _refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
     if pipeline is not None:
         _refuse_beside_pipeline(model, loss_fn, tx, mutable, num_microbatches, compute_dtype, seed)

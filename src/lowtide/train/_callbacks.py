@@ -109,7 +109,7 @@ class Callback:
         return False
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps of it, as JSON; None for nothing."""
+        """Return what a checkpoint keeps of it, as JSON; None for nothing."""
         return None
 
     def resume(self, state: dict[str, Any]) -> None:
@@ -122,22 +122,22 @@ class Callback:
         """`fit` has ended without an exception."""
 
     def on_preflight(self, trainer: TrainerView, report: MemoryReport) -> None:
-        """The step was compiled, and is about to run for the first time in this `fit`."""
+        """Run when the step was compiled, and is about to run for the first time in this `fit`."""
 
     def on_epoch_begin(self, trainer: TrainerView, epoch: int) -> None:
-        """The first step of an epoch, counted from 0, is about to run."""
+        """Run before the first step of an epoch, counted from 0."""
 
     def on_epoch_end(self, trainer: TrainerView, epoch: int) -> None:
-        """An epoch's data has ended; the records of its steps were given."""
+        """Run when an epoch's data has ended; the records of its steps were given."""
 
     def on_step_begin(self, trainer: TrainerView, step: int) -> None:
         """Step `step`, counted from 0, is about to run."""
 
     def on_step_end(self, trainer: TrainerView, step: int) -> None:
-        """The state of `step` steps is there; its loss may still be computed on the device."""
+        """Run when the state of `step` steps is there; its loss may still be computed on the device."""
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
-        """The values of a step or of an evaluation are known: a step later, so that nothing waits for them.
+        """Run when the values of a step or of an evaluation are known: a step later, so that nothing waits for them.
 
         Or at once, where a callback `is_immediate`; before an evaluation, a checkpoint, and the end.
         """
@@ -155,7 +155,7 @@ class Callback:
         """`predict` has ended."""
 
     def on_checkpoint(self, trainer: TrainerView, step: int) -> None:
-        """A checkpoint of this step is being written."""
+        """Run when a checkpoint of this step is being written."""
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """`fit` is about to raise; the trainer holds a good state again."""
@@ -210,7 +210,7 @@ class Listeners:
             yield f"{type(callback).__name__}.{event}", partial(getattr(callback, event), self._trainer)
 
     def states(self) -> dict[str, Any]:
-        """What a checkpoint keeps of them."""
+        """Return what a checkpoint keeps of them."""
         # Copies: a callback may go on counting in what it returned.
         states = {name: copy.deepcopy(callback.state()) for name, callback in self._named()}
         return {name: state for name, state in states.items() if state is not None}
@@ -221,13 +221,13 @@ class Listeners:
                 callback.resume(state)
 
     def _named(self) -> list[tuple[str, Callback]]:
-        """The callbacks by their classes, and of one class by their order."""
+        """Name the callbacks by their classes, and those of one class by their order."""
         classes = [type(callback).__name__ for callback in self._callbacks]
         return [(f"{name} {classes[:at].count(name)}", self._callbacks[at]) for at, name in enumerate(classes)]
 
 
 def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
-    """The callbacks, of any iterable; raises for what is none, before anything runs."""
+    """Return the callbacks, of any iterable; raise for what is none, before anything runs."""
     if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
         raise ConfigError(
             "callbacks is no list of callbacks",

@@ -274,12 +274,12 @@ class Checkpoints:
             self._deletion.begin()
 
     def notes(self, step: int) -> dict[str, Any]:
-        """What was saved beside the state of a step."""
+        """Read what was saved beside the state of a step."""
         args = self._ocp.args.Composite(**{_NOTES: self._ocp.args.JsonRestore()})
         return dict(self._manager.restore(step, args=args)[_NOTES])
 
     def existing(self, step: int | None) -> int:
-        """A step, when there is a checkpoint of it.
+        """Return a step, when there is a checkpoint of it.
 
         Args:
             step: its number, or None for the best.

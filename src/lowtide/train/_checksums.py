@@ -68,7 +68,7 @@ def has_checksums(folder: Path) -> bool:
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> str | None:
-    """What is wrong with the files of a folder.
+    """Say what is wrong with the files of a folder.
 
     Args:
         folder: where `write_checksums` has written.

@@ -89,7 +89,7 @@ class CompiledStep:
         return self._refuse_large(compiled, batch)
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
-        """The error that says who owns the bytes of the step."""
+        """Make the error that says who owns the bytes of the step."""
         batch = self._shapes(batch)
         program = compile(self.step_fn, *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
@@ -115,14 +115,14 @@ class CompiledStep:
         return self._processes.in_turn(metrics)
 
     def place(self, batch: Tree, *, is_training: bool = True) -> Tree:
-        """A batch on the devices."""
+        """Put a batch on the devices."""
         if self._sharding is None:
             return as_arguments(batch)
         self._processes.agree_on_batch(batch := jax.tree.map(as_numpy, batch))
         return self._sharding.batch(batch, self._num_microbatches if is_training else None)
 
     def compile(self, batch: Tree) -> Any:
-        """The compiled step for batches of this shape, checked to reuse every donated buffer."""
+        """Compile the step for batches of this shape, and check that it reuses every donated buffer."""
         leaves, structure = jax.tree.flatten(batch)
         shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
         if shapes not in self._programs:
@@ -148,7 +148,7 @@ class CompiledStep:
         return state.trainable, state.opt_state, state.mutable, state.step, self._live.frozen, batch
 
     def _report(self, compiled: Any) -> MemoryReport:
-        """The report of a compiled step, made once."""
+        """Report on a compiled step, once."""
         if id(compiled) not in self._reports:
             self._reports[id(compiled)] = analyze_compiled(compiled, roles=_ROLES)
         return self._reports[id(compiled)]

@@ -24,7 +24,7 @@ class StepData(Protocol):
     """Batches by step number, such as a list or a `grain.MapDataset`: what makes a run resumable at any step."""
 
     def __getitem__(self, index: int, /) -> Any:
-        """The batch of a step."""
+        """Return the batch of a step."""
         ...
 
 
@@ -83,7 +83,7 @@ class Feed:
         self._is_lost = False
 
     def leave(self, step: int, position: Mapping[str, Any]) -> None:
-        """The run ends after `step` steps at a `position` that is the trainer's, perhaps with a batch read in vain."""
+        """End the run after `step` steps at a `position` that is the trainer's, perhaps with a batch read in vain."""
         self._left = position
         if step == self._mark[0] and self._read:
             self._again, self._read = self._read, []
@@ -92,7 +92,7 @@ class Feed:
             self.close()
 
     def lose(self, position: Mapping[str, Any] | None) -> None:
-        """The run has gone back, to a `position` that is the trainer's: there no iterator of it can go on."""
+        """Go back, to a `position` that is the trainer's: there no iterator of the run can go on."""
         self._left, self._is_lost = position, True
         self.close()
 
@@ -224,7 +224,7 @@ class Feed:
         return {"epoch": self.epoch, "in_epoch": self._in_epoch, "iterator": _encoded(state)}
 
     def next(self, step: int) -> Tree | DataEnd:
-        """The batch of a step, or that an epoch or the run has ended.
+        """Return the batch of a step, or that an epoch or the run has ended.
 
         Args:
             step: steps taken so far.
@@ -314,7 +314,7 @@ def _is_array(data: Any) -> bool:
 
 
 def _encoded(state: Any) -> Any:
-    """An iterator's state as JSON: Grain's are dictionaries, or bytes."""
+    """Write an iterator's state as JSON: Grain's are dictionaries, or bytes."""
     return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
 

@@ -70,7 +70,7 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
 
 def find_average(state: Tree) -> Tree | None:
-    """The average somewhere in an optimizer's state, or None."""
+    """Find the average somewhere in an optimizer's state, or None."""
     found = [leaf for leaf in jax.tree.leaves(state, is_leaf=_is_ema) if _is_ema(leaf)]
     return found[0].average if found else None
 

@@ -20,7 +20,7 @@ _EVALUATION = 2**31 - 1
 
 
 def _call_model(model: Any, *batch: Tree) -> Any:
-    """The model's own output for a batch.
+    """Compute the model's own output for a batch.
 
     Raises:
         ConfigError: when the model cannot be called, or takes more than a batch (an Equinox module's state).
@@ -106,7 +106,7 @@ class Evaluation:
     def outputs(
         self, parts: Callable[[], tuple[Tree, ...]], data: Iterable[Tree], fn: Callable[..., Any] | None
     ) -> Iterator[Any]:
-        """What a function of the model gives for each batch, on the host; the next batch is sent before one is read.
+        """Give what a function of the model gives for each batch, on the host; the next is sent before one is read.
 
         Args:
             parts: gives what `means` takes; asked for each batch, since there may be steps between them.
@@ -145,7 +145,7 @@ class Evaluation:
 
 
 def _num_rows(batch: Tree) -> int:
-    """What a mean over the examples of all batches weighs a batch's mean with.
+    """Return what a mean over the examples of all batches weighs a batch's mean with.
 
     Always of the same leaf: what depends on whether leaves agree weighs batches of one evaluation in two ways.
     """
@@ -153,7 +153,7 @@ def _num_rows(batch: Tree) -> int:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Outputs of batches as one, along their first axis.
+    """Join outputs of batches along their first axis.
 
     Raises:
         ConfigError: when there is none.

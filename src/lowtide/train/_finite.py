@@ -119,7 +119,7 @@ class Guard:
         )
 
     def _spoilt(self) -> list[str]:
-        """The weights of which an update has made NaN or infinity."""
+        """List the weights of which an update has made NaN or infinity."""
         if self._odd is None or self._on_nan == "ignore":
             return []
         return sorted(_not_finite_leaves(self._live.state.trainable) - self._odd)

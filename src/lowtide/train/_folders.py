@@ -15,7 +15,7 @@ from ..core import ConfigError, OutputError
 
 
 def meant(directory: str | Path) -> Path:
-    """The folder that is meant, from the root.
+    """Return the folder that is meant, from the root.
 
     Raises:
         ConfigError: for the address of a bucket.

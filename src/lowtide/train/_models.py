@@ -32,7 +32,7 @@ class Pytree:
         self._static = split_static(model)[1]
 
     def rebuild(self, *parts: Tree) -> Tree:
-        """The model that trees of its arrays are of."""
+        """Make the model that trees of its arrays are of."""
         return combine(*parts, self._static)
 
     def bind(self, fn: Callable[..., Any], *, training: bool) -> Callable[..., tuple[Any, Tree]]:
@@ -47,7 +47,7 @@ class Pytree:
 
 
 def sides(model: Any, what: str) -> tuple[Tree, Tree]:
-    """What is outside of the stack of a model, and its layers.
+    """Return what is outside of the stack of a model, and its layers.
 
     Args:
         model: a dictionary of ``outer`` and ``layers`` alone, or a dataclass that has them.
@@ -71,7 +71,7 @@ def sides(model: Any, what: str) -> tuple[Tree, Tree]:
 
 
 def with_sides(model: Any, outer: Tree, layers: Tree) -> Any:
-    """The model with others in their place."""
+    """Put others in their place in the model."""
     if isinstance(model, Mapping):
         return {**model, "outer": outer, "layers": layers}
     return dataclasses.replace(model, outer=outer, layers=layers)
@@ -88,7 +88,7 @@ def keywords(fn: Callable[..., Any], **values: Any) -> dict[str, Any]:
 
 
 def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: bool = True) -> tuple[Any, Tree, Tree]:
-    """The three values of a loss function: a scalar, metrics, and the model's arrays after it.
+    """Parse the three values of a loss function: a scalar, metrics, and the model's arrays after it.
 
     Args:
         result: ``loss``, ``(loss, metrics)`` or, of a pytree with mutable leaves, ``(loss, metrics, model)``.

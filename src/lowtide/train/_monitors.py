@@ -45,10 +45,10 @@ class _Monitor(Callback):
         return not self.monitor.startswith("eval_")
 
     def on_plateau(self, trainer: TrainerView) -> None:
-        """What to do then."""
+        """Do what is to be done then."""
 
     def state(self) -> dict[str, Any]:
-        """The best value, and how long it has been so."""
+        """Return the best value, and how long it has been so."""
         best = self.best if math.isfinite(self.best) else None
         return {"monitor": self.monitor, "best": best, "waited": self.waited, "num_seen": self._num_seen}
 
@@ -181,7 +181,7 @@ class ReduceOnPlateau(_Monitor):
         self._cooling = 0
 
     def state(self) -> dict[str, Any]:
-        """The best value, how long it has been so, and how long not to count."""
+        """Return the best value, how long it has been so, and how long not to count."""
         return {**super().state(), "cooling": self._cooling}
 
     def resume(self, state: dict[str, Any]) -> None:

@@ -143,7 +143,7 @@ class PipelineStep(WholeStep):
         return self._natural(super().model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport) -> StageReport:
-        """What each rank holds.
+        """Report what each rank holds.
 
         Args:
             arrays: the model's, arranged.
@@ -163,7 +163,7 @@ class PipelineStep(WholeStep):
 
 
 def _first_axis(sharding: Any) -> Any:
-    """What the first dimension of an array is divided along."""
+    """Return what the first dimension of an array is divided along."""
     first = (*getattr(sharding, "spec", ()), None)[0]
     return first[0] if isinstance(first, tuple) and len(first) == 1 else first
 
@@ -176,7 +176,7 @@ def make_pipeline(
     wrt: Where | None,
     weight: Callable[[Tree], Any] | None,
 ) -> tuple[Pipeline, ShardingRules]:
-    """The pipeline of a trainer, and where its arrays belong.
+    """Make the pipeline of a trainer, and say where its arrays belong.
 
     Args:
         model: of ``outer`` and ``layers``, and ``stack`` where `given` is a schedule.

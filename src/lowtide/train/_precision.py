@@ -69,7 +69,7 @@ class Precision:
         return lowered if self._autocast is None else by_itself
 
     def widen(self, results: Tree) -> Tree:
-        """What a function returned, with float32 for half precision."""
+        """Widen half precision in what a function returned to float32."""
         if self._dtype is None:
             return results
         return jax.tree.map(lambda x: x.astype(jnp.float32) if _bits(x) == 16 else x, results)

@@ -74,7 +74,7 @@ class Progress(Callback):
 
 
 def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table:
-    """The predicted bytes of each role of a step, and what there is.
+    """Draw the predicted bytes of each role of a step, and what there is.
 
     Args:
         report: of the step.

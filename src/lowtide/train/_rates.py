@@ -16,6 +16,6 @@ def rates(opt_state: Tree, under: str = "hyperparams") -> list[tuple[Any, Any]]:
 
 
 def recorded_rate(opt_state: Tree) -> dict[str, Any]:
-    """The metric ``learning_rate`` of a step that made this state, when there is one."""
+    """Return the metric ``learning_rate`` of a step that made this state, when there is one."""
     found = rates(opt_state)
     return {"learning_rate": found[0][1]} if len(found) == 1 and found[0][1].ndim == 0 else {}

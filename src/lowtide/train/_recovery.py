@@ -68,7 +68,7 @@ class Copies:
         self._hashed: tuple[Tree, str] | None = None
 
     def leave(self, notes: Notes) -> None:
-        """A run leaves the state with these notes; or has taken what it goes on with out of them."""
+        """Leave the state with these notes, as a run does; or without what it goes on with out of them."""
         self.notes = notes
 
     def keep(self, notes: Notes) -> None:
@@ -136,7 +136,7 @@ class Copies:
         return f"the step that failed had consumed its state; the trainer is back at step {step}, where fit goes on"
 
     def _with_others(self) -> str:
-        """What is held after an exception in one of several processes, where nothing can be restored together."""
+        """Say what is held after an exception in one of several processes, where nothing can be restored together."""
         latest = None if self.checkpoints is None else self.checkpoints.latest_step()
         newest = "there is no checkpoint" if latest is None else f"the newest checkpoint is of step {latest}"
         if self.is_alive():
@@ -212,7 +212,7 @@ class Copies:
 def open_checkpoints(
     directory: str | Path | None, on_nan: str, rollback: bool, max_to_keep: int, best: str | None, best_mode: str
 ) -> Checkpoints | None:
-    """The checkpoints, when there is a folder for them; raises for what could never be kept, or gone back to."""
+    """Open the checkpoints, when there is a folder for them; raise for what could never be kept, or gone back to."""
     if on_nan == "roll_back" and not rollback and directory is None:
         raise ConfigError(
             'on_nan="roll_back" has nothing to go back to',
@@ -228,7 +228,7 @@ def open_checkpoints(
 
 
 def needs_checkpoints(checkpoints: Checkpoints | None, what: str) -> Checkpoints:
-    """The checkpoints, or an error that there is no folder for them."""
+    """Return the checkpoints, or raise that there is no folder for them."""
     if checkpoints is None:
         raise ConfigError(f"{what} needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
     return checkpoints
@@ -239,7 +239,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _numbers(leaf: Any) -> Any:
-    """A leaf as checkpoints hold it: of random keys their numbers."""
+    """Return a leaf as checkpoints hold it: of random keys their numbers."""
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
@@ -269,7 +269,7 @@ class Snapshot:
         self._leaves = [_copied(leaf) for leaf in leaves]
 
     def restore(self) -> Tree:
-        """The arrays again, where they were."""
+        """Make the arrays again, where they were."""
         return self._structure.unflatten([_restored(leaf) for leaf in self._leaves])
 
 

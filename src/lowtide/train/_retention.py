@@ -59,7 +59,7 @@ class Retention:
         return [step in kept for step in steps]
 
     def best_step(self, steps: Iterable[int]) -> int | None:
-        """The best of these steps, or None when none was evaluated; of equal ones the first."""
+        """Return the best of these steps, or None when none was evaluated; of equal ones the first."""
         known = sorted(step for step in steps if math.isfinite(self._value(step)))
         return min(known, key=self._value) if known else None
 

@@ -155,13 +155,13 @@ class Session:
         self.is_stopped = True
 
     def notes(self) -> Notes:
-        """What belongs to the state: where the data is, and who hears of events."""
+        """Return what belongs to the state: where the data is, and who hears of events."""
         return Notes(self._position(), self.states())
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
-        """What happens, in order; see `Event`."""
+        """Give what happens, in order; see `Event`."""
         self._agree()
         yield Event("train_begin")
         states = self.copies.notes.callbacks or {}

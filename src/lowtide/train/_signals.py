@@ -137,7 +137,7 @@ class Terminated:
                 signal.raise_signal(signal.SIGTERM)
 
     def come(self) -> None:
-        """It has come to another process, with which this one ends."""
+        """Note that it has come to another process, with which this one ends."""
         self.has_come = True
 
     def last(self) -> None:
@@ -145,7 +145,7 @@ class Terminated:
         self._is_last = True
 
     def waited(self, wait: Callable[[], T]) -> T:
-        """What a function returns that waits for data.
+        """Return what a function returns that waits for data.
 
         Raises:
             Ended: when the signal comes meanwhile, or has come. Of several processes one cannot leave the others, so
@@ -160,7 +160,7 @@ class Terminated:
             self._waits = False
 
     def batches(self, data: Iterable[T]) -> Iterator[T]:
-        """The batches of an evaluation, each of them `waited` for."""
+        """Give the batches of an evaluation, each of them `waited` for."""
         iterator = self.waited(lambda: iter(data))
         nothing: Any = object()
         while (batch := self.waited(lambda: next(iterator, nothing))) is not nothing:

@@ -173,7 +173,7 @@ class LiveState:
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
-        """The running average in the place of what trains; see `Trainer.averaged`."""
+        """Put the running average in the place of what trains; see `Trainer.averaged`."""
         self.refuse_averaged("averaged")
         average = find_average(self._state.opt_state)
         if average is None:
@@ -198,7 +198,7 @@ class LiveState:
             self._give()
 
     def later(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
-        """What gives the parts as they are then, and raises when they would be others than those that were meant."""
+        """Return what gives the parts as they are then, and raises when they would be others than were meant."""
         is_averaged = self._is_averaged
 
         def parts() -> tuple[Tree, Tree, Tree]:

@@ -64,7 +64,7 @@ class TrainState:
 
 
 def spread(leaf: Any) -> Any:
-    """The sharding of what is on several devices."""
+    """Return the sharding of what is on several devices."""
     sharding = getattr(leaf, "sharding", None)
     return sharding if sharding is not None and len(sharding.device_set) > 1 else None
 
@@ -82,11 +82,11 @@ class TrainingStep(Protocol):
         ...
 
     def arranged(self, model: Tree) -> Tree:
-        """A model in that order."""
+        """Arrange a model in that order."""
         ...
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
-        """The state of step 0 and what is frozen, each where it belongs."""
+        """Make the state of step 0 and what is frozen, each where it belongs."""
         ...
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
@@ -98,11 +98,11 @@ class TrainingStep(Protocol):
         ...
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the model as one of its arrays, outside of training."""
+        """Make a function of the model one of its arrays, outside of training."""
         ...
 
     def model(self, *parts: Tree) -> Tree:
-        """The model that the parts (trainable, mutable, frozen) are of."""
+        """Make the model that the parts (trainable, mutable, frozen) are of."""
         ...
 
 
@@ -113,7 +113,7 @@ _OF_OPTIMIZER = (
 
 
 def flat(step: TrainingStep) -> Callable[..., tuple[Tree, Tree, Tree, Any, dict[str, Any]]]:
-    """The step as a function of `STEP_ARGUMENTS` that returns the first four as they are after it, and the metrics.
+    """Compute the step as a function of `STEP_ARGUMENTS`: the first four as they are after it, and the metrics.
 
     Raises:
         ConfigError: where JAX is told to compile nothing.
@@ -190,7 +190,7 @@ class WholeStep:
         return TrainState(jnp.int32(0), trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
-        """What trains, what the model changes itself, and the rest of the arrays of a model, or of its shapes."""
+        """Split a model's arrays, or its shapes: what trains, what the model changes itself, and the rest."""
         rest = self.source.arrays() if self.source is model else split_static(model)[0]
         mutable = jax.tree.map(lambda _: None, rest)
         if self._mutable is not None:
@@ -204,7 +204,7 @@ class WholeStep:
         return model
 
     def gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[Any, dict[str, Any], Tree, Tree]:
-        """The loss, the metrics, what the model changed itself, and the gradients of what trains."""
+        """Compute the loss, the metrics, what the model changed itself, and the gradients of what trains."""
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
@@ -304,7 +304,7 @@ def _like(mutable: Tree, after: Tree) -> Tree:
 
 
 def _guarded(is_finite: Any, advance: Callable[..., Tree], state: Tree, *given: Any) -> Tree:
-    """The state after an update, or as it was.
+    """Return the state after an update, or as it was.
 
     A CPU runs the update or does not: there XLA copies leaves to select between two states (benchmarks/LOG.md).
     Elsewhere selecting costs no bytes, and on a GPU a branch is said to wait for the host (not measured). What changes
@@ -373,7 +373,7 @@ class LayerStep:
         return _train_state(after), metrics
 
     def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
-        """The loss, metrics, and the model's arrays after the call."""
+        """Compute the loss, metrics, and the model's arrays after the call."""
         model = self.model(arrays)
         return parse_loss(
             self._loss_fn(model, batch, **keywords(self._loss_fn, key=key, training=training)),
@@ -409,12 +409,12 @@ def refuse_shared(parts: Tree) -> None:
 
 
 def weighted(value: Any, weight: Any) -> Any:
-    """A value times its weight; what has weight 0 contributes nothing, also where a mean over no tokens is 0/0."""
+    """Weigh a value; what has weight 0 contributes nothing, also where a mean over no tokens is 0/0."""
     return jnp.where(weight == 0, 0, value * weight)
 
 
 def scalar_weight(weight: Callable[[Tree], Any]) -> Callable[[Tree], Any]:
-    """The function of a batch that gives its weight, as one float32.
+    """Make the function of a batch that gives its weight, as one float32.
 
     Raises:
         StructureError: in the call, for what is no scalar.

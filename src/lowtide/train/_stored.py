@@ -17,7 +17,7 @@ from ..core import StructureError, Tree, leaves_with_paths, on_host
 
 
 def flat(state: Tree) -> dict[str, Any]:
-    """The leaves that a checkpoint holds, by their names there.
+    """Return the leaves that a checkpoint holds, by their names there.
 
     Raises:
         StructureError: when two leaves have one name.
@@ -36,7 +36,7 @@ def flat(state: Tree) -> dict[str, Any]:
 
 
 def unflat(values: dict[str, Any], like: Tree) -> Tree:
-    """The state of a dictionary that `flat` would make of one with this structure; the dictionary is empty then."""
+    """Return the state of a dictionary that `flat` makes of one with this structure; the dictionary is empty then."""
     leaves = [
         _typed(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
         for path, leaf in leaves_with_paths(like)
@@ -127,7 +127,7 @@ def _typed(leaf: Any) -> Any:
 
 
 def _empty(leaf: Any) -> Any:
-    """A leaf without elements, of which a checkpoint has nothing to say."""
+    """Make a leaf without elements, of which a checkpoint has nothing to say."""
     return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
 
 

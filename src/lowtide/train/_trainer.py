@@ -199,7 +199,7 @@ class Trainer:
         self._live.update(model)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """The running average of `lowtide.train.ema` in the place of what trains, inside a ``with`` block.
+        """Put the running average of `lowtide.train.ema` in the place of what trains, inside a ``with`` block.
 
         For evaluation, prediction and export: the block cannot train, save or restore, and changes in it are lost.
 
@@ -263,7 +263,7 @@ class Trainer:
         return self._compiled.preflight(batch)
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
-        """The error that says who owns the bytes of the step, to raise or to add to another one; see `preflight`."""
+        """Make the error that says who owns the bytes of the step, to raise or to add to another; see `preflight`."""
         return self._compiled.shortage(batch, when)
 
     def advance(self, batch: Tree) -> Tree:
@@ -451,7 +451,7 @@ class Trainer:
         return means
 
     def predict_batches(self, data: Iterable[Tree], fn: Callable[..., Any] | None = None) -> Iterator[Any]:
-        """Outputs of batches, one after the other, in the order of the data, on the host.
+        """Give outputs of batches, one after the other, in the order of the data, on the host.
 
         Args:
             data: batches.
@@ -474,7 +474,7 @@ class Trainer:
     def predict(
         self, data: Iterable[Tree], fn: Callable[..., Any] | None = None, *, callbacks: Sequence[Callback] = ()
     ) -> Any:
-        """Outputs of all batches, joined along their first axis, on the host.
+        """Return outputs of all batches, joined along their first axis, on the host.
 
         Args:
             data: batches, in whose order the outputs are: `array_data` shuffles unless it is told ``seed=None``, and

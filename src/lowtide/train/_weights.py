@@ -15,7 +15,7 @@ from ..core import ConfigError, DataError, StructureError
 def example_weights(
     labels: Any, class_weight: Mapping[int, float] | Sequence[float], sample_weight: Any | None = None
 ) -> Any:
-    """The weight of each example: that of its class, times its own.
+    """Return the weight of each example: that of its class, times its own.
 
     A loss function takes the weighted mean with them, and tells the trainer the sum of the weights, so that means over
     microbatches and over batches of an evaluation are those of all examples:
@@ -86,7 +86,7 @@ def _table(class_weight: Mapping[int, float] | Sequence[float]) -> tuple[np.ndar
 
 
 def _ids(labels: Any, numpy: Any) -> Any:
-    """The class of each label."""
+    """Return the class of each label."""
     if not jnp.issubdtype(labels.dtype, jnp.floating):
         return labels.astype(np.int32)
     if labels.ndim > 1 and labels.shape[-1] > 1:

@@ -160,7 +160,7 @@ def _host_factors(site: Site) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
-    """The names, one a layer, of every site that can carry an adapter and has a name for other software."""
+    """Name, one a layer, every site that can carry an adapter and is known to other software."""
     names: dict[int, list[str]] = {}
     for site in sites(model):
         if site.is_matrix:

@@ -102,7 +102,7 @@ def merge(model: Tree) -> Tree:
 
 
 def attach(weight: Any, lora_a: Any, lora_b: Any, alpha: float) -> LoRAWeight:
-    """The node for a weight and its factors; these are sharded like the weight along the axes they share."""
+    """Make the node for a weight and its factors; these are sharded like the weight along the axes they share."""
     sharding = _named_sharding(weight)
     if sharding is not None:
         *layers, out, inner = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
@@ -158,7 +158,7 @@ def _check_target(model: Tree, site: Site, rank: int) -> None:
 
 
 def _start(site: Site, config: Config, key: Array) -> LoRAWeight:
-    """A fresh adapter: A random, B zero; both abstract when the weight is."""
+    """Make a fresh adapter: A random, B zero; both abstract when the weight is."""
     *layers, out, inner = site.weight.shape
     shape_a, shape_b = (*layers, config.rank, inner), (*layers, out, config.rank)
     if isinstance(site.weight, jax.ShapeDtypeStruct):

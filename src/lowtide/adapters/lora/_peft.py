@@ -39,7 +39,7 @@ _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 def tensor_names(module: str) -> tuple[str, str]:
-    """The names of a module's A and B in the file."""
+    """Return the names of a module's A and B in the file."""
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
@@ -71,11 +71,11 @@ class PeftConfig:
             self.matcher.matches(pattern, "")
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module."""
+        """Return the rank of a module."""
         return self.rank_pattern.get(_pattern_key(self.rank_pattern, module, self.matcher), self.rank)
 
     def alpha_of(self, module: str) -> float:
-        """The alpha with which ``alpha / rank`` is the scale that the file asks for."""
+        """Return the alpha with which ``alpha / rank`` is the scale that the file asks for."""
         alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module, self.matcher), self.alpha)
         return float(alpha * math.sqrt(self.rank_of(module))) if self.use_rslora else float(alpha)
 
@@ -93,7 +93,7 @@ def describe(
     base_model_name_or_path: str | None,
     task_type: str | None,
 ) -> dict[str, Any]:
-    """The contents of `adapter_config.json`.
+    """Return the contents of `adapter_config.json`.
 
     Args:
         adapted: rank and alpha of every adapted module.
@@ -226,7 +226,7 @@ def _target_modules(adapted: Sequence[str], modules: Sequence[str]) -> list[str]
 
 
 def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The most common value, and a pattern for the modules that differ, longest names first."""
+    """Return the most common value, and a pattern for the modules that differ, longest names first."""
     default = Counter(values.values()).most_common(1)[0][0]
     pattern: dict[str, Any] = {}
     for value in dict.fromkeys(values.values()):

@@ -51,7 +51,7 @@ def sites(model: Tree) -> list[Site]:
 
 
 def adapted_sites(model: Tree) -> list[Site]:
-    """The sites that carry an adapter, all three leaves present.
+    """Return the sites that carry an adapter, all three leaves present.
 
     Raises:
         StructureError: when a leaf is missing, as in one half of a partition.
@@ -70,7 +70,7 @@ def adapted_sites(model: Tree) -> list[Site]:
 
 
 def select_sites(model: Tree, targets: str | Sequence[str]) -> list[Site]:
-    """The sites whose module or own path the patterns select; errors as in `lowtide.core.match_names`."""
+    """Select the sites whose module or own path the patterns match; errors as in `lowtide.core.match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
         if isinstance(site.node, LoRAWeight) or hasattr(site.node, "shape"):
@@ -83,13 +83,13 @@ def select_sites(model: Tree, targets: str | Sequence[str]) -> list[Site]:
 
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
-    """The model with other nodes at some sites, keyed by `Site.index`."""
+    """Put other nodes at some sites of the model, keyed by `Site.index`."""
     leaves, treedef = jax.tree.flatten(model, is_leaf=_is_adapted)
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
 def external_name(model: Tree, site: Site) -> str | None:
-    """A module's name for other software, with ``{layer}`` where the weight is stacked; None when it has none.
+    """Name a module as other software does, with ``{layer}`` where the weight is stacked; None when it has no name.
 
     A model that implements `lowtide.core.ExternalNames` decides. Otherwise it is the tree path with dots, the index
     of a layer after the first segment ``layers``, or at the end.
@@ -106,7 +106,7 @@ def external_name(model: Tree, site: Site) -> str | None:
 
 
 def layer_names(model: Tree, site: Site) -> list[str]:
-    """The names of `external_name`, one for each layer of a stacked weight.
+    """Return the names of `external_name`, one for each layer of a stacked weight.
 
     Raises:
         StructureError: when the name and the weight's shape disagree on whether there are layers.

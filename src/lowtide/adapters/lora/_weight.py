@@ -64,7 +64,7 @@ class LoRAWeight:
         return self.alpha / self.rank
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
-        """The product x (W + scaling B A)ᵀ, in the dtype of `x`, without forming W + scaling B A.
+        """Compute x (W + scaling B A)ᵀ, in the dtype of `x`, without forming W + scaling B A.
 
         Args:
             x: activations, shape [..., in]; their dtype is the compute dtype, to which the adapter is cast.
@@ -80,7 +80,7 @@ class LoRAWeight:
         return linear(x, self.weight) + linear(low_rank, self.lora_b)
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
-        """The product (W + scaling B A) x, in the dtype that W x has."""
+        """Compute (W + scaling B A) x, in the dtype that W x has."""
         result = self.weight @ x
         low_rank = (self.lora_a.astype(result.dtype) @ x * self.scaling).astype(result.dtype)
         lora_b = self.lora_b.astype(result.dtype)
@@ -88,7 +88,7 @@ class LoRAWeight:
         return result + (lora_b @ low_rank if x.ndim > 1 else jnp.einsum("...or,...r->...o", lora_b, low_rank))
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
-        """The product x (W + scaling B A), in the dtype that x W has."""
+        """Compute x (W + scaling B A), in the dtype that x W has."""
         result = x @ self.weight
         low_rank = (x @ self.lora_b.astype(result.dtype) * self.scaling).astype(result.dtype)
         lora_a = self.lora_a.astype(result.dtype)

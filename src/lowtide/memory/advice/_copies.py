@@ -13,7 +13,7 @@ from ._finding import Finding
 
 
 def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    """Copies of arguments that wait for the backward pass, and whole frozen arguments in a lower precision."""
+    """Find copies of arguments that wait for the backward pass, and whole frozen arguments in a lower precision."""
     flow = owners.dataflow
     written = {b.operation: b for b in report.buffers if b.role == "copies"}
     largest: dict[int, Buffer] = {}

@@ -23,7 +23,7 @@ def saving(report: MemoryReport, share: Callable[[Buffer], float]) -> int:
 
 
 def recomputations(report: MemoryReport) -> Iterable[tuple[str, int]]:
-    """What could be recomputed, by the function that makes it: what to do, and the device bytes that it saves.
+    """Find what could be recomputed, by the function that makes it: what to do, and the device bytes that it saves.
 
     Args:
         report: the report.
@@ -71,7 +71,7 @@ def _still_kept(buffers: Sequence[Buffer], is_recomputed: bool) -> int:
 
 
 def _kinds(buffers: Sequence[Buffer]) -> dict[object, list[Buffer]]:
-    """The arrays that a function keeps: a loop's stack holds all layers; else each layer has a buffer of its own."""
+    """Return the arrays that a function keeps: a loop's stack holds all layers, else each layer has a buffer."""
     kinds: dict[object, list[Buffer]] = {}
     for buffer in buffers:
         is_stack = buffer.operation.startswith(("while", "parameter"))
@@ -91,12 +91,12 @@ def _is_in_loop(buffer: Buffer) -> bool:
 
 
 def _maker(buffer: Buffer) -> str:
-    """The file and function of a buffer's source line, ``train.py (block)``; its scope when there is none."""
+    """Return the file and function of a buffer's source line, ``train.py (block)``; its scope when there is none."""
     return re.sub(r":\d+ \(", " (", buffer.source) or buffer.scope
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """The first of several names, and how many more there are.
+    """Name the first of several, and say how many more there are.
 
     Args:
         names: in any order.

@@ -109,7 +109,7 @@ class Extrapolation:
         return self.fit.predict(self.answer)
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as plain data, integer bytes throughout."""
+        """Return the result as plain data, integer bytes throughout."""
         return {
             "variable": self.variable,
             "target": self.target.name,
@@ -372,7 +372,7 @@ class _Search:
         return self.points[size].fits
 
     def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
-        """The largest size that fits: compiled itself, and so is the next."""
+        """Find the largest size that fits: compiled itself, and so is the next."""
         fits_at = max(size for size, point in self.points.items() if point.fits)
         over = [size for size, point in self.points.items() if not point.fits and size > fits_at]
         low = fits_at // self.multiple_of
@@ -408,7 +408,7 @@ class _Search:
         return low * self.multiple_of
 
     def following(self, answer: int) -> SizePoint | None:
-        """The smallest size above the answer that was compiled, if it shows that the next multiple does not fit."""
+        """Find the smallest compiled size above the answer, if it shows that the next multiple does not fit."""
         above = [p for p in self.points.values() if answer < p.size <= answer + self.multiple_of and not p.fits]
         return min(above, key=lambda p: p.size, default=None)
 
@@ -416,7 +416,7 @@ class _Search:
         return step * self.multiple_of in self.points
 
     def _predict(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
-        """The largest step that the fits say fits."""
+        """Predict the largest step that the fits say fits."""
         host_limit = self.goal.host_bytes
 
         def fits(step: int) -> bool:

@@ -75,7 +75,7 @@ def lint(
 def lint_program(
     program: CompiledProgram, roles: Mapping[str, Role] | None = None, *, min_bytes: int | str = "1 MiB"
 ) -> tuple[Finding, ...]:
-    """The findings of a program that is compiled already; arguments as of `lint`."""
+    """Lint a program that is compiled already; arguments as of `lint`."""
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
     found = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_offload(program, report)]
@@ -89,7 +89,7 @@ def lint_program(
 
 
 def lint_owners(owners: Owners, report: MemoryReport, jaxpr: Any = None) -> list[Finding]:
-    """The findings about the compiled program; with the function as it was traced, without what the compiler casts."""
+    """Lint the compiled program; with the function as it was traced, without what the compiler casts."""
     found = [finding for rule in _RULES_OF_OWNERS for finding in rule(owners, report)] + list(_padded(report))
     known = None if jaxpr is None else casts(jaxpr)
     found = [f for f in found if known is None or f.rule != "residual-copy" or f.detail.partition("[")[0] in known]

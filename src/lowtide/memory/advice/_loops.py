@@ -32,7 +32,7 @@ def copied_in_loops(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _copies(graph: Graph, value: Value) -> list[Value]:
-    """The copies between what an iteration begins with and what it leaves, if it writes a part of that."""
+    """Find the copies between what an iteration begins with and what it leaves, if it writes a part of that."""
     copies: list[Value] = []
     is_partial = False
     body = graph.instructions[value[0]].computation

@@ -102,7 +102,7 @@ def _explain(
 
 
 def _culprit(error: Exception, seen: list[Compilation]) -> Compilation | None:
-    """The program that the compiler refused; of programs that compiled, the one that needs most."""
+    """Find the program that the compiler refused; of programs that compiled, the one that needs most."""
     refused = [c for c in seen if c.error is error]
     if refused:
         return refused[-1]
@@ -135,7 +135,7 @@ def shortage(
     top: int = 12,
     hint: str = _HINT,
 ) -> OutOfMemoryError:
-    """The error that says who owns the bytes of a program that is too large, and what would help.
+    """Make the error that says who owns the bytes of a program that is too large, and what would help.
 
     Args:
         program: what `lowtide.memory.compile` made.
@@ -203,7 +203,7 @@ def _text(report: MemoryReport, top: int) -> str:
 
 
 def _live_arrays(report: MemoryReport) -> str:
-    """What else was on the device: arrays that live outside of the program."""
+    """Say what else was on the device: arrays that live outside of the program."""
     of_device: dict[Any, dict[str, int]] = {}
     for array in jax.live_arrays():
         if array.is_deleted() or on_host(array.sharding):

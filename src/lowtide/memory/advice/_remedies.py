@@ -162,7 +162,7 @@ class _Call:
         return hasattr(self.fn, "trace") and hasattr(self.fn, "lower")
 
     def donating(self, also: int, donated: Iterable[int], keywords: Iterable[str]) -> _Call:
-        """The call with one more donated argument; of a jitted function, with all else that it was jitted with.
+        """Donate one more argument of the call; of a jitted function, with all else that it was jitted with.
 
         Args:
             also: the position to donate.
@@ -349,7 +349,7 @@ def _divisible(owners: Owners, leaf: ArgumentLeaf) -> bool:
 
 
 def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
-    """The compile with an argument split over the whole mesh, along the first axis of each leaf that divides."""
+    """Compile with an argument split over the whole mesh, along the first axis of each leaf that divides."""
     if call is None or not isinstance(argument, int):
         return None
 

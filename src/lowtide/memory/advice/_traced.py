@@ -47,7 +47,7 @@ def unused_names(jaxpr: Any) -> Iterator[Finding]:
 
 
 def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]]]:
-    """The bytes behind each name that is given, and each policy with the names that it knows."""
+    """Return the bytes behind each name that is given, and each policy with the names that it knows."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in with_runs(jaxpr):
         if equation.primitive.name == "name":
@@ -64,7 +64,7 @@ def with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:
 
 
 def casts(jaxpr: Any) -> set[str]:
-    """The types, in XLA's words, that the function casts to or gives its arguments."""
+    """Return the types, in XLA's words, that the function casts to or gives its arguments."""
     made = {
         str(v.aval.dtype) for e in equations(jaxpr) if e.primitive.name == "convert_element_type" for v in e.outvars
     }
@@ -146,7 +146,7 @@ class _Formulas:
                 self._made.update(equation.outvars)
 
     def of(self, variable: Any) -> int | None:
-        """The number of a variable's formula; None for what is made of no state."""
+        """Return the number of a variable's formula; None for what is made of no state."""
         return None if _is_literal(variable) or variable not in self._made else self._number(variable)
 
     def _number(self, variable: Any) -> int:
@@ -160,7 +160,7 @@ def _is_literal(variable: Any) -> bool:
 
 
 def _comparable(value: Any) -> object:
-    """A parameter of an operation; programs inside are compared by identity, as a jitted function's are one."""
+    """Make a parameter of an operation comparable; programs inside by identity, as a jitted function's are one."""
     if isinstance(value, (list, tuple)) and any(map(_is_program, value)):
         return tuple(map(id, value))
     return id(value) if _is_program(value) else str(value)

@@ -53,7 +53,7 @@ class Clip:
             )
 
     def factor(self, norm: Any) -> Any:
-        """What to multiply gradients of a norm by: one, or what makes the norm `max_norm`."""
+        """Return what to multiply gradients of a norm by: one, or what makes the norm `max_norm`."""
         return jnp.where(norm < self.max_norm, 1.0, self.max_norm / norm)
 
 

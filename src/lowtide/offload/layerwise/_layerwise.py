@@ -69,7 +69,7 @@ def layerwise_step(
     chunk_bytes: int | str = 2**26,
     on_nan: OnNan = "ignore",
 ) -> LayerwiseStep:
-    """A training step that updates each layer inside the backward pass.
+    """Make a training step that updates each layer inside the backward pass.
 
     Args:
         stack: the model as `first`, `block`, `last`.
@@ -264,7 +264,7 @@ class LayerwiseStep:
         return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:
-        """The model's parameters as they are now: `outer` and `layers`, where they live."""
+        """Return the model's parameters as they are now: `outer` and `layers`, where they live."""
         return combine(state.outer, frozen["outer"]), combine(state.layers, frozen["layers"])
 
     def __call__(self, state: LayerwiseState, frozen: Tree, batch: Tree) -> tuple[LayerwiseState, dict[str, Any]]:
@@ -322,7 +322,7 @@ class LayerwiseStep:
         )
 
     def _batches(self, batch: Tree) -> tuple[Tree, Any]:
-        """The microbatches, and the part of each in the loss."""
+        """Return the microbatches, and the part of each in the loss."""
         if self.num_microbatches == 1:  # what has no leading axis need not split
             return jax.tree.map(lambda leaf: jnp.expand_dims(leaf, 0), batch), jnp.ones(1, jnp.float32)
         batches = split_batch(batch, self.num_microbatches)

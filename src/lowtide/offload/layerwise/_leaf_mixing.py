@@ -65,7 +65,7 @@ _LOSS = -1
 
 
 def _cause(reads_loss: bool, names: set[str]) -> tuple[str, str]:
-    """What mixes leaves, in the words of Optax, and the remedy."""
+    """Say what mixes leaves, in the words of Optax, and the remedy."""
     if "is_finite" in names:
         return (
             "one that looks at all gradients before it updates, such as optax.apply_if_finite",

@@ -135,7 +135,7 @@ class StackPasses:
         runs = self._runs(trained)
 
         def grads_of(m: Any, h: Tree, totals: Tree) -> tuple[Any, Tree, Tree, Tree]:
-            """The loss, metrics, gradients, `runs` of them added to the total, and the cotangent of h."""
+            """Compute the loss, metrics, gradients, `runs` of them added to the total, and the cotangent of h."""
 
             def loss_fn(trained: Tree, h: Tree) -> tuple[Any, Tree]:
                 outer = _with_totals(combine(trained, frozen), runs, totals, self._active(m))
@@ -236,7 +236,7 @@ class StackPasses:
         check_running(closed.jaxpr, paths)
 
     def _part(self, m: Any, value: Any) -> Any:
-        """What a microbatch contributes: nothing at weight 0, whatever the value; a mean over no tokens is 0/0."""
+        """Weigh what a microbatch contributes: nothing at weight 0, whatever its value; a mean of no tokens is 0/0."""
         return value if value.dtype == jax.dtypes.float0 else if_active(self._active(m), value)
 
     def _active(self, m: Any) -> Any:
@@ -281,7 +281,7 @@ class StackPasses:
 
 
 def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
-    """The stacked leaves, those on the device with layer i written back as it is.
+    """Return the stacked leaves, those on the device with layer i written back as it is.
 
     Of a float32 stack that a loop only reads, XLA first makes a copy of all layers in the dtype of its products.
     """
@@ -293,7 +293,7 @@ def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
 
 
 def _with_totals(outer: Tree, runs: frozenset[str], totals: Tree, active: Any) -> Tree:
-    """The leaves named in `runs` as nodes that carry the gradient so far."""
+    """Make the leaves named in `runs` nodes that carry the gradient so far."""
     so_far = dict(leaves_with_paths(totals))
 
     def node(key: Any, leaf: Any) -> Any:

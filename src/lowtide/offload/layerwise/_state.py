@@ -41,14 +41,14 @@ class LayerwiseState:
 
 
 def alone(tree: Tree, path: str) -> Tree:
-    """The tree with all leaves but one left out."""
+    """Leave out all leaves of the tree but one."""
     leaves, treedef = jax.tree.flatten(tree)
     paths = [name for name, _ in leaves_with_paths(tree)]
     return treedef.unflatten([leaf if name == path else None for name, leaf in zip(paths, leaves, strict=True)])
 
 
 def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a part of the parameters, by the paths that it has in the whole: ``layers/...``.
+    """Make the optimizer of a part of the parameters, by the paths that it has in the whole: ``layers/...``.
 
     Labels and masks that are functions of paths then decide as they do for a plain step.
     """
@@ -71,7 +71,7 @@ def moves(leaf: Any, *, stacked: bool) -> bool:
 
 
 def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
-    """The trees ``{"outer", "layers"}``, each leaf in its memory."""
+    """Place the trees ``{"outer", "layers"}``, each leaf in its memory."""
 
     def placed(name: str) -> Tree:
         def one(leaf: Any) -> Any:
@@ -86,7 +86,7 @@ def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
 
 
 def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
-    """The state of step 0, for placed parameters: arrays, or shapes for shapes."""
+    """Make the state of step 0, for placed parameters: arrays, or shapes for shapes."""
     space = HOST if opt_place == "host" else DEVICE
 
     def make_layers(layers: Tree) -> Tree:
@@ -111,7 +111,7 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
 
 
 def _made(make: Callable[[Tree], Tree], params: Tree) -> Tree:
-    """The value of ``make(params)``, each leaf sharded like the parameter that it belongs to; of shapes, shapes."""
+    """Compute ``make(params)``, each leaf sharded like the parameter that it belongs to; of shapes, shapes."""
     initialiser: Any = make  # only `init` of the transformation is asked
     shardings = state_shardings(optax.GradientTransformation(initialiser, initialiser), params)
     if not _are_shapes(params):
@@ -129,7 +129,7 @@ def _are_shapes(tree: Tree) -> bool:
 
 
 def _zero(like: Tree, dtype: Any) -> Any:
-    """A scalar zero on the devices of a tree; of shapes, a shape."""
+    """Make a scalar zero on the devices of a tree; of shapes, a shape."""
     if _are_shapes(like):
         return jax.ShapeDtypeStruct((), dtype)
     sharding: Any = jax.tree.leaves(like)[0].sharding

@@ -39,7 +39,7 @@ class Step:
     """The passes over the batch."""
 
     def measure(self) -> tuple[Any, Tree]:
-        """The norm of all gradients, computed and dropped; and the stacked leaves, to go on with."""
+        """Compute the norm of all gradients, which are dropped; and return the stacked leaves, to go on with."""
         first, last = self._readers()
         inputs, boundary, layers = self.passes.forward(self._outer(first), self.state.layers, self.state.step)
         _, _, grads_last, boundary = self.passes.last(self._outer(last), boundary)
@@ -55,7 +55,7 @@ class Step:
         return jnp.sqrt(squares + square_norm(grads)), layers
 
     def update(self, factor: Any, is_finite: Any = True) -> tuple[LayerwiseState, dict[str, Any]]:
-        """The new state and the metrics.
+        """Compute the new state and the metrics.
 
         Args:
             factor: what gradients are multiplied by before they are used; None where each norm decides by itself, or
@@ -147,7 +147,7 @@ class Step:
         return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if self.is_guarded else None
 
     def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[dict[str, Any], dict[str, Tree]]:
-        """New leaves and optimizer states by path, one leaf after the other."""
+        """Compute new leaves and optimizer states by path, one leaf after the other."""
         leaves: dict[str, Any] = {}
         states: dict[str, Tree] = {}
         for path, _ in leaves_with_paths(grads):
@@ -173,7 +173,7 @@ def _but(tree: Tree, paths: frozenset[str]) -> Tree:
 
 
 def _added(grads: Tree, shared: Tree) -> Tree:
-    """The gradients of `first`, and for shared leaves those of `last` added."""
+    """Return the gradients of `first`, and for shared leaves those of `last` added."""
     waiting = dict(leaves_with_paths(shared))
     leaves = [
         leaf + put(waiting[path], DEVICE).astype(leaf.dtype) if path in waiting else leaf

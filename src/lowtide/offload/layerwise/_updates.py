@@ -56,7 +56,7 @@ def update(
 
 
 def _chosen(guard: Any, new: Any, old: Any) -> Any:
-    """The new value or the old one; what has become another type is refused elsewhere, by name."""
+    """Choose the new value or the old one; what has become another type is refused elsewhere, by name."""
     return jnp.where(guard, new, old) if (new.shape, new.dtype) == (old.shape, old.dtype) else new
 
 

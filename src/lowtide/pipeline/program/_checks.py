@@ -133,7 +133,7 @@ def _with_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:
 
 
 def _axes(eqn: Any) -> tuple[Any, ...]:
-    """The axes of a collective; none of other operations."""
+    """Return the axes of a collective; none of other operations."""
     if eqn.primitive.name not in _COLLECTIVES:
         return ()
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
@@ -153,7 +153,7 @@ def _choices(jaxpr: Any) -> Iterator[tuple[str, list[str], str]]:
 
 
 def _undivided_calls(jaxpr: Any, axes: Sequence[str], platform: str) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """Calls of other code, their lines, and along which axes the compiler divides their arrays."""
+    """Find calls of other code, their lines, and along which axes the compiler divides their arrays."""
 
     def enter(eqn: Any, _: Any, around: tuple[Sequence[str], str]) -> tuple[Sequence[str], str]:
         axes, where = around

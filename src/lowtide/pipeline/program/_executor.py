@@ -59,7 +59,7 @@ class Program:
     """Of the devices."""
 
     def gradients(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
-        """The program; runs under `shard_map`.
+        """Run the program, under `shard_map`.
 
         Args:
             trainable: the weights that have gradients: outer leaves whole, layers of this rank, [V * K, ...].
@@ -78,7 +78,7 @@ class Program:
         return loss, metrics, {"outer": lax.psum(outer, self.axis), "layers": layers}
 
     def evaluate(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Any:
-        """The forward passes alone; arguments as of `gradients`.
+        """Run the forward passes alone; arguments as of `gradients`.
 
         Returns:
             The loss and the metrics.
@@ -88,7 +88,7 @@ class Program:
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
     def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Held:
-        """What `gradients` holds from its first tick to its last; arguments as of it."""
+        """Return what `gradients` holds from its first tick to its last; arguments as of it."""
         run = _Run(self, _Weights(trainable, frozen, self.layout.longest), microbatches, loss_weights)
         state = run.begin()
         names = {kept.buffer for part in run.parts.values() for kept in part.kept}
@@ -105,12 +105,12 @@ class Program:
         )
 
     def traced_last(self, h: Tree) -> Any:
-        """The jaxpr of `last`."""
+        """Return the jaxpr of `last`."""
         loss_weight = jax.ShapeDtypeStruct((), jnp.float32)
         return make_jaxpr(self.last)(self.trainable["outer"], self.frozen["outer"], h, loss_weight, self.batch)[0].jaxpr
 
     def last(self, trainable: Tree, frozen: Tree, h: Tree, loss_weight: Any, batch: Tree) -> Any:
-        """The loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
+        """Compute the loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
         leaves, structure = jax.tree.flatten(h)
         moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
 
@@ -123,7 +123,7 @@ class Program:
         return value, metrics, grads, structure.unflatten(dh)
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
-        """The passes of each part of the model, of activations of these shapes."""
+        """Split each part of the model into passes, for activations of these shapes."""
 
         def first(outer: Tree, _: Any, batch: Tree) -> Any:
             return self.divided(self.stack.first(outer, batch))
@@ -137,7 +137,7 @@ class Program:
         }
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
-        """The blocks of a stage, of which only `count` are there."""
+        """Run the blocks of a stage, of which only `count` are there."""
         block = self.stack.block
         if self.remat is not False:
             policy: Any = None if self.remat is True else self.remat
@@ -173,7 +173,7 @@ class Program:
         return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
 
     def refuse_other_shapes(self, layers: Tree) -> Shapes:
-        """What stages send and what comes out, once they are known to fit each other."""
+        """Refuse what stages send and what comes out, unless they fit each other."""
         outer = combine(self.trainable["outer"], self.frozen["outer"])
         h = jax.eval_shape(self.stack.first, outer, self.batch)
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
@@ -235,11 +235,11 @@ class _Weights:
         self.outer, self.layers = (combine(trainable[name], frozen[name]) for name in ("outer", "layers"))
 
     def begin(self, chunk: Any) -> Any:
-        """The first row of a stage."""
+        """Return the first row of a stage."""
         return chunk * self._longest
 
     def of(self, chunk: Any) -> Tree:
-        """The weights of a stage, not copied out of those of the rank."""
+        """Return the weights of a stage, not copied out of those of the rank."""
         return jax.tree.map(lambda leaf: Rows(leaf, self.begin(chunk)), self.layers)
 
 
@@ -255,7 +255,7 @@ class _Forward:
             refuse_collectives(name, jaxpr, program.axis)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
-        """The jaxprs of what this runs."""
+        """Trace the jaxprs of what this runs."""
         stack, batch = self.program.stack, self.program.batch
         outer, layers = jax.tree.map(jax.typeof, (self.weights.outer, self.weights.layers))
         layer = jax.tree.map(lambda leaf: leaf.update(shape=leaf.shape[1:]), layers)
@@ -277,7 +277,7 @@ class _Forward:
         }
 
     def tick(self, state: State, row: Any) -> tuple[State, None]:
-        """What every rank does in one tick, and what it sends to its neighbours after it."""
+        """Do what every rank does in one tick, and return what it sends to its neighbours after it."""
         cells = at(row, lax.axis_index(self.program.axis))
         cell = dict(zip(self.tables.columns, cells, strict=True))
         batch = jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches)
@@ -307,7 +307,7 @@ class _Forward:
         return {**_when(cell["is_last"] == 1, last, state), "sent": jax.tree.leaves(h)}
 
     def _message(self, state: State, cell: State) -> Tree:
-        """What a neighbour sent."""
+        """Return what a neighbour sent."""
         tree = jax.tree.structure(self.shapes.h)
         return tree.unflatten([at(buffer, cell["message"]) for buffer in state["messages"]])
 
@@ -375,7 +375,7 @@ class _Run(_Forward):
         return {**super().begin(), "buffers": buffers}
 
     def totals(self, state: State, name: str) -> Tree:
-        """The gradients of the ``outer`` leaves or the ``layers``."""
+        """Add up the gradients of the ``outer`` leaves or the ``layers``."""
         tree = jax.tree.structure(self.weights.trainable[name])
         return tree.unflatten([state["buffers"][f"{name}/{i}"] for i in range(tree.num_leaves)])
 
@@ -411,7 +411,7 @@ class _Run(_Forward):
         return {**state, "sent": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
 
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
-        """The loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
+        """Compute the loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
         value, metrics, grads, dh = self.program.last(trainable, frozen, h, loss_weight, batch)
         buffers = dict(state["buffers"])
@@ -432,7 +432,7 @@ class _Run(_Forward):
         return {**state, "buffers": _when(cell["is_first"] == 1, first, buffers)}
 
     def _stage(self, cell: State) -> tuple[Tree, tuple[Any, ...]]:
-        """The weights of the tick's stage, and what was made of them once."""
+        """Return the weights of the tick's stage, and what was made of them once."""
         chunk, num_chunks = cell["chunk"], self.program.schedule.stages_per_rank
         hoisted: list[Any] = []
         for whole, value in zip(self.hoisted["blocks"], self.parts["blocks"].split.of(Pass.HOISTED), strict=True):
@@ -477,7 +477,7 @@ def _when(flag: Any, run: Callable[[Any], Any], state: Any) -> Any:
 
 
 def _filled(tree: Tree, dx: Tree) -> Tree:
-    """The leaves that have a gradient, in place of what is there."""
+    """Put the leaves that have a gradient in place of what is there."""
     leaves, structure = jax.tree.flatten(tree)
     found = structure.flatten_up_to(dx)
     return structure.unflatten([old if new is None else new for old, new in zip(leaves, found, strict=True)])

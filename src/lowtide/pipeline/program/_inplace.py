@@ -58,7 +58,7 @@ class InPlace:
         return f"{self.name}/{number}"
 
     def waiting(self) -> list[Waiting]:
-        """What lies in buffers."""
+        """Return what lies in buffers."""
         letters = {Pass.FORWARD: "F", Pass.INPUT: "I", Pass.WEIGHT: "W"}
         return [
             Waiting(self.column(i), self.name, letters[kept.made], letters[kept.last], kept.buffer)
@@ -68,7 +68,7 @@ class InPlace:
     def forward(
         self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree
     ) -> tuple[Tree, Buffers]:
-        """The forward pass: what the stage returns, and the buffers."""
+        """Run the forward pass: what the stage returns, and the buffers."""
         env = self.split.env(weights, hoisted, extras)
         env.update(zip(self.split.arguments.x_values, self.split.arguments.x_arrays(x), strict=True))
         buffers = self._run(Pass.FORWARD, env, buffers, cell, 0)
@@ -77,7 +77,7 @@ class InPlace:
     def input(
         self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, dy: Tree, *extras: Tree
     ) -> tuple[Tree, Buffers]:
-        """The input pass: the gradient of the input, and the buffers.
+        """Run the input pass: the gradient of the input, and the buffers.
 
         Args:
             buffers: by name.
@@ -96,7 +96,7 @@ class InPlace:
     def weight(
         self, buffers: Buffers, cell: dict[str, Any], begin: Any, weights: Tree, hoisted: Any, *extras: Tree
     ) -> Buffers:
-        """The weight pass: the buffers; arguments as of `input`."""
+        """Run the weight pass: the buffers; arguments as of `input`."""
         return self._run(Pass.WEIGHT, self.split.env(weights, hoisted, extras), buffers, cell, begin)
 
     def _run(self, at: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], begin: Any) -> Buffers:
@@ -127,7 +127,7 @@ def _kept(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Kept:
 
 
 def empty_buffer(kept: Kept, num_slots: int) -> Any:
-    """A buffer with so many slots, in the memory where the passes leave what it holds."""
+    """Make a buffer with so many slots, in the memory where the passes leave what it holds."""
     dims = (num_slots, *kept.shape.shape)
     if "rows/" in kept.buffer:
         dims = (num_slots * kept.num_rows, *kept.shape.shape[1:])

@@ -53,7 +53,7 @@ class Layout:
         return self.num_rows == self.num_layers
 
     def rows(self) -> np.ndarray:
-        """The layer of every row, shape [R * V * K]."""
+        """Return the layer of every row, shape [R * V * K]."""
         begins = np.cumsum((0, *self.layers_per_stage))
         found = np.zeros((self.schedule.num_ranks, self.schedule.stages_per_rank, self.longest), int)
         for rank in range(self.schedule.num_ranks):
@@ -64,7 +64,7 @@ class Layout:
         return found.reshape(-1)
 
     def positions(self) -> np.ndarray:
-        """The row of every layer, shape [L]."""
+        """Return the row of every layer, shape [L]."""
         begins = np.cumsum((0, *self.layers_per_stage))
         found = np.zeros(self.num_layers, int)
         for rank in range(self.schedule.num_ranks):
@@ -79,7 +79,7 @@ class Layout:
         return self._taken(layers, self.rows(), mesh, axis)
 
     def restore(self, rows: Tree, mesh: Any, axis: str) -> Tree:
-        """The opposite of `arrange`; padding is left out."""
+        """Undo `arrange`; padding is left out."""
         return self._taken(rows, self.positions(), mesh, axis)
 
     def cleared(self, rows: Tree) -> Tree:

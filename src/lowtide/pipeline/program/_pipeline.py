@@ -49,7 +49,7 @@ def value_and_grad(
     arranged: bool = False,
     batch_axes: Sequence[str] | None = None,
 ) -> Pipeline:
-    """A pipelined loss with its gradients, as one compiled program.
+    """Make a pipelined loss with its gradients, as one compiled program.
 
     Args:
         stack: the model as `first`, `block`, `last`. Every function is given the microbatch, so masks and positions in
@@ -139,7 +139,7 @@ class Pipeline:
     """Along which the rows of microbatches are divided."""
 
     def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
-        """The loss, the metrics and the gradients.
+        """Compute the loss, the metrics and the gradients.
 
         Args:
             outer: parameters outside the stack.
@@ -174,7 +174,7 @@ class Pipeline:
         return _with_gradients_of_its_own(((loss, metrics), (grads["outer"], of_layers)))
 
     def evaluate(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[Any, Tree]:
-        """The loss and the metrics without a backward pass; arguments and errors as of a call.
+        """Compute the loss and the metrics without a backward pass; arguments and errors as of a call.
 
         A batch may have any number of rows. Its microbatches have no more of them than it takes for the schedule's
         number of microbatches; rows that are left over are one more, and count by weight, without one by rows.
@@ -208,7 +208,7 @@ class Pipeline:
         return run(trainable, frozen, batches, fractions(weights)), total
 
     def report(self, outer: Tree, layers: Tree, batch: Tree, *, memory: MemoryReport | None = None) -> StageReport:
-        """What every rank holds throughout the program, and what its passes compute, before anything is compiled.
+        """Report what every rank holds throughout the program, and what its passes compute; compiles nothing.
 
         Args:
             outer: as in a call; arrays or shapes.
@@ -310,7 +310,7 @@ class Pipeline:
         return plan.arrange(layers, self.mesh, self.axis)
 
     def restore(self, rows: Tree, num_layers: int) -> Tree:
-        """The opposite of `arrange`: leaves [num_layers, ...].
+        """Undo `arrange`: leaves [num_layers, ...].
 
         Raises:
             StructureError: for rows that are not of so many layers.
@@ -370,14 +370,14 @@ class Pipeline:
         return jax.jit(mapped)  # outside of one, axes that are left to the compiler are an error
 
     def _divided(self, leaf: Any) -> Any:
-        """The rows of all microbatches, divided alike."""
+        """Divide the rows of all microbatches alike."""
         if self._num_parts == 1 or leaf.shape[1] % self._num_parts:  # the last rows of an evaluation
             return leaf
         sharding = NamedSharding(self.mesh, PartitionSpec(None, self.batch_axes))
         return jax.lax.with_sharding_constraint(leaf, sharding)
 
     def _microbatches(self, batch: Tree, number: int, first: int = 0) -> tuple[Tree, Any]:
-        """The microbatches and what each weighs; keys are those from the `first` on."""
+        """Return the microbatches and what each weighs; keys are those from the `first` on."""
         batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
         keys = jax.tree.map(
             lambda leaf: (
@@ -395,7 +395,7 @@ class Pipeline:
 
 
 def _with_gradients_of_its_own(results: Tree) -> Tree:
-    """The results, whose cotangents raise: JAX would blame the loops over ticks, of which the user knows nothing."""
+    """Make cotangents of the results raise: JAX would blame the loops over ticks, of which the user knows nothing."""
 
     @jax.custom_jvp
     def given(leaf: Any) -> Any:
@@ -455,7 +455,7 @@ def _refuse_other_rows(layers: Tree, plan: Layout) -> None:
 
 
 def _struct(leaf: Any) -> Any:
-    """The shape of an array, and where it is."""
+    """Return the shape of an array, and where it is."""
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
 
@@ -465,5 +465,5 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:
-    """That of a mesh's devices; without devices, as in a trainer's step, that of this process."""
+    """Return the platform of a mesh's devices; without devices, as in a trainer's step, that of this process."""
     return jax.default_backend() if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0].platform

@@ -105,7 +105,7 @@ class StageReport:
         return {**plain, "held_bytes": self.held_bytes, "other_bytes": self.other_bytes, "device_bytes": device}
 
     def __rich__(self) -> Group:
-        """A table of bytes by rank, one of arithmetic by pass, and what the split had to leave whole."""
+        """Draw a table of bytes by rank, one of arithmetic by pass, and what the split had to leave whole."""
         from rich.console import Group  # `import lowtide` does not need what draws
         from rich.text import Text
 
@@ -113,7 +113,7 @@ class StageReport:
         return Group(self._bytes(), "", self._arithmetic(), *map(Text, notes if self.is_split else []))
 
     def _arithmetic(self) -> Table:
-        """A row for each function of the stack."""
+        """Draw a row for each function of the stack."""
         from rich.table import Table
 
         title = "FLOPs of one microbatch"
@@ -128,7 +128,7 @@ class StageReport:
         return table
 
     def _bytes(self) -> Table:
-        """A row for each rank, what all have, and the sum."""
+        """Draw a row for each rank, what all have, and the sum."""
         from rich.table import Table
 
         title = f"{self.name}, {self.num_microbatches} microbatches: bytes of one device"
@@ -172,7 +172,7 @@ def stage_report(
     num_devices: int,
     memory: MemoryReport | None,
 ) -> StageReport:
-    """The report of what a program holds.
+    """Report what a program holds.
 
     Args:
         held: buffers.
@@ -246,7 +246,7 @@ def stage_report(
 
 
 def _short(count: int) -> str:
-    """A number in three digits: ``1.63 G``."""
+    """Write a number in three digits: ``1.63 G``."""
     power = min(int(f"{count:.2e}".split("e")[1]) // 3, 5)  # of what is printed: 999,999 is 1 M
     return f"{count / 1000**power:.3g} {' kMGTP'[power]}".rstrip()
 

@@ -48,7 +48,7 @@ _LONG = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "BACKWAR
 
 
 def parse_actions(text: str) -> list[Action]:
-    """The actions in one cell of a table: none when it is empty or of communication, two when they overlap.
+    """Parse the actions in one cell of a table: none when it is empty or of communication, two when they overlap.
 
     Args:
         text: such as ``2F0``, or PyTorch's ``(0F8;7B1)OVERLAP_F_B``, of which the first comes first.

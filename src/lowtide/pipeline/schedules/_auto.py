@@ -162,7 +162,7 @@ class _Greedy:
         return self.whole[rank] if action.stage == self.stages[rank][0] else 0.0
 
     def _candidates(self, rank: int) -> Iterator[tuple[float, int, Action]]:
-        """What could be next: when it could begin, how urgent it is (less is more), and what."""
+        """List what could be next: when it could begin, how urgent it is (less is more), and what."""
         for stage in self.stages[rank]:
             for kind in (Kind.INPUT, Kind.FORWARD):
                 action = Action(stage, kind, self.next[kind, stage])

@@ -82,5 +82,5 @@ class Costs:
 
 
 def at(cost: float | Sequence[float], stage: int) -> float:
-    """The cost of one stage."""
+    """Return the cost of one stage."""
     return cost[stage] if isinstance(cost, Sequence) else cost

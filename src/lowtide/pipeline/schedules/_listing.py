@@ -85,7 +85,7 @@ def _advance(rank: _Rank, placement: Sequence[int], costs: Costs, ends: dict[tup
 
 
 def _next(rank: _Rank, costs: Costs) -> Action | None:
-    """The next action of the order that memory allows; None when a weight pass has to free some first."""
+    """Return the next action of the order that memory allows; None when a weight pass has to free some first."""
     if not rank.order:
         return None
     action = rank.order[0]

@@ -31,7 +31,7 @@ def schedule(
     memory_limit: float | Sequence[float] | None = None,
     lockstep: bool = True,
 ) -> Schedule:
-    """A pipeline schedule.
+    """Make a pipeline schedule.
 
     Args:
         name: one of `SCHEDULES`; ``"auto"`` for one that no other with as many stages a rank is better than, for these
@@ -100,7 +100,7 @@ def schedule(
 
 
 def _roomy(job: _Job, limits: list[float]) -> Schedule:
-    """The schedule within its own limits, or within the least larger ones that stages of different sizes need."""
+    """Make the schedule within its own limits, or within the least larger ones that stages of different sizes need."""
     for factor in (1.125**power for power in range(40)):
         with contextlib.suppress(ScheduleError):
             return job.best([factor * limit for limit in limits])
@@ -223,7 +223,7 @@ def _limits(
     costs: Costs,
     memory_limit: float | Sequence[float] | None,
 ) -> list[float]:
-    """The memory of each rank."""
+    """Return the memory of each rank."""
     num_ranks = len(placement) // chunks
     if memory_limit is not None:
         limit: Any = memory_limit

@@ -44,7 +44,7 @@ class Named:
 
 
 def placed(num_ranks: int, chunks: int, *, is_v: bool) -> tuple[int, ...]:
-    """The rank of every stage."""
+    """Return the rank of every stage."""
     down = range(num_ranks)
     return tuple(rank for chunk in range(chunks) for rank in (reversed(down) if is_v and chunk % 2 else down))
 
@@ -80,7 +80,7 @@ def _breadth_first(num_ranks: int, chunks: int, num: int) -> Orders:
 
 
 def _interleaved(ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
-    """Groups of R microbatches, which pass all chunks of a rank before the next group does."""
+    """Make groups of R microbatches, which pass all chunks of a rank before the next group does."""
 
     def orders(num_ranks: int, chunks: int, num: int) -> Orders:
         groups = range(0, num, num_ranks)
@@ -149,7 +149,7 @@ def _dualpipe_v(num_ranks: int, _: int, num: int) -> Orders:
 
 
 def _blocks(*hops: tuple[int, int, int, int]) -> Callable[[int, int, int], Iterator[Orders]]:
-    """A V in which every microbatch follows the one before after six units, in one pattern: as it is, and squeezed.
+    """Make a V in which every microbatch follows the one before after six units, in one pattern: plain, and squeezed.
 
     Args:
         hops: units between the passes of neighbouring ranks, of F0, F1, I1 and I0. Their sum is what a microbatch's

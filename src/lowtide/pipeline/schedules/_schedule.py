@@ -67,11 +67,11 @@ class Schedule:
         return any(action.kind is Kind.INPUT for order in self.orders for action in order)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of the model."""
+        """List the stages of a rank, in the order of the model."""
         return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
 
     def truncated(self, num_microbatches: int) -> Schedule:
-        """The schedule of the first microbatches alone, in the same order."""
+        """Return the schedule of the first microbatches alone, in the same order."""
         kept = (tuple(action for action in order if action.microbatch < num_microbatches) for order in self.orders)
         return dataclasses.replace(self, num_microbatches=num_microbatches, orders=tuple(kept))
 
@@ -133,7 +133,7 @@ class Schedule:
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
-        """The schedule of a table of actions, with a row for each rank; empty cells are idle."""
+        """Make the schedule of a table of actions, with a row for each rank; empty cells are idle."""
         orders = tuple(tuple(action for cell in row for action in parse_actions(cell)) for row in rows)
         found = {action.stage: rank for rank, order in enumerate(orders) for action in order}
         if not found:
@@ -150,12 +150,12 @@ class Schedule:
         return cls(name=name, num_microbatches=num_microbatches, placement=placement, orders=orders)
 
     def to_text(self) -> str:
-        """What `from_text` reads."""
+        """Write what `from_text` reads."""
         return "\n".join(" ".join(map(str, order)) for order in self.orders)
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
-    """What has to come before an action, of the same microbatch: kinds and stages, where `Kind.INPUT` may be a B."""
+    """Return what has to come before an action of the microbatch: kinds and stages, where `Kind.INPUT` may be a B."""
     stage = action.stage
     if action.kind is Kind.FORWARD:
         return [(Kind.FORWARD, stage - 1)] if stage else []

@@ -25,12 +25,12 @@ class Simulation(Timeline):
     """A schedule in time. Simulated, with the costs it was given."""
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        """The schedule in a terminal, as wide as it."""
+        """Draw the schedule in a terminal, as wide as it."""
         has_colours = console.color_system is not None and not console.no_color
         yield views.terminal(self, options.max_width, has_colours=has_colours)
 
     def to_png(self, path: str | Path | None = None) -> bytes:
-        """A picture of the schedule over time and of what each rank keeps.
+        """Draw the schedule over time and what each rank keeps.
 
         Args:
             path: the file to write, if any.
@@ -45,11 +45,11 @@ class Simulation(Timeline):
         return _written(path, views.picture(self, "png"))
 
     def to_svg(self, path: str | Path | None = None) -> bytes:
-        """The picture of `to_png` as SVG; arguments, result and errors as there."""
+        """Draw the picture of `to_png` as SVG; arguments, result and errors as there."""
         return _written(path, views.picture(self, "svg"))
 
     def to_trace(self, path: str | Path | None = None) -> bytes:
-        """A Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond there.
+        """Write a Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond there.
 
         Args:
             path: the file to write, if any.
@@ -151,7 +151,7 @@ def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Action | None, ...]]:
-    """The table of a program in lockstep: what each rank does in each tick, None for nothing.
+    """Make the table of a program in lockstep: what each rank does in each tick, None for nothing.
 
     A rank does its next action in the first tick after those that it needs.
 

@@ -19,7 +19,7 @@ Slots = dict[Action, int]
 
 
 def squeezed(ranks: Sequence[Slots]) -> list[list[Action]]:
-    """The order of forward and input passes on every rank.
+    """Return the order of forward and input passes on every rank.
 
     Args:
         ranks: for each, the slots of its forward and input passes. The first one has the first stage.
@@ -86,6 +86,6 @@ _LEFT = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
 
 
 def _kept(slots: Slots) -> list[int]:
-    """What a rank keeps after every slot."""
+    """Return what a rank keeps after every slot."""
     left = {at: _LEFT.get(action.kind, 0) for action, at in slots.items()}
     return list(itertools.accumulate(left.get(at, 0) for at in range(max(left) + 1)))

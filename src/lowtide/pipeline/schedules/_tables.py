@@ -148,7 +148,7 @@ class _Life(NamedTuple):
 
 
 def _when(table: Iterable[tuple[Action | None, ...]]) -> dict[_Key, int]:
-    """The tick of every pass, where a whole backward pass is both of its parts."""
+    """Return the tick of every pass, where a whole backward pass is both of its parts."""
     return {
         (action.stage, kind, action.microbatch): tick
         for tick, row in enumerate(table)
@@ -177,7 +177,7 @@ def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
 
 
 def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
-    """What a stage gets from its neighbours, at the end of the tick in which it is made.
+    """Return what a stage gets from its neighbours, at the end of the tick in which it is made.
 
     The last stage's backward pass gets the activations of its own forward pass: the loss is taken there.
     """

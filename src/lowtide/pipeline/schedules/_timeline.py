@@ -60,7 +60,7 @@ class Timeline:
         return sum(self.busy) / (len(self.busy) * self.makespan)
 
     def memory(self, rank: int) -> tuple[list[float], list[float]]:
-        """What a rank keeps over time: when it changes, and to what.
+        """Return what a rank keeps over time: when it changes, and to what.
 
         A forward pass counts from its begin, what a backward pass frees until its end.
         """

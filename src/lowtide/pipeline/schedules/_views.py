@@ -35,7 +35,7 @@ def _colour(simulation: Timeline, action: Action) -> str:
 
 
 def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
-    """A line for each rank, with the number of a microbatch where its pass begins.
+    """Draw a line for each rank, with the number of a microbatch where its pass begins.
 
     Args:
         simulation: what to draw.
@@ -74,7 +74,7 @@ def terminal(simulation: Timeline, width: int, *, has_colours: bool) -> Text:
 
 
 def picture(simulation: Timeline, form: str) -> bytes:
-    """The schedule over time and what each rank keeps.
+    """Draw the schedule over time and what each rank keeps.
 
     Args:
         simulation: what to draw.
@@ -156,7 +156,7 @@ def _draw_memory(axes: Any, simulation: Timeline) -> None:
 
 
 def trace(simulation: Timeline) -> str:
-    """The schedule as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing: a unit of time is a millisecond.
+    """Write the schedule as a Chrome trace, for https://ui.perfetto.dev: a unit of time is a millisecond.
 
     Args:
         simulation: what to write.

@@ -191,7 +191,7 @@ class Reach:
         return True
 
     def reads(self, node: Node) -> Iterator[Value]:
-        """What a node reads, through what is free."""
+        """Return what a node reads, through what is free."""
         waiting: list[Atom] = []
         if isinstance(node, Op | Sink):
             waiting += node.reads
@@ -211,7 +211,7 @@ class Reach:
                 waiting.append(atom.stack)  # pyright: ignore[reportArgumentType]
 
     def ancestors(self, nodes: Iterable[Node]) -> set[Node]:
-        """The nodes and all that they need."""
+        """Return the nodes and all that they need."""
         waiting, seen = list(nodes), set[Node]()
         while waiting:
             node = waiting.pop()
@@ -222,7 +222,7 @@ class Reach:
 
 
 def _stacked(loop: Loop) -> Iterator[Value]:
-    """The values of a loop's own body that are stacked outside of it."""
+    """Return the values of a loop's own body that are stacked outside of it."""
     for carry in loop.carries:
         if carry.inside.stack is not None:
             yield carry.inside
@@ -319,7 +319,7 @@ class _Cut:
                     self._always(self.at(node, bound), self.at(self.reach.producer[value], bound))
 
     def _effects(self) -> dict[Node, Pass]:
-        """The last pass that operations with effects may be in: a weight pass leaves out what nobody reads.
+        """Return the last pass that operations with effects may be in: a weight pass leaves out what nobody reads.
 
         They stay in the forward pass; their copies that are recomputed come after the first cotangent.
         """
@@ -343,7 +343,7 @@ class _Cut:
         return found & set(back)
 
     def _kept(self) -> None:
-        """What costs bytes when it is made before a bound and read after it."""
+        """Return what costs bytes when it is made before a bound and read after it."""
         readers: dict[Value, set[Node]] = {}
         for node in self.nodes:
             if isinstance(node, Sink) and node.is_added:
@@ -360,7 +360,7 @@ class _Cut:
 
 
 def _hoist(reach: Reach, found: dict[Op | Carry, Pass], nodes: list[Node], passes: dict[Node, Pass]) -> None:
-    """What weights alone give and another pass reads is made once a step, with all that it is made of."""
+    """Make once a step what weights alone give and another pass reads, with all that it is made of."""
     crossing: list[Node] = []
     for node in nodes:
         for value in reach.reads(node):

@@ -116,7 +116,7 @@ class Graph:
 
 
 def graph(closed: Any) -> Graph:
-    """The graph of a `ClosedJaxpr`; its constants become part of it."""
+    """Make the graph of a `ClosedJaxpr`; its constants become part of it."""
     inputs = [Value(var.aval) for var in closed.jaxpr.invars]
     items: list[Op | Loop] = []
     outputs = _Reader(items, None).read(closed, inputs)
@@ -233,7 +233,7 @@ class _Reader:
         return finals
 
     def copied(self, atom: Atom, like: Value) -> Value:
-        """A value of its own for an atom."""
+        """Give an atom a value of its own."""
         shape = like.aval.shape[1:]
         value = Value(like.aval.update(shape=shape), self.loop)
         self.items.append(Op("copy", [atom], [value], lambda x: [x]))
@@ -261,7 +261,7 @@ _HEAVY = {
 
 
 def _is_heavy(eqn: Any) -> bool:
-    """A product or the like; or a loop, a branch, a kernel: whatever holds operations of its own."""
+    """Tell a product or the like; or a loop, a branch, a kernel: whatever holds operations of its own."""
     return eqn.primitive.name in _HEAVY or kind_of(eqn) not in (None, Kind.SCALAR)
 
 
@@ -291,7 +291,7 @@ _DEBUG_INFO = jex.DebugInfo("split_backward", "one operation", None, None)
 
 
 def _runner(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """The operation as a function of all that it reads; literals are put in again by its jaxpr."""
+    """Return the operation as a function of all that it reads; literals are put in again by its jaxpr."""
     variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
     at = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
     results = [var for var in eqn.outvars if not isinstance(var, jex.DropVar)]

@@ -78,7 +78,7 @@ def _split_items(
 
 
 def _split_operation(op: Op, reach: Reach, read: set[Value], live: set[Value]) -> tuple[list[Op], list[Whole]]:
-    """The operation, or the two that take its place; and what stays whole, itself or in it."""
+    """Return the operation, or the two that take its place; and what stays whole, itself or in it."""
     early: list[int] = []
     late: list[int] = []
     for i, value in enumerate(op.gives):
@@ -104,7 +104,7 @@ _SEPARATE = {"optimization_barrier", "psum", "psum_invariant", "pvary"}
 
 
 def _part(op: Op, at: list[int]) -> Op:
-    """An operation on some of its arrays."""
+    """Run an operation on some of its arrays."""
     eqn = op.eqn
 
     def run(*values: Any) -> Sequence[Any]:
@@ -128,7 +128,7 @@ class _Half:
         self.reads = {i for i, value in inputs if branch.plan.reads.get(value, set()).intersection(passes)}
 
     def run(self, env: Environment) -> list[Any]:
-        """The outputs; what is made on the way is added to the environment."""
+        """Compute the outputs; what is made on the way is added to the environment."""
         for at in self.passes:
             self.branch.plan.run(at, env, {}, {}, {})
         atoms: list[Any] = [self.branch.graph.outputs[i] for i in self.outputs]
@@ -232,7 +232,7 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tu
 
 
 def _places(branches: Sequence[_Branch], params: Any) -> tuple[list[_Left], list[list[int]]]:
-    """What branches leave, of one shape in one place, and the places of each branch's own."""
+    """Return what branches leave, of one shape in one place, and the places of each branch's own."""
     lefts: list[_Left] = []
     places: list[list[int]] = []
     for branch in branches:
@@ -258,7 +258,7 @@ def _varies(value: Value, params: Any) -> tuple[str, ...]:
 
 
 def _typed(value: Any, left: _Left, is_branch: bool) -> Any:
-    """What is left, zeros where nothing is; branches have to agree along which axes of a `shard_map` it differs."""
+    """Return what is left, zeros where nothing is; branches agree along which axes of a `shard_map` it differs."""
     value = jnp.zeros(left.shape, left.dtype) if value is None else value
     if not (is_branch and left.varies):
         return value
@@ -279,7 +279,7 @@ def _mapped(
     *,
     is_first: bool,
 ) -> Callable[..., list[Any]]:
-    """A half of a `shard_map`; what is left has an axis more, along which the devices' own parts are."""
+    """Make a half of a `shard_map`; what is left has an axis more, along which the devices' own parts are."""
     specs = [PartitionSpec(one.varies or None) for one in lefts]
     ins, outs = ([params[name][i] for i in at] for name, at in (("in_specs", reads), ("out_specs", outputs)))
 

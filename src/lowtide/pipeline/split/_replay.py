@@ -111,7 +111,7 @@ class Plan:
         return any(at > self.made[value] for at in self.reads.get(value, ()))
 
     def kept(self) -> dict[Value, tuple[Pass, Pass]]:
-        """What is kept from pass to pass: where it is made, and where it is read last."""
+        """Return what is kept from pass to pass: where it is made, and where it is read last."""
         found: dict[Value, tuple[Pass, Pass]] = {}
         for value, made in self.made.items():
             is_outside = value.loop is None or value.stack is None
@@ -121,7 +121,7 @@ class Plan:
         return found
 
     def flops(self, at: Pass) -> int:
-        """The arithmetic of a pass."""
+        """Count the arithmetic of a pass."""
         return sum(op.flops * times for op, times in repeated(self.graph.items) if self.passes.get(op) is at)
 
     def is_stacked(self, value: Value) -> bool:
@@ -146,7 +146,7 @@ class Plan:
                 buffers[slot.buffer] = put(buffers[slot.buffer], runner.read(value, [env]), slot.begin)
 
     def read(self, atom: Atom, env: Environment, buffers: Buffers) -> Any:
-        """A result, after the pass that gives it."""
+        """Read a result, after the pass that gives it."""
         return _Runner(self, Pass.WEIGHT, buffers, {}, {}).read(atom, [env])
 
     def adds_up(self, atom: Atom) -> bool:
@@ -268,7 +268,7 @@ class _Runner:
         envs[-1].update((value.stack or value, slot) for value, slot in places.items() if slot is not None)
 
     def _lookup(self, value: Value | jex.Literal, envs: Sequence[Environment]) -> Any:
-        """A value to take slices of: where its rows are, if they lie one by one."""
+        """Return a value to take slices of: where its rows are, if they lie one by one."""
         for env in reversed(envs):
             if value in env:
                 found = env[value]
@@ -277,7 +277,7 @@ class _Runner:
         return self.read(value, envs)
 
     def _entering(self, loop: Loop) -> dict[Value, Any]:
-        """The values of the body that come from outside: slices, and what earlier passes left of its own."""
+        """Return the values of the body that come from outside: slices, and what earlier passes left of its own."""
         outers = {inside: outer for outer, inside in loop.slices}
         found: dict[Value, Any] = {}
         for value in self.plan.reads:
@@ -293,7 +293,7 @@ class _Runner:
         return found
 
     def _leaving(self, loop: Loop) -> list[Value]:
-        """The values of the body that this pass makes and has to stack."""
+        """Return the values of the body that this pass makes and has to stack."""
         return [
             value
             for value, made in self.plan.made.items()
@@ -316,22 +316,22 @@ def _as(value: Any, like: Value) -> Any:
 
 
 def at(array: Any, index: Any) -> Any:
-    """A copy of an entry."""
+    """Copy an entry."""
     return lax.dynamic_index_in_dim(array, index, keepdims=False)
 
 
 def entry(buffer: Any, index: Any) -> Any:
-    """A copy of an entry of a buffer that passes change."""
+    """Copy an entry of a buffer that passes change."""
     return _fixed(at(buffer, index))
 
 
 def put(buffer: Any, value: Any, index: Any) -> Any:
-    """A buffer with another entry."""
+    """Return a buffer with another entry."""
     return lax.dynamic_update_index_in_dim(buffer, _fixed(value), index, 0)
 
 
 def _fixed(value: Any) -> Any:
-    """An entry, stored in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
+    """Store an entry in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
 
     In the way in which a TPU needs least padding.
     """

@@ -47,7 +47,7 @@ class StageSplit:
     """Whether the stage returns ``(y, aux)``."""
 
     def trace(self, weights: Tree, x: Tree, *extras: Tree) -> TracedSplit:
-        """The three passes for arguments of these shapes.
+        """Trace the three passes for arguments of these shapes.
 
         Args:
             weights: parameters; arrays or shapes.
@@ -126,13 +126,13 @@ class TracedSplit:
     """How much arithmetic each pass has, and which operations of the backward pass are not split."""
 
     def hoist(self, weights: Tree) -> Arrays:
-        """What depends on the weights alone, and more than one pass reads; made once for all microbatches."""
+        """Compute what depends on the weights alone, and more than one pass reads; made once for all microbatches."""
         env = self.arguments.weights(weights)
         self.plan.run(Pass.HOISTED, env, {}, {}, {})
         return tuple(env[value] for value in self.of(Pass.HOISTED))
 
     def forward(self, weights: Tree, x: Tree, *extras: Tree, hoisted: Arrays | None = None) -> tuple[Any, Residuals]:
-        """The forward pass.
+        """Run the forward pass.
 
         Args:
             weights: parameters.
@@ -152,7 +152,7 @@ class TracedSplit:
     def input(
         self, weights: Tree, residuals: Residuals, dy: Tree, *extras: Tree, hoisted: Arrays | None = None
     ) -> tuple[Tree, Arrays]:
-        """The input part of the backward pass.
+        """Run the input part of the backward pass.
 
         Args:
             weights: parameters.
@@ -176,7 +176,7 @@ class TracedSplit:
     def weight(
         self, weights: Tree, for_weight: Arrays, waiting: Arrays, *extras: Tree, hoisted: Arrays | None = None
     ) -> Tree:
-        """The weight part of the backward pass.
+        """Run the weight part of the backward pass.
 
         Args:
             weights: parameters.
@@ -198,14 +198,14 @@ class TracedSplit:
         return self.arguments.trainable_tree.unflatten([found[i] for i in sorted(found)])
 
     def env(self, weights: Tree, hoisted: Arrays, extras: Arrays) -> Environment:
-        """What every pass reads."""
+        """Return what every pass reads."""
         env = self.arguments.weights(weights)
         env.update(zip(self.of(Pass.HOISTED), hoisted, strict=True))
         env.update(zip(self.arguments.extras_values, jax.tree.leaves(extras), strict=True))
         return env
 
     def of(self, made: Pass, last: Pass | None = None) -> list[Value]:
-        """What a pass leaves, to be read last by another, or by any."""
+        """Return what a pass leaves, to be read last by another, or by any."""
         return [
             v for (begin, end), values in self.kept.items() for v in values if begin is made and last in (None, end)
         ]
@@ -215,12 +215,12 @@ class TracedSplit:
         return [(i, atom) for i, atom in enumerate(self.arguments.dweights) if self.plan.given(atom) is at]
 
     def results(self, env: Environment, buffers: Buffers) -> Tree:
-        """What the stage returns."""
+        """Return what the stage returns."""
         read = [jnp.asarray(self.plan.read(atom, env, buffers)) for atom in self.arguments.y]
         return self.arguments.y_tree.unflatten(read)
 
     def dx(self, env: Environment, buffers: Buffers) -> Tree:
-        """The gradient of the input."""
+        """Return the gradient of the input."""
         atoms = self.arguments.dx
         read = [None if atom is None else jnp.asarray(self.plan.read(atom, env, buffers)) for atom in atoms]
         return self.arguments.x_tree.unflatten(read)
@@ -357,7 +357,7 @@ def trace_split(
 def _both_passes(
     stage: Callable[..., Any], has_aux: bool, chosen: tuple[list[bool], list[bool], list[int]], x_tree: Any
 ) -> Callable[..., Any]:
-    """The forward and the backward pass: of weights, leaves of `x`, extras and cotangents."""
+    """Run the forward and the backward pass: of weights, leaves of `x`, extras and cotangents."""
     is_trainable, moves, dy_at = chosen
 
     def passes(weights: Tree, x_leaves: list[Any], extras: Arrays, dy: list[Any]) -> Any:

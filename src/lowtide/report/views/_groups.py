@@ -82,7 +82,7 @@ def group_buffers(buffers: Iterable[Buffer]) -> list[Group]:
 
 
 def owner_name(buffer: Buffer) -> str:
-    """What a buffer is across two compilations: its path, else its scope, else its operation without its number."""
+    """Name a buffer alike in two compilations: by its path, else its scope, else its operation without its number."""
     return buffer.path or buffer.scope or _LAST_NUMBER.sub("", buffer.operation) or buffer.role
 
 

@@ -42,7 +42,7 @@ _DIFF_COLUMNS = 900
 
 
 def report_page(report: ReportFacts) -> bytes:
-    """The page of a report.
+    """Make the page of a report.
 
     Args:
         report: the report.
@@ -71,7 +71,7 @@ def report_page(report: ReportFacts) -> bytes:
 
 
 def diff_page(difference: DiffFacts) -> bytes:
-    """The page of a difference.
+    """Make the page of a difference.
 
     Args:
         difference: the difference.
@@ -102,7 +102,7 @@ def diff_page(difference: DiffFacts) -> bytes:
 
 
 def notebook(report: ReportFacts) -> str:
-    """A compact static table for notebooks: verdict, roles and the largest owners at the peak.
+    """Make a compact static table for notebooks: verdict, roles and the largest owners at the peak.
 
     Args:
         report: the report.
@@ -123,7 +123,7 @@ def notebook(report: ReportFacts) -> str:
 
 
 def report_payload(report: ReportFacts, *, limit: int = MAX_PAYLOAD_BYTES) -> tuple[str, list[str]]:
-    """What the page of a report computes with.
+    """Return what the page of a report computes with.
 
     Args:
         report: the report.
@@ -196,7 +196,7 @@ def _fold(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 
 def diff_payload(difference: DiffFacts) -> str:
-    """What the page of a difference draws: the timelines in columns, and every owner.
+    """Return what the page of a difference draws: the timelines in columns, and every owner.
 
     Args:
         difference: the difference.
@@ -284,7 +284,7 @@ def _asset(name: str) -> str:
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
-    """A template with its ``{{names}}`` filled in, once: what is filled in is not searched again."""
+    """Fill in a template's ``{{names}}``, once: what is filled in is not searched again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
 

@@ -46,7 +46,7 @@ def _compact(value: Any) -> str:
 
 
 def read_fields(path: str | Path, *, schema_version: int) -> dict[str, Any]:
-    """The fields of the report in a file that `MemoryReport.to_json` wrote.
+    """Read the fields of the report in a file that `MemoryReport.to_json` wrote.
 
     Args:
         path: the file.

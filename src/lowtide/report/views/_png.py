@@ -45,7 +45,7 @@ _PLATE = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1.5}
 
 
 def report_png(report: ReportFacts) -> bytes:
-    """A picture of a report: timeline by role, and the largest owners at the peak.
+    """Draw a report: timeline by role, and the largest owners at the peak.
 
     Args:
         report: the report.
@@ -71,7 +71,7 @@ def report_png(report: ReportFacts) -> bytes:
 
 
 def diff_png(difference: DiffFacts) -> bytes:
-    """A picture of a difference: both timelines on one scale, and the owners that changed most.
+    """Draw a difference: both timelines on one scale, and the owners that changed most.
 
     Args:
         difference: the difference.
@@ -285,5 +285,5 @@ def byte_ticks(top: int, count: int = 5) -> list[int]:
 
 
 def tick_text(num_bytes: int) -> str:
-    """A size without needless decimals: ``20 GiB``."""
+    """Write a size without needless decimals: ``20 GiB``."""
     return format_bytes(num_bytes).replace(".00 ", " ") if num_bytes else "0"

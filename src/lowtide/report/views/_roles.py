@@ -68,7 +68,7 @@ _TOP = ("unattributed", "fragmentation")
 
 
 def styles(roles: Iterable[str]) -> dict[str, Style]:
-    """The style of every role.
+    """Return the style of every role.
 
     Args:
         roles: names; those of arguments are arbitrary.

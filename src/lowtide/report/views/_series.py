@@ -35,7 +35,7 @@ class Capacity:
 
 
 def capacity(report: ReportFacts) -> Capacity:
-    """The figures of a verdict."""
+    """Return the figures of a verdict."""
     target = report.target
     return Capacity(
         total_bytes=report.device_bytes, usable_bytes=target.device_bytes, reserve_bytes=target.reserve_bytes
@@ -43,12 +43,12 @@ def capacity(report: ReportFacts) -> Capacity:
 
 
 def peak_moment(report: ReportFacts, space: Space) -> int:
-    """The position at which most bytes of a space are alive."""
+    """Find the position at which most bytes of a space are alive."""
     return report.peak_moment if space == "device" else report.host_peak_moment
 
 
 def drawn_buffers(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
-    """The buffers of a space; of a report without any, one a role that lives throughout.
+    """List the buffers of a space; of a report without any, one a role that lives throughout.
 
     Args:
         report: the report.
@@ -74,7 +74,7 @@ def role_order(*reports: ReportFacts) -> list[str]:
 
 
 def at_peak(report: ReportFacts, space: Space) -> tuple[Buffer, ...]:
-    """What a space holds at its peak, largest first; the bytes add up to the space's total."""
+    """List what a space holds at its peak, largest first; the bytes add up to the space's total."""
     peak = peak_moment(report, space)
     alive = [b for b in drawn_buffers(report, space) if b.alive_at(peak)]
     return tuple(sorted(alive, key=lambda b: -b.num_bytes))
@@ -99,7 +99,7 @@ def role_series(buffers: Sequence[Buffer], num_moments: int) -> dict[str, np.nda
 
 
 def total_series(series: Mapping[str, np.ndarray], num_moments: int) -> np.ndarray:
-    """The sum of what `role_series` returns."""
+    """Add up what `role_series` returns."""
     return sum(series.values(), np.zeros(num_moments, np.int64))
 
 

@@ -230,7 +230,7 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
 
 
 def with_source(text: str, group: Group, width: int) -> str:
-    """An owner without a path, and the line of the program it is made at, which says more than its scope.
+    """Describe an owner without a path, and the line of the program it is made at, which says more than its scope.
 
     Args:
         text: what to call the owner.
@@ -246,7 +246,7 @@ def with_source(text: str, group: Group, width: int) -> str:
 
 
 def short_source(source: str, width: int) -> str:
-    """A source line in at most a width: without its folders, then without its function; file and line stay longest.
+    """Cut a source line to a width: without its folders, then without its function; file and line stay longest.
 
     Args:
         source: as in `Buffer.source`: ``pkg/train.py:41 (loss_fn)``.
@@ -340,7 +340,7 @@ def _print_notes(out: Console, notes: Sequence[str]) -> None:
 
 
 def percent(part: int, whole: int) -> str:
-    """A share with one decimal: ``12.5 %``; ``<0.1 %`` for a little."""
+    """Write a share with one decimal: ``12.5 %``; ``<0.1 %`` for a little."""
     share = 100 * part / whole if whole else 0.0
     return "<0.1 %" if part > 0 and share < 0.05 else f"{share:.1f} %"
 

@@ -40,7 +40,7 @@ def peak_text(report: ReportFacts, space: Space) -> str:
 
 
 def summary(report: ReportFacts) -> str:
-    """A report in one or two lines."""
+    """Sum up a report in one or two lines."""
     figures = capacity(report)
     of = "" if figures.usable_bytes is None else f" of {format_bytes(figures.usable_bytes)}"
     verdict = {True: ", fits", False: ", does not fit", None: ""}[report.fits]
