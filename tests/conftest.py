@@ -34,14 +34,13 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# A program that several tests compile alike is compiled once a run. The folder is this process's alone, since JAX writes
-# its files in place; so is the setting, since processes that tests start may run side by side, or be killed.
+# What several tests compile alike is compiled once a run. The folder is this process's alone, since JAX writes its files
+# in place; so is the setting, since processes that tests start may run side by side, or be killed.
 _programs = tempfile.TemporaryDirectory(prefix="lowtide-programs-", ignore_cleanup_errors=True)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     jax.config.update("jax_compilation_cache_dir", _programs.name)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
 
 hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("slow", max_examples=300, deadline=None)
