@@ -34,7 +34,7 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# What several tests compile alike is compiled once a run. The folder is this process's alone, since JAX writes its files
+# What several tests compile alike is compiled once a run. The folder is this process's alone, since JAX writes files
 # in place; so is the setting, since processes that tests start may run side by side, or be killed.
 _programs = tempfile.TemporaryDirectory(prefix="lowtide-programs-", ignore_cleanup_errors=True)
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
