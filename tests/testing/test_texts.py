@@ -13,10 +13,8 @@ from rich.console import Console
 from lowtide.cli import _fits
 from lowtide.core import ConfigError, format_bytes, parse_bytes
 from lowtide.memory import MemoryReport, SpaceBytes, Target, extrapolate, target
-from lowtide.report._buffers import DERIVED_ROLES
 from lowtide.testing import DeviceMemory, Limit
 from lowtide.testing._limit import tolerated_bytes
-from lowtide.testing._owners import DERIVED
 
 SIZES = st.one_of(st.integers(0, 2**20), st.integers(0, 2**50))
 
@@ -87,10 +85,6 @@ def test_tolerances_are_shares_or_sizes(text: str | int, whole: int, num_bytes: 
 def test_what_is_no_tolerance_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a tolerance"):
         tolerated_bytes(text, 100)
-
-
-def test_the_plugin_knows_every_derived_role() -> None:
-    assert DERIVED == DERIVED_ROLES
 
 
 def test_outside_of_a_test_there_are_no_snapshots() -> None:

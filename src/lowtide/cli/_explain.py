@@ -24,12 +24,6 @@ def register(commands: Any) -> None:
         "when your code fails; 2 for a mistake in the arguments.",
     )
     add_job_arguments(parser)
-    parser.add_argument(
-        "--target",
-        action="append",
-        metavar="NAME",
-        help="what to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
-    )
     add_view_arguments(parser, "report", "; with several targets their names are put before the suffix")
     parser.add_argument("--seconds", metavar="FILE", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)

@@ -66,12 +66,6 @@ def register(commands: Any) -> None:
     )
     add_job_arguments(parser)
     parser.add_argument(
-        "--target",
-        action="append",
-        metavar="NAME",
-        help="what to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
-    )
-    parser.add_argument(
         "--budget", metavar="SIZE", help='bytes it may take of a device, such as "14 GiB" (default: what is usable)'
     )
     parser.add_argument("--json", metavar="FILE", help="write the table as JSON (default: not written)")

@@ -42,6 +42,12 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "parameter `target`, it gets the target",
     )
     parser.add_argument(
+        "--target",
+        action="append",
+        metavar="NAME",
+        help="what to compile for, such as v5e:2x2, h100:8 or cpu; may be repeated (default: here)",
+    )
+    parser.add_argument(
         "--set",
         action="append",
         default=[],

@@ -9,15 +9,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..core import format_bytes
 from ._buffers import Buffer, Space
 from ._facts import SPACES, DiffFacts, DiffRow, signed, space_total
 from ._report import MemoryReport
-from .views import _json as views_json
-from .views._files import write_view
+from ._viewed import Viewed
 from .views._groups import owner_name
 from .views._series import at_peak
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class MemoryDiff(DiffFacts):
+class MemoryDiff(DiffFacts, Viewed):
     """The difference of two reports; made by `diff`.
 
     Examples:
@@ -37,17 +35,6 @@ class MemoryDiff(DiffFacts):
         >>> difference.by_role()["x"], difference.delta_bytes()
         ((64, 128), 128)
     """
-
-    def to_json(self, path: str | Path) -> None:
-        """Write the difference as JSON, integer bytes throughout.
-
-        Args:
-            path: the file; it is replaced when it exists.
-
-        Raises:
-            OutputError: when the file cannot be written.
-        """
-        write_view(path, f"{views_json.dump(self.to_dict())}\n".encode())
 
     def print(self, console: Console | None = None, *, top: int = 20) -> None:
         """Print the difference to a terminal.
@@ -60,32 +47,15 @@ class MemoryDiff(DiffFacts):
 
         print_diff(self, console, top=top)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write the difference as one HTML file that needs nothing else.
-
-        Args:
-            path: the file; it is replaced when it exists.
-
-        Raises:
-            OutputError: when the file cannot be written.
-        """
+    def _page(self) -> bytes:
         from .views._html import diff_page
 
-        write_view(path, diff_page(self))
+        return diff_page(self)
 
-    def to_png(self, path: str | Path) -> None:
-        """Draw both timelines and the owners that changed most, 1600×900.
-
-        Args:
-            path: the file; it is replaced when it exists.
-
-        Raises:
-            OutputError: when the file cannot be written.
-            ConfigError: when matplotlib (extra ``report``) is not installed.
-        """
+    def _picture(self) -> bytes:
         from .views._png import diff_png
 
-        write_view(path, diff_png(self))
+        return diff_png(self)
 
     def __repr__(self) -> str:
         sizes = f"{format_bytes(self.before.device_bytes)} -> {format_bytes(self.after.device_bytes)}"

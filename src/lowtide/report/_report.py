@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ._facts import SCHEMA_VERSION, ReportFacts
+from ._viewed import Viewed
 from .views import _json as views_json
-from .views._files import write_view
 from .views._terminal import print_report
 from .views._verdict import summary
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class MemoryReport(ReportFacts):
+class MemoryReport(ReportFacts, Viewed):
     """Where a compiled program's bytes go, on one device of a target; made by `analyze`.
 
     Examples:
@@ -27,17 +27,6 @@ class MemoryReport(ReportFacts):
         >>> report.by_role["params"], report.device_bytes == sum(report.by_role.values())
         (64, True)
     """
-
-    def to_json(self, path: str | Path) -> None:
-        """Write the report as JSON, integer bytes throughout.
-
-        Args:
-            path: the file; it is replaced when it exists.
-
-        Raises:
-            OutputError: when the file cannot be written.
-        """
-        write_view(path, f"{views_json.dump(self.to_dict())}\n".encode())
 
     @classmethod
     def from_json(cls, path: str | Path) -> MemoryReport:
@@ -74,36 +63,15 @@ class MemoryReport(ReportFacts):
         """
         print_report(self, console, top=top)
 
-    def to_html(self, path: str | Path) -> None:
-        """Write the report as one HTML file that needs nothing else: timeline, treemap and table of the buffers.
-
-        Args:
-            path: the file; it is replaced when it exists.
-
-        Raises:
-            OutputError: when the file cannot be written.
-
-        Memory:
-            None on any device. The file stays below 10 MB; beyond that the smallest buffers become one row a role,
-            and the page says so.
-        """
+    def _page(self) -> bytes:
         from .views._html import report_page
 
-        write_view(path, report_page(self))
+        return report_page(self)
 
-    def to_png(self, path: str | Path) -> None:
-        """Draw the timeline by role and the largest owners at the peak, 1600×900.
-
-        Args:
-            path: the file; it is replaced when it exists.
-
-        Raises:
-            OutputError: when the file cannot be written.
-            ConfigError: when matplotlib (extra ``report``) is not installed.
-        """
+    def _picture(self) -> bytes:
         from .views._png import report_png
 
-        write_view(path, report_png(self))
+        return report_png(self)
 
     def __repr__(self) -> str:
         return summary(self)

@@ -8,22 +8,7 @@ from typing import Any
 
 from ..core import ConfigError, format_bytes
 from ..memory import MemoryReport, diff
-
-DERIVED = (
-    "activations",
-    "gradients",
-    "copies",
-    "cotangents",
-    "recomputed",
-    "workspaces",
-    "temporaries",
-    "outputs",
-    "constants",
-    "code",
-    "fragmentation",
-    "unattributed",
-)
-"""Roles that every program may have, and that need not be in a report."""
+from ..report import DERIVED_ROLES
 
 
 def owners_text(report: MemoryReport, *, role: str | None = None, space: str = "device", top: int = 8) -> str:
@@ -82,7 +67,8 @@ def role_bytes(report: MemoryReport, role: str | None, space: str = "device") ->
 
 def check_role(report: MemoryReport, role: str | None) -> None:
     """Refuse a role that the report does not know."""
-    known = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED])
+    # Every program may have the derived roles, and they need not be in a report.
+    known = dict.fromkeys([*report.by_role, *report.host_by_role, *(b.role for b in report.buffers), *DERIVED_ROLES])
     if role is not None and role not in known:
         close = difflib.get_close_matches(role, known, n=3)
         raise ConfigError(

@@ -39,6 +39,8 @@ _MAX_TEXT = 2_000
 _TEXTS = ("role", "path", "phase", "scope", "operation", "source", "shape", "dtype")
 _COMMON = ("units.js", "timeline.js", "table.js")
 _DIFF_COLUMNS = 900
+_CHECKS = """<label class="check"><input type="checkbox" id="changed" checked> changed only</label>
+        <label class="check"><input type="checkbox" id="group" checked> group alike</label>"""
 
 
 def report_page(report: ReportFacts) -> bytes:
@@ -52,22 +54,25 @@ def report_page(report: ReportFacts) -> bytes:
     """
     payload, folded = report_payload(report)
     state = {True: "good", False: "bad", None: "unknown"}[report.fits]
+    symbol = {"good": "✓", "bad": "✗", "unknown": ""}[state]
     verdict = fit_text(report)
-    body = {
+    texts = {
+        "title": f"{format_bytes(report.device_bytes)} on {report.target.name} · memory report",
+        "kind": "Memory report",
         "target": report.target.name,
-        "state": state,
-        "symbol": {"good": "✓", "bad": "✗", "unknown": ""}[state],
         "verdict": verdict[0].upper() + verdict[1:],
+        "rows": "Buffers",
+        "filter": "Filter by name, scope, source, type …",
     }
-    made = {
+    markup = {
+        "mark": f'<span class="mark {state}" aria-hidden="true">{symbol}</span>',
+        "charts": _asset("report.html"),
+        "checks": "",
         "facts": _facts(_report_facts(report)),
         "footer": _footer([*report.notes, *folded, *_missing(report)], report.versions),
         "static": _static_roles(report),
     }
-    title = f"{format_bytes(report.device_bytes)} on {report.target.name} · memory report"
-    return _page(
-        "report.html", title, {**_escaped(body), **made}, payload, (*_COMMON, "model.js", "treemap.js", "report.js")
-    )
+    return _page(texts, markup, payload, (*_COMMON, "model.js", "treemap.js", "report.js"))
 
 
 def diff_page(difference: DiffFacts) -> bytes:
@@ -82,23 +87,27 @@ def diff_page(difference: DiffFacts) -> bytes:
     before, after = difference.before, difference.after
     sizes = f"{format_bytes(before.device_bytes)} before, {format_bytes(after.device_bytes)} after"
     names = dict.fromkeys([before.target.name, after.target.name])
-    body = {
+    texts = {
+        "title": f"{signed(difference.delta_bytes())} on {after.target.name} · memory difference",
+        "kind": "Difference of two memory reports",
         "target": " → ".join(names),
         "verdict": f"{signed(difference.delta_bytes())} on the device: {sizes}",
+        "rows": "Owners",
+        "filter": "Filter by name, role, type …",
     }
     facts = [("Before", fit_text(before)), ("After", fit_text(after))]
     if before.host_bytes or after.host_bytes:
         hosts = f"{format_bytes(before.host_bytes)} → {format_bytes(after.host_bytes)}"
         facts.append(("Host", f"{hosts} ({signed(difference.delta_bytes(space='host'))})"))
-    made = {
+    markup = {
+        "mark": "",
+        "charts": _asset("difference.html"),
+        "checks": _CHECKS,
         "facts": _facts(facts),
         "footer": _footer(difference.notes, after.versions),
         "static": _static_changes(difference),
     }
-    title = f"{signed(difference.delta_bytes())} on {after.target.name} · memory difference"
-    return _page(
-        "difference.html", title, {**_escaped(body), **made}, diff_payload(difference), (*_COMMON, "difference.js")
-    )
+    return _page(texts, markup, diff_payload(difference), (*_COMMON, "difference.js"))
 
 
 def notebook(report: ReportFacts) -> str:
@@ -267,12 +276,12 @@ def _embedded(data: Mapping[str, Any]) -> str:
 # --- markup --------------------------------------------------------------------------------------------------------
 
 
-def _page(template: str, title: str, body: Mapping[str, str], payload: str, scripts: Sequence[str]) -> bytes:
+def _page(texts: Mapping[str, str], markup: Mapping[str, str], payload: str, scripts: Sequence[str]) -> bytes:
     page = {
-        "title": html.escape(title),
+        **{name: html.escape(text) for name, text in texts.items()},
+        **markup,
         "generator": "Lowtide",
         "style": _asset("page.css"),
-        "body": _fill(_asset(template), body),
         "payload": payload,
         "script": "\n".join(_asset(name) for name in scripts),
     }
@@ -286,10 +295,6 @@ def _asset(name: str) -> str:
 def _fill(template: str, values: Mapping[str, str]) -> str:
     """Fill in a template's ``{{names}}``, once: what is filled in is not searched again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
-
-
-def _escaped(values: Mapping[str, str]) -> dict[str, str]:
-    return {name: html.escape(value) for name, value in values.items()}
 
 
 def _report_facts(report: ReportFacts) -> list[tuple[str, str]]:
