@@ -15,11 +15,14 @@ from ._callbacks import TrainerView as TrainerView
 from ._checkpoint import Checkpoints as Checkpoints
 from ._data import array_data as array_data
 from ._ema import ema as ema
+from ._events import Event as Event
 from ._events import Record as Record
 from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
+from ._run import FitOptions as FitOptions
+from ._run import Run as Run
 from ._step import TrainState as TrainState
 from ._trainer import Trainer as Trainer
 from ._weights import example_weights as example_weights
@@ -28,11 +31,14 @@ __all__ = [
     "Callback",
     "Checkpoints",
     "EarlyStopping",
+    "Event",
+    "FitOptions",
     "JsonlLogger",
     "ModelObject",
     "Profile",
     "Record",
     "ReduceOnPlateau",
+    "Run",
     "Scalars",
     "ShardingRules",
     "TensorBoard",

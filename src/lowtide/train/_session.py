@@ -133,12 +133,15 @@ class Session:
         """Iterate it in here: signals wait for steps, and what is raised leaves a good state.
 
         Args:
-            tell: hears of what happens after an exception, before that goes on.
+            tell: hears of what happens after the iterator was left: the last records, or what is done about an
+                exception before that goes on.
         """
         with self._terminated, valves(), self.processes.watched():
             try:
                 yield
                 if not self.is_over:
+                    for event in self.settle():  # who leaves early leaves a good state, too
+                        tell(event)
                     self.is_over = True
                     self._leave()
             except BaseException as error:
@@ -459,7 +462,7 @@ class Session:
                 f"fit took no step: the trainer is at step {step} and epoch {self.feed.epoch}\n"
                 "hint: num_steps and num_epochs count from the beginning of the run, not of this fit",
                 UserWarning,
-                stacklevel=4,
+                stacklevel=6,  # below: `fit` and what it is made of
             )
 
 

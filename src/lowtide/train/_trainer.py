@@ -7,10 +7,11 @@ second copy of anything (`_compiled`); and whatever ends `fit`, it holds a good 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import jax
 import optax
@@ -28,6 +29,7 @@ from ._evaluation import Evaluation, join
 from ._events import Event, Record
 from ._finite import Guard, OnNan
 from ._recovery import Copies, needs_checkpoints, open_checkpoints
+from ._run import FitOptions, Run, refuse_unknown
 from ._session import Session
 from ._state import LiveState
 from ._step import LossFn, TrainState
@@ -336,11 +338,57 @@ class Trainer:
         Whatever else ends it is raised as it came, with a note that says which step the trainer holds. Ctrl-C comes
         through between steps, SIGTERM after a step; both after a checkpoint, except Ctrl-C in one of several processes.
         """
+        with self.session(
+            data,
+            num_steps=num_steps,
+            num_epochs=num_epochs,
+            eval_data=eval_data,
+            eval_every=eval_every,
+            checkpoint_every=checkpoint_every,
+            callbacks=callbacks,
+            on_record=on_record,
+            progress=progress,
+        ) as run:
+            for _ in run:
+                pass
+        return run.records
+
+    @contextlib.contextmanager
+    def session(self, data: StepData | Iterable[Tree], **options: Unpack[FitOptions]) -> Generator[Run]:
+        """Train as `fit` does, in a loop of your own that hears of everything that happens.
+
+        Leaving the loop early leaves the run where it is, with the values of all its steps seen to, and without a last
+        evaluation or checkpoint; another session or `fit` goes on there. `Run.stop` ends it like its last step. What is
+        raised in the ``with`` block is handled as what is raised in `fit`.
+
+        Args:
+            data: as for `fit`.
+            **options: as for `fit`, by name; but for `progress`, which is off.
+
+        Returns:
+            A context manager of the run, whose iterator gives an `Event` for all that a `Callback` hears of, after the
+            callbacks have. Nothing is trained before it is iterated.
+
+        Raises:
+            Exception: as `fit`.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> trainer = Trainer({"w": jnp.zeros(())}, lambda m, x: jnp.mean((m["w"] - x) ** 2), optax.sgd(0.5))
+            >>> with trainer.session([jnp.ones(2)] * 4, num_steps=4) as run:
+            ...     for event in run:
+            ...         if event.name == "record" and event.value["loss"] < 1e-6:
+            ...             run.stop()
+            >>> trainer.step, float(trainer.model["w"])
+            (3, 1.0)
+        """
+        refuse_unknown(options)
+        eval_data, checkpoint_every = options.get("eval_data"), options.get("checkpoint_every")
         with self.processes.watched():  # the others do not wait for one that refuses
             if checkpoint_every is not None:
                 needs_checkpoints(self.checkpoints, "checkpoint_every")
             self._live.refuse_averaged("fit")
-            callbacks = as_callbacks(callbacks)
+            callbacks = as_callbacks(options.get("callbacks", ()))
             self._live.refresh()
             if self._running is not None:
                 self._running[0].refuse_another()
@@ -350,31 +398,29 @@ class Trainer:
                 copies=self._copies,
                 processes=self.processes,
                 guard=Guard(self._live, self._copies, self.on_nan, is_guarded=self.is_guarded),
-                feed=(feed := Feed(data, num_steps, num_epochs)),
+                feed=(feed := Feed(data, options.get("num_steps"), options.get("num_epochs"))),
                 before=self._left,
                 evaluate=lambda batches: self.evaluate(batches),
                 save=lambda: self.save(),
                 states=lambda: listeners.states(),
                 is_immediate=any(callback.is_immediate for callback in callbacks),
                 eval_data=eval_data,
-                eval_every=eval_every,
+                eval_every=options.get("eval_every"),
                 checkpoint_every=checkpoint_every,
             )
-            if progress and self.processes.is_first:
+            if options.get("progress") and self.processes.is_first:
                 from ._progress import Progress  # takes a moment; `import lowtide` does not need it
 
                 callbacks = (Progress(feed.num_steps), *callbacks)
-            listeners = Listeners(self, callbacks, on_record)
+            listeners = Listeners(self, callbacks, options.get("on_record"))
             self.is_stopped, self.history = False, session.records
             try:
                 self._running = session, listeners
                 with session.running(listeners.tell):
-                    for event in session:
-                        listeners.tell(event)
+                    yield Run(session, listeners)
             finally:
                 self._running, self._left = None, session.left or self._left
                 self._live.give_back()
-            return session.records
 
     def save(self) -> bool:
         """Begin to write a checkpoint of the state; in a callback also of where `fit` is.
