@@ -25,8 +25,8 @@ finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--s
 
 test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW=1 with the slow ones.
 
-# What computes numbers of its own, and the programs of documentation and README, run as users compile them.
-AS_USERS := tests/core tests/losses tests/adapters tests/models tests/test_project.py tests/integration/test_readme.py
+# What computes numbers of its own, and the programs of the documentation, run as users compile them.
+AS_USERS := tests/core tests/losses tests/adapters tests/models tests/test_project.py
 # Without LLVM's optimisations, which change neither XLA's programs nor their bytes, the others take a third less.
 UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 MARKED := not peers and not gpu
