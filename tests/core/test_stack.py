@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,3 +105,42 @@ def test_a_stack_that_does_not_stack_is_refused_before_it_runs() -> None:
     outer, layers, batch = parameters()
     with pytest.raises(StructureError, match="one common leading axis"):
         STACK.apply(outer, {**layers, "b": layers["b"][:2]}, batch)
+
+
+def test_the_shapes_of_a_stack_are_what_its_functions_return() -> None:
+    outer, layers, batch = parameters()
+    shapes = STACK.shapes(outer, jax.tree.map(lambda leaf: leaf[0], layers), batch)
+    assert shapes.h.shape == (4, DIM) and shapes.h.dtype == jnp.float32
+    assert shapes.metrics["h_max"].shape == ()
+
+
+@pytest.mark.parametrize(
+    ("functions", "text"),
+    [
+        (
+            {"block": lambda layer, h, batch: {"h": h}},
+            r"returns another tree.*expected: float32\[4, 8\].*got: {'h': float",
+        ),
+        (
+            {"block": lambda layer, h, batch: (h @ layer["w"])[:, :4]},
+            r"activations: a block returns another shape.*float32\[4, 8\].*got: float32\[4, 4\].*hint: block",
+        ),
+        (
+            {"block": lambda layer, h, batch: (h @ layer["w"]).astype(jnp.bfloat16)},
+            r"activations: .* or dtype.*float32\[4, 8\].*got: bfloat16.*hint: .*cast",
+        ),
+        (
+            {"last": lambda outer, h, batch: jnp.mean(h)},
+            r"returns no loss.*\(loss, metrics\).*got: float32\[\].*hint: ",
+        ),
+        ({"last": lambda outer, h, batch: (h, {})}, r"returns no loss.*got: \(float32\[4, 8\], {}\)"),
+        ({"last": lambda outer, h, batch: (jnp.int32(1), {})}, r"returns no loss.*floating-point.*int32"),
+        ({"last": lambda outer, h, batch: (jnp.sum(h) + 1j, {})}, r"returns no loss.*floating-point.*complex64"),
+        ({"last": lambda outer, h, batch: (None, {})}, r"returns no loss.*floating-point.*None"),
+    ],
+)
+def test_functions_that_do_not_fit_each_other_are_named(functions: dict, text: str) -> None:
+    outer, layers, batch = parameters()
+    layer = jax.tree.map(lambda leaf: leaf[0], layers)
+    with pytest.raises(StructureError, match=f"(?s){text}"):
+        dataclasses.replace(STACK, **functions).shapes(outer, layer, batch)

@@ -61,6 +61,7 @@ from ._spaces import bytes_by_space as bytes_by_space
 from ._spaces import memory_space as memory_space
 from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
+from ._stack import StackShapes as StackShapes
 from ._stack import dividing as dividing
 from ._stack import num_layers as num_layers
 from ._tiles import is_row_major as is_row_major

@@ -11,9 +11,10 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ._errors import StructureError
 from ._paths import Tree, leaves_with_paths
@@ -21,6 +22,15 @@ from ._paths import Tree, leaves_with_paths
 First = Callable[[Tree, Tree], Any]
 Block = Callable[[Tree, Any, Tree], Any]
 Last = Callable[[Tree, Any, Tree], tuple[Any, Tree]]
+
+
+class StackShapes(NamedTuple):
+    """What the functions of a stack return, as shapes."""
+
+    h: Tree
+    """The activations between blocks."""
+    metrics: Tree
+    """The metrics of `last`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +93,62 @@ class LayerStack:
     ) -> tuple[Any, Tree]:
         """Run the whole stack; arguments as in `hidden`, result as of `last`: ``(loss, metrics)``."""
         return self.last(outer, self.hidden(outer, layers, batch, remat=remat), batch)
+
+    def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
+        """Trace the three functions, and check that they fit each other, so that a mistake is named before XLA sees it.
+
+        Args:
+            outer: arrays or shapes of the parameters outside the stack.
+            layer: those of one layer, without the leading axis.
+            batch: those of one batch.
+
+        Returns:
+            What the functions return; nothing is computed.
+
+        Raises:
+            StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
+        """
+        h = jax.eval_shape(self.first, outer, batch)
+        after = jax.eval_shape(self.block, layer, h, batch)
+        if jax.tree.structure(h) != jax.tree.structure(after):
+            raise StructureError(
+                "a block returns another tree than it is given",
+                expected=_text(h),
+                got=_text(after),
+                hint="block(layer, h, batch) -> h has to return what first returned, in structure, shape and dtype",
+            )
+        for (path, one), (_, other) in zip(leaves_with_paths(h), leaves_with_paths(after), strict=True):
+            if _text(one) != _text(other):
+                raise StructureError(
+                    f"{path or 'activations'}: a block returns another shape or dtype than it is given",
+                    expected=_text(one),
+                    got=_text(other),
+                    hint="block(layer, h, batch) -> h has to return what first returned; cast its result",
+                )
+        result: Any = jax.eval_shape(self.last, outer, h, batch)
+        if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
+            raise StructureError(
+                "the last function of the stack returns no loss",
+                expected="(loss, metrics), of which loss is a floating-point scalar",
+                got=_text(result),
+                hint="last(outer, h, batch) -> (loss, {}) when there are no metrics",
+            )
+        return StackShapes(h, result[1])
+
+
+class _Bare(str):
+    """Text that is printed without quotes where it is part of something."""
+
+    __repr__ = str.__str__
+
+
+def _text(tree: Any) -> str:
+    """Shapes and dtypes."""
+    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype}{list(leaf.shape)}"), tree))
+
+
+def _is_loss(value: Any) -> bool:
+    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 _divide: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("divide", default=lambda h: h)

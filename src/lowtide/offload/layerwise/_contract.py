@@ -1,4 +1,4 @@
-"""What a `LayerStack` has to keep to, checked on shapes, so that a mistake is named before XLA sees it."""
+"""What a layerwise step asks of a `LayerStack` beside `LayerStack.shapes`."""
 
 from __future__ import annotations
 
@@ -7,58 +7,29 @@ from typing import Any
 
 import jax
 
-from ...core import ConfigError, LayerStack, SelectionError, StructureError, Tree, leaves_with_paths, match_path
+from ...core import ConfigError, SelectionError, StructureError, Tree, leaves_with_paths, match_path
 from ...jaxprs import Kind, called, kind_of, opened
 
 
-def check_stack(stack: LayerStack, outer: Tree, layer: Tree, batch: Tree) -> Tree:
-    """Trace the three functions of a stack and compare what they return with what they have to.
+def refuse_metrics(metrics: Tree) -> None:
+    """Raise for metrics of `LayerStack.last` that a layerwise step could not report beside its own.
 
     Args:
-        stack: the model.
-        outer: shapes of all outer leaves.
-        layer: shapes of one layer's leaves.
-        batch: shapes of one microbatch.
-
-    Returns:
-        Shapes of the activations between blocks.
+        metrics: shapes of them.
 
     Raises:
-        StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
+        StructureError: for names that are taken, or none.
     """
-    h = jax.eval_shape(stack.first, outer, batch)
-    after = jax.eval_shape(stack.block, layer, h, batch)
-    before_by_path, after_by_path = ({path: _text(leaf) for path, leaf in leaves_with_paths(x)} for x in (h, after))
-    changed = [
-        path for path in {**before_by_path, **after_by_path} if before_by_path.get(path) != after_by_path.get(path)
-    ]
-    if changed or jax.tree.structure(h) != jax.tree.structure(after):
-        at = changed[0] if changed else ""
-        raise StructureError(
-            f"block changes the activations{f' at {at}' if at else ''}",
-            expected=before_by_path.get(at, jax.tree.structure(h)),
-            got=after_by_path.get(at, jax.tree.structure(after)),
-            hint="block has to return what first returned, in structure, shape and dtype; cast its result",
-        )
-    result: Any = jax.eval_shape(stack.last, outer, h, batch)
-    if not isinstance(result, tuple) or len(result) != 2 or getattr(result[0], "shape", None) != ():
-        raise StructureError(
-            "last does not return a loss and metrics",
-            expected="(loss, metrics), the loss a scalar",
-            got=jax.tree.map(_text, result),
-            hint="return (jnp.mean(loss), {}) when there are no metrics",
-        )
-    taken = {"loss", "grad_norm"} & set(result[1] if isinstance(result[1], dict) else {})
-    if not isinstance(result[1], dict) or taken:
+    taken = {"loss", "grad_norm"} & set(metrics if isinstance(metrics, dict) else {})
+    if not isinstance(metrics, dict) or taken:
         raise StructureError(
             f"last returns a metric named {', '.join(sorted(taken))}, which the step reports itself"
             if taken
             else "the metrics of last have no names",
             expected="a dictionary of scalars by other names than loss and grad_norm",
-            got=", ".join(result[1]) if taken else type(result[1]).__name__,
+            got=", ".join(metrics) if taken else type(metrics).__name__,
             hint="rename it",
         )
-    return h
 
 
 def refuse_equal_paths(outer: Tree) -> None:
@@ -156,7 +127,3 @@ def _uses(jaxpr: Any, var: Any) -> int:
         elif at:
             count += 1 if kind is Kind.CUSTOM_VJP and len(at) == 1 else 2
     return count
-
-
-def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"

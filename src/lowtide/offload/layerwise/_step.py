@@ -13,7 +13,7 @@ from ...core import StructureError, Tree, combine, leaves_with_paths
 from ...jaxprs import variables_read
 from .._slices import DEVICE, entry_shape, put, zero_after
 from ._clip import Clip, square_norm
-from ._contract import check_stack
+from ._contract import refuse_metrics
 from ._passes import StackPasses
 from ._state import LayerwiseState, alone, under
 from ._updates import update, update_layer
@@ -110,7 +110,8 @@ class Step:
         batch = jax.tree.map(_shape, passes.batch(0))
         layer = jax.tree.map(entry_shape, combine(self.state.layers, passes.frozen_layers))
         stack = passes.stack
-        h = check_stack(stack, combine(outer, frozen), layer, batch)
+        h, metrics = stack.shapes(combine(outer, frozen), layer, batch)
+        refuse_metrics(metrics)
         first = _paths_read(lambda o, f, b: stack.first(combine(o, f), b), outer, frozen, batch)
         last = _paths_read(lambda o, f, h, b: stack.last(combine(o, f), h, b), outer, frozen, h, batch)
         for path, _ in leaves_with_paths(outer):

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ...core import LayerStack, StructureError, Tree, combine, leaves_with_paths
+from ...core import LayerStack, StackShapes, Tree, combine
 from ...jaxprs import jaxpr_flops, make_jaxpr
 from ..schedules import Schedule, Tables, tables
 from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
@@ -172,37 +172,11 @@ class Program:
         """Of a leaf of the layers, what one stage has."""
         return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
 
-    def refuse_other_shapes(self, layers: Tree) -> Shapes:
-        """Refuse what stages send and what comes out, unless they fit each other."""
+    def shapes(self, layers: Tree) -> StackShapes:
+        """Return the shapes of one microbatch; errors as of `LayerStack.shapes`."""
         outer = combine(self.trainable["outer"], self.frozen["outer"])
-        h = jax.eval_shape(self.stack.first, outer, self.batch)
         layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-        after = jax.eval_shape(self.stack.block, layer, h, self.batch)
-        before, behind = ({path: _text(x) for path, x in leaves_with_paths(tree)} for tree in (h, after))
-        if jax.tree.structure(h) != jax.tree.structure(after):
-            raise StructureError(
-                "a block returns another tree than it is given",
-                expected=_text(h),
-                got=_text(after),
-                hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
-            )
-        if before != behind:
-            path = next(path for path in before if before[path] != behind[path])
-            raise StructureError(
-                f"{path or 'activations'}: a block returns another shape or dtype than it is given",
-                expected=before[path],
-                got=behind[path],
-                hint="stages send each other activations of one shape: block(layer, h, batch) -> h",
-            )
-        result: Any = jax.eval_shape(self.stack.last, outer, h, self.batch)
-        if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
-            raise StructureError(
-                "the last function of the stack returns no loss",
-                expected="(loss, metrics), of which loss is a floating-point scalar",
-                got=_text(result),
-                hint="last(outer, h, batch) -> (loss, {})",
-            )
-        return Shapes(h, result[1])
+        return self.stack.shapes(outer, layer, self.batch)
 
 
 class Held(NamedTuple):
@@ -218,13 +192,6 @@ class Held(NamedTuple):
     """Slots that each rank uses of them."""
     flops: dict[str, PassFlops]
     """Arithmetic of the functions of the stack, of blocks that of a stage."""
-
-
-class Shapes(NamedTuple):
-    """Of one microbatch."""
-
-    h: Tree
-    metrics: Tree
 
 
 class _Weights:
@@ -248,7 +215,7 @@ class _Forward:
 
     def __init__(self, program: Program, weights: _Weights, microbatches: Tree, loss_weights: Any) -> None:
         self.program, self.weights, self.microbatches, self.loss_weights = program, weights, microbatches, loss_weights
-        self.shapes = program.refuse_other_shapes(jax.tree.map(program.stage_shape, weights.layers))
+        self.shapes = program.shapes(jax.tree.map(program.stage_shape, weights.layers))
         self.tables = self._tables()
         for name, jaxpr in self._traced():
             refuse_undivided_calls(name, jaxpr, program.platform)
@@ -454,21 +421,6 @@ def _total(leaf: Any) -> Any:
 def total_dtype(dtype: Any) -> Any:
     """Of a total of gradients: float32 at least. JAX promotes no floats of eight bits and fewer by itself."""
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
-
-
-def _text(tree: Any) -> str:
-    """Shapes and dtypes."""
-    return str(jax.tree.map(lambda leaf: _Bare(f"{leaf.dtype}{list(leaf.shape)}"), tree))
-
-
-class _Bare(str):
-    """Text that is printed without quotes where it is part of something."""
-
-    __repr__ = str.__str__
-
-
-def _is_loss(value: Any) -> bool:
-    return getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def _when(flag: Any, run: Callable[[Any], Any], state: Any) -> Any:
