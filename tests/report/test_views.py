@@ -462,6 +462,32 @@ def test_no_size_and_no_count_is_cut(width: int) -> None:
     assert re.search(r" 2 more *$", out.getvalue(), flags=re.MULTILINE)
 
 
+@pytest.mark.parametrize("width", [100, 110, 120, 129, 130, 200])
+def test_no_phase_is_cut(width: int) -> None:
+    phases = ("argument", "forward", "recompute", "backward", "update")
+    scope = "transpose(jvp())/while/body/closed_call/checkpoint/dot_general"
+    buffers = (_made(role=f"activations of {phase}", phase=phase, scope=scope, dtype="f32") for phase in phases)
+    text = _printed(_report_of(*buffers), width)
+    assert [phase for phase in phases if f" {phase} " not in text.partition("owner")[2]] == []
+
+
+def test_a_print_is_one_output() -> None:
+    """A notebook shows each write of a console as a cell's output of its own."""
+
+    class Writes(io.StringIO):
+        count = 0
+
+        def write(self, text: str) -> int:
+            self.count += 1
+            return super().write(text)
+
+    report = _report_of(_made(role="code", operation="one", phase=""))
+    for view in (report, diff(_report_of(), report)):
+        out = Writes()
+        view.print(Console(file=out, width=100, highlight=False))
+        assert (out.count, len(out.getvalue().splitlines()) > 5) == (1, True)
+
+
 def test_copies_look_like_no_parameter() -> None:
     assert set(DERIVED_ROLES) <= set(_FIXED)
     assert set(_FIXED) <= set(DERIVED_ROLES), "a style for a role that no report has"

@@ -394,10 +394,11 @@ def _readable(scope: str) -> str:
 
 
 def _short(source: str) -> str:
-    """Shorten a source line: the file relative to the working directory or to the folder of installed packages."""
+    """Shorten a source line: the file relative to the working directory or to installed packages, or a cell."""
     if not source:
         return ""
     file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)
     file = re.sub(r"^.*[/\\](site|dist)-packages[/\\]", "", file)
+    file = re.sub(r"^.*[/\\]ipykernel_\d+[/\\]\d+\.py$", "cell", file)  # of a notebook
     here = os.getcwd() + os.sep
     return (file[len(here) :] if file.startswith(here) else file) + separator + line

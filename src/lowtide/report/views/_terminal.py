@@ -47,24 +47,25 @@ def print_report(report: ReportFacts, console: Console | None, *, top: int) -> N
         top: how many owners to list per memory space.
     """
     out, width = _console(console)
-    out.print(_headline(report), soft_wrap=False)
-    for space in SPACES:
-        buffers = at_peak(report, space)
-        if space == "host" and not buffers:
-            continue
-        _line(out)
-        out.print(_section(space, report, width), no_wrap=True, overflow="ellipsis")
-        roles = sum_by_role(buffers)
-        if roles:
-            out.print(_bar(roles, width))
-            out.print(_legend(roles, width), no_wrap=True)
-        if len({b.start for b in drawn_buffers(report, space)} | {b.end for b in buffers}) > 2:
+    with out:  # one output: a notebook shows each by itself
+        out.print(_headline(report), soft_wrap=False)
+        for space in SPACES:
+            buffers = at_peak(report, space)
+            if space == "host" and not buffers:
+                continue
             _line(out)
-            _print_sparkline(out, report, space, width)
-        if report.buffers and buffers:
-            _line(out)
-            out.print(_owners(group_buffers(buffers), sum(roles.values()), width, top))
-    _print_notes(out, report.notes)
+            out.print(_section(space, report, width), no_wrap=True, overflow="ellipsis")
+            roles = sum_by_role(buffers)
+            if roles:
+                out.print(_bar(roles, width))
+                out.print(_legend(roles, width), no_wrap=True)
+            if len({b.start for b in drawn_buffers(report, space)} | {b.end for b in buffers}) > 2:
+                _line(out)
+                _print_sparkline(out, report, space, width)
+            if report.buffers and buffers:
+                _line(out)
+                out.print(_owners(group_buffers(buffers), sum(roles.values()), width, top))
+        _print_notes(out, report.notes)
 
 
 def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> None:
@@ -80,21 +81,22 @@ def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> N
     out, width = _console(console)
     before, after = difference.before, difference.after
     head = Text("Compiled bytes on one device of ", style="bold").append(_named(after))
-    out.print(head.append(f", compared with {before.target.name}" if before.target != after.target else ""))
-    for space in SPACES:
-        roles = difference.by_role(space=space)
-        if not roles and space == "host":
-            continue
-        _line(out)
-        out.print(_diff_roles(difference, space))
-    changed = [row for row in difference.rows if row.delta_bytes]
-    if changed:
-        _line(out)
-        out.print(_diff_owners(changed, width, top, host=any(row.space == "host" for row in changed)))
-    unchanged = len(difference.rows) - len(changed)
-    if unchanged:
-        out.print(Text(f"{unchanged:,} owners did not change", style="dim"))
-    _print_notes(out, difference.notes)
+    with out:
+        out.print(head.append(f", compared with {before.target.name}" if before.target != after.target else ""))
+        for space in SPACES:
+            roles = difference.by_role(space=space)
+            if not roles and space == "host":
+                continue
+            _line(out)
+            out.print(_diff_roles(difference, space))
+        changed = [row for row in difference.rows if row.delta_bytes]
+        if changed:
+            _line(out)
+            out.print(_diff_owners(changed, width, top, host=any(row.space == "host" for row in changed)))
+        unchanged = len(difference.rows) - len(changed)
+        if unchanged:
+            out.print(Text(f"{unchanged:,} owners did not change", style="dim"))
+        _print_notes(out, difference.notes)
 
 
 def _console(console: Console | None) -> tuple[Console, int]:
@@ -209,7 +211,7 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     table = _plain_table(f"Largest owners {'at the peak' if len(groups) > 1 else ''}".strip())
     table.add_column("bytes", justify="right", width=_BYTES, no_wrap=True)
     table.add_column("share", justify="right", width=7, no_wrap=True)
-    left = max(12, width - _BYTES - 7 - 2 * 2 - sum(size + 2 for size in widths.values()))
+    left = max(12, width - _BYTES - 7 - 3 * 2 - sum(size + 2 for size in widths.values()))
     if "source" not in texts:
         texts["owner"] = [with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
     for column in shown:
