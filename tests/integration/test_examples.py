@@ -1,8 +1,10 @@
-"""The scripts in `examples/` run as they stand; each asserts what it shows."""
+"""The scripts and notebooks in `examples/` run as they stand; each asserts what it shows."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +12,36 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
-LONG = ("memory_before_the_run.py", "trainer_that_survives.py")
+EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
+LONG = ("memory_before_the_run.py", "out_of_memory.ipynb", "trainer_that_survives.py")
 
 
 def cases():
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in EXAMPLES:
         marks = [pytest.mark.slow] if path.name in LONG else []
         yield pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("script", list(cases()))
-def test_an_example_runs(script: Path, tmp_path: Path) -> None:
+def script_of(example: Path, folder: Path) -> Path:
+    """The script itself; of a notebook, its cells of code in their order."""
+    if example.suffix == ".py":
+        return example
+    cells = json.loads(example.read_text(encoding="utf-8"))["cells"]
+    script = folder / f"{example.stem}.py"
+    script.write_text("\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "code"), encoding="utf-8")
+    return script
+
+
+@pytest.mark.parametrize("example", list(cases()))
+def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, script_of(example, tmp_path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
@@ -31,4 +49,14 @@ def test_an_example_runs(script: Path, tmp_path: Path) -> None:
 
 def test_the_page_of_the_folder_names_every_example() -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    assert [path.name for path in sorted(FOLDER.glob("*.py")) if f"`{path.name}`" not in page] == []
+    assert [path.name for path in EXAMPLES if f"`{path.name}`" not in page] == []
+
+
+@pytest.mark.parametrize("notebook", [path for path in EXAMPLES if path.suffix == ".ipynb"], ids=lambda path: path.stem)
+def test_a_notebook_was_run_whole_and_shows_no_machine(notebook: Path) -> None:
+    text = notebook.read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert outputs and [output for output in outputs if output["output_type"] == "error"] == []
+    assert not re.search(r"ipykernel_\d|/tmp/|/home/|/root/", text)
