@@ -2,11 +2,11 @@
 
 from ._config import LlamaConfig as LlamaConfig
 from ._config import RopeScaling as RopeScaling
+from ._files import base_path as base_path
+from ._files import load as load
+from ._files import load_config as load_config
+from ._files import save as save
 from ._generate import generate as generate
-from ._hf import base_path as base_path
-from ._hf import load as load
-from ._hf import load_config as load_config
-from ._hf import save as save
 from ._llama import Llama as Llama
 from ._llama import init as init
 from ._llama import logits as logits
