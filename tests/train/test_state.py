@@ -395,14 +395,12 @@ def test_records_are_written_into_a_folder_that_is_made(tmp_path: Any) -> None:
 
 
 def test_a_checkpoint_is_read_where_nothing_can_be_written(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lowtide.train._folders as module
-
     trainer(checkpoint_dir=tmp_path).fit(BATCHES, num_steps=2, progress=False)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("lowtide.core._files.tempfile.TemporaryFile", refuse)
     ours = trainer(checkpoint_dir=tmp_path)
     assert ours.restore() == 2
     with pytest.raises(OutputError, match=r"(?s)no checkpoint can be written there.*Permission denied.*hint:"):

@@ -5,6 +5,8 @@ from ._batches import as_arguments as as_arguments
 from ._batches import as_numpy as as_numpy
 from ._batches import numbers as numbers
 from ._batches import refuse_objects as refuse_objects
+from ._checks import check_choice as check_choice
+from ._checks import is_count as is_count
 from ._errors import ConfigError as ConfigError
 from ._errors import DataError as DataError
 from ._errors import DonationError as DonationError
@@ -21,6 +23,7 @@ from ._errors import SelectionError as SelectionError
 from ._errors import StateError as StateError
 from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
+from ._files import check_writable as check_writable
 from ._files import write_files as write_files
 from ._grad import check_differentiable as check_differentiable
 from ._grad import value_and_grad as value_and_grad
@@ -53,6 +56,7 @@ from ._running import RunningGradient as RunningGradient
 from ._running import add_running as add_running
 from ._running import if_active as if_active
 from ._select import Where as Where
+from ._select import among as among
 from ._select import mask_tree as mask_tree
 from ._select import match_names as match_names
 from ._select import match_path as match_path

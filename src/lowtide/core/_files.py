@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,6 +51,25 @@ def write_files(directory: str | os.PathLike[str], contents: Mapping[str, bytes]
         for temporary in staged:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+
+
+def check_writable(directory: Path, problem: str, hint: str) -> None:
+    """Make a folder, and raise now rather than at the first file that is written into it.
+
+    Args:
+        directory: the folder; its parents are made, too.
+        problem: what to say when it cannot be written to.
+        hint: what to do then.
+
+    Raises:
+        OutputError: when no file can be made there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise OutputError(f"{directory}: {problem}", got=error.strerror or error, hint=hint) from error
 
 
 def _sync(folder: Path) -> None:

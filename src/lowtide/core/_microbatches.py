@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from ._checks import is_count
 from ._errors import StructureError
 from ._paths import Tree, is_array_like, path_str
 
@@ -61,7 +61,7 @@ def accumulate(
         (3.0, 1.5)
     """
     number: Any = num_microbatches
-    if not isinstance(number, (int, np.integer)) or number < 1:
+    if not is_count(number, 1):
         raise StructureError(
             "num_microbatches has to be at least 1",
             expected="a whole number",

@@ -9,7 +9,7 @@ none.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import bracex
@@ -40,6 +40,18 @@ def match_path(path: str, pattern: str) -> bool:
     from wcmatch import glob  # a tenth of the time in which `lowtide.Trainer` loads
 
     return glob.globmatch(path, pattern, flags=glob.GLOBSTAR | glob.BRACE | glob.DOTGLOB | glob.CASE | glob.FORCEUNIX)
+
+
+def among(paths: Container[str]) -> Callable[[str, Any], bool]:
+    """Select leaves by their paths as they stand: no character of them is a glob's.
+
+    Args:
+        paths: of the leaves.
+
+    Returns:
+        The predicate, for all that takes a `Where`.
+    """
+    return lambda path, leaf: path in paths
 
 
 def select(tree: Tree, where: Where) -> list[bool]:

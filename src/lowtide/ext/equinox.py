@@ -20,7 +20,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..core import ConfigError, SelectionError, StructureError, Tree, leaves_with_paths, partition, products_explained
+from ..core import (
+    ConfigError,
+    SelectionError,
+    StructureError,
+    Tree,
+    among,
+    leaves_with_paths,
+    partition,
+    products_explained,
+)
 from ._lent import Lent
 
 
@@ -91,8 +100,12 @@ class Bridge:
         self._names = list(leaves)
         of_state = set(_named(None, state))
         self._changes = of_state & set(self._held)
-        self._trains = self._selected(model, wrt)
-        if not self._trains:
+        trains = self._selected(model, wrt)
+        self.wrt = among(trains)
+        """What trains: the arrays of the filter."""
+        self.mutable = among(self._changes) if self._changes else None
+        """What a call may change: the arrays of the state."""
+        if not trains:
             raise SelectionError(
                 "the filter selects no array of the module",
                 expected="a filter that is True of arrays, or patterns of their paths",
@@ -134,15 +147,6 @@ class Bridge:
                 hint="change arrays alone, with eqx.tree_at; or make a new Trainer",
             )
         self._held = {name: _numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
-
-    def wrt(self, path: str, leaf: Any) -> bool:
-        """Select what trains: the arrays of the filter."""
-        return path in self._trains
-
-    @property
-    def mutable(self) -> Callable[[str, Any], bool] | None:
-        """What a call may change: the arrays of the state."""
-        return (lambda path, leaf: path in self._changes) if self._changes else None
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`."""

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from ..core import ConfigError, SelectionError, StructureError, Tree
+from ..core import ConfigError, SelectionError, StructureError, Tree, among
 from ._keras_loss import compiled_loss
 from ._lent import Lent, refuse_edits
 
@@ -110,7 +110,7 @@ class Bridge:
     def mutable(self) -> Callable[[str, Any], bool] | None:
         """What a call may change: variables that never train, such as statistics and seeds; not frozen weights."""
         changes = set(self._variables) - self._trains - self._frozen
-        return (lambda path, leaf: path in changes) if changes else None
+        return among(changes) if changes else None
 
     def loss(
         self,

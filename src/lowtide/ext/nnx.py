@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from ..core import SelectionError, StructureError, Tree, shared_leaves
+from ..core import SelectionError, StructureError, Tree, among, shared_leaves
 from ._lent import Lent, refuse_edits
 
 
@@ -90,6 +90,10 @@ class Bridge:
         self._trains = wanted & set(self._paths)
         params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
         self._changes = set(self._paths) - params - self._trains
+        self.wrt = among(self._trains)
+        """What trains: the variables of the filter."""
+        self.mutable = among(self._changes) if self._changes else None
+        """What a call may change: all variables that are no parameters."""
         self._lent = set[str]()
         self._seen: dict[str, Any] = {}
         """What the module of a step holds before the user's function is called."""
@@ -100,15 +104,6 @@ class Bridge:
                 got=", ".join(sorted({type(leaf).__name__ for leaf in variables.values()})) or "no variables",
                 hint="pass Bridge(model, wrt=nnx.LoRAParam), for instance",
             )
-
-    def wrt(self, path: str, leaf: Any) -> bool:
-        """Select what trains: the variables of the filter."""
-        return path in self._trains
-
-    @property
-    def mutable(self) -> Callable[[str, Any], bool] | None:
-        """What a call may change: all variables that are no parameters."""
-        return (lambda path, leaf: path in self._changes) if self._changes else None
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`.

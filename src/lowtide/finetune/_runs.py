@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, OutputError, write_files
+from ..core import ConfigError, OutputError, check_writable, write_files
 from ..distributed import of_first, same_in_all
 from ..train import Callback
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
@@ -211,14 +210,7 @@ def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: M
 
 
 def _check_writable(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"{out}: cannot be written", got=error.strerror or error, hint="choose an --out that you may write to"
-        ) from error
+    check_writable(out, "cannot be written", "choose an --out that you may write to")
 
 
 def _looked_at(out: Path, look: Callable[[], bool]) -> bool:

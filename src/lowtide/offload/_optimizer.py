@@ -30,6 +30,7 @@ from ..core import (
     StructureError,
     Tree,
     is_array_like,
+    is_count,
     leaf_bytes,
     leaves_with_paths,
     memory_space,
@@ -136,7 +137,7 @@ def check_chunk(chunk_bytes: Any) -> int:
         ConfigError: for what is no positive whole number of bytes.
     """
     number = parse_bytes(chunk_bytes) if isinstance(chunk_bytes, str) else chunk_bytes
-    if not isinstance(number, int) or number < 1:
+    if not is_count(number, 1):
         raise ConfigError(
             "chunk_bytes has to be at least 1",
             expected='a whole number of bytes, or text such as "64 MiB"',
@@ -370,12 +371,8 @@ def _num_devices(tree: Tree) -> int:
 
     Axes inside of a `jax.shard_map` over them do not count: a leaf is a shard there.
     """
-    meshes = [getattr(jax.typeof(leaf).sharding, "mesh", None) for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
-    sizes = [
-        math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
-        for mesh in meshes
-        if mesh is not None and not mesh.empty
-    ]
+    meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
+    sizes = (math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes) for mesh in meshes)
     return max(sizes, default=1)
 
 
@@ -443,18 +440,21 @@ def state_shardings(tx: optax.GradientTransformation, params: Tree) -> Tree:
                 got=f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}{list(getattr(leaf, 'shape', ()))}",
                 hint="call state_shardings outside of jit, give structs shardings, and make jax arrays of NumPy's",
             )
-    first: Any = jax.tree.leaves(params)[0].sharding
-    is_named = isinstance(first, jax.sharding.NamedSharding)
-    replicated = jax.sharding.NamedSharding(first.mesh, jax.P()) if is_named else first
     of_leaf = _by_suffix(jax.tree.map(lambda leaf: leaf.sharding, params), params)
     # Only a jaxpr keeps memory spaces; jax.eval_shape does not.
     traced, shapes = make_jaxpr(tx.init)(params)
     kinds = ["pinned_host" if aval.memory_space is HOST else "device" for aval in traced.out_avals]
     placed = [
-        (of_leaf(path, leaf) or replicated).with_memory_kind(kind)
+        (of_leaf(path, leaf) or replicated(params)).with_memory_kind(kind)
         for (path, leaf), kind in zip(leaves_with_paths(shapes), kinds, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+
+
+def replicated(tree: Tree) -> Any:
+    """Return the sharding of what every device of a tree of arrays, or of shapes with shardings, has as a whole."""
+    first = jax.tree.leaves(tree)[0].sharding
+    return jax.sharding.NamedSharding(first.mesh, jax.P()) if isinstance(first, jax.sharding.NamedSharding) else first
 
 
 def _by_suffix(shardings: Tree, params: Tree) -> Any:

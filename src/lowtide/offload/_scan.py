@@ -29,11 +29,11 @@ import jax
 import jax.numpy as jnp
 
 from ..core import (
-    ConfigError,
     PlacementError,
     PlacementWarning,
     StructureError,
     Tree,
+    check_choice,
     combine,
     leaves_with_paths,
     memory_space,
@@ -89,13 +89,12 @@ def scan(
     References:
         JAX's tutorial "Memories and host offloading", which streams parameters without a gradient rule of its own.
     """
-    if inputs not in ("device", "host"):
-        raise ConfigError(
-            f"unknown place {inputs!r} for a layer's inputs",
-            expected='"device" or "host"',
-            got=repr(inputs),
-            hint='inputs="host" keeps what enters each layer in host memory until the backward pass',
-        )
+    check_choice(
+        f"unknown place {inputs!r} for a layer's inputs",
+        inputs,
+        ("device", "host"),
+        'inputs="host" keeps what enters each layer in host memory until the backward pass',
+    )
     num_layers(xs)
     _check_on_host(xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)

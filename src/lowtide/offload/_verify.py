@@ -23,6 +23,7 @@ import jax
 from ..core import (
     ConfigError,
     PlacementError,
+    check_choice,
     format_bytes,
     leaf_bytes,
     leaves_with_paths,
@@ -136,23 +137,24 @@ def verify(
     arguments, results = _arguments(executable, program), _results(executable)
     platform, is_compile_only = _platform(executable, program)
     notes: list[str] = []
-    if is_compile_only and platform == "gpu":
-        arguments = _as_declared(arguments, program, expected)
-        results = []
+    sizes = _totals(executable)
+    is_declared = is_compile_only and platform == "gpu"
+    if is_declared:
+        arguments, outputs = _as_declared(arguments, program, expected), None
         notes.append("compile-only GPUs keep no memory kinds: arguments were checked as declared, outputs not at all")
-    wrong = _misplaced(arguments, expected, "argument")
-    if outputs and not (is_compile_only and platform == "gpu"):
-        wrong += _misplaced(results, outputs, "output")
+        sizes.update({"device_bytes": program.report().device_bytes} if program is not None else {})
+    wrong = _misplaced(arguments, expected, "argument") + _misplaced(results, outputs or {}, "output")
     read = [leaf for leaf in arguments if leaf.space == "host" and leaf.kept]
-    found = dataclasses.replace(
-        _totals(executable, platform),
+    found = Placement(
+        platform=platform,
         host_paths=tuple(leaf.path for leaf in arguments if leaf.space == "host"),
         num_moves=None if platform == "cpu" else _num_moves(executable, program),
+        **sizes,
     )
     if platform == "cpu":
         notes.append("a CPU has one memory: kinds were checked, bytes and copies were not")
-    elif platform == "tpu" or not is_compile_only:
-        wanted = _named(arguments, expected, "host")
+    elif not is_declared:
+        wanted = {path for path, space in _wanted(arguments, expected).items() if space == "host"}
         wrong += _miscounted(executable, program, found, read, wanted)
         text = _text(executable)
         wrong += _gathered(read, text)
@@ -161,8 +163,6 @@ def verify(
         kept = [leaf.path for leaf in read if leaf.path in wanted and not leaf.donated]
         if kept and not twice and any(leaf.space == "host" for leaf in results):
             notes.append(f"{', '.join(kept[:4])}{', …' if len(kept) > 4 else ''}: on the host and not donated")
-    if is_compile_only and platform == "gpu" and program is not None:
-        found = dataclasses.replace(found, device_bytes=program.report().device_bytes)
     if platform != "cpu" and found.num_moves is None:
         notes.append("the program's text cannot be printed: copies were not counted")
     if platform != "cpu":
@@ -267,42 +267,26 @@ def _as_declared(leaves: Sequence[_Leaf], program: Program | None, expected: Map
     return [dataclasses.replace(leaf, space="host" if leaf.path in declared else "device") for leaf in leaves]
 
 
-def _totals(executable: Any, platform: str) -> Placement:
+def _totals(executable: Any) -> dict[str, Any]:
+    """Return the fields of a `Placement` that count bytes; none where the compiler has no figures."""
     stats = executable.memory_analysis()
     if stats is None:
-        return Placement(platform=platform)
-    return Placement(
-        platform=platform,
-        device_bytes=stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        - stats.alias_size_in_bytes
-        + stats.temp_size_in_bytes
-        + stats.generated_code_size_in_bytes,
-        host_argument_bytes=stats.host_argument_size_in_bytes,
-        host_output_bytes=stats.host_output_size_in_bytes,
-        host_alias_bytes=stats.host_alias_size_in_bytes,
-        host_temp_bytes=stats.host_temp_size_in_bytes,
-    )
+        return {}
+    parts = ("argument", "output", "temp", "generated_code")
+    on_device = sum(getattr(stats, f"{part}_size_in_bytes") for part in parts) - stats.alias_size_in_bytes
+    hosted = ("argument", "output", "alias", "temp")
+    on_host = {f"host_{part}_bytes": getattr(stats, f"host_{part}_size_in_bytes") for part in hosted}
+    return {"device_bytes": on_device, **on_host}
 
 
 # --- what is wrong -------------------------------------------------------------------------------------------------
 
 
-def _named(leaves: Sequence[_Leaf], expected: Mapping[str, Space], space: Space) -> set[str]:
-    """Return the paths that are expected in a memory."""
-    return {path for path, wanted in _wanted(leaves, expected).items() if wanted == space}
-
-
 def _wanted(leaves: Sequence[_Leaf], expected: Mapping[str, Space]) -> dict[str, Space]:
     wanted: dict[str, Space] = {}
     for pattern, space in expected.items():
-        if space not in ("host", "device"):
-            raise ConfigError(
-                f"{pattern}: unknown memory {space!r}",
-                expected='"host" or "device"',
-                got=repr(space),
-                hint='every kind of host memory counts as "host"',
-            )
+        problem = f"{pattern}: unknown memory {space!r}"
+        check_choice(problem, space, ("host", "device"), 'every kind of host memory counts as "host"')
         wanted.update(dict.fromkeys(match_names([leaf.path for leaf in leaves], pattern), space))
     return wanted
 
@@ -390,18 +374,20 @@ def _gathered(read: Sequence[_Leaf], text: str) -> list[str]:
 def _out_of_bounds(
     found: Placement, most_device: int | str | None, most_host: int | str | None, least_temp: int | str | None
 ) -> list[str]:
-    wrong: list[str] = []
-    host = found.host_argument_bytes + found.host_output_bytes - found.host_alias_bytes + found.host_temp_bytes
-    if most_host is not None and host > (limit := parse_bytes(most_host)):
-        wrong.append(f"the host: expected at most {format_bytes(limit)}, got {format_bytes(host)}")
-    if most_device is not None and found.device_bytes > (limit := parse_bytes(most_device)):
-        wrong.append(f"the device: expected at most {format_bytes(limit)}, got {format_bytes(found.device_bytes)}")
-    if least_temp is not None and found.host_temp_bytes < (limit := parse_bytes(least_temp)):
-        wrong.append(
-            f"temporaries on the host: expected at least {format_bytes(limit)}, "
-            f"got {format_bytes(found.host_temp_bytes)}"
-        )
-    return wrong
+    temp = found.host_temp_bytes
+    host = found.host_argument_bytes + found.host_output_bytes - found.host_alias_bytes + temp
+    bounds = (
+        ("the host", "at most", most_host, host),
+        ("the device", "at most", most_device, found.device_bytes),
+        ("temporaries on the host", "at least", least_temp, temp),
+    )
+    return [
+        f"{what}: expected {bound} {format_bytes(limit)}, got {format_bytes(size)}"
+        for what, bound, given, size in bounds
+        if given is not None
+        for limit in [parse_bytes(given)]
+        if (size > limit if bound == "at most" else size < limit)
+    ]
 
 
 # --- copies between the memories -----------------------------------------------------------------------------------

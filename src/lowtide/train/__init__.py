@@ -19,6 +19,7 @@ from ._events import Event as Event
 from ._events import Record as Record
 from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
+from ._preview import StepOptions as StepOptions
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._run import FitOptions as FitOptions
@@ -41,6 +42,7 @@ __all__ = [
     "Run",
     "Scalars",
     "ShardingRules",
+    "StepOptions",
     "TensorBoard",
     "TrainState",
     "TrainerView",

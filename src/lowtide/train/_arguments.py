@@ -11,11 +11,21 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
-from ..core import ConfigError, ModelObject, Tree, Where, is_array_like, leaves_with_paths, on_host
+from ..core import (
+    ConfigError,
+    ModelObject,
+    Tree,
+    Where,
+    check_choice,
+    is_array_like,
+    is_count,
+    leaves_with_paths,
+    on_host,
+)
 from ..distributed import ShardingRules, placed
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
-from ._data import IN_ORDER, is_count
+from ._data import IN_ORDER
 from ._models import keywords
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
@@ -130,10 +140,7 @@ def _refuse_beside_layerwise(**given: tuple[Any, Any]) -> None:
 
 def _guards(on_nan: str, state: TrainState, *, is_layerwise: bool) -> bool:
     """Whether the step can leave its own update out."""
-    if on_nan not in ("abort", "skip", "roll_back", "ignore"):
-        raise ConfigError(
-            "unknown on_nan", expected='"abort", "skip", "roll_back" or "ignore"', got=repr(on_nan), hint='try "abort"'
-        )
+    check_choice("unknown on_nan", on_nan, ("abort", "skip", "roll_back", "ignore"), 'try "abort"')
     hosted = [path for path, leaf in leaves_with_paths(state) if on_host(getattr(leaf, "sharding", None))]
     if is_layerwise:  # which may have updated layers before it meets a gradient that is not finite
         return on_nan == "skip"

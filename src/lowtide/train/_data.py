@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from ..core import ConfigError, DataError, Tree, leaves_with_paths
+from ..core import ConfigError, DataError, Tree, is_count, leaves_with_paths
 
 
 @runtime_checkable
@@ -280,11 +280,6 @@ class Feed:
         """
         if iterator is not self._data and hasattr(iterator, "close"):
             iterator.close()
-
-
-def is_count(value: Any, least: int) -> bool:
-    """Whether it is an integer of at least so much."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= least)
 
 
 IN_ORDER = "seed=None, drop_remainder=False"

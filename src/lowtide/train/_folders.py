@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core import ConfigError, OutputError
+from ..core import ConfigError, OutputError, check_writable
 
 
 def meant(directory: str | Path) -> Path:
@@ -32,16 +31,7 @@ def meant(directory: str | Path) -> Path:
 
 def check_folder(directory: Path) -> None:
     """Raise now rather than at the first checkpoint."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise OutputError(
-            f"{directory}: no checkpoint can be written there",
-            got=error.strerror or error,
-            hint="choose a checkpoint_dir that you may write to",
-        ) from error
+    check_writable(directory, "no checkpoint can be written there", "choose a checkpoint_dir that you may write to")
 
 
 def refuse_foreign(directory: Path, marks: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core import ConfigError, Tree
+from ..core import ConfigError, Tree, check_choice
 from ._callbacks import Callback, TrainerView
 from ._events import Record
 from ._rates import rates
@@ -29,8 +29,7 @@ class _Monitor(Callback):
     """
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
-        if mode not in ("min", "max"):
-            raise ConfigError("unknown mode", expected='"min" or "max"', got=repr(mode), hint='"min" is for losses')
+        check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
         if patience < 0 or min_delta < 0:
             raise ConfigError(
                 "patience and min_delta cannot be negative", got=f"{patience}, {min_delta}", hint="0 is the least"

@@ -16,8 +16,7 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, write_files
-from ._data import is_count
+from ..core import ConfigError, check_choice, is_count, write_files
 
 FILE = "evaluations.json"
 
@@ -36,10 +35,7 @@ class Retention:
     """
 
     def __init__(self, directory: Path, max_to_keep: int, best: str | None, best_mode: str) -> None:
-        if best_mode not in ("min", "max"):
-            raise ConfigError(
-                "unknown best_mode", expected='"min" or "max"', got=repr(best_mode), hint='"min" is for losses'
-            )
+        check_choice("unknown best_mode", best_mode, ("min", "max"), '"min" is for losses')
         if not is_count(max_to_keep, 1):
             raise ConfigError(
                 "no checkpoint would be kept", expected="max_to_keep >= 1", got=repr(max_to_keep), hint="max_to_keep=2"

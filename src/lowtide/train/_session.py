@@ -26,13 +26,14 @@ from ..core import (
     OutputError,
     StateError,
     Tree,
+    is_count,
     leaves_with_paths,
 )
 from ..distributed import Processes, in_any, refuse_other_folders
 from ..memory import is_out_of_memory
 from ._checkpoint import Checkpoints
 from ._compiled import CompiledStep
-from ._data import DataEnd, Feed, is_count, refuse_arrays
+from ._data import DataEnd, Feed, refuse_arrays
 from ._events import Event, Record, noted
 from ._finite import Guard
 from ._recovery import Copies, Notes

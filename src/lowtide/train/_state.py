@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, ModelObject, StateError, StructureError, Tree, combine, leaves_with_paths
+from ..core import ConfigError, ModelObject, StateError, StructureError, Tree, combine, is_count, leaves_with_paths
 from ..distributed import ShardingRules, put
-from ._data import is_count
 from ._ema import find_average
 from ._signals import undisturbed
 from ._step import TrainingStep, TrainState, WholeStep, refuse_shared

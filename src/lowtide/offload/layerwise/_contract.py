@@ -64,9 +64,7 @@ def refuse_explicit_axes(**trees: Tree) -> None:
         ConfigError: with the path and the axes.
     """
     for path, leaf in leaves_with_paths(trees):
-        mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
-        explicit = [] if mesh is None else [name for name in mesh.axis_names if name in mesh.explicit_axes]
-        if explicit:
+        if explicit := jax.typeof(leaf).sharding.mesh.explicit_axes:
             raise ConfigError(
                 f"{path}: its mesh has explicit axes, which a layerwise step cannot take",
                 expected="axes of type jax.sharding.AxisType.Auto",

@@ -34,6 +34,7 @@ from ...core import (
     check_differentiable,
     combine,
     fractions,
+    is_count,
     leaves_with_paths,
     memory_space,
     microbatch_weights,
@@ -49,7 +50,7 @@ from ._clip import Clip
 from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
 from ._leaf_mixing import refuse_coupled, refuse_unusable
 from ._passes import StackPasses
-from ._state import LayerwiseState, alone, initial_state, moves, place_parameters, under
+from ._state import LayerwiseState, initial_state, moves, only, place_parameters, under
 from ._step import Step
 
 PLACES = {"layers": "host", "outer": "device", "opt_state": "host", "inputs": "host"}
@@ -151,7 +152,7 @@ def layerwise_step(
                 hint=f"the default is {PLACES}",
             )
     number: Any = num_microbatches
-    if not isinstance(number, int) or number < 1:
+    if not is_count(number, 1):
         raise ConfigError(
             "num_microbatches has to be at least 1",
             expected="a whole number",
@@ -260,7 +261,7 @@ class LayerwiseStep:
         refuse_coupled(under(self.tx, "layers"), jax.tree.map(entry_shape, trainable["layers"]))
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trainable["outer"])
         for path, _ in leaves_with_paths(shapes):
-            refuse_unusable(under(self.tx, "outer"), alone(shapes, path))
+            refuse_unusable(under(self.tx, "outer"), only(shapes, {path}))
         return initial_state(self.tx, trainable["outer"], trainable["layers"], self.place["opt_state"]), frozen
 
     def parameters(self, state: LayerwiseState, frozen: Tree) -> tuple[Tree, Tree]:

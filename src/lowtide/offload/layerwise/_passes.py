@@ -195,11 +195,11 @@ class StackPasses:
         """Gradients of the outer leaves that `first` reads, from the boundary that leaves `backward`."""
         on_device, frozen = fetch((outer, self.frozen_outer), boundary)
 
-        def grads_of(m: Any) -> Tree:
+        def grads_of(m: Any, carry: Carry) -> tuple[Tree, Carry]:
             run = lambda trained: self.stack.first(combine(trained, frozen), self.batch(m))  # noqa: E731
-            return jax.vjp(run, on_device)[1](_read_cotangents(boundary, m))[0]
+            return jax.vjp(run, on_device)[1](_read_cotangents(boundary, m))[0], carry
 
-        return self._sum(grads_of)
+        return self._sum(grads_of, on_device, ())[0]
 
     def _runs(self, outer: Tree) -> frozenset[str]:
         """Paths of the leaves whose gradient the model can add to a running total by itself."""
@@ -244,31 +244,30 @@ class StackPasses:
         return None if self.num_microbatches == 1 else self.loss_weights[m] != 0
 
     def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, boundary: Tree) -> tuple[Tree, Tree]:
-        def grads_of(m: Any, dh: Tree) -> tuple[Tree, Tree]:
+        def grads_of(m: Any, boundary: Tree) -> tuple[Tree, Tree]:
             def run(trained: Tree, h: Tree) -> Tree:
                 return self.stack.block(combine(trained, frozen), h, self.batch(m))
 
-            return jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
+            dh = _read_cotangents(boundary, m)
+            grads, dh = jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)
+            return grads, _write_cotangents(boundary, dh, m)
 
+        return self._sum(grads_of, layer, boundary)
+
+    def _sum(
+        self, grads_of: Callable[[Any, Carry], tuple[Tree, Carry]], like: Tree, carry: Carry
+    ) -> tuple[Tree, Carry]:
+        """Add up the gradients of all microbatches, in float32 or wider where there are several."""
         if self.num_microbatches == 1:
-            grads, dh = grads_of(0, _read_cotangents(boundary, 0))
-            return grads, _write_cotangents(boundary, dh, 0)
+            return grads_of(0, carry)
 
-        def visit(m: Any, carry: Carry) -> Carry:
-            total, boundary = carry
-            grads, dh = grads_of(m, _read_cotangents(boundary, m))
-            return jax.tree.map(_add, total, grads), _write_cotangents(boundary, dh, m)
+        def visit(m: Any, state: Carry) -> Carry:
+            total, carry = state
+            grads, carry = grads_of(m, carry)
+            return jax.tree.map(_add, total, grads), carry
 
-        total, boundary = self._each(visit, (jax.tree.map(_wide_zeros, layer), boundary))
-        return _narrowed(total, layer), boundary
-
-    def _sum(self, grads_of: Callable[[Any], Tree]) -> Tree:
-        if self.num_microbatches == 1:
-            return grads_of(0)
-        shapes = jax.eval_shape(grads_of, 0)
-        zeros = jax.tree.map(_wide_zeros, shapes)
-        total = self._each(lambda m, total: jax.tree.map(_add, total, grads_of(m)), zeros)
-        return _narrowed(total, shapes)
+        total, carry = self._each(visit, (jax.tree.map(_wide_zeros, like), carry))
+        return _narrowed(total, like), carry
 
     def _at(self, i: Any, m: Any) -> Any:
         """Where the input of block i for microbatch m is in `inputs`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from ...core import Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
-from .._optimizer import state_shardings
+from .._optimizer import replicated, state_shardings
 from .._place import to_device, to_host
 from .._slices import DEVICE, HOST, buffer, put, read, write
 
@@ -40,11 +40,10 @@ class LayerwiseState:
     """Norm of all gradients of the last step, float32 (float64 with `jax_enable_x64`); 0 before the first."""
 
 
-def alone(tree: Tree, path: str) -> Tree:
-    """Leave out all leaves of the tree but one."""
-    leaves, treedef = jax.tree.flatten(tree)
-    paths = [name for name, _ in leaves_with_paths(tree)]
-    return treedef.unflatten([leaf if name == path else None for name, leaf in zip(paths, leaves, strict=True)])
+def only(tree: Tree, paths: Collection[str]) -> Tree:
+    """Leave out all leaves of the tree but those at some paths."""
+    leaves = [leaf if path in paths else None for path, leaf in leaves_with_paths(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransformationExtraArgs:
@@ -104,7 +103,7 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
         step=_zero(layers, jnp.int32),
         outer=outer,
         layers=layers,
-        outer_opt={path: _made(make_outer, alone(outer, path)) for path, _ in leaves_with_paths(outer)},
+        outer_opt={path: _made(make_outer, only(outer, {path})) for path, _ in leaves_with_paths(outer)},
         layers_opt=_made(make_layers, layers),
         grad_norm=_zero(layers, jnp.result_type(float)),
     )
@@ -132,7 +131,4 @@ def _zero(like: Tree, dtype: Any) -> Any:
     """Make a scalar zero on the devices of a tree; of shapes, a shape."""
     if _are_shapes(like):
         return jax.ShapeDtypeStruct((), dtype)
-    sharding: Any = jax.tree.leaves(like)[0].sharding
-    if isinstance(sharding, jax.sharding.NamedSharding):
-        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.P())
-    return jax.device_put(jnp.zeros((), dtype), sharding.with_memory_kind("device"))
+    return jax.device_put(jnp.zeros((), dtype), replicated(like).with_memory_kind("device"))

@@ -15,7 +15,7 @@ from .._slices import DEVICE, entry_shape, put, zero_after
 from ._clip import Clip, square_norm
 from ._contract import refuse_metrics
 from ._passes import StackPasses
-from ._state import LayerwiseState, alone, under
+from ._state import LayerwiseState, only, under
 from ._updates import update, update_layer
 
 
@@ -62,8 +62,7 @@ class Step:
                 nothing is clipped.
             is_finite: whether the gradients are known to be finite so far; where steps are guarded.
         """
-        state, first_last = self.state, self._readers()
-        first, last = first_last
+        state, (first, last) = self.state, self._readers()
         inputs, boundary, layers = self.passes.forward(self._outer(first), state.layers, (state.step, factor))
         loss, metrics, grads_last, boundary = self.passes.last(self._outer(last), boundary)
         shared = self._waiting(grads_last, first & last)
@@ -80,7 +79,7 @@ class Step:
             return layers, opt, squares
 
         # The gradients of the head are gone before the first block runs backward.
-        after = zero_after((list(outer.values()), squares))
+        after = zero_after((outer, squares))
         carry = (layers, state.layers_opt, squares)
         carry, boundary = self.passes.backward(lambda carry: carry[0], inputs, boundary, consume, carry, after)
         layers, layers_opt, squares = carry
@@ -91,7 +90,7 @@ class Step:
         norm = jnp.sqrt(squares)
         new = LayerwiseState(
             step=state.step + 1,
-            outer=_assembled(state.outer, {**outer, **rest}),
+            outer=combine(outer, rest),
             layers=layers,
             outer_opt={**outer_opt, **rest_opt},
             layers_opt=layers_opt,
@@ -123,14 +122,14 @@ class Step:
         return first, last
 
     def _outer(self, paths: frozenset[str]) -> Tree:
-        return _only(self.state.outer, paths)
+        return only(self.state.outer, paths)
 
     def _first(self, paths: frozenset[str], boundary: Tree) -> Tree:
         return self.passes.first(self._outer(paths), boundary) if paths else self._outer(paths)
 
     def _waiting(self, grads: Tree, paths: frozenset[str]) -> Tree:
         """Gradients that have to wait for the end of the backward pass, in the memory of their parameters."""
-        return jax.tree.map(lambda x: put(x, self.outer_space) if x.ndim > 1 else x, _only(grads, paths))
+        return jax.tree.map(lambda x: put(x, self.outer_space) if x.ndim > 1 else x, only(grads, paths))
 
     def _factor(self, grads: Tree, factor: Any) -> Any:
         if self.clip is not None and self.clip.mode == "layer":
@@ -147,30 +146,24 @@ class Step:
         """Whether the loss and all gradients so far are finite; None where steps are not guarded."""
         return jnp.isfinite(squares) & jnp.isfinite(loss) & is_finite if self.is_guarded else None
 
-    def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[dict[str, Any], dict[str, Tree]]:
-        """Compute new leaves and optimizer states by path, one leaf after the other."""
-        leaves: dict[str, Any] = {}
-        states: dict[str, Tree] = {}
+    def _update_outer(self, grads: Tree, factor: Any, loss: Any, guard: Any) -> tuple[Tree, dict[str, Tree]]:
+        """Compute the new leaves, and optimizer states by path, one leaf after the other."""
+        outer, states = only(self.state.outer, ()), dict[str, Tree]()
         for path, _ in leaves_with_paths(grads):
-            grad, old = alone(grads, path), alone(self.state.outer, path)
+            grad, old = only(grads, {path}), only(self.state.outer, {path})
             part, opt = self._factor(grad, factor), self.state.outer_opt[path]
             options = {"guard": guard, **self._options}
             new, states[path] = update(under(self.tx, "outer"), grad, old, opt, loss, part, **options)
-            (leaves[path],) = jax.tree.leaves(new)
-        return leaves, states
+            outer = combine(outer, new)
+        return outer, states
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
-def _only(tree: Tree, paths: frozenset[str]) -> Tree:
-    leaves = [leaf if path in paths else None for path, leaf in leaves_with_paths(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
 def _but(tree: Tree, paths: frozenset[str]) -> Tree:
-    return _only(tree, frozenset(path for path, _ in leaves_with_paths(tree)) - paths)
+    return only(tree, {path for path, _ in leaves_with_paths(tree)} - paths)
 
 
 def _added(grads: Tree, shared: Tree) -> Tree:
@@ -181,10 +174,6 @@ def _added(grads: Tree, shared: Tree) -> Tree:
         for path, leaf in leaves_with_paths(grads)
     ]
     return jax.tree.unflatten(jax.tree.structure(grads), leaves)
-
-
-def _assembled(like: Tree, leaves: dict[str, Any]) -> Tree:
-    return jax.tree.unflatten(jax.tree.structure(like), [leaves[path] for path, _ in leaves_with_paths(like)])
 
 
 def _paths_read(fn: Callable[..., Any], outer: Tree, *rest: Tree) -> frozenset[str]:

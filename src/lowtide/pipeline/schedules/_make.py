@@ -9,10 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
-from ...core import ConfigError, ScheduleError
+from ...core import ConfigError, ScheduleError, is_count
 from ._auto import best, greedy_orders
 from ._costs import Costs, at
 from ._listing import place_weights
@@ -177,19 +177,15 @@ def _are_equal(costs: Costs) -> bool:
     return len(each) == 1 and not costs.communication
 
 
-def _is_count(given: Any) -> bool:
-    return type(given) is not bool and isinstance(given, Integral) and int(given) >= 1
-
-
 def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, stages_per_rank: int | None) -> int:
     """Stages a rank."""
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        if not _is_count(number):
+        if not is_count(number, 1):
             raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(number), hint=f"{what}=4")
     chunks = stages_per_rank
     if chunks is None:
         chunks = 1 if named is _AUTO else (named.chunks or (2,))[0]
-    fits = _is_count(chunks) and (not named.chunks or chunks in named.chunks)
+    fits = is_count(chunks, 1) and (not named.chunks or chunks in named.chunks)
     if not fits:
         raise ConfigError(
             f"{name} cannot have {chunks} stages a rank",

@@ -333,11 +333,13 @@ def put(buffer: Any, value: Any, index: Any) -> Any:
 def _fixed(value: Any) -> Any:
     """Store an entry in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
 
-    In the way in which a TPU needs least padding.
+    In the way in which a TPU needs least padding; tiles of a single row are for arguments, XLA computes in larger ones.
     """
     if value.ndim < 2 or not value.size or not jnp.issubdtype(value.dtype, jnp.number):
         return value
-    inner = tile_axes(value.shape, value.dtype)
+    long = [axis for axis, size in enumerate(value.shape) if size > 1]
+    axes = long if len(long) > 1 else range(value.ndim)
+    inner = [axes[at] for at in tile_axes([value.shape[axis] for axis in axes], value.dtype)]
     return laid_out(value, (*(axis for axis in range(value.ndim) if axis not in inner), *inner))
 
 
