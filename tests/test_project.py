@@ -7,12 +7,14 @@ import doctest
 import functools
 import graphlib
 import importlib
+import importlib.metadata
 import json
 import pkgutil
 import re
 import subprocess
 import sys
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -196,6 +198,21 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     assert circle(imports()) == [], "move what both need below both"
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    """Also those that another package brings today; what nothing declares is missing one day."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {re.split(r"[\[<>= ]", line)[0].lower() for group in groups for line in group} | {"jaxlib"}
+    brought_by = importlib.metadata.packages_distributions()
+    names = {module.split(".")[0] for path in SRC_FILES for module, _ in imports_of(path)}
+    missing = {
+        name
+        for name in names - set(sys.stdlib_module_names) - {"lowtide", "lowtide_pytest"}
+        if declared.isdisjoint(re.sub("[_.]", "-", found).lower() for found in brought_by.get(name, [name]))
+    }
+    assert missing == set(), "declare it in pyproject.toml and in both files of constraints/"
 
 
 def loaded_by(program: str) -> set[str]:

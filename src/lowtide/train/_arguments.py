@@ -30,7 +30,7 @@ from ._models import keywords
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
 from ._state import refuse_consumed
-from ._step import LayerStep, LossFn, TrainState, WholeStep, refuse_shared
+from ._step import LayerStep, LossFn, TrainingStep, TrainState, WholeStep, refuse_shared
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,7 +49,7 @@ class _Defaults:
 class Chosen(NamedTuple):
     """A step, and what follows from it."""
 
-    step: WholeStep | LayerStep
+    step: TrainingStep
     weight: Callable[[Tree], Any] | None
     sharding: ShardingRules | None
     num_microbatches: int

@@ -1,7 +1,7 @@
 """A training step whose gradients come from a pipeline.
 
 The state holds layers in the order of ranks (`Pipeline.arrange`), so that no step moves weights between devices; the
-model that the user sees has them in its own. Everything else is `WholeStep`'s.
+model that the user sees has them in its own. Everything else is a `WholeStep`, whose gradients the pipeline computes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..distributed import STAGE, ShardingRules, make_mesh, put
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
 from ._models import keywords, parse_loss, sides, with_sides
-from ._step import TrainState, WholeStep, refuse_shared
+from ._step import Gradients, TrainState, WholeStep, refuse_shared
 
 _WHAT = "a pipeline"
 
 
-class PipelineStep(WholeStep):
+class PipelineStep:
     """Gradients of a pipeline, then one update of what trains.
 
     Args:
@@ -76,7 +76,8 @@ class PipelineStep(WholeStep):
         """The layer of every row of the state, -1 for padding; None for the order of the model."""
         if self.arrangement == list(range(self._num_layers)):
             self.arrangement = None
-        super().__init__(model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
+        arguments = (model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
+        self._whole = WholeStep(*arguments, gradients=self._gradients)
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `TrainingStep`; the model is arranged and on the mesh.
@@ -92,10 +93,18 @@ class PipelineStep(WholeStep):
                     got=str(leaf.sharding.spec),
                     hint="change the rule for it in ShardingRules",
                 )
-        return super().init(model)
+        return self._whole.init(model)
+
+    def guard(self, is_guarded: bool) -> None:
+        """See `TrainingStep`."""
+        self._whole.guard(is_guarded)
+
+    def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
+        """See `TrainingStep`."""
+        return self._whole.split(model)
 
     def arranged(self, model: Tree) -> Tree:
-        """See `WholeStep`; each leaf of the layers is on the mesh afterwards."""
+        """See `TrainingStep`; each leaf of the layers is on the mesh afterwards."""
         refuse_shared(self.split(model)[:1])  # arranged, one array at two paths is two
         outer, layers = sides(model, _WHAT)
         if num_layers(layers) != self._num_layers:
@@ -126,21 +135,22 @@ class PipelineStep(WholeStep):
         rows = [one(path, leaf) for path, leaf in leaves_with_paths(layers)]
         return with_sides(model, outer, jax.tree.unflatten(jax.tree.structure(layers), rows))
 
-    def gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[Any, dict[str, Any], Tree, Tree]:
-        """See `WholeStep`."""
-        model = super().model(state.trainable, state.mutable, frozen)
-        (loss, metrics), grads = self._pipeline(*sides(model, _WHAT), batch)
-        loss, metrics, _ = parse_loss((loss, metrics), None, has_mutable=False)
-        return loss, metrics, state.mutable, with_sides(state.trainable, *grads)
+    def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        """See `TrainingStep`."""
+        return self._whole(state, frozen, batch)
+
+    def loss(self, arrays: Tree, batch: Tree, *, key: Any, training: bool) -> tuple[Any, dict[str, Any], Tree]:
+        """See `TrainingStep`."""
+        return self._whole.loss(arrays, batch, key=key, training=training)
 
     def bind(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """See `TrainingStep`."""
         given = keywords(fn, training=False)
-        return super().bind(lambda model, *args: fn(self._natural(model), *args, **given))
+        return self._whole.bind(lambda model, *args: fn(self._natural(model), *args, **given))
 
     def model(self, *parts: Tree) -> Tree:
         """See `TrainingStep`."""
-        return self._natural(super().model(*parts))
+        return self._natural(self._whole.model(*parts))
 
     def report(self, arrays: Tree, batch: Tree, memory: MemoryReport) -> StageReport:
         """Report what each rank holds.
@@ -151,6 +161,12 @@ class PipelineStep(WholeStep):
             memory: of the compiled step.
         """
         return self._concrete.report(*sides(arrays, _WHAT), batch, memory=memory)
+
+    def _gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
+        model = self._whole.model(state.trainable, state.mutable, frozen)
+        (loss, metrics), grads = self._pipeline(*sides(model, _WHAT), batch)
+        loss, metrics, _ = parse_loss((loss, metrics), None, has_mutable=False)
+        return loss, metrics, state.mutable, with_sides(state.trainable, *grads)
 
     def _natural(self, model: Tree) -> Tree:
         if self.arrangement is None:

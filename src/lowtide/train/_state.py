@@ -19,7 +19,7 @@ from ..core import ConfigError, ModelObject, StateError, StructureError, Tree, c
 from ..distributed import ShardingRules, put
 from ._ema import find_average
 from ._signals import undisturbed
-from ._step import TrainingStep, TrainState, WholeStep, refuse_shared
+from ._step import UPDATE_HINT, TrainingStep, TrainState, refuse_shared
 
 _MAX_STEP = 2**31 - 1
 """The state counts in an int32."""
@@ -113,8 +113,8 @@ class LiveState:
         """Go on with other weights; see `Trainer.update`."""
         self.refuse_averaged("update")
         replace = getattr(self._object, "replace", None)
-        if (self._object is not None and replace is None) or not isinstance(self._step, WholeStep):
-            raise ConfigError("update is for pytrees", hint="change the object that `Trainer.model` returns")
+        if self._object is not None and replace is None:
+            raise ConfigError("update is for pytrees", hint=UPDATE_HINT)
         if replace is None:
             self._put(*self._step.split(self._step.arranged(model)))
             return
@@ -148,7 +148,7 @@ class LiveState:
         held = combine(*self.parts)
         now = self._object.arrays()
         if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
-            self._put(*self._step.split(self._object))  # pyright: ignore[reportAttributeAccessIssue]
+            self._put(*self._step.split(self._object))
         if lend:
             with undisturbed():
                 self._is_lent = True  # first: what is left half lent is given back

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,12 @@ from ._rates import recorded_rate
 
 LossFn = Callable[..., Any]
 
+Gradients = tuple[Any, dict[str, Any], Tree, Tree]
+"""Loss, metrics, what the model changed itself, and the gradients of what trains."""
+
 STEP_ARGUMENTS = ("trainable", "optimizer", "mutable", "step", "frozen", "batch")
 """Names of a step's arguments, in order; the roles of its memory report."""
+UPDATE_HINT = "change the object that `Trainer.model` returns"
 DONATED = (0, 1, 2, 3)
 """Those that a step consumes and returns."""
 
@@ -87,6 +91,10 @@ class TrainingStep(Protocol):
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """Make the state of step 0 and what is frozen, each where it belongs."""
+        ...
+
+    def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
+        """Split a model's arrays, or its shapes: what trains, what the model changes itself, and the rest."""
         ...
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
@@ -149,6 +157,7 @@ class WholeStep:
         seed: of the key that `loss_fn` gets.
         compute_dtype: what the model computes in, or None for the dtypes of its arrays.
         divide: says how microbatches, and activations between the layers of a stack, are divided among devices.
+        gradients: computes the gradients of a batch; by default by differentiating `loss_fn`.
     """
 
     arrangement: list[int] | None = None
@@ -167,6 +176,7 @@ class WholeStep:
         seed: int = 0,
         compute_dtype: Any = None,
         divide: Callable[[Tree], Tree] = lambda arrays: arrays,
+        gradients: Callable[[TrainState, Tree, Tree], Gradients] | None = None,
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
@@ -174,6 +184,7 @@ class WholeStep:
         self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
+        self._gradients = gradients or self._differentiated
         self._is_guarded = False
 
     def guard(self, is_guarded: bool) -> None:
@@ -190,7 +201,7 @@ class WholeStep:
         return TrainState(jnp.int32(0), trainable, opt_state, mutable), frozen
 
     def split(self, model: Tree) -> tuple[Tree, Tree, Tree]:
-        """Split a model's arrays, or its shapes: what trains, what the model changes itself, and the rest."""
+        """See `TrainingStep`."""
         rest = self.source.arrays() if self.source is model else split_static(model)[0]
         mutable = jax.tree.map(lambda _: None, rest)
         if self._mutable is not None:
@@ -203,8 +214,7 @@ class WholeStep:
         """See `TrainingStep`."""
         return model
 
-    def gradients(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[Any, dict[str, Any], Tree, Tree]:
-        """Compute the loss, the metrics, what the model changed itself, and the gradients of what trains."""
+    def _differentiated(self, state: TrainState, frozen: Tree, batch: Tree) -> Gradients:
         key = jax.random.fold_in(jax.random.key(self._seed), state.step)
 
         def loss_fn(trainable: Tree, batch: Tree, carry: tuple[Tree, Any]) -> tuple[Any, Any]:
@@ -235,7 +245,7 @@ class WholeStep:
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `TrainingStep`."""
-        loss, metrics, mutable, grads = self.gradients(state, frozen, batch)
+        loss, metrics, mutable, grads = self._gradients(state, frozen, batch)
         # In half precision the squares overflow where the gradients do not.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         metrics |= {"loss": loss, "grad_norm": optax.tree.norm(wide)}
@@ -362,6 +372,14 @@ class LayerStep:
         """See `TrainingStep`."""
         state, frozen = self._step.init(*sides(model, "a layerwise step"))
         return _train_state(state), frozen
+
+    def split(self, model: Tree) -> NoReturn:
+        """Refuse other weights: the state of a layerwise step keeps them in another form.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("update is for pytrees", hint=UPDATE_HINT)
 
     def __call__(self, state: TrainState, frozen: Tree, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         """See `TrainingStep`."""
