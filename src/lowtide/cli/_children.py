@@ -30,15 +30,14 @@ class ChildError(Exception):
         return (coded or lines[-1:] or [f"exit status {self.status}"])[0]
 
 
-def run_child(arguments: Sequence[str], *, success: Sequence[int] = (0,)) -> None:
+def run_child(arguments: Sequence[str]) -> None:
     """Run ``lowtide`` with these arguments in a process of its own; its output is kept.
 
     Args:
         arguments: what stands behind ``lowtide``.
-        success: exit statuses that are no failure.
 
     Raises:
-        ChildError: when it ends with another status.
+        ChildError: when it fails.
     """
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", *arguments],
@@ -48,7 +47,7 @@ def run_child(arguments: Sequence[str], *, success: Sequence[int] = (0,)) -> Non
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         check=False,
     )
-    if done.returncode in success:
+    if done.returncode == 0:
         return
     if done.returncode < 0:
         text = f"the compiling process was killed by signal {-done.returncode}: its own memory may not have sufficed"

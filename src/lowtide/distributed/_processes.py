@@ -32,6 +32,8 @@ from ._fingerprint import fingerprint
 from ._sharding import ShardingRules, is_whole
 
 _TOPICS = itertools.count()
+_WAIT_SECONDS = 300
+"""How long processes wait for one another, unless they are told otherwise."""
 _GRACE_SECONDS = 5
 """How long a process has to fail by itself, after it heard that another one has."""
 _FAILING_SECONDS = 120
@@ -43,12 +45,11 @@ _SHARED_SECONDS = 20
 """How long another machine may take to see a file that was written."""
 
 
-def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
+def of_first(make: Callable[[], Any]) -> Any:
     """Give all processes what the first makes: for what only one may do, such as making a folder.
 
     Args:
         make: called in the first process; gives JSON.
-        timeout_seconds: how long the others wait.
 
     Raises:
         StateError: in the others, with what went wrong in the first.
@@ -64,27 +65,26 @@ def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
         said = json.dumps({"error": str(error)})
         raise
     finally:
-        first = exchange(topic, said, timeout_seconds)[0]
-    answer = json.loads(first) if first else {"error": f"it did not come within {timeout_seconds} s"}
+        first = exchange(topic, said, _WAIT_SECONDS)[0]
+    answer = json.loads(first) if first else {"error": f"it did not come within {_WAIT_SECONDS} s"}
     if "error" in answer:
         raise StateError(f"the first process failed: {answer['error']}", hint="look at its log")
     return answer["made"]
 
 
-def same_in_all(what: str, text: str, timeout_seconds: int = 300) -> None:
+def same_in_all(what: str, text: str) -> None:
     """Raise unless all processes say the same.
 
     Args:
         what: what it is, for the message.
         text: what this one says.
-        timeout_seconds: how long to wait for the others.
 
     Raises:
         ConfigError: with a process that says otherwise.
     """
     if jax.process_count() == 1:
         return
-    for index, said in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, timeout_seconds)):
+    for index, said in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
         if said != text:
             raise ConfigError(
                 f"process {index} differs from process {jax.process_index()} in {what}",
@@ -94,7 +94,7 @@ def same_in_all(what: str, text: str, timeout_seconds: int = 300) -> None:
             )
 
 
-def in_any(happened: bool, timeout_seconds: int = 300) -> bool:
+def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
     """Whether something happened in any of the processes; all of them have to ask.
 
     Args:

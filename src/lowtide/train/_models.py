@@ -123,13 +123,12 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
             got=jax.tree.map(described, result, is_leaf=lambda x: x is None),
             hint="jnp.mean the losses of the examples; return {} for no metrics",
         )
-    metrics: dict[str, Any] = parts[1]
+    metrics: dict[Any, Any] = parts[1]
     for name, value in metrics.items():
         shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-        given: Any = name
-        if not isinstance(given, str):
+        if not isinstance(name, str):
             raise StructureError(
-                f"metric {name!r} has no name", expected="text", got=type(given).__name__, hint=f'"metric_{name}"'
+                f"metric {name!r} has no name", expected="text", got=type(name).__name__, hint=f'"metric_{name}"'
             )
         if name in _RESERVED or name.startswith("eval_"):
             raise StructureError(
