@@ -6,7 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ._console import print_error
+from ._load import spinner
+
+Row = TypeVar("Row")
 
 
 class ChildError(Exception):
@@ -24,15 +30,14 @@ class ChildError(Exception):
         return (coded or lines[-1:] or [f"exit status {self.status}"])[0]
 
 
-def run_child(arguments: Sequence[str], *, success: Sequence[int] = (0,)) -> None:
+def run_child(arguments: Sequence[str]) -> None:
     """Run ``lowtide`` with these arguments in a process of its own; its output is kept.
 
     Args:
         arguments: what stands behind ``lowtide``.
-        success: exit statuses that are no failure.
 
     Raises:
-        ChildError: when it ends with another status.
+        ChildError: when it fails.
     """
     done = subprocess.run(
         [sys.executable, "-m", "lowtide", *arguments],
@@ -42,7 +47,7 @@ def run_child(arguments: Sequence[str], *, success: Sequence[int] = (0,)) -> Non
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
         check=False,
     )
-    if done.returncode in success:
+    if done.returncode == 0:
         return
     if done.returncode < 0:
         text = f"the compiling process was killed by signal {-done.returncode}: its own memory may not have sufficed"
@@ -50,3 +55,31 @@ def run_child(arguments: Sequence[str], *, success: Sequence[int] = (0,)) -> Non
     # The user's code may print lines that begin with "error", too.
     found = re.search(r"^error ((?:\[LT|in the code of ).*)", done.stderr, flags=re.MULTILINE | re.DOTALL)
     raise ChildError(found[1].rstrip() if found else done.stderr.rstrip()[-2000:], done.returncode)
+
+
+def one_by_one(
+    names: Sequence[str], doing: str, measure: Callable[[str], Row], failed: Callable[[str, str], Row]
+) -> tuple[list[Row], bool]:
+    """Measure targets one after the other, and print what went wrong.
+
+    Args:
+        names: the targets.
+        doing: what is done, as the beginning of a sentence that ends with a target's name.
+        measure: gives a target's row, by `run_child`.
+        failed: gives the row of one that failed, of its name and the error in one line.
+
+    Returns:
+        The rows, and whether each of them failed for a mistake in the arguments.
+    """
+    rows: list[Row] = []
+    failures: list[ChildError] = []
+    for number, name in enumerate(names, start=1):
+        with spinner(f"{doing} {name} ({number} of {len(names)})"):
+            try:
+                rows.append(measure(name))
+            except ChildError as error:
+                failures.append(error)
+                rows.append(failed(name, error.line))
+    for text in dict.fromkeys(failure.text for failure in failures):
+        print_error(text)
+    return rows, len(failures) == len(rows) and all(failure.status == 2 for failure in failures)

@@ -74,20 +74,6 @@ def start(args: argparse.Namespace) -> Any:
     return ShardingRules(mesh=make_mesh(**sizes))
 
 
-def is_first() -> bool:
-    """Whether this process prints and writes."""
-    import jax
-
-    return jax.process_index() == 0
-
-
-def is_alone() -> bool:
-    """Whether there is one process."""
-    import jax
-
-    return jax.process_count() == 1
-
-
 def described(sharding: Any) -> dict[str, str]:
     """Write the line of the plan that says what the work is shared among."""
     if sharding is None:

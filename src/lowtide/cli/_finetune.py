@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..core import format_bytes
+from ..core import ConfigError, LowtideError, format_bytes
 from . import _distributed, _settings
 
 _CLIPPED = {
@@ -52,11 +52,12 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from ..core import ConfigError, LowtideError
+    import jax
+
     from ..finetune import open_run, read_config
 
     sharding = _distributed.start(args)
-    is_first = _distributed.is_first()
+    is_first = jax.process_index() == 0
     console = Console(highlight=False, quiet=not is_first)
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
     values |= _settings.given(args)
-    if args.out is None and not _distributed.is_alone():
+    if args.out is None and jax.process_count() > 1:
         raise ConfigError("several processes need --out", hint="name one folder that all of them see")
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
@@ -292,11 +293,5 @@ def _ratio(now: int, was: int) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True)

@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes, parse_bytes
-from ._children import ChildError, run_child
+from ._children import one_by_one, run_child
 from ._explain import positive
 from ._largest import run_largest
-from ._load import add_job_arguments, check_outputs, parse_job, spinner, write_text
+from ._load import add_job_arguments, check_outputs, parse_job, write_text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,25 +95,19 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None:
             flag = flag.replace("_", "-")
             raise ConfigError(f"--{flag} is for --largest", hint="name the parameter to enlarge with --largest KEY")
-    rows: list[Row] = []
-    failures: list[ChildError] = []
-    for number, name in enumerate(names, start=1):
-        with spinner(f"compiling {args.job} for {name} ({number} of {len(names)})"):
-            try:
-                rows.append(_measure(args, name, budget))
-            except ChildError as error:
-                failures.append(error)
-                rows.append(Row(target=name, error=error.line))
-    _print_failures(failures)
-    if len(failures) < len(rows):
+    rows, are_mistakes = one_by_one(
+        names,
+        f"compiling {args.job} for",
+        lambda name: _measure(args, name, budget),
+        lambda name, error: Row(target=name, error=error),
+    )
+    if any(row.error is None for row in rows):
         console.print(_table(rows, budget))
         if any(row.fits is None and row.error is None for row in rows):
             console.print(Text("note: a capacity is unknown; give one with --budget", style="dim"))
     if args.json:
         write_text(console, args.json, json.dumps(_data(rows), indent=2) + "\n")
-    if len(failures) == len(rows) and all(failure.status == 2 for failure in failures):
-        return 2
-    return int(any(row.fits is False or row.error for row in rows))
+    return 2 if are_mistakes else int(any(row.fits is False or row.error for row in rows))
 
 
 def _measure(args: argparse.Namespace, name: str, budget: int | None) -> Row:
@@ -141,12 +135,6 @@ def _data(rows: Sequence[Row]) -> dict[str, Any]:
         "figures": "compiled",
         "rows": [{**vars(row), **{name: getattr(row, name) for name in derived}} for row in rows],
     }
-
-
-def _print_failures(failures: Sequence[ChildError]) -> None:
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    for text in dict.fromkeys(failure.text for failure in failures):
-        errors.print(Text("error ", style="bold red") + Text(text))
 
 
 def _table(rows: Sequence[Row], budget: int | None) -> Table:

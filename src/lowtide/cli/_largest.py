@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, format_bytes
-from ._children import ChildError, run_child
+from ._children import one_by_one, run_child
 from ._load import load, parse_job, read_settings, spinner, user_code, write_text
 
 
@@ -37,24 +37,16 @@ def run_largest(console: Console, args: argparse.Namespace, names: Sequence[str]
         if args.json:
             _write(console, args.json, [found.to_dict()])
         return 0
-    rows: list[dict[str, Any]] = []
-    failures: list[ChildError] = []
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    for number, name in enumerate(names, start=1):
-        with spinner(f"enlarging {args.largest} of {args.job} on {name} ({number} of {len(names)})"):
-            try:
-                rows.append(_in_child(args, name))
-            except ChildError as error:
-                failures.append(error)
-                rows.append({"target": name, "error": error.line})
-    for text in dict.fromkeys(failure.text for failure in failures):
-        errors.print(Text("error ", style="bold red") + Text(text))
+    rows, are_mistakes = one_by_one(
+        names,
+        f"enlarging {args.largest} of {args.job} on",
+        lambda name: _in_child(args, name),
+        lambda name, error: {"target": name, "error": error},
+    )
     console.print(_table(args.largest, rows))
     if args.json:
         _write(console, args.json, rows)
-    if len(failures) == len(rows) and all(failure.status == 2 for failure in failures):
-        return 2
-    return int(bool(failures))
+    return 2 if are_mistakes else int(any("error" in row for row in rows))
 
 
 def _read_sizes(text: str | None) -> tuple[int, ...] | None:

@@ -11,12 +11,10 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.text import Text
-
 from .. import __version__
 from ..core import LowtideError
 from . import _diff, _explain, _finetune, _fits, _schedule, _targets
+from ._console import errors, print_error
 from ._load import UserCodeError
 
 
@@ -38,24 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     _leave_out_absent_accelerators()
     _print_what_can_be_printed()
-    errors = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         return args.run(args)
     except LowtideError as error:
-        errors.print(Text("error ", style="bold red") + Text(str(error)))
+        print_error(str(error))
         return 2
     except PermissionError as error:
-        errors.print(
-            Text("error ", style="bold red") + Text(f"{error.filename or 'a file'}: {error.strerror or error}")
-        )
-        errors.print("hint: check the permissions of that file or folder, and of those above it")
+        print_error(f"{error.filename or 'a file'}: {error.strerror or error}")
+        errors().print("hint: check the permissions of that file or folder, and of those above it")
         return 2
     except UserCodeError as error:
-        errors.print(Text("error ", style="bold red") + Text(str(error)))
+        print_error(str(error))
         return 1
     except KeyboardInterrupt:
         _end_quietly()
-        errors.print(Text("interrupted", style="bold red"))
+        errors().print("interrupted", style="bold red")
         return 130
     except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError
+from ._console import wide_console
 
 _WIDTH = 120
 """Of a file or a pipe that is printed to."""
@@ -82,9 +82,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps({how: _figures(one) for how, one in found.items()}, indent=2) + "\n")
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = wide_console(_WIDTH)
     console.print(_table(found))
     console.print(drawn)
     for path in (args.draw, args.csv):
@@ -135,19 +133,10 @@ def _costs(text: str | None) -> Any:
 
 
 def _figures(found: Any) -> dict[str, Any]:
-    return {
-        "schedule": found.schedule.name,
-        "num_ranks": found.schedule.num_ranks,
-        "num_stages": found.schedule.num_stages,
-        "num_microbatches": found.schedule.num_microbatches,
-        "makespan": found.makespan,
-        "bubble": found.bubble,
-        "steady_bubble": found.steady_bubble,
-        "utilization": found.utilization,
-        "peaks": list(found.peaks),
-        "num_transfers": found.num_transfers,
-        "num_ticks": found.num_ticks,
-    }
+    made = found.schedule
+    given = {name: getattr(made, name) for name in ("num_ranks", "num_stages", "num_microbatches")}
+    names = ("makespan", "bubble", "steady_bubble", "utilization", "peaks", "num_transfers", "num_ticks")
+    return {"schedule": made.name, **given, **{name: getattr(found, name) for name in names}}
 
 
 def _table(found: dict[str, Any]) -> Table:

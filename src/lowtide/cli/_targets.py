@@ -8,11 +8,11 @@ import json
 import sys
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ..core import format_bytes
+from ._console import wide_console
 
 _COLUMNS = {
     "usable": "device_bytes",
@@ -48,9 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         sys.stdout.write(json.dumps([dataclasses.asdict(goal) for goal in found], indent=2) + "\n")
         return 0
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = wide_console(_WIDTH)
     origins: dict[str, int] = {}
     table = Table(title="Targets, per JAX device", title_justify="left", box=None, pad_edge=False, header_style="dim")
     table.add_column("name", no_wrap=True)

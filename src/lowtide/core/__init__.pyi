@@ -6,6 +6,7 @@ from ._batches import as_numpy as as_numpy
 from ._batches import numbers as numbers
 from ._batches import refuse_objects as refuse_objects
 from ._checks import check_choice as check_choice
+from ._checks import check_count as check_count
 from ._checks import is_count as is_count
 from ._errors import ConfigError as ConfigError
 from ._errors import DataError as DataError
@@ -48,8 +49,11 @@ from ._partition import shared_leaves as shared_leaves
 from ._partition import split_static as split_static
 from ._paths import Tree as Tree
 from ._paths import is_array_like as is_array_like
+from ._paths import is_key as is_key
+from ._paths import key_numbers as key_numbers
 from ._paths import leaf_bytes as leaf_bytes
 from ._paths import leaves_with_paths as leaves_with_paths
+from ._paths import map_with_paths as map_with_paths
 from ._paths import path_str as path_str
 from ._paths import tree_bytes as tree_bytes
 from ._running import RunningGradient as RunningGradient

@@ -6,9 +6,13 @@ something in any one of them. So an alternative is tried in its own place, and a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import bracex
+
+_TOKENS = re.compile(r"\\.|\$?\{|[,}]", re.DOTALL)
+"""What may divide a pattern, and escaped characters, which do not."""
 
 
 def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
@@ -42,32 +46,20 @@ def alternatives(pattern: str) -> Iterator[tuple[str, str]]:
 
 def _opening(pattern: str, at: int) -> int | None:
     """Where the next brace opens that is no plain character."""
-    while at < len(pattern):
-        if pattern[at] == "\\":
-            at += 1
-        elif pattern.startswith("${", at):
-            at += 1
-        elif pattern[at] == "{":
-            return at
-        at += 1
-    return None
+    return next((token.start() for token in _TOKENS.finditer(pattern, at) if token[0] == "{"), None)
 
 
 def _parts(pattern: str, start: int) -> tuple[list[str], int | None]:
     """Return what the commas of the brace at `start` divide, and where it closes, if it does."""
-    parts, depth, begin, at = list[str](), 0, start + 1, start
-    while at < len(pattern):
-        character = pattern[at]
-        if character == "\\":
-            at += 1
-        elif character == "{":
+    parts, depth, begin = list[str](), 0, start + 1
+    for token in _TOKENS.finditer(pattern, start):
+        if token[0] in ("{", "${"):
             depth += 1
-        elif character == "," and depth == 1:
-            parts.append(pattern[begin:at])
-            begin = at + 1
-        elif character == "}":
+        elif token[0] == "," and depth == 1:
+            parts.append(pattern[begin : token.start()])
+            begin = token.end()
+        elif token[0] == "}":
             depth -= 1
             if not depth:
-                return [*parts, pattern[begin:at]], at
-        at += 1
+                return [*parts, pattern[begin : token.start()]], token.start()
     return parts, None

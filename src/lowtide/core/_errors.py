@@ -21,22 +21,10 @@ class LowtideError(Exception):
 
     code: ClassVar[str] = "LT000"
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        expected: object = None,
-        got: object = None,
-        hint: str | None = None,
-    ) -> None:
-        lines = [f"[{self.code}] {message}"]
-        if expected is not None:
-            lines.append(f"  expected: {expected}")
-        if got is not None:
-            lines.append(f"  got: {got}")
-        if hint is not None:
-            lines.append(f"hint: {hint}")
-        super().__init__("\n".join(lines))
+    def __init__(self, message: str, *, expected: object = None, got: object = None, hint: str | None = None) -> None:
+        told = {"  expected": expected, "  got": got, "hint": hint}
+        lines = [f"{name}: {text}" for name, text in told.items() if text is not None]
+        super().__init__("\n".join([f"[{self.code}] {message}", *lines]))
         self.message, self.expected, self.got, self.hint = message, expected, got, hint
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._checks import is_count
+from ._checks import check_count
 from ._errors import StructureError
 from ._paths import Tree, is_array_like, path_str
 
@@ -60,14 +60,8 @@ def accumulate(
         >>> float(loss), float(grads["w"])
         (3.0, 1.5)
     """
-    number: Any = num_microbatches
-    if not is_count(number, 1):
-        raise StructureError(
-            "num_microbatches has to be at least 1",
-            expected="a whole number",
-            got=repr(number),
-            hint="1 means no accumulation",
-        )
+    problem, hint = "num_microbatches has to be at least 1", "1 means no accumulation"
+    check_count(problem, num_microbatches, 1, "a whole number", hint, StructureError)
 
     @functools.wraps(grad_fn)
     def wrapped(model: Tree, batch: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from ._errors import SelectionError, StructureError
-from ._paths import Tree, is_array_like, leaves_with_paths
+from ._paths import Tree, is_array_like, leaves_with_paths, path_str
 from ._select import Where, select
 
 
@@ -70,7 +70,7 @@ def combine(*trees: Tree) -> Tree:
         present = [leaf for leaf in leaves if leaf is not None]
         if len(present) > 1:
             raise StructureError(
-                f"{jax.tree_util.keystr(path, simple=True, separator='/')}: {len(present)} trees hold this leaf",
+                f"{path_str(path)}: {len(present)} trees hold this leaf",
                 expected="each leaf in exactly one tree",
                 hint="combine the two halves that partition returned",
             )

@@ -38,22 +38,49 @@ def leaves_with_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) 
     return [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
 
 
+def map_with_paths(fn: Callable[[str, Any], Any], tree: Tree) -> Tree:
+    """Map a function of path and leaf over a tree.
+
+    Args:
+        fn: called with the path and the leaf.
+        tree: any pytree.
+
+    Returns:
+        What it gives, in the structure of the tree.
+
+    Examples:
+        >>> map_with_paths(lambda path, leaf: f"{path}={leaf}", {"layers": [1.0, 2.0]})
+        {'layers': ['layers/0=1.0', 'layers/1=2.0']}
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: fn(path_str(path), leaf), tree)
+
+
 def is_array_like(leaf: Any) -> bool:
     """Whether a leaf holds numbers: arrays, shape structs, tracers and Python scalars, but not functions or text."""
     return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, (bool, int, float, complex))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf holds typed random keys."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def key_numbers(leaf: Any) -> Any:
+    """Return a leaf as numbers: of random keys theirs, any other as it is."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def leaf_bytes(leaf: Any) -> int:
     """Logical bytes of one leaf: elements times item size, without a device's padding; 0 for a non-array."""
     if not is_array_like(leaf):
         return 0
-    if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(type(leaf))), jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     aval = leaf if hasattr(leaf, "shape") else jax.eval_shape(jnp.asarray, leaf)
-    return (int(np.prod(aval.shape, dtype=np.int64)) * _item_bits(aval.dtype) + 7) // 8
+    return (int(np.prod(aval.shape, dtype=np.int64)) * item_bits(aval.dtype) + 7) // 8
 
 
-def _item_bits(dtype: Any) -> int:
+def item_bits(dtype: Any) -> int:
     """Bits of one element on a device; NumPy's item size cannot say less than a byte, XLA packs int4 and float4."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits

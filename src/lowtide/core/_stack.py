@@ -177,30 +177,25 @@ def num_layers(layers: Tree) -> int:
     Raises:
         StructureError: when there is no leaf, or the leading axes differ.
     """
-    lengths = {path: leaf.shape[0] if getattr(leaf, "shape", ()) else None for path, leaf in leaves_with_paths(layers)}
-    if not lengths or None in lengths.values() or len(set(lengths.values())) > 1:
+    words = {path: _length(leaf) for path, leaf in leaves_with_paths(layers)}
+    lengths = list(words.values())
+    if len(set(lengths)) != 1 or not lengths[0].isdigit():
+        # What is no array, and the rarest lengths, first.
+        first = sorted(words, key=lambda path: (words[path][0].isdigit(), lengths.count(words[path])))
+        more = f", … ({len(first) - 6} more)" if len(first) > 6 else ""
         raise StructureError(
             "stacked layers need leaves with one common leading axis",
             expected="every leaf of shape [num_layers, ...]",
-            got=_lengths(layers) or "no leaf",
+            got=", ".join(f"{path}: {words[path]}" for path in first[:6]) + more or "no leaf",
             hint="stack the layers with jax.tree.map(lambda *x: jnp.stack(x), *layers); functions and settings are no "
             "leaves: keep them in the block, as with eqx.partition(layers, eqx.is_array)",
         )
-    return int(next(iter(lengths.values())))  # pyright: ignore[reportArgumentType]
+    return int(lengths[0])
 
 
-def _lengths(layers: Tree) -> str:
-    """Return the leading axis of every leaf, by its path; what is no array, and the rarest lengths, first."""
-
-    def word(leaf: Any) -> str:
-        if shape := getattr(leaf, "shape", ()):
-            return str(shape[0])
-        if hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex):
-            return "None"
-        return f"no array but a {type(leaf).__name__}"
-
-    words = {path: word(leaf) for path, leaf in leaves_with_paths(layers)}
-    lengths = list(words.values())
-    first = sorted(words, key=lambda path: (words[path][0].isdigit(), lengths.count(words[path])))
-    more = f", … ({len(first) - 6} more)" if len(first) > 6 else ""
-    return ", ".join(f"{path}: {words[path]}" for path in first[:6]) + more
+def _length(leaf: Any) -> str:
+    """Write the leading axis of a leaf."""
+    if shape := getattr(leaf, "shape", ()):
+        return str(shape[0])
+    is_array = hasattr(leaf, "shape") or isinstance(leaf, bool | int | float | complex)
+    return "None" if is_array else f"no array but a {type(leaf).__name__}"

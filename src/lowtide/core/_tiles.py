@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
+from ._paths import item_bits
 
 _LANES, _SUBLANES, _WORD_BITS, _LINE = 128, 8, 32, 1024
 
@@ -74,11 +74,7 @@ def _tile_rows(num_rows: int, dtype: Any) -> int:
 
 def _in_word(dtype: Any) -> int:
     """How many numbers share a word."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        bits = jnp.iinfo(dtype).bits
-    else:
-        bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else dtype.itemsize * 8
-    return max(1, _WORD_BITS // bits)
+    return max(1, _WORD_BITS // item_bits(dtype))
 
 
 def _up(number: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import Tree, leaves_with_paths, on_host
+from ..core import Tree, key_numbers, leaves_with_paths, on_host
 
 _PER_AXIS = 8
 
@@ -42,8 +42,7 @@ def fingerprint(tree: Tree) -> str:
 
 
 def _samples(leaf: Any) -> np.ndarray:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = key_numbers(leaf)
     if not isinstance(leaf, jax.Array) or (_is_near(leaf.sharding) and leaf.is_fully_addressable):
         return _grid(np.asarray(leaf), np)
     if on_host(leaf.sharding):

@@ -26,12 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, ModelObject, StateError, Tree, leaves_with_paths, split_static, write_files
+from ..core import ConfigError, ModelObject, StateError, Tree, key_numbers, leaves_with_paths, split_static, write_files
 from ..core._compat import exchange, post, posted
 from ._fingerprint import fingerprint
-from ._sharding import ShardingRules
+from ._sharding import ShardingRules, is_whole
 
 _TOPICS = itertools.count()
+_WAIT_SECONDS = 300
+"""How long processes wait for one another, unless they are told otherwise."""
 _GRACE_SECONDS = 5
 """How long a process has to fail by itself, after it heard that another one has."""
 _FAILING_SECONDS = 120
@@ -43,12 +45,11 @@ _SHARED_SECONDS = 20
 """How long another machine may take to see a file that was written."""
 
 
-def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
+def of_first(make: Callable[[], Any]) -> Any:
     """Give all processes what the first makes: for what only one may do, such as making a folder.
 
     Args:
         make: called in the first process; gives JSON.
-        timeout_seconds: how long the others wait.
 
     Raises:
         StateError: in the others, with what went wrong in the first.
@@ -64,27 +65,26 @@ def of_first(make: Callable[[], Any], timeout_seconds: int = 300) -> Any:
         said = json.dumps({"error": str(error)})
         raise
     finally:
-        first = exchange(topic, said, timeout_seconds)[0]
-    answer = json.loads(first) if first else {"error": f"it did not come within {timeout_seconds} s"}
+        first = exchange(topic, said, _WAIT_SECONDS)[0]
+    answer = json.loads(first) if first else {"error": f"it did not come within {_WAIT_SECONDS} s"}
     if "error" in answer:
         raise StateError(f"the first process failed: {answer['error']}", hint="look at its log")
     return answer["made"]
 
 
-def same_in_all(what: str, text: str, timeout_seconds: int = 300) -> None:
+def same_in_all(what: str, text: str) -> None:
     """Raise unless all processes say the same.
 
     Args:
         what: what it is, for the message.
         text: what this one says.
-        timeout_seconds: how long to wait for the others.
 
     Raises:
         ConfigError: with a process that says otherwise.
     """
     if jax.process_count() == 1:
         return
-    for index, said in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, timeout_seconds)):
+    for index, said in enumerate(exchange(f"lowtide/same/{next(_TOPICS)}", text, _WAIT_SECONDS)):
         if said != text:
             raise ConfigError(
                 f"process {index} differs from process {jax.process_index()} in {what}",
@@ -94,7 +94,7 @@ def same_in_all(what: str, text: str, timeout_seconds: int = 300) -> None:
             )
 
 
-def in_any(happened: bool, timeout_seconds: int = 300) -> bool:
+def in_any(happened: bool, timeout_seconds: int = _WAIT_SECONDS) -> bool:
     """Whether something happened in any of the processes; all of them have to ask.
 
     Args:
@@ -153,7 +153,8 @@ class Processes:
     """
 
     def __init__(self, rules: ShardingRules | None) -> None:
-        self._rules = rules
+        self._rules: Any = rules
+        """None with one process alone."""
         self.count = jax.process_count()
         self.is_first = jax.process_index() == 0
         """Whether this process writes what is written once."""
@@ -171,7 +172,7 @@ class Processes:
         self._shapes: set[tuple[str, ...]] = set()
         here = jax.process_index()
         self._num_devices = 0 if rules is None else sum(d.process_index == here for d in rules.mesh.devices.flat)
-        self._largest = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
+        self._largest: Any = None if rules is None else jax.jit(jnp.max, out_shardings=rules.replicated())
 
     def agree(self, **facts: Any) -> None:
         """Raise unless all processes say the same.
@@ -183,7 +184,7 @@ class Processes:
             ConfigError: with the first fact that differs, and the process that says otherwise.
             StateError: with the processes that did not come.
         """
-        if self.count > 1 and self._rules is not None:
+        if self.count > 1:
             self._compare(self._exchange(facts), facts)
 
     def _compare(self, all_said: list[Any], facts: Mapping[str, Any]) -> None:
@@ -219,8 +220,7 @@ class Processes:
                 f"{path}: {jnp.result_type(leaf)}{list(np.shape(leaf))}" for path, leaf in leaves_with_paths(batch)
             )
             if shapes not in self._shapes:
-                is_whole = self._rules is not None and not self._rules.local_batches
-                self.agree(batch=list(shapes), content=_digest(batch) if is_whole else "")
+                self.agree(batch=list(shapes), content="" if self._rules.local_batches else _digest(batch))
                 self._shapes.add(shapes)
 
     def agree_on_values(self, model: Tree) -> None:
@@ -262,7 +262,7 @@ class Processes:
 
     def _is_left(self, batches: str) -> bool:
         is_left = self._ends()
-        if self.count == 1 or self._rules is None:
+        if self.count == 1:
             return is_left
         facts = {"batches": batches}
         said = self._exchange({**facts, "is_left": is_left})
@@ -271,7 +271,6 @@ class Processes:
         return any(lefts)
 
     def _exchange(self, facts: Mapping[str, Any]) -> list[Any]:
-        assert self._rules is not None
         seconds = self._rules.timeout_seconds
         said = exchange(f"lowtide/agree/{next(_TOPICS)}", json.dumps(facts, default=_plain), seconds)
         missing = [index for index, text in enumerate(said) if text is None]
@@ -286,14 +285,14 @@ class Processes:
 
     def positions(self, mine: Mapping[str, Any] | None) -> list[Any]:
         """Where the data of each process is."""
-        if self.count == 1 or self._rules is None or not self._rules.local_batches:
+        if self.count == 1 or not self._rules.local_batches:
             return [{"shard": None, "position": mine}]
         return self._exchange({"shard": list(self._rules.data_shard), "position": mine})
 
     def position(self, saved: list[Any]) -> Mapping[str, Any] | None:
         """Of the positions that were saved this process's; what other numbers of processes saved names no example."""
-        is_local = self._rules is not None and self._rules.local_batches and self.count > 1
-        shard = list(self._rules.data_shard) if self._rules is not None and is_local else None
+        is_local = self.count > 1 and self._rules.local_batches
+        shard = list(self._rules.data_shard) if is_local else None
         for one in saved:
             if one["shard"] == shard:
                 return one["position"]
@@ -302,7 +301,7 @@ class Processes:
 
     def any(self, happened: bool) -> bool:
         """Whether something happened in any of the processes; all of them have to ask."""
-        return happened if self._rules is None else in_any(happened, self._rules.timeout_seconds)
+        return happened if self.count == 1 else in_any(happened, self._rules.timeout_seconds)
 
     def in_turn(self, results: Tree) -> Tree:
         """Results, on CPUs of several processes when they are there.
@@ -316,13 +315,12 @@ class Processes:
 
     def vote(self, wish: int) -> Any:
         """Return the largest wish of all processes, as an array that is ready when the step sent before it is."""
-        if self.count == 1 or self._rules is None:
+        if self.count == 1:
             return wish
         mesh = self._rules.mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.P(tuple(mesh.axis_names)))
         mine = np.full(self._num_devices, wish, np.int32)
         wishes = jax.make_array_from_process_local_data(everywhere, mine, (mesh.size,))
-        assert self._largest is not None
         return self.in_turn(self._largest(wishes))
 
     @contextlib.contextmanager
@@ -385,12 +383,8 @@ def _digest(batch: Tree) -> str:
     """Digest what a batch holds, of the arrays that are in this process's memory."""
     found = hashlib.sha256()
     for path, leaf in leaves_with_paths(batch):
-        if not (
-            isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
-        ):
-            is_key = jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key)
-            numbers = jax.random.key_data(leaf) if is_key else leaf
-            found.update(f"{path}:".encode() + np.ascontiguousarray(numbers).tobytes())
+        if not is_whole(leaf):
+            found.update(f"{path}:".encode() + np.ascontiguousarray(key_numbers(leaf)).tobytes())
     return found.hexdigest()[:16]
 
 

@@ -27,7 +27,10 @@ from ..core import (
     StructureError,
     Tree,
     is_array_like,
+    is_key,
+    key_numbers,
     leaves_with_paths,
+    map_with_paths,
     refuse_objects,
 )
 
@@ -202,7 +205,7 @@ class ShardingRules:
         if isinstance(there, jax.sharding.NamedSharding) and there.mesh == self.mesh:
             if self._ruled(path, leaf.shape) is None:
                 return there
-        itemsize = 4 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        itemsize = 4 if is_key(leaf) else leaf.dtype.itemsize
         sharding = jax.sharding.NamedSharding(self.mesh, self.spec(path, leaf.shape, itemsize))
         kind = getattr(there, "memory_kind", None)
         return sharding if kind is None else sharding.with_memory_kind(kind)
@@ -238,8 +241,7 @@ class ShardingRules:
                 moved[id(leaf)] = put(leaf, self.of(path, leaf))
             return moved[id(leaf)]
 
-        placed = [one(path, leaf) for path, leaf in leaves_with_paths(tree)]
-        return jax.tree.unflatten(jax.tree.structure(tree), placed)
+        return map_with_paths(one, tree)
 
     def settle(self, tree: Tree) -> Tree:
         """Put on every device what is not on the mesh yet: counters, and what else belongs to no leaf of a model."""
@@ -319,8 +321,7 @@ class ShardingRules:
                 return jax.make_array_from_process_local_data(sharding, canonical(leaf), shape)
             return put(leaf, sharding)
 
-        placed = [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
-        return jax.tree.unflatten(jax.tree.structure(batch), placed)
+        return map_with_paths(one, batch)
 
     def batch_shapes(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
         """Return what `batch` would give, as `jax.ShapeDtypeStruct`s; nothing is moved.
@@ -340,15 +341,11 @@ class ShardingRules:
                 dtype = jax.dtypes.canonicalize_dtype(dtype)
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        placed = [one(path, leaf) for path, leaf in leaves_with_paths(batch)]
-        return jax.tree.unflatten(jax.tree.structure(batch), placed)
+        return map_with_paths(one, batch)
 
     def _is_local(self, leaf: Any) -> bool:
         """Whether a leaf of a batch holds the rows of this process alone."""
-        is_whole = isinstance(leaf, jax.ShapeDtypeStruct) or (
-            isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        )
-        return self.local_batches and not is_whole
+        return self.local_batches and not is_whole(leaf)
 
     def _whole(
         self, path: str, leaf: Any, num_microbatches: int | None
@@ -411,6 +408,11 @@ def abstract(sharding: jax.sharding.NamedSharding) -> jax.sharding.NamedSharding
     return jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
+def is_whole(leaf: Any) -> bool:
+    """Whether a leaf of a batch is that of all processes, of which this one may hold a part or nothing."""
+    return isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
+
+
 def canonical(leaf: Any) -> np.ndarray:
     """Make an array NumPy's, of a dtype that JAX has."""
     array = np.asarray(leaf)
@@ -450,9 +452,8 @@ def put(leaf: Any, sharding: Any) -> Any:
         return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, sharding)
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         return jax.device_put(leaf, sharding)
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        data = jax.random.key_data(leaf)
-        return jax.random.wrap_key_data(put(data, sharding), impl=jax.random.key_impl(leaf))
+    if is_key(leaf):
+        return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
     whole = canonical(leaf)
     # Copies: on a CPU JAX may share NumPy's buffers, and what trains is consumed by the next step.
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))

@@ -12,7 +12,7 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,17 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _OF_ADAPTERS = ("rank", "alpha", "targets")
+_COUNTS = ("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every")
+_RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    ((*_COUNTS, "schedule_steps"), lambda n: n >= 1, "at least 1"),
+    (("warmup_steps", "weight_decay", "sample_tokens"), lambda x: 0 <= x < math.inf, "at least 0"),
+    (("seed",), lambda n: 0 <= n < 2**32, "an integer from 0 to 2**32 - 1"),
+    (("alpha", "max_grad_norm", "learning_rate"), lambda x: 0 < x < math.inf, "greater than 0"),
+    (("held_out_fraction",), lambda x: 0 < x < 1, "between 0 and 1"),
+    (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+    (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
+)
+"""Of fields whose type allows more than makes sense, which values do, and how a message says it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,20 +103,6 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
             _check_type(field, getattr(self, field), kind)
-        at_least_one = (
-            "num_steps",
-            "rank",
-            "batch_size",
-            "seq_len",
-            "num_microbatches",
-            "eval_every",
-            "checkpoint_every",
-        )
-        for field in at_least_one:
-            _check(field, getattr(self, field), getattr(self, field) >= 1, "at least 1")
-        _check(
-            "schedule_steps", self.schedule_steps, self.schedule_steps is None or self.schedule_steps >= 1, "at least 1"
-        )
         for field in ("model", "data"):
             if getattr(self, field) == "":
                 raise ConfigError(
@@ -114,19 +111,12 @@ class FinetuneConfig:
                     got='""',
                     hint=f"leave {field} out, or look whether a variable of your script is unset",
                 )
-        for field in ("warmup_steps", "weight_decay", "sample_tokens"):
-            _check(field, getattr(self, field), 0 <= getattr(self, field) < math.inf, "at least 0")
-        _check("seed", self.seed, 0 <= self.seed < 2**32, "an integer from 0 to 2**32 - 1")
-        for field in ("alpha", "max_grad_norm"):
-            _check(field, getattr(self, field), 0 < getattr(self, field) < math.inf, "greater than 0")
-        rate = self.learning_rate
-        _check("learning_rate", rate, rate is None or 0 < rate < math.inf, "greater than 0")
-        _check("held_out_fraction", self.held_out_fraction, 0 < self.held_out_fraction < 1, "between 0 and 1")
-        for field in ("param_dtype", "compute_dtype"):
-            _check(field, getattr(self, field), getattr(self, field) in _DTYPES, f"one of {', '.join(_DTYPES)}")
+        for fields, is_in_range, expected in _RANGES:
+            for field in fields:
+                value = getattr(self, field)
+                _check(field, value, value is None or is_in_range(value), expected)
         fits = self.batch_size % self.num_microbatches == 0
         _check("num_microbatches", self.num_microbatches, fits, f"a divisor of batch_size {self.batch_size}")
-        _check("clip_mode", self.clip_mode, self.clip_mode in _CLIPS, f"one of {', '.join(_CLIPS)}")
         for word in self.offload or ():
             _check_offload(word)
         _check_combination(self)

@@ -94,7 +94,10 @@ class Finetune:
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
-        model = self.base if config.full else _with_adapters(config, self.base)
+        model = self.base
+        if not config.full:
+            adapters = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
+            model = lora.add(model, adapters, key=jax.random.key(config.seed))
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
         jax.eval_shape(loss_fn, model, self.data.train[0])
@@ -306,28 +309,14 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
             hint="tokenizer.json and config.json are of different models",
         )
     stored = "float32" if config.full else stored  # what trains, as adapters do
-    options: dict[str, Any] = {
-        "dtype": stored,
-        "compute_dtype": compute,
-        "host": is_hosted(config),
-        "sharding": sharding,
-    }
-    return models.load(directory, **options), tokenizer
-
-
-def _with_adapters(config: FinetuneConfig, base: models.Llama) -> Tree:
-    adapter = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
-    return lora.add(base, adapter, key=jax.random.key(config.seed))
+    base = models.load(directory, dtype=stored, compute_dtype=compute, host=is_hosted(config), sharding=sharding)
+    return base, tokenizer
 
 
 def _device_bytes(tree: Tree) -> int:
     """Bytes that a device has of arrays, or of gradients that are divided like them."""
-    structs = [
-        jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array)
-    ]
-    return tree_bytes(structs)
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return tree_bytes([jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in arrays])
 
 
 def _layerwise_bytes(trainable: Tree) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import json
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,22 +68,16 @@ def refuse_other_formats(path: Path) -> None:
     Raises:
         DataError: saying what it is, and the fields of its first record.
     """
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise DataError(
-                f"{path}: not a regular file",
-                expected="a text file, a folder, or a .jsonl file",
-                got="a pipe" if stat.S_ISFIFO(mode) else "a device or a socket",
-                hint="a run reads its data again when it is resumed; write the content into a file",
-            )
-    except OSError:
-        return  # whoever reads the file says what is wrong
+    if not path.is_file():
+        raise DataError(
+            f"{path}: not a regular file",
+            expected="a text file, a folder, or a .jsonl file",
+            got="a pipe" if path.is_fifo() else "a device or a socket",
+            hint="a run reads its data again when it is resumed; write the content into a file",
+        )
     head = _head(path)
     suffix = path.suffix.lower()
-    known = next((kind for start, kind in _BY_HEAD if head.startswith(start)), None)
-    if known is None and _is_utf16(head):
-        known = _UTF16
+    known = next((kind for start, kind in _BY_HEAD if head.startswith(start)), _UTF16 if _is_utf16(head) else None)
     if known is None and path.suffix != ".jsonl":
         known = _BY_SUFFIX.get(suffix)
         if known is None and _is_json_lines(head):

@@ -25,15 +25,8 @@ from ..distributed import of_first, same_in_all
 from ..train import Callback
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
 
-CONFIG, METRICS, CHECKPOINTS, ADAPTER, MODEL, MEMORY, DATA = (
-    "config.toml",
-    "metrics.jsonl",
-    "checkpoints",
-    "adapter",
-    "model",
-    "memory.json",
-    "data.json",
-)
+CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
+CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
 _FREE = (
     *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
     *("num_microbatches", "offload", "remat"),
@@ -80,15 +73,14 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
             steps = {"num_steps": asked.num_steps, "schedule_steps": config.schedule_steps or config.num_steps}
             config = dataclasses.replace(config, **steps)
         _refuse_other_config(config, asked, values, out)
-        _check_writable(out)
-        return config
-    config = config_from_dict(values, where)
-    if _looked_at(out, lambda: out.is_dir() and any(out.iterdir())):
-        raise OutputError(
-            f"{out}: the folder is not empty",
-            hint="continue that run with --resume, or choose another --out; nothing in it was changed",
-        )
-    _check_writable(out)
+    else:
+        config = config_from_dict(values, where)
+        if _looked_at(out, lambda: out.is_dir() and any(out.iterdir())):
+            raise OutputError(
+                f"{out}: the folder is not empty",
+                hint="continue that run with --resume, or choose another --out; nothing in it was changed",
+            )
+    check_writable(out, "cannot be written", "choose an --out that you may write to")
     return config
 
 
@@ -207,10 +199,6 @@ def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: M
             hint=f"leave them out to continue as {out / CONFIG} says, or start another run with another --out; only "
             "--steps may be more",
         )
-
-
-def _check_writable(out: Path) -> None:
-    check_writable(out, "cannot be written", "choose an --out that you may write to")
 
 
 def _looked_at(out: Path, look: Callable[[], bool]) -> bool:

@@ -71,15 +71,15 @@ def read_documents(path: str | Path | None) -> list[str]:
     path = Path(path)
     try:
         path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        hint = "--data takes a text file, a folder, or a .jsonl file"
+        raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
-        if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise _unreadable(path, error) from error
+        raise _unreadable(path, error) from error
     if path.is_dir():
         files = list(_files(path))
         refuse_folder_of_records(path, files)
         documents = [text for file in files if (text := _utf8(file)) is not None]
-    elif not path.exists():
-        raise DataError(f"{path}: no such file or folder", hint="--data takes a text file, a folder, or a .jsonl file")
     else:
         refuse_other_formats(path)
         text = _utf8(path)
@@ -154,7 +154,10 @@ def text_data(
     dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_next_token)  # pyright: ignore
     return TextData(
         train=dataset,
-        held_out=[_next_token(_pad_rows(rows, batch_size)) for rows in _rows(held_out, batch_size)],
+        held_out=[
+            _next_token(_pad_rows(held_out[start : start + batch_size], batch_size))
+            for start in range(0, len(held_out), batch_size)
+        ],
         num_documents=len(documents),
         num_train_tokens=train.size,
         num_held_out_tokens=held_out.size,
@@ -204,11 +207,6 @@ def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:
 
 def _pad_rows(rows: np.ndarray, batch_size: int) -> np.ndarray:
     return np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), constant_values=IGNORE)
-
-
-def _rows(windows: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(windows), batch_size):
-        yield windows[start : start + batch_size]
 
 
 def _files(folder: Path) -> list[Path]:

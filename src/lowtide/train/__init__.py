@@ -56,24 +56,9 @@ __all__ = [
 ]
 
 
-_MOVED = frozenset(
-    {
-        "Finetune",
-        "FinetuneConfig",
-        "MemoryTable",
-        "TextData",
-        "config_from_dict",
-        "config_to_toml",
-        "open_run",
-        "read_config",
-        "read_documents",
-        "text_data",
-    }
-)
-
-
 def __getattr__(name: str) -> Any:
     """Names that moved to `lowtide.finetune`, under their old address."""
-    if name in _MOVED:
-        return getattr(importlib.import_module("lowtide.finetune"), name)
+    finetune = importlib.import_module("lowtide.finetune")
+    if name in finetune.__all__:
+        return getattr(finetune, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,7 @@ from ..core import (
     Tree,
     Where,
     check_choice,
+    check_count,
     is_array_like,
     is_count,
     leaves_with_paths,
@@ -26,7 +27,7 @@ from ..distributed import ShardingRules, placed
 from ..offload import LayerwiseStep
 from ..pipeline import Pipeline, Schedule
 from ._data import IN_ORDER
-from ._models import keywords
+from ._models import Pytree, keywords
 from ._pipelined import PipelineStep, make_pipeline
 from ._precision import refuse_precision
 from ._state import refuse_consumed
@@ -34,16 +35,6 @@ from ._step import LayerStep, LossFn, TrainingStep, TrainState, WholeStep, refus
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Defaults:
-    """Of a pytree, where a `ModelObject` says its own."""
-
-    wrt: Where = "**"
-    """Everything trains."""
-    mutable: Where | None = None
-    """Nothing changes beside it."""
 
 
 class Chosen(NamedTuple):
@@ -97,7 +88,7 @@ def choose_step(
         elif weight not in (None, tx.weight):
             _refuse_beside_layerwise(weight=(weight, None))
         return Chosen(LayerStep(model, given, tx), tx.weight, sharding, 1)
-    defaults: Any = model if isinstance(model, ModelObject) else _Defaults()
+    defaults: Any = model if isinstance(model, ModelObject) else Pytree
     selected = defaults.wrt if wrt is None else wrt
     changes = defaults.mutable if mutable is None else mutable
     arguments = (model, given, tx, selected, num_microbatches, weight)
@@ -193,13 +184,8 @@ def _refuse_arguments(
         callable(loss_fn) and not isinstance(tx, LayerwiseStep) and not isinstance(model, ModelObject)
     ):  # Equinox' state is one argument more
         _refuse_signature(loss_fn)
-    if not is_count(num_microbatches, 1):
-        raise ConfigError(
-            "num_microbatches is no number of parts",
-            expected="an integer of at least 1",
-            got=repr(num_microbatches),
-            hint="1 means no accumulation",
-        )
+    problem, hint = "num_microbatches is no number of parts", "1 means no accumulation"
+    check_count(problem, num_microbatches, 1, "an integer of at least 1", hint)
     if not is_count(seed, -(2**31)) or seed >= 2**32:
         raise ConfigError(
             "seed is no integer of 32 bits", expected="such as 0", got=repr(seed), hint="each seed is another run"

@@ -256,6 +256,17 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     return found
 
 
+@contextlib.contextmanager
+def _writing(path: Path, what: str) -> Generator[None]:
+    """Say what cannot be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be written", got=error.strerror or error, hint=f"choose another {what}"
+        ) from error
+
+
 class JsonlLogger(Callback):
     """Write every record as a line of JSON; what is no finite number as null, for JSON has none.
 
@@ -285,23 +296,14 @@ class JsonlLogger(Callback):
     def state(self) -> None:
         """Make what was written survive a power cut; asked for before every checkpoint."""
         if self._is_writing:
-            with self._failing(), self.path.open("a", encoding="utf-8") as file:
+            with _writing(self.path, "path"), self.path.open("a", encoding="utf-8") as file:
                 os.fsync(file.fileno())
 
     def _write(self, trainer: TrainerView, line: str) -> None:
         self._is_writing = trainer.processes.is_first
         if self._is_writing:
-            with self._failing(), self.path.open("a", encoding="utf-8") as file:
+            with _writing(self.path, "path"), self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
-
-    @contextlib.contextmanager
-    def _failing(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OutputError(
-                f"{self.path}: cannot be written", got=error.strerror or error, hint="choose another path"
-            ) from error
 
 
 class Scalars(Callback):
@@ -329,9 +331,9 @@ class Scalars(Callback):
         """Write one."""
         if not trainer.processes.is_first:
             return
-        values: Mapping[str, Any] = {name: value for name, value in record.items() if name != "step"}
+        values = {name: value for name, value in record.items() if name != "step"}
         if not hasattr(self.writer, "add_scalar"):
-            self.writer.log(dict(values), step=record["step"])
+            self.writer.log(values, step=record["step"])
             return
         for name, value in values.items():
             self.writer.add_scalar(name, value, record["step"])
@@ -362,7 +364,7 @@ class TensorBoard(Callback):
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._writer: Any = None
+        self._scalars: Scalars | None = None
 
     def on_train_begin(self, trainer: TrainerView) -> None:
         """Open a file, in the first process where there are several."""
@@ -376,26 +378,20 @@ class TensorBoard(Callback):
         step = trainer.step
         # Files of the same second would have the same name.
         purge_step, suffix = (step + 1, f".{step}") if step else (None, "")
-        try:
-            self._writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
-        except OSError as error:
-            raise OutputError(
-                f"{self.directory}: cannot be written", got=error.strerror or error, hint="choose another folder"
-            ) from error
+        with _writing(self.directory, "folder"):
+            writer = SummaryWriter(str(self.directory), purge_step=purge_step, filename_suffix=suffix)
+        self._scalars = Scalars(writer)
 
     def on_record(self, trainer: TrainerView, record: Record) -> None:
         """Write one."""
-        if self._writer is None:
-            return
-        for name, value in record.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, record["step"])
+        if self._scalars is not None:
+            self._scalars.on_record(trainer, record)
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """Close the file."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._scalars is not None:
+            self._scalars.writer.close()
+            self._scalars = None
 
     def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
         """Keep what there is."""

@@ -20,13 +20,13 @@ from ..core import (
     as_arguments,
     as_numpy,
     combine,
+    is_count,
     numbers,
     parse_bytes,
 )
 from ..distributed import Processes, ShardingRules, abstract
 from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
 from ..pipeline import StageReport
-from ._data import is_count
 from ._pipelined import PipelineStep
 from ._signals import undisturbed
 from ._state import LiveState

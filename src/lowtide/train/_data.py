@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from ..core import ConfigError, DataError, Tree, is_count, leaves_with_paths
+from ..core import ConfigError, DataError, Tree, check_count, leaves_with_paths
 
 
 @runtime_checkable
@@ -52,8 +52,8 @@ class Feed:
         if num_steps is None and num_epochs is None:
             raise ConfigError("fit needs an end", expected="num_steps or num_epochs", hint="fit(data, num_steps=1000)")
         for name, number in (("num_steps", num_steps), ("num_epochs", num_epochs)):
-            if number is not None and not is_count(number, 0):
-                raise ConfigError(f"{name} is no number", expected="0 or more", got=repr(number), hint=f"{name}=1000")
+            if number is not None:
+                check_count(f"{name} is no number", number, 0, "0 or more", f"{name}=1000")
         refuse_arrays(data)
         is_indexed = isinstance(data, StepData)
         self._data: Any = data

@@ -120,16 +120,15 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
         raise StructureError(
             "the loss function returns neither a loss nor a loss and metrics",
             expected="a floating-point scalar, or a tuple (scalar, {name: scalar})",
-            got=jax.tree.map(_described, result, is_leaf=lambda x: x is None),
+            got=jax.tree.map(described, result, is_leaf=lambda x: x is None),
             hint="jnp.mean the losses of the examples; return {} for no metrics",
         )
-    metrics: dict[str, Any] = parts[1]
+    metrics: dict[Any, Any] = parts[1]
     for name, value in metrics.items():
         shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
-        given: Any = name
-        if not isinstance(given, str):
+        if not isinstance(name, str):
             raise StructureError(
-                f"metric {name!r} has no name", expected="text", got=type(given).__name__, hint=f'"metric_{name}"'
+                f"metric {name!r} has no name", expected="text", got=type(name).__name__, hint=f'"metric_{name}"'
             )
         if name in _RESERVED or name.startswith("eval_"):
             raise StructureError(
@@ -145,7 +144,7 @@ def parse_loss(result: Any, arrays: Tree, *, has_mutable: bool, is_training: boo
                 expected="a scalar",
                 got=type(value).__name__
                 if shape is None
-                else _described(value)
+                else described(value)
                 if shape == ()
                 else f"shape {list(shape)}",
                 hint="jnp.mean what is one value for each example",
@@ -158,5 +157,6 @@ def _is_loss(value: Any) -> bool:
     return is_number and jnp.shape(value) == () and jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
-def _described(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else type(value).__name__
+def described(leaf: Any) -> str:
+    """Write what a leaf is: the dtype and shape of an array, else its type."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__

@@ -51,7 +51,7 @@ def analyze_step(
         None: arrays are replaced by their shapes.
     """
     num_microbatches, weight, target = _chosen(**rest)
-    step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight or (lambda batch: jnp.float32(1)))
+    step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
     trainable, mutable, frozen = step.split(jax.tree.map(_shape, split_static(model)[0]))
     opt_state = _state_shapes(tx, trainable)
     count = jax.ShapeDtypeStruct((), jnp.int32)
@@ -95,17 +95,9 @@ def analyze_naive(
         updates, opt_state = tx.update(whole, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
+    arguments = (trainable, opt_state, frozen, jax.tree.map(_shape, batch))
     roles = {"trainable": 0, "optimizer": 1, "frozen": 2, "batch": 3}
-    return analyze(
-        step,
-        trainable,
-        opt_state,
-        frozen,
-        jax.tree.map(_shape, batch),
-        target=target,
-        roles=roles,
-        donate_argnums=(0, 1, 2),
-    )
+    return analyze(step, *arguments, target=target, roles=roles, donate_argnums=(0, 1, 2))
 
 
 def _chosen(

@@ -51,16 +51,13 @@ class Progress(Callback):
 
     def on_train_end(self, trainer: TrainerView) -> None:
         """Take the bar away."""
-        self._stop()
-
-    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
-        """Take the bar away."""
-        self._stop()
-
-    def _stop(self) -> None:
         if self._bar is not None:
             self._tried(self._bar.stop)
             self._bar = None
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        """Take the bar away."""
+        self.on_train_end(trainer)
 
     def _show(self, what: Any) -> None:
         self._tried(partial(self._console.print, what))
@@ -84,14 +81,15 @@ def memory_table(report: MemoryReport, budget_bytes: int | None = None) -> Table
     chip = report.target.chip
     table = Table(box=None, padding=(0, 2, 0, 0), show_footer=True)
     table.add_column("step (compiled)", footer="predicted")
-    of = f" of {format_bytes(usable)}" if usable is not None else ""
-    table.add_column(f"one device ({chip})", justify="right", footer=f"{format_bytes(report.device_bytes)}{of}")
+    table.add_column(f"one device ({chip})", justify="right", footer=_of(report.device_bytes, usable))
     if report.host_bytes:
-        there = report.target.host_bytes
-        of = f" of {format_bytes(there)}" if there is not None else ""
-        table.add_column("host", justify="right", footer=f"{format_bytes(report.host_bytes)}{of}")
+        table.add_column("host", justify="right", footer=_of(report.host_bytes, report.target.host_bytes))
     names = [name for name, size in report.by_role.items() if size or report.host_by_role.get(name)]
     for name in names:
         hosted = [format_bytes(report.host_by_role.get(name, 0))] if report.host_bytes else []
         table.add_row(name, format_bytes(report.by_role[name]), *hosted)
     return table
+
+
+def _of(num_bytes: int, there: int | None) -> str:
+    return format_bytes(num_bytes) + ("" if there is None else f" of {format_bytes(there)}")

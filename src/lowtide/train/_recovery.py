@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, StateError, Tree
+from ..core import ConfigError, StateError, Tree, is_key, key_numbers
 from ..distributed import Processes, fingerprint
 from ._checkpoint import Checkpoints
 from ._state import LiveState
@@ -82,8 +81,15 @@ class Copies:
     # --- going back ------------------------------------------------------------------------------------------------
 
     def is_alive(self) -> bool:
-        """Whether the state itself can still be read."""
-        return _is_alive(self._live.state)
+        """Whether the state itself can still be read: none of it was consumed, and its step did not fail."""
+        state = self._live.state
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+            return False
+        try:
+            jax.block_until_ready(state)
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
 
     def roll_back(self) -> int | None:
         """Return to the newest checkpoint that can be read, or to the copy on the host where that is newer.
@@ -154,7 +160,7 @@ class Copies:
         state, positions = self._live.state, self._processes.positions(notes.position)
         kept = {"positions": positions, **self._identity(), "callbacks": notes.callbacks}
         has_changed = self._saved is None or self._saved() is not state  # since the checkpoint of this step
-        is_new = checkpoints.save(self._live.step, jax.tree.map(_numbers, state), kept, replace=has_changed)
+        is_new = checkpoints.save(self._live.step, jax.tree.map(key_numbers, state), kept, replace=has_changed)
         self._saved = weakref.ref(state) if is_new else self._saved
         return is_new
 
@@ -163,10 +169,7 @@ class Copies:
         checkpoints = needs_checkpoints(self.checkpoints, "restore")
         if best and step is not None:
             raise ConfigError("restore takes step or best", got=f"step={step}, best=True", hint="leave one out")
-        numbers = jax.tree.map(_numbers, self._live.state)
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), numbers)
-        impls = [jax.random.key_impl(x) if _is_key(x) else None for x in jax.tree.leaves(self._live.state)]
-        del numbers
+        like = jax.tree.map(_numbers_like, self._live.state)
         before: list[Snapshot] = []
 
         def give_up() -> None:
@@ -181,13 +184,7 @@ class Copies:
             if found is None:
                 return None
             loaded, numbers, kept = found
-            leaves, structure = jax.tree.flatten(numbers)
-            keys_or_numbers = zip(leaves, impls, strict=True)
-            self._live.hold(
-                structure.unflatten(
-                    x if impl is None else jax.random.wrap_key_data(x, impl=impl) for x, impl in keys_or_numbers
-                )
-            )
+            self._live.hold(jax.tree.map(_keys_again, numbers, self._live.state))
             self._saved = weakref.ref(self._live.state)
             self.notes = Notes(self._processes.position(kept["positions"]), kept.get("callbacks"))
             return loaded
@@ -204,7 +201,7 @@ class Copies:
         """Of what run a checkpoint is."""
         if self._hashed is None or self._hashed[0] is not self._live.frozen:  # `update` may have replaced it
             self._hashed = self._live.frozen, fingerprint(self._live.frozen)
-        keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._live.state) if _is_key(leaf)]
+        keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._live.state) if is_key(leaf)]
         random = {"keys": keys, "settings": {name: getattr(jax.config, name) for name in _RANDOM}}
         return {"base": self._hashed[1], "arrangement": self._arrangement, "random": random}
 
@@ -234,13 +231,15 @@ def needs_checkpoints(checkpoints: Checkpoints | None, what: str) -> Checkpoints
     return checkpoints
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+def _numbers_like(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return what a checkpoint holds of a leaf: of random keys their numbers."""
+    numbers = key_numbers(leaf)
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=numbers.sharding)
 
 
-def _numbers(leaf: Any) -> Any:
-    """Return a leaf as checkpoints hold it: of random keys their numbers."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+def _keys_again(numbers: Any, like: Any) -> Any:
+    """Make random keys of their numbers where there were some, be they consumed."""
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(like)) if is_key(like) else numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,8 +274,8 @@ class Snapshot:
 
 def _copied(leaf: Any) -> _Leaf:
     impl = None
-    if _is_key(leaf):
-        leaf, impl = jax.random.key_data(leaf), jax.random.key_impl(leaf)
+    if is_key(leaf):
+        leaf, impl = key_numbers(leaf), jax.random.key_impl(leaf)
     # On a CPU NumPy would share the buffer, which the next step consumes.
     parts: dict[str, np.ndarray] = {}  # of what several devices hold, one copy
     for shard in leaf.addressable_shards:
@@ -296,14 +295,3 @@ def _restored(leaf: _Leaf) -> Any:
     parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
     array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     return array if leaf.impl is None else jax.random.wrap_key_data(array, impl=leaf.impl)
-
-
-def _is_alive(tree: Tree) -> bool:
-    """Whether every array can still be read: none was consumed, and the step that made them did not fail."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(tree)):
-        return False
-    try:
-        jax.block_until_ready(tree)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, check_choice, is_count, write_files
+from ..core import ConfigError, check_choice, check_count, write_files
 
 FILE = "evaluations.json"
 
@@ -36,10 +36,7 @@ class Retention:
 
     def __init__(self, directory: Path, max_to_keep: int, best: str | None, best_mode: str) -> None:
         check_choice("unknown best_mode", best_mode, ("min", "max"), '"min" is for losses')
-        if not is_count(max_to_keep, 1):
-            raise ConfigError(
-                "no checkpoint would be kept", expected="max_to_keep >= 1", got=repr(max_to_keep), hint="max_to_keep=2"
-            )
+        check_count("no checkpoint would be kept", max_to_keep, 1, "max_to_keep >= 1", "max_to_keep=2")
         self.best, self._sign = best, 1 if best_mode == "min" else -1
         self._directory, self._max_to_keep = directory, max_to_keep
         self._found: dict[int, dict[str, float]] = {}

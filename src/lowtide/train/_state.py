@@ -18,6 +18,7 @@ import numpy as np
 from ..core import ConfigError, ModelObject, StateError, StructureError, Tree, combine, is_count, leaves_with_paths
 from ..distributed import ShardingRules, put
 from ._ema import find_average
+from ._models import described
 from ._signals import undisturbed
 from ._step import UPDATE_HINT, TrainingStep, TrainState, refuse_shared
 
@@ -54,28 +55,21 @@ class LiveState:
             state, frozen = sharding.settle((state, frozen))
         self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
         self._step, self._sharding, self._on_change = step, sharding, on_change
-        self._state, self._frozen = state, frozen
-        self._is_lent = self._is_averaged = False
-
-    @property
-    def state(self) -> TrainState:
+        self.state: TrainState = state
         """All that a step changes."""
-        return self._state
-
-    @property
-    def frozen(self) -> Tree:
+        self.frozen: Tree = frozen
         """What no step changes."""
-        return self._frozen
+        self._is_lent = self._is_averaged = False
 
     @property
     def parts(self) -> tuple[Tree, Tree, Tree]:
         """What trains, what the model changes itself, and the rest."""
-        return self._state.trainable, self._state.mutable, self._frozen
+        return self.state.trainable, self.state.mutable, self.frozen
 
     @property
     def step(self) -> int:
         """Steps taken so far."""
-        return int(self._state.step)
+        return int(self.state.step)
 
     @property
     def model(self) -> Any:
@@ -87,11 +81,11 @@ class LiveState:
 
     def set(self, state: TrainState) -> None:
         """Go on with the state after a step."""
-        self._state = state
+        self.state = state
 
     def hold(self, state: TrainState) -> None:
         """Go on with a copy; an object that has its arrays gets these: others there would be taken for edits."""
-        self._state = state
+        self.state = state
         if not self._is_lent:
             self._give()
 
@@ -106,8 +100,8 @@ class LiveState:
                 "step is no number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
             )
         self.refuse_averaged("setting step")
-        place = self._state.step.sharding
-        self._state = dataclasses.replace(self._state, step=jax.device_put(jnp.int32(number), place))
+        place = self.state.step.sharding
+        self.state = dataclasses.replace(self.state, step=jax.device_put(jnp.int32(number), place))
 
     def update(self, model: Tree) -> None:
         """Go on with other weights; see `Trainer.update`."""
@@ -134,8 +128,8 @@ class LiveState:
             _refuse_other_types(name, *pair)
         refuse_shared((trainable, mutable))
         parts = _settled((trainable, mutable, frozen), self.parts, self._sharding)
-        self._state = dataclasses.replace(self._state, trainable=parts[0], mutable=parts[1])
-        self._frozen = parts[2]
+        self.state = dataclasses.replace(self.state, trainable=parts[0], mutable=parts[1])
+        self.frozen = parts[2]
         if self._on_change is not None:
             self._on_change(self.step)
 
@@ -152,12 +146,12 @@ class LiveState:
         if lend:
             with undisturbed():
                 self._is_lent = True  # first: what is left half lent is given back
-                self._object.lend(combine(self._state.trainable, self._state.mutable))
+                self._object.lend(combine(self.state.trainable, self.state.mutable))
 
     def refresh(self) -> None:
         """Take over what was changed in a mutable object, and raise when somebody else has consumed the arrays."""
         self.borrow(lend=False)
-        refuse_consumed(self._state, self._frozen)
+        refuse_consumed(self.state, self.frozen)
 
     def give_back(self) -> None:
         """Give a mutable object its arrays, until the next step."""
@@ -168,17 +162,17 @@ class LiveState:
         if self._object is not None:
             with undisturbed():
                 self._is_lent = False  # also where something was written over a placeholder, which is said afterwards
-                self._object.give_back(combine(self._state.trainable, self._state.mutable))
+                self._object.give_back(combine(self.state.trainable, self.state.mutable))
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
         """Put the running average in the place of what trains; see `Trainer.averaged`."""
         self.refuse_averaged("averaged")
-        average = find_average(self._state.opt_state)
+        average = find_average(self.state.opt_state)
         if average is None:
             raise ConfigError("there is no average", hint="Trainer(..., lt.train.ema(optax.adamw(1e-4), decay=0.999))")
         try:
-            like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self._state.trainable)
+            like = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), average, self.state.trainable)
         except ValueError as error:
             raise ConfigError(
                 "the average is not of all that trains",
@@ -187,13 +181,13 @@ class LiveState:
                 hint="lt.train.ema(optax.multi_transform(...), decay=...)",
             ) from error
         self.borrow()
-        kept = self._state
+        kept = self.state
         try:
-            self._state, self._is_averaged = dataclasses.replace(kept, trainable=like), True
+            self.state, self._is_averaged = dataclasses.replace(kept, trainable=like), True
             self.give_back()
             yield
         finally:
-            self._state, self._is_averaged = kept, False
+            self.state, self._is_averaged = kept, False
             self._give()
 
     def later(self) -> Callable[[], tuple[Tree, Tree, Tree]]:
@@ -241,7 +235,7 @@ def refuse_consumed(*trees: Tree) -> None:
 def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
     theirs, ours = dict(leaves_with_paths(new)), dict(leaves_with_paths(old))
     for path in {**ours, **theirs}:
-        a, b = (_kind(tree[path]) if path in tree else None for tree in (ours, theirs))
+        a, b = (described(tree[path]) if path in tree else None for tree in (ours, theirs))
         if a != b:
             raise StructureError(
                 f"{name} leaf {path} is not what it was when the trainer was made",
@@ -249,10 +243,6 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
                 got=b or "no such leaf",
                 hint="the step is compiled for these shapes: make a new Trainer",
             )
-
-
-def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _arrays(tree: Tree) -> Tree:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..core import StructureError, Tree, leaves_with_paths, on_host
+from ..core import StructureError, Tree, leaves_with_paths, map_with_paths, on_host
 
 
 def flat(state: Tree) -> dict[str, Any]:
@@ -37,11 +37,11 @@ def flat(state: Tree) -> dict[str, Any]:
 
 def unflat(values: dict[str, Any], like: Tree) -> Tree:
     """Return the state of a dictionary that `flat` makes of one with this structure; the dictionary is empty then."""
-    leaves = [
-        _typed(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
-        for path, leaf in leaves_with_paths(like)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+    def one(path: str, leaf: Any) -> Any:
+        return _typed(values.pop(_name(path))) if _name(path) in values else _empty(leaf)
+
+    return map_with_paths(one, like)
 
 
 def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Path) -> None:

@@ -31,10 +31,10 @@ from ...core import (
     StructureError,
     Tree,
     Where,
+    check_count,
     check_differentiable,
     combine,
     fractions,
-    is_count,
     leaves_with_paths,
     memory_space,
     microbatch_weights,
@@ -151,14 +151,8 @@ def layerwise_step(
                 got=f"{name!r}: {where!r}",
                 hint=f"the default is {PLACES}",
             )
-    number: Any = num_microbatches
-    if not is_count(number, 1):
-        raise ConfigError(
-            "num_microbatches has to be at least 1",
-            expected="a whole number",
-            got=repr(number),
-            hint="leave it out for the default",
-        )
+    problem = "num_microbatches has to be at least 1"
+    check_count(problem, num_microbatches, 1, "a whole number", "leave it out for the default")
     if on_nan not in get_args(OnNan):
         raise ConfigError(
             "unknown way to meet gradients that are not finite",
