@@ -263,15 +263,15 @@ def test_a_jitted_function_s_refusal_is_translated() -> None:
 def test_functions_in_a_module_are_constants(name: str) -> None:
     module = {"w": shape(8, 128), "activation": jax.nn.relu, "use_bias": False}
 
-    def fn(module: Any, x: Any, *, head: Any) -> Any:
+    def fn(module: Any, x: Any, *, head: Any, batch: Any) -> Any:
         assert module["use_bias"] is False and head["f"] is jnp.sum
-        return head["f"](module["activation"](x @ module["w"]))
+        return head["f"](module["activation"](x @ module["w"]) * batch["scale"])
 
-    head = {"f": jnp.sum}
-    report = analyze(fn, module, shape(8, 8), head=head, target=name, roles={"params": 0})
+    others = {"head": {"f": jnp.sum}, "batch": {"scale": shape(8, 1)}}
+    report = analyze(fn, module, shape(8, 8), **others, target=name, roles={"params": 0})
     assert report.by_role["params"] == 8 * 128 * 4
     with pytest.raises(StructureError, match=r"argument is not something[\s\S]*hint"):
-        analyze(jax.jit(fn), module, shape(8, 8), head=head)
+        analyze(jax.jit(fn), module, shape(8, 8), **others)
 
 
 def test_another_library_s_jit_is_refused() -> None:

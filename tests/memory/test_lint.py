@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lowtide.core import ConfigError
 from lowtide.losses import chunked_cross_entropy
 from lowtide.memory import Finding, analyze, lint
-from lowtide.memory.advice._lint import RULES
+from lowtide.memory.advice._finding import RULES
 
 MIB = 2**20
 TARGETS = ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)]

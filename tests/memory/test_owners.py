@@ -261,7 +261,7 @@ def test_outputs_replace_the_arguments_they_are_computed_from(name: str, donate:
     )
     owners = examine(program)[1]
     assert owners is not None
-    replaced = {owners.outputs[owners.results[v]].path: owners.leaves[at].path for v, at in owners.replaced.items()}
+    replaced = {owners.path_of(v): owners.leaves[at].path for v, at in owners.replaced.items()}
     expected = {f"0/{key}": f"1/{key}" for key in params}
     expected |= {f"1/0/{kind}/{key}": f"0/0/{kind}/{key}" for kind in ("mu", "nu") for key in params}
     assert {path: leaf for path, leaf in replaced.items() if "count" not in path} == expected
@@ -281,7 +281,7 @@ def test_new_values_of_equal_arguments_are_told_apart_by_what_they_are_made_of()
     for fn in (step, only_gradients):
         owners = examine(compile(fn, shape(WIDTH, WIDTH), shape(WIDTH, WIDTH), shape(ROWS, WIDTH)))[1]
         assert owners is not None
-        assert {owners.outputs[owners.results[v]].path: at for v, at in owners.replaced.items()} == {"1": 0, "2": 1}
+        assert {owners.path_of(v): at for v, at in owners.replaced.items()} == {"1": 0, "2": 1}
 
 
 @pytest.mark.parametrize("name", SLOW_ON_TPU)

@@ -1,9 +1,12 @@
-"""What stands in a model object while a trainer has its arrays."""
+"""What stands in a model object while a trainer has its arrays, and what the trainer has of random keys."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
 
 from ..core import StateError
 
@@ -42,6 +45,16 @@ class Lent:
 
     def __repr__(self) -> str:
         return f"Lent({self.path}: {self.dtype}{list(self.shape)})"
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it is an array of random keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def numbers(leaf: Any) -> Any:
+    """Return what a trainer has of a leaf: of random keys their numbers."""
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def refuse_edits(found: Mapping[str, Any], lent: Collection[str]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from ..core import (
     ConfigError,
@@ -30,7 +29,7 @@ from ..core import (
     partition,
     products_explained,
 )
-from ._lent import Lent
+from ._lent import Lent, is_key, numbers
 
 
 class Bridge:
@@ -57,6 +56,7 @@ class Bridge:
         No copy: the trainer's arrays are those of the module.
 
     Examples:
+        >>> import jax.numpy as jnp
         >>> import lowtide as lt
         >>> import optax
         >>> model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(2, axis_name="batch", mode="ema")
@@ -94,9 +94,9 @@ class Bridge:
         self._has_state = state is not None
         leaves = _named(model, state)
         self._structure = jax.tree.structure((model, state))
-        self._held: dict[str, Any] = {name: _numbers(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
+        self._held: dict[str, Any] = {name: numbers(leaf) for name, leaf in leaves.items() if eqx.is_array(leaf)}
         self._static: dict[str, Any] = {name: leaf for name, leaf in leaves.items() if name not in self._held}
-        self._impls = {name: jax.random.key_impl(leaf) for name, leaf in leaves.items() if _is_key(leaf)}
+        self._impls = {name: jax.random.key_impl(leaf) for name, leaf in leaves.items() if is_key(leaf)}
         self._names = list(leaves)
         of_state = set(_named(None, state))
         self._changes = of_state & set(self._held)
@@ -146,7 +146,7 @@ class Bridge:
                 got=type(model).__name__,
                 hint="change arrays alone, with eqx.tree_at; or make a new Trainer",
             )
-        self._held = {name: _numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
+        self._held = {name: numbers(leaf) for name, leaf in leaves.items() if name not in self._static}
 
     def arrays(self) -> Tree:
         """See `lowtide.train.ModelObject`."""
@@ -185,7 +185,7 @@ class Bridge:
         return run
 
     def _state_arrays(self, state: eqx.nn.State) -> dict[str, Any]:
-        found = {name: _numbers(leaf) for name, leaf in _named(None, state).items() if name not in self._static}
+        found = {name: numbers(leaf) for name, leaf in _named(None, state).items() if name not in self._static}
         if set(found) != self._changes:
             raise StructureError(
                 "the loss function returns another state than the module's",
@@ -223,11 +223,3 @@ def _named(model: Any, state: Any) -> dict[str, Any]:
 
 def _is_index(node: Any) -> bool:
     return isinstance(node, eqx.nn.StateIndex)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _numbers(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf

@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from ..core import SelectionError, StructureError, Tree, among, shared_leaves
-from ._lent import Lent, refuse_edits
+from ._lent import Lent, is_key, numbers, refuse_edits
 
 
 class Bridge:
@@ -85,7 +85,7 @@ class Bridge:
         self._paths = {_name(path): path for path, value in values.items() if isinstance(value, jax.Array)}
         self._static = {path: value for path, value in values.items() if not isinstance(value, jax.Array)}
         self._impls = {
-            name: jax.random.key_impl(values[path]) for name, path in self._paths.items() if _is_key(values[path])
+            name: jax.random.key_impl(values[path]) for name, path in self._paths.items() if is_key(values[path])
         }
         self._trains = wanted & set(self._paths)
         params = {_name(path) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)}
@@ -120,7 +120,7 @@ class Bridge:
                 got="; ".join(f"{what}: {', '.join(names[:4])}" for what, names in changes.items() if names),
                 hint="make a new Bridge and a new Trainer after layers are added or replaced",
             )
-        return {name: _numbers(place.get()) for name, place in self._own_places().items()}
+        return {name: numbers(place.get()) for name, place in self._own_places().items()}
 
     def lend(self, arrays: Tree) -> None:
         """See `lowtide.train.ModelObject`."""
@@ -152,7 +152,7 @@ class Bridge:
             result = fn(module, *args)
             _refuse_lost(self._seen, _attributes(module))
             state = dict(nnx.to_flat_state(nnx.state(module)))
-            after = {name: _numbers(_raw(state[path])) for name, path in self._paths.items()}
+            after = {name: numbers(_raw(state[path])) for name, path in self._paths.items()}
             if writes:
                 _warn_of_writes([name for name in self._trains if after[name] is not arrays[name]])
             return result, after
@@ -311,7 +311,7 @@ def _warn_of_eval(module: nnx.Module) -> None:
         f"{_name(path)}.{flag}".lstrip("."): getattr(node, flag)
         for path, node in nnx.iter_graph(module)
         if isinstance(node, nnx.Module)
-        for flag in ("deterministic", "use_running_average")
+        for flag in _MODES
         if isinstance(getattr(node, flag, None), bool)
     }
     if modes and all(modes.values()):
@@ -357,11 +357,3 @@ def _name(path: tuple[Any, ...]) -> str:
 def _is_number(value: Any) -> bool:
     """Whether it is a number of Python or NumPy that can train."""
     return isinstance(value, float | complex | np.generic) and jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-
-
-def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-
-
-def _numbers(value: Any) -> Any:
-    return jax.random.key_data(value) if isinstance(value, jax.Array) and _is_key(value) else value

@@ -17,12 +17,12 @@ from ._executable import output_paths as output_paths
 from ._graph import Edge as Edge
 from ._graph import Graph as Graph
 from ._graph import Value as Value
+from ._graph import reachable as reachable
 from ._heap import DEVICE_COLOR as DEVICE_COLOR
 from ._heap import HOST_COLOR as HOST_COLOR
 from ._heap import Segment as Segment
 from ._heap import peak_position as peak_position
 from ._heap import segments as segments
-from ._proto import element_type as element_type
 
 __all__ = [
     "ArgumentLeaf",
@@ -38,7 +38,6 @@ __all__ = [
     "argument_leaves",
     "compile_program",
     "crossed_donations",
-    "element_type",
     "host_outputs",
     "is_out_of_memory",
     "lowered_leaves",
@@ -46,6 +45,7 @@ __all__ = [
     "output_paths",
     "peak_position",
     "positions",
+    "reachable",
     "read_dump",
     "segments",
 ]

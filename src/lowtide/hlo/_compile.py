@@ -161,12 +161,14 @@ def _with_functions(fn: Callable[..., Any], functions: Any) -> Callable[..., Any
     if not jax.tree.leaves(functions):
         return fn
 
+    def whole(arg: Any, held: Any) -> Any:
+        return combine(arg, held) if jax.tree.leaves(held) else arg
+
     @functools.wraps(fn)
     def bound(*args: Any, **kwargs: Any) -> Any:
-        positional = tuple(
-            combine(arg, held) if jax.tree.leaves(held) else arg for arg, held in zip(args, functions[0], strict=True)
+        return fn(
+            *map(whole, args, functions[0]), **{key: whole(arg, functions[1][key]) for key, arg in kwargs.items()}
         )
-        return fn(*positional, **{key: combine(arg, functions[1][key]) for key, arg in kwargs.items()})
 
     return bound
 

@@ -31,6 +31,9 @@ from ._heap import HOST_COLOR
 _ALIAS_ENTRY = re.compile(r"\{([\d,\s]*)\}:\s*\((\d+),\s*\{([\d,\s]*)\}")
 _BRACKETS = {"{": "}", "(": ")", "[": "]"}
 
+Place = tuple[int, tuple[int, ...]]
+"""A parameter's number, and an index into the parameter where it is a tuple."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArgumentLeaf:
@@ -68,19 +71,27 @@ def argument_leaves(compiled: Any) -> list[ArgumentLeaf]:
     leaves: list[ArgumentLeaf] = []
     for (path, info), fmt in zip(infos, formats, strict=True):
         kept = fmt.layout is not None
-        leaves.append(
-            ArgumentLeaf(
-                path=path_str(path[1:]),
-                argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
-                num_bytes=_compiled_bytes(info, fmt) if kept else 0,
-                logical_bytes=leaf_bytes(info),
-                on_host=kept and on_host(fmt.sharding),
-                donated=bool(info.donated),
-                kept=kept,
-                num_replicas=len(fmt.sharding.device_set) if kept and fmt.sharding.is_fully_replicated else 1,
-            )
-        )
+        sharding, num_bytes = (fmt.sharding, _compiled_bytes(info, fmt)) if kept else (None, 0)
+        leaves.append(_leaf(path, info, sharding, num_bytes=num_bytes, hosted=on_host(sharding), kept=kept))
     return leaves
+
+
+def _leaf(path: Any, info: Any, sharding: Any, *, num_bytes: int, hosted: bool, kept: bool) -> ArgumentLeaf:
+    return ArgumentLeaf(
+        path=path_str(path[1:]),
+        argument=argument_of(path),
+        num_bytes=num_bytes,
+        logical_bytes=leaf_bytes(info),
+        on_host=hosted,
+        donated=bool(info.donated),
+        kept=kept,
+        num_replicas=len(sharding.device_set) if sharding is not None and sharding.is_fully_replicated else 1,
+    )
+
+
+def argument_of(path: Any) -> int | str:
+    """Return the position or the keyword of the argument that a leaf of a call's arguments is in."""
+    return path[1].idx if hasattr(path[1], "idx") else path[1].key
 
 
 def host_outputs(compiled: Any) -> dict[str, int]:
@@ -112,12 +123,7 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
     """
     infos = jax.tree_util.tree_leaves_with_path(lowered.args_info)
     shardings = _input_shardings(compiled, len(infos))
-    parameters = _parameter_arrays(hlo)
-    allocations = {
-        (a.parameter_number, tuple(a.parameter_shape_index)): a
-        for a in hlo.assignment.allocations
-        if a.is_entry_parameter
-    }
+    parameters, allocations = _parameter_arrays(hlo), _parameter_allocations(hlo)
     kept = kept_arguments(lowered, len(infos))
     if kept is None:
         kept = _kept_by_name([name for _, name in parameters], names, len(infos))
@@ -125,29 +131,28 @@ def lowered_leaves(lowered: Any, hlo: Any, names: Sequence[str], compiled: Any =
     place_of = {at: place for at, (place, _) in zip(kept, parameters[offset:], strict=False)}
     leaves: list[ArgumentLeaf] = []
     for at, (path, info) in enumerate(infos):
-        allocation, sharding = allocations.get(place_of.get(at, (-1, ()))), shardings[at]
-        leaves.append(
-            ArgumentLeaf(
-                path=path_str(path[1:]),
-                argument=path[1].idx if hasattr(path[1], "idx") else path[1].key,
-                num_bytes=allocation.size if allocation is not None else 0,
-                logical_bytes=leaf_bytes(info),
-                on_host=allocation is not None and allocation.color == HOST_COLOR,
-                donated=bool(info.donated),
-                kept=at in place_of,
-                num_replicas=len(sharding.device_set) if sharding is not None and sharding.is_fully_replicated else 1,
-            )
-        )
+        allocation = allocations.get(place_of.get(at, (-1, ())))
+        num_bytes, hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
+        leaves.append(_leaf(path, info, shardings[at], num_bytes=num_bytes, hosted=hosted, kept=at in place_of))
     return leaves
 
 
-def _parameter_arrays(hlo: Any) -> list[tuple[tuple[int, tuple[int, ...]], str]]:
+def _entry(hlo: Any) -> Any:
+    return next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+
+
+def _parameter_arrays(hlo: Any) -> list[tuple[Place, str]]:
     """Place and name every array of the entry's parameters; thousands of them come as one tuple."""
-    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
-    parameters = sorted((i for i in entry.instructions if i.opcode == "parameter"), key=lambda i: i.parameter_number)
+    parameters = [i for i in _entry(hlo).instructions if i.opcode == "parameter"]
+    parameters.sort(key=lambda i: i.parameter_number)
     if len(parameters) == 1 and parameters[0].shape.tuple_shapes:
         return [((0, (at,)), "") for at in range(len(parameters[0].shape.tuple_shapes))]
     return [((i.parameter_number, ()), i.metadata.op_name) for i in parameters]
+
+
+def _parameter_allocations(hlo: Any) -> dict[Place, Any]:
+    allocations = (a for a in hlo.assignment.allocations if a.is_entry_parameter)
+    return {(a.parameter_number, tuple(a.parameter_shape_index)): a for a in allocations}
 
 
 def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -> list[int]:
@@ -165,8 +170,7 @@ def _kept_by_name(found: Sequence[str], names: Sequence[str], num_leaves: int) -
 
 def _input_shardings(compiled: Any, num_leaves: int) -> list[Any]:
     """Return the shardings of the leaves of a compiled program; None for each when there is none."""
-    shardings = compiled.input_shardings if compiled is not None else None
-    found = jax.tree.leaves(shardings, is_leaf=lambda leaf: leaf is None) if shardings is not None else []
+    found = [] if compiled is None else jax.tree.leaves(compiled.input_shardings, is_leaf=lambda leaf: leaf is None)
     return found if len(found) == num_leaves else [None] * num_leaves
 
 
@@ -176,23 +180,19 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
     ``params['layers'][0].w`` becomes the path ``params/layers/0/w`` of the argument ``params``. Donation is not told:
     a leaf counts as donated when an output reuses it.
     """
-    allocations = {
-        (a.parameter_number, tuple(a.parameter_shape_index)): a
-        for a in hlo.assignment.allocations
-        if a.is_entry_parameter
-    }
+    allocations = _parameter_allocations(hlo)
     leaves: list[ArgumentLeaf] = []
     for number, (place, name) in enumerate(_parameter_arrays(hlo)):
         path = _path_of_name(name or f"argument {number}")
         allocation = allocations.get(place)
-        size = allocation.size if allocation is not None else 0
+        size, hosted = (0, False) if allocation is None else (allocation.size, allocation.color == HOST_COLOR)
         leaves.append(
             ArgumentLeaf(
                 path=path,
                 argument=path.partition("/")[0],
                 num_bytes=size,
                 logical_bytes=size,
-                on_host=allocation is not None and allocation.color == HOST_COLOR,
+                on_host=hosted,
                 donated=allocation is not None and allocation.is_parameter_aliased_with_output,
                 kept=True,
             )
@@ -202,7 +202,7 @@ def named_leaves(hlo: Any) -> list[ArgumentLeaf]:
 
 def output_paths(hlo: Any) -> list[str]:
     """Stand-ins for the paths of a program's results: their numbers."""
-    entry = next(c for c in hlo.module.computations if c.id == hlo.module.entry_computation_id)
+    entry = _entry(hlo)
     root = next(i for i in entry.instructions if i.id == entry.root_id)
     return [str(at) for at in range(len(root.shape.tuple_shapes))] or [""]
 
@@ -231,38 +231,29 @@ def aliased(compiled: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
         reused = stats.alias_size_in_bytes + stats.host_alias_size_in_bytes
         complete = reused >= sum(leaf.num_bytes for leaf, hit in zip(leaves, donated, strict=True) if hit)
         return [hit and complete for hit in donated]
-    parameters = aliased_parameters(header)
-    kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
-    shapes = _entry_parameters(header)
-    tupled = len(shapes) == 1 and shapes[0].startswith("(")
-    if tupled:
-        shapes = _split_top_level(shapes[0][1:-1])
-    # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
-    offset = max(len(shapes) - len(kept), 0)
-    result = [False] * len(leaves)
-    for position, index in enumerate(kept, start=offset):
-        result[index] = ((0, (position,)) if tupled else (position, ())) in parameters
-    return result
+    shapes = _split_top_level(_bracketed(header, "entry_computation_layout={"))
+    if len(shapes) == 1 and shapes[0].startswith("("):
+        places = [(0, (at,)) for at in range(len(_split_top_level(shapes[0][1:-1])))]
+    else:
+        places = [(at, ()) for at in range(len(shapes))]
+    return _reused(leaves, places, aliased_parameters(header))
 
 
 def aliased_in(hlo: Any, leaves: Sequence[ArgumentLeaf]) -> list[bool]:
     """Do as `aliased` from a dumped program (the text of some TPU programs cannot be printed)."""
-    module = hlo.module
-    entry = next(c for c in module.computations if c.id == module.entry_computation_id)
-    shapes = {i.parameter_number: i.shape for i in entry.instructions if i.opcode == "parameter"}
-    parameters = {
-        (entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in module.input_output_alias.entries
-    }
-    tupled = len(shapes) == 1 and bool(shapes[0].tuple_shapes)
-    kept = [index for index, leaf in enumerate(leaves) if leaf.kept]
-    offset = max((len(shapes[0].tuple_shapes) if tupled else len(shapes)) - len(kept), 0)
-    result = [False] * len(leaves)
-    for position, index in enumerate(kept, start=offset):
-        result[index] = ((0, (position,)) if tupled else (position, ())) in parameters
-    return result
+    entries = hlo.module.input_output_alias.entries
+    parameters = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
+    return _reused(leaves, [place for place, _ in _parameter_arrays(hlo)], parameters)
 
 
-def aliased_parameters(header: str) -> set[tuple[int, tuple[int, ...]]]:
+def _reused(leaves: Sequence[ArgumentLeaf], places: Sequence[Place], parameters: set[Place]) -> list[bool]:
+    """Say for every leaf whether its place is among some parameters."""
+    # Constants that JAX hoisted, and tokens of ordered effects, come before the arguments.
+    waiting = iter(places[max(len(places) - sum(leaf.kept for leaf in leaves), 0) :])
+    return [leaf.kept and next(waiting, None) in parameters for leaf in leaves]
+
+
+def aliased_parameters(header: str) -> set[Place]:
     """Parameters that an HLO module header aliases to an output.
 
     Args:
@@ -313,15 +304,10 @@ def _compiled_bytes(info: Any, fmt: Any) -> int:
     return padded_bytes(shape, fmt.layout.sub_byte_element_size_in_bits or dtype.itemsize * 8, fmt.layout)
 
 
-def _entry_parameters(header: str) -> list[str]:
-    layout = _bracketed(header, "entry_computation_layout=")
-    return _split_top_level(_bracketed(layout, "", start=layout.find("(")))
-
-
-def _bracketed(text: str, key: str, start: int | None = None) -> str:
-    """Return what stands between the bracket that follows `key` (or opens at `start`) and the one that closes it."""
-    at = text.find(key) + len(key) if start is None else start
-    if at < len(key) or at < 0 or at >= len(text) or text[at] not in _BRACKETS:
+def _bracketed(text: str, key: str) -> str:
+    """Return what stands between the bracket that follows `key` and the one that closes it."""
+    at = text.find(key) + len(key)
+    if at < len(key) or text[at : at + 1] not in _BRACKETS:
         return ""
     depth = 0
     for end in range(at, len(text)):

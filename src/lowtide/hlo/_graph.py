@@ -15,13 +15,14 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 from ._proto import element_type
 
 Value = tuple[int, tuple[int, ...]]
 """An instruction's id, and an index into its result."""
+Node = TypeVar("Node")
 
 
 class Edge(enum.IntEnum):
@@ -32,51 +33,26 @@ class Edge(enum.IntEnum):
     COMPUTE = 2
 
 
-_MOVES = {
-    "bitcast",
-    "bitcast-convert",
-    "convert",
-    "copy",
-    "reshape",
-    "reverse",
-    "slice",
-    "transpose",
-    "all-gather",
-    "all-to-all",
-    "collective-permute",
-    "reduce-precision",
+_MOVES_FIRST = (
+    *("all-gather", "bitcast", "bitcast-convert", "broadcast", "collective-permute", "convert", "copy"),
+    *("dynamic-slice", "reduce-precision", "reshape", "reverse", "slice", "transpose"),
+)
+# Which operands carry the data of a move; others are indices.
+_MOVED_OPERANDS = {
+    **dict.fromkeys(_MOVES_FIRST, slice(0, 1)),
+    **dict.fromkeys(("all-to-all", "concatenate", "pad"), slice(None)),
+    "dynamic-update-slice": slice(0, 2),
 }
 # Starts of asynchronous moves: their result is a tuple of the operand (an alias), the destination and contexts.
 _STARTS = {"all-gather-start": 1, "collective-permute-start": 1, "copy-start": 0}
-# Which operands carry the data of a move; others are indices.
-_MOVED_OPERANDS = {
-    "dynamic-slice": slice(0, 1),
-    "dynamic-update-slice": slice(0, 2),
-    "concatenate": slice(None),
-    "pad": slice(None),
-    "broadcast": slice(0, 1),
-}
 # Collectives that a compiler combines: as many results as operands, each of its own.
 _COMBINED = {"all-gather", "all-reduce", "all-reduce-start", "collective-permute", "reduce-scatter"}
 _MOVING_CALLS = {"ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "SPMDFullToShardShape"}
 _FREE = {"constant", "iota", "partition-id", "replica-id", "rng-get-and-update-state"}
 # Operations whose result holds their operands' own memory.
 _HOLDERS = {
-    "async-done",
-    "async-start",
-    "async-update",
-    "bitcast",
-    "call",
-    "conditional",
-    "copy-done",
-    "copy-start",
-    "dynamic-update-slice",
-    "fusion",
-    "get-tuple-element",
-    "optimization-barrier",
-    "scatter",
-    "tuple",
-    "while",
+    *("async-done", "async-start", "async-update", "bitcast", "call", "conditional", "copy-done", "copy-start"),
+    *("dynamic-update-slice", "fusion", "get-tuple-element", "optimization-barrier", "scatter", "tuple", "while"),
 }
 # Files that are not the user's: installed packages, and this one, wherever it stands.
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
@@ -117,11 +93,6 @@ class Graph:
             i.id: Instruction(i, c.id) for c in module.computations for i in c.instructions
         }
         self.entry = self.computations[module.entry_computation_id]
-        self._parameters = {
-            (i.computation, i.proto.parameter_number): at
-            for at, i in self.instructions.items()
-            if i.opcode == "parameter"
-        }
         self._callers: dict[int, list[Instruction]] = {}
         for instruction in self.instructions.values():
             if instruction.opcode in _OPENED:
@@ -139,17 +110,15 @@ class Graph:
 
     def num_elements(self, value: Value) -> int:
         """Elements of an array; 0 for a tuple or token."""
-        shape = self.shape(value)
-        return math.prod(shape.dimensions) if element_type(shape.element_type)[1] else 0
+        return math.prod(self.shape(value).dimensions) if self.item_type(value)[1] else 0
+
+    def item_type(self, value: Value) -> tuple[str, int]:
+        """Return the name and the bits of an item of an array; empty and 0 for a tuple or token."""
+        return element_type(self.shape(value).element_type)
 
     def is_floating(self, value: Value) -> bool:
         """Whether the items of an array are floating-point numbers."""
-        name = element_type(self.shape(value).element_type)[0]
-        return name.startswith(("f", "bf", "c"))
-
-    def is_bytes(self, value: Value) -> bool:
-        """Whether the items of an array are bytes, as of what a library's kernel works in."""
-        return element_type(self.shape(value).element_type)[0] in ("s8", "u8")
+        return self.item_type(value)[0].startswith(("f", "bf", "c"))
 
     def name(self, value: Value) -> str:
         """Name the operation that writes a value, in XLA's words: ``fusion loop_multiply_fusion.2``."""
@@ -158,8 +127,7 @@ class Graph:
 
     def values(self) -> Iterator[Value]:
         """Every array that an operation makes, in the order of the text (operands first)."""
-        for at, instruction in self.instructions.items():
-            yield from ((at, index) for index in _leaf_indices(instruction.proto.shape))
+        return (value for at in self.instructions for value in self.results(at))
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
         """Return what a value is made of: (value, how) pairs; empty for arguments and constants."""
@@ -172,11 +140,10 @@ class Graph:
         """
         at, index = source
         leaves = self._leaves(at)
-        if index in leaves:
-            return [source]
-        return [(at, leaf) for leaf in leaves if self._like((at, leaf), value)]
+        return [source] if index in leaves else [(at, leaf) for leaf in leaves if self.is_like((at, leaf), value)]
 
-    def _like(self, one: Value, other: Value) -> bool:
+    def is_like(self, one: Value, other: Value) -> bool:
+        """Whether two arrays have the same shape and type."""
         a, b = self.shape(one), self.shape(other)
         return a.element_type == b.element_type and list(a.dimensions) == list(b.dimensions)
 
@@ -198,7 +165,8 @@ class Graph:
             body = self.computations[instruction.proto.called_computation_ids[0]]
             return [((operands[0], index), Edge.ALIAS), ((body.root_id, index), Edge.ALIAS)]
         if opcode in ("call", "fusion", "conditional"):
-            return [((self.computations[c].root_id, index), Edge.ALIAS) for c in self._branches(instruction)]
+            called_ids = instruction.proto.called_computation_ids
+            return [((self.computations[c].root_id, index), Edge.ALIAS) for c in called_ids]
         return self._leaf_sources(instruction, index, operands)
 
     def _leaf_sources(
@@ -226,13 +194,9 @@ class Graph:
             return [((operands[0], (*inner, *index)), Edge.ALIAS)]
         if opcode == "optimization-barrier":
             return [((operands[0], index), Edge.ALIAS)]
-        if opcode in _MOVES or instruction.proto.custom_call_target in _MOVING_CALLS:
-            moved = slice(None) if opcode in ("all-to-all", "custom-call") else slice(0, 1)
+        is_moving_call = instruction.proto.custom_call_target in _MOVING_CALLS
+        if (moved := slice(None) if is_moving_call else _MOVED_OPERANDS.get(opcode)) is not None:
             return [(source, Edge.MOVE) for o in operands[moved] for source in self.results(o)]
-        moved = _MOVED_OPERANDS.get(opcode, slice(0, 0))
-        edges = [(source, Edge.MOVE) for o in operands[moved] for source in self.results(o)]
-        if opcode in _MOVED_OPERANDS:
-            return edges
         if opcode == "scatter":  # in place
             return [((o, ()), Edge.MOVE if at == 0 else Edge.COMPUTE) for at, o in enumerate(operands)]
         return [(source, Edge.COMPUTE) for o in operands for source in self.results(o)]
@@ -240,9 +204,6 @@ class Graph:
     def results(self, at: int) -> list[Value]:
         """List the arrays that an instruction makes."""
         return [(at, index) for index in _leaf_indices(self.instructions[at].proto.shape)]
-
-    def _branches(self, instruction: Instruction) -> list[int]:
-        return list(instruction.proto.called_computation_ids)
 
     def loop_of(self, value: Value) -> int | None:
         """Return the loop whose state a value is, inside the loop; None for anything else."""
@@ -365,6 +326,22 @@ class Graph:
             return ""
         file, line, function = (own or lines)[0]
         return f"{file}:{line} ({function})"
+
+
+def reachable(start: Iterable[Node], step: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+    """List what steps lead to, the nearest first, each once, what they start from included.
+
+    Args:
+        start: where to begin.
+        step: what one of them leads to; asked after it was given out.
+    """
+    found = list(dict.fromkeys(start))
+    seen = set(found)
+    for node in found:  # which grows
+        yield node
+        new = [one for one in step(node) if one not in seen]
+        found += dict.fromkeys(new)
+        seen.update(new)
 
 
 def _leaf_indices(shape: Any) -> list[tuple[int, ...]]:

@@ -55,11 +55,12 @@ def segments(graph: Graph, assignment: Any, allocation: Any) -> list[Segment]:
         for region in _regions(graph, [e for e in trace.events if e.buffer_id in placed])
         for segment in region.segments(placed, defined, last)
     ]
-    moved = {buffer for trace in assignment.heap_traces for buffer in (e.buffer_id for e in trace.events)}
-    taken = _Ranges((s.offset, s.offset + s.size) for s in found)
+    moved = {e.buffer_id for trace in assignment.heap_traces for e in trace.events}
+    taken = _merged((s.offset, s.offset + s.size) for s in found)
     for buffer in sorted(placed.keys() - moved, key=lambda b: -placed[b][1]):
         offset, size = placed[buffer]
-        if size and taken.add(offset, offset + size):
+        if size and not any(start < offset + size and offset < stop for start, stop in taken):
+            taken.append((offset, offset + size))
             found.append(Segment(defined[buffer], offset, size, 0, last))
     return found
 
@@ -140,24 +141,15 @@ def _positions(graph: Graph, events: Sequence[Any]) -> list[int]:
     return positions[::-1]
 
 
-class _Ranges:
-    """Disjoint byte ranges."""
-
-    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(ranges):
-            if merged and start < merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        self._ranges = merged
-
-    def add(self, start: int, stop: int) -> bool:
-        """Add a range unless it overlaps; whether it was added."""
-        if any(start < other_stop and other_start < stop for other_start, other_stop in self._ranges):
-            return False
-        self._ranges.append((start, stop))
-        return True
+def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return byte ranges with those that overlap as one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if merged and start < merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def peak_position(segments_by_heap: Iterable[Sequence[Segment]], num_positions: int) -> int:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ..core import StructureError, TargetError, on_host, path_str
 from ..targets import Target
+from ._executable import argument_of
 
 
 def place(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset[str]]:
@@ -35,8 +36,7 @@ def place(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset
         TargetError: when a mesh has more devices than the target.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(arguments)
-    devices = goal.devices()
-    mover = _Mover(goal, devices)
+    mover = _Mover(goal)
     meshes = [mover.mesh(leaf, path) for path, leaf in leaves if _mesh_size(_sharding(leaf)) > 1]
     placed = [_shape(path, leaf, mover, meshes[0] if meshes else None, strict) for path, leaf in leaves]
     on_the_host = frozenset(path_str(path[1:]) for path, leaf in leaves if on_host(_sharding(leaf)))
@@ -46,9 +46,8 @@ def place(arguments: Any, goal: Target, *, strict: bool) -> tuple[Any, frozenset
 class _Mover:
     """Meshes over the target's devices, one for each distinct mesh of the arguments."""
 
-    def __init__(self, goal: Target, devices: list[Any]) -> None:
-        self.goal = goal
-        self.devices = devices
+    def __init__(self, goal: Target) -> None:
+        self.goal, self.devices = goal, goal.devices()
         self._meshes: dict[Any, Mesh] = {}
 
     def mesh(self, leaf: Any, path: Any) -> Mesh:
@@ -74,8 +73,7 @@ class _Mover:
 
 def describe(path: Any) -> str:
     """Describe a leaf's place in a call: ``argument 0 at params/w``, ``argument 'batch'``."""
-    argument = path[1].idx if hasattr(path[1], "idx") else path[1].key
-    inner = path_str(path[2:])
+    argument, inner = argument_of(path), path_str(path[2:])
     return f"argument {argument!r} at {inner}" if inner else f"argument {argument!r}"
 
 

@@ -19,7 +19,6 @@ _INT, _TEXT, _BOOL = "int", "text", "bool"
 _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
     "Hlo": {"module": (1, "Module"), "assignment": (3, "Assignment")},
     "Module": {
-        "name": (1, _TEXT),
         "computations": (3, ["Computation"]),
         "entry_computation_id": (6, _INT),
         "schedule": (7, "Schedule"),
@@ -76,7 +75,7 @@ _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
         "peak_buffers": (5, ["PeakBuffers"]),
     },
     "PeakBuffers": {"allocation": (1, _INT), "logical_buffer_ids": (2, [_INT])},
-    "LogicalBuffer": {"id": (1, _INT), "size": (2, _INT), "defined_at": (3, "Location"), "color": (4, _INT)},
+    "LogicalBuffer": {"id": (1, _INT), "size": (2, _INT), "defined_at": (3, "Location")},
     "Location": {"instruction_id": (4, _INT), "shape_index": (3, [_INT])},
     "Allocation": {
         "index": (1, _INT),
@@ -92,11 +91,10 @@ _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
         "is_parameter_aliased_with_output": (13, _BOOL),
     },
     "Assigned": {"logical_buffer_id": (1, _INT), "offset": (2, _INT), "size": (3, _INT)},
-    "HeapTrace": {"events": (1, ["HeapEvent"]), "allocation": (3, _INT)},
+    "HeapTrace": {"events": (1, ["HeapEvent"])},
     "HeapEvent": {
         "kind": (1, _INT),
         "buffer_id": (2, _INT),
-        "computation_name": (3, _TEXT),
         "instruction_name": (4, _TEXT),
         "share_with_canonical_id": (5, _INT),
     },

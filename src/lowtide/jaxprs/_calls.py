@@ -101,7 +101,7 @@ def kind_of(eqn: Any) -> Kind | None:
     name = eqn.primitive.name
     if name in PRIMITIVES:
         return PRIMITIVES[name][0]
-    if not any(True for _ in _jaxprs(tuple(eqn.params.values()))):
+    if next(_jaxprs(tuple(eqn.params.values())), None) is None:
         return None
     return Kind.SCALAR if name.startswith(_SCALAR) else Kind.OTHER
 

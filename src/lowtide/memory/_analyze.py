@@ -29,7 +29,7 @@ from ..report import DERIVED_ROLES, Buffer, MemoryReport, Space, SpaceBytes
 from ..targets import Target, resolve_target
 from ._host_copies import with_host_copies
 from ._isolate import run_isolated
-from ._owners import OutputLeaf, Owners, find_owners
+from ._owners import Owners, find_owners
 
 Role = int | str | Sequence[int | str]
 """Which arguments a role covers: a position, a keyword, or several."""
@@ -93,7 +93,7 @@ def analyze(
     program = compile_program(
         fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
     )
-    return analyze_program(program, roles)
+    return examine(program, roles)[0]
 
 
 def analyze_compiled(
@@ -135,11 +135,6 @@ def analyze_compiled(
     return _examine(goal, compiled, _Facts.of_compiled(compiled, leaves), None, roles, static, paths)[0]
 
 
-def analyze_program(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> MemoryReport:
-    """Report the bytes of a program that `compile` made, with their owners; see `examine`."""
-    return examine(program, roles)[0]
-
-
 def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -> tuple[MemoryReport, Owners | None]:
     """Make the report of a program, and what is behind it.
 
@@ -153,17 +148,16 @@ def examine(program: CompiledProgram, roles: Mapping[str, Role] | None = None) -
     Raises:
         ConfigError: for roles that do not fit the arguments.
     """
-    static, paths = program.static, program.host_paths
     if program.error is not None:
-        leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names)
-        facts = _Facts.of_allocations(program.hlo, leaves)
-        return _examine(program.target, program.lowered, facts, program.hlo, roles, static, paths)
-    compiled = program.compiled
-    leaves = argument_leaves(compiled)
-    if program.hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
-        leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names, compiled)
-    facts = _Facts.of_compiled(compiled, leaves, program.hlo)
-    return _examine(program.target, compiled, facts, program.hlo, roles, static, paths)
+        stages = program.lowered
+        facts = _Facts.of_allocations(program.hlo, lowered_leaves(stages, program.hlo, program.argument_names))
+    else:
+        stages = program.compiled
+        leaves = argument_leaves(stages)
+        if program.hlo is not None and leaves and not any(leaf.kept for leaf in leaves):
+            leaves = lowered_leaves(program.lowered, program.hlo, program.argument_names, stages)
+        facts = _Facts.of_compiled(stages, leaves, program.hlo)
+    return _examine(program.target, stages, facts, program.hlo, roles, program.static, program.host_paths)
 
 
 def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -> tuple[MemoryReport, Owners]:
@@ -181,23 +175,8 @@ def examine_dump(hlo: Any, goal: Target, stats: Any, roles: Mapping[str, str]) -
     leaves = named_leaves(hlo)
     facts = _Facts.of_allocations(hlo, leaves) if stats is None else _Facts.of_stats(stats, leaves, {}, [])
     leaf_roles = [roles.get(str(leaf.argument), str(leaf.argument)) for leaf in leaves]
-    totals = facts.totals() if facts.has_totals else None
-    found = find_owners(hlo, leaves, leaf_roles, [OutputLeaf(path=path) for path in output_paths(hlo)], totals)
-    on_host = [leaf.on_host for leaf in leaves]
-    pairs = list(zip(leaves, leaf_roles, on_host, strict=True))
-    names = list(dict.fromkeys(leaf_roles))
-    report = MemoryReport(
-        target=goal,
-        device=facts.device,
-        host=facts.host,
-        by_role=_by_role(facts.device, names, [(leaf, role) for leaf, role, hosted in pairs if not hosted]),
-        host_by_role=_by_role(facts.host, names, [(leaf, role) for leaf, role, hosted in pairs if hosted]),
-        buffers=found.buffers,
-        moments=found.moments,
-        peak_moment=found.peak_moment,
-        host_peak_moment=found.host_peak_moment,
-    )
-    return report, found
+    found = find_owners(hlo, leaves, leaf_roles, output_paths(hlo), facts.totals)
+    return _report(goal, facts, found, leaf_roles, list(dict.fromkeys(leaf_roles)), _Moved({}, {})), found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +214,10 @@ class _Facts:
         )
         return cls(leaves, device, host, host_outputs, hits)
 
-    def totals(self) -> dict[Space, tuple[int, int, int, int]]:
-        return {"device": _totals(self.device), "host": _totals(self.host)}
+    @property
+    def totals(self) -> dict[Space, SpaceBytes] | None:
+        """XLA's own, by memory space."""
+        return {"device": self.device, "host": self.host} if self.has_totals else None
 
     @classmethod
     def of_allocations(cls, hlo: Any, leaves: list[ArgumentLeaf]) -> _Facts:
@@ -269,7 +250,6 @@ def _examine(
     leaf_roles = [owners.get(leaf.argument, "other") for leaf in facts.leaves]
     facts = dataclasses.replace(facts, leaves=[_as_called(leaf, num_args, static) for leaf in facts.leaves])
     moved = _moved_to_host(goal, facts, host_paths)
-    device, host = _spaces(facts, moved)
     found = None
     notes = (_HOST_NOTES[goal.platform],) if moved.leaves or moved.outputs else ()
     if goal.platform == "gpu" and goal.is_ahead_of_time and not has_cudnn():
@@ -277,20 +257,33 @@ def _examine(
     if hlo is not None:
         # Not out_info, which JAX cannot give for programs with ordered effects.
         numbers = jax.tree.unflatten(stages.out_tree, range(stages.out_tree.num_leaves))
-        outputs = [OutputLeaf(path=path) for path, _ in leaves_with_paths(numbers)]
-        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals() if facts.has_totals else None)
+        outputs = [path for path, _ in leaves_with_paths(numbers)]
+        found = find_owners(hlo, facts.leaves, leaf_roles, outputs, facts.totals)
         notes = (*notes, *_uncounted(found))
     else:
         notes = (*notes, "temporaries have no owners: the program was compiled without lowtide.memory.compile")
+    return _report(goal, facts, found, leaf_roles, [*(roles or {}), "other"], moved, notes), found
+
+
+def _report(
+    goal: Target,
+    facts: _Facts,
+    found: Owners | None,
+    leaf_roles: Sequence[str],
+    names: Sequence[str],
+    moved: _Moved,
+    notes: tuple[str, ...] = (),
+) -> MemoryReport:
+    """Make the report of a program, whose arguments have roles of some names."""
+    device, host = _spaces(facts, moved)
     buffers = found.buffers if found else _coarse_buffers(facts, leaf_roles)
     buffers = tuple(moved.apply(buffer, facts.leaves) for buffer in buffers)
     peak_moment = found.peak_moment if found else 0
     if found and goal.platform == "gpu" and moved.leaves:
         device, buffers, peak_moment = with_host_copies(found, device, buffers, moved.leaves)
-    names = [*(roles or {}), "other"]
     on_host = [leaf.on_host or at in moved.leaves for at, leaf in enumerate(facts.leaves)]
     kept = list(zip(facts.leaves, leaf_roles, on_host, strict=True))
-    report = MemoryReport(
+    return MemoryReport(
         target=goal,
         device=device,
         host=host,
@@ -302,7 +295,6 @@ def _examine(
         host_peak_moment=found.host_peak_moment if found else 0,
         notes=notes,
     )
-    return report, found
 
 
 def _uncounted(owners: Owners) -> tuple[str, ...]:
@@ -411,26 +403,15 @@ def _moved_to_host(goal: Target, facts: _Facts, host_paths: frozenset[str]) -> _
 
 
 def _spaces(facts: _Facts, moved: _Moved) -> tuple[SpaceBytes, SpaceBytes]:
-    arguments, outputs = sum(moved.leaves.values()), moved.output_bytes
-    device, host = facts.device, facts.host
-    return (
-        dataclasses.replace(
-            device,
-            argument_bytes=device.argument_bytes - arguments,
-            output_bytes=device.output_bytes - outputs,
-            alias_bytes=device.alias_bytes - moved.alias_bytes,
-        ),
-        dataclasses.replace(
-            host,
-            argument_bytes=host.argument_bytes + arguments,
-            output_bytes=host.output_bytes + outputs,
-            alias_bytes=host.alias_bytes + moved.alias_bytes,
-        ),
-    )
+    def with_moved(space: SpaceBytes, sign: int) -> SpaceBytes:
+        return dataclasses.replace(
+            space,
+            argument_bytes=space.argument_bytes + sign * sum(moved.leaves.values()),
+            output_bytes=space.output_bytes + sign * moved.output_bytes,
+            alias_bytes=space.alias_bytes + sign * moved.alias_bytes,
+        )
 
-
-def _totals(space: SpaceBytes) -> tuple[int, int, int, int]:
-    return space.argument_bytes, space.output_bytes - space.alias_bytes, space.temp_bytes, space.code_bytes
+    return with_moved(facts.device, -1), with_moved(facts.host, 1)
 
 
 def _coarse_buffers(facts: _Facts, roles: Sequence[str]) -> tuple[Buffer, ...]:
@@ -443,13 +424,7 @@ def _coarse_buffers(facts: _Facts, roles: Sequence[str]) -> tuple[Buffer, ...]:
             for leaf, role in zip(facts.leaves, roles, strict=True)
             if leaf.kept and leaf.on_host == (space == "host")
         ]
-        arguments, outputs, temporaries, code = _totals(total)
-        rest = {
-            "unattributed": arguments - sum(b.num_bytes for b in mine),
-            "outputs": outputs,
-            "temporaries": temporaries,
-            "code": code,
-        }
+        rest = _derived(total, sum(b.num_bytes for b in mine))
         mine += [Buffer(space=space, role=r, phase="", num_bytes=size, start=0, end=0) for r, size in rest.items()]
         buffers += [buffer for buffer in mine if buffer.num_bytes]
     return tuple(buffers)
@@ -459,9 +434,13 @@ def _by_role(space: SpaceBytes, names: Sequence[str], leaves: Sequence[tuple[Arg
     roles = dict.fromkeys(names, 0)
     for leaf, role in leaves:
         roles[role] += leaf.num_bytes
+    return {**roles, **_derived(space, sum(roles.values()))}
+
+
+def _derived(space: SpaceBytes, leaf_bytes: int) -> dict[str, int]:
+    """Bytes by role of what is no leaf of an argument, given the bytes of the leaves."""
     return {
-        **roles,
-        "unattributed": space.argument_bytes - sum(roles.values()),
+        "unattributed": space.argument_bytes - leaf_bytes,
         "outputs": space.output_bytes - space.alias_bytes,
         "temporaries": space.temp_bytes,
         "code": space.code_bytes,

@@ -17,9 +17,9 @@ own stays a cotangent.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from ..hlo import Edge, Graph, Value
+from ..hlo import Edge, Graph, Value, reachable
 from ._passes import Pass, Passes
 
 # What may happen to a cotangent inside the backward pass without making it another value's.
@@ -44,9 +44,7 @@ class Dataflow:
         self.graph = graph
         self._leaves = leaves
         self._values = list(graph.values())
-        # A token may stand for the whole result of an operation (a send), which is no value.
-        known = set(self._values)
-        self._sources = {value: [e for e in graph.sources(value) if e[0] in known] for value in self._values}
+        self._sources = {value: graph.sources(value) for value in self._values}
         self.users: dict[Value, list[tuple[Value, Edge]]] = {}
         for value, sources in self._sources.items():
             for source, edge in sources:
@@ -98,7 +96,7 @@ class Dataflow:
         """Whether the compiler made it of its own for an operation: workspaces, indices, parts of an expansion."""
         graph, made = self.graph, self._made_as(value)
         if graph.instructions[made[0]].opcode == "custom-call" and any(made[1]):
-            return graph.is_bytes(made)
+            return graph.item_type(made)[0] in ("s8", "u8")  # as of what a library's kernel works in
         if not graph.is_floating(value) and (self.phase(value) == "backward" or self.is_constant(value)):
             return True
         is_nameless = not (self._scopes[made[0]] or self._scopes[value[0]])
@@ -114,16 +112,9 @@ class Dataflow:
             return (loop, value[1])
         if not self.is_constant(value):
             return value
-        seen, border = {value}, [value]
-        while border:
-            found = border.pop(0)
-            new = [user for user, edge in self.users.get(found, ()) if edge == Edge.ALIAS and user not in seen]
-            for user in new:
-                if self.graph.instructions[user[0]].opcode == "while" and not self.is_constant(user):
-                    return user
-            seen.update(new)
-            border.extend(new)
-        return value
+        names = reachable([value], lambda one: [user for user, edge in self.users.get(one, ()) if edge == Edge.ALIAS])
+        loops = (one for one in names if self.graph.instructions[one[0]].opcode == "while")
+        return next((loop for loop in loops if not self.is_constant(loop)), value)
 
     def is_differentiated(self, leaf: int) -> bool:
         """Whether the forward or the backward pass computes with the data of an argument leaf."""
@@ -142,16 +133,14 @@ class Dataflow:
                 arguments the data of the other one.
         """
         size = self.graph.num_elements(value)
-        seen, border = {value}, [value]
-        while border:
-            found = border.pop()
-            yield found
+
+        def made_of(found: Value) -> list[Value]:
             mixes = self.graph.instructions[found[0]].opcode in _MIXING and self.copy_of(found) is None
             if mixes or (self.phase(found) == "backward" and not through_backward):
-                continue
-            new = [s for s, _ in self.sources(found) if s not in seen and self.graph.num_elements(s) == size]
-            seen.update(new)
-            border.extend(new)
+                return []
+            return [source for source, _ in self.sources(found) if self.graph.num_elements(source) == size]
+
+        return reachable([value], made_of)
 
     def described(self, value: Value) -> tuple[str, str]:
         """Return the scope and the source line of a value.
@@ -176,15 +165,10 @@ class Dataflow:
             ways.reverse()
         return next((at for border, step in ways if (at := self._nearest_scope(border, step)) is not None), None)
 
-    def _nearest_scope(self, border: list[Value], step: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
+    def _nearest_scope(self, start: list[Value], step: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
         """Return the first instruction with a scope among those that a step leads to, or None."""
-        seen = set(border)
-        while border:
-            border = list(dict.fromkeys(new for old in border for new, _ in step.get(old, ()) if new not in seen))
-            seen.update(border)
-            if (found := next((at for at, _ in border if self._scopes[at]), None)) is not None:
-                return found
-        return None
+        found = reachable(start, lambda value: [new for new, _ in step.get(value, ())])
+        return next((at for at, _ in found if self._scopes[at]), None)
 
     def _maker(self, value: Value) -> Value | None:
         """Return the operation that computed a value's data, behind moves and other names; None for an argument's."""
@@ -207,20 +191,19 @@ class Dataflow:
     def _named_passes(self) -> dict[int, Pass | None]:
         """Return the pass that the scope of each instruction names."""
         passes = Passes(self._scopes.values())
-        named: dict[int, Pass | None] = {at: passes.phase(scope) for at, scope in self._scopes.items()}
+        phases: dict[str, Pass | None] = {scope: passes.phase(scope) for scope in set(self._scopes.values())}
+        named: dict[int, Pass | None] = {at: phases[scope] for at, scope in self._scopes.items()}
         if inner := {at for at, scope in self._scopes.items() if passes.is_open(scope)}:
             # It belongs to the forward pass around it if that pass goes on with it.
             late = (v for v in self._values if named[v[0]] in ("backward", "recompute") and v[0] not in inner)
-            needed = {at for at, _ in self._spread(late, lambda value: self._sources[value])}
+            needed = {at for at, _ in reachable(late, lambda value: [source for source, _ in self._sources[value]])}
             named |= {at: "forward" for at in inner & needed}
         return named
 
     def _phases(self) -> dict[Value, Pass]:
         named = self._named
-        late = self._spread(
-            (v for v in self._values if named[v[0]] in ("backward", "recompute")),
-            lambda value: self.users.get(value, ()),
-        )
+        of_late_passes = (v for v in self._values if named[v[0]] in ("backward", "recompute"))
+        late = set(reachable(of_late_passes, lambda value: [user for user, _ in self.users.get(value, ())]))
         phases: dict[Value, Pass] = {}
         for value in self._values:
             # A fusion is named after one of its operations; each result belongs to the one that makes it.
@@ -241,11 +224,11 @@ class Dataflow:
         A compiler merges the two where nothing keeps them apart, as a CPU's does outside of loops; then it is kept.
         """
 
-        def recomputed(value: Value) -> list[tuple[Value, Edge]]:
-            return [e for e in self._sources[value] if phases[e[0]] == "recompute"]
+        def recomputed(value: Value) -> list[Value]:
+            return [source for source, _ in self._sources[value] if phases[source] == "recompute"]
 
         forward = [v for v in self._values if phases[v] == "forward" and self._named[v[0]] == "forward"]
-        self.merged = self._spread((s for v in forward for s, _ in recomputed(v)), recomputed)
+        self.merged = set(reachable((source for v in forward for source in recomputed(v)), recomputed))
         return self.merged
 
     def _pass_of_nameless(self, value: Value, made: Value) -> Pass | None:
@@ -317,7 +300,7 @@ class Dataflow:
         for at, instruction in self.graph.instructions.items():
             if instruction.opcode == "fusion" and self._named[at] in late:
                 readers.update((operand, ()) for operand in instruction.proto.operand_ids)
-        return self._spread(readers, lambda value: [e for e in self._sources.get(value, ()) if e[1] != Edge.COMPUTE])
+        return set(reachable(readers, lambda value: [s for s, edge in self.sources(value) if edge != Edge.COMPUTE]))
 
     def _computed_with(self) -> set[int]:
         """Return the leaves whose data the forward or the backward pass computes with."""
@@ -377,14 +360,14 @@ class Dataflow:
         if many == total:
             return set()
 
-        def alike(step: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[tuple[Value, Edge]]:
-            return [e for e in step.get(value, ()) if self._is_summand(e[0], many)]
+        def alike(step: Mapping[Value, Sequence[tuple[Value, Edge]]], value: Value) -> list[Value]:
+            return [one for one, _ in step.get(value, ()) if self._is_summand(one, many)]
 
-        def made_of(value: Value) -> list[tuple[Value, Edge]]:
+        def made_of(value: Value) -> list[Value]:
             return [] if self.graph.instructions[value[0]].opcode in _MIXING else alike(self._sources, value)
 
-        parts = self._spread([many], made_of)
-        readers = self._spread(parts, lambda value: alike(self.users, value))
+        parts = set(reachable([many], made_of))
+        readers = reachable(parts, lambda value: alike(self.users, value))
         goes_on = any(
             self.graph.instructions[user[0]].opcode in _MIXING and self.phases[user] == "backward"
             for value in readers
@@ -416,31 +399,15 @@ class Dataflow:
     def _summed(self) -> set[Value]:
         """Values of the update that are made of cotangents and nothing else: accumulators, clipped gradients."""
 
-        def updated(value: Value) -> list[tuple[Value, Edge]]:
+        def updated(value: Value) -> list[Value]:
             size = self.graph.num_elements(value)
-            return [
-                e
-                for e in self.users.get(value, ())
-                if self.phases.get(e[0]) == "update"
-                and (self.graph.num_elements(e[0]) == size or self._added_up(e[0]) is not None)
-            ]
+            users = [user for user, _ in self.users.get(value, ()) if self.phases.get(user) == "update"]
+            return [u for u in users if self.graph.num_elements(u) == size or self._added_up(u) is not None]
 
         made = [v for v in self._values if self.graph.num_elements(v) > 1 and not self.is_constant(v)]
-        cotangents = self._spread([v for v in made if self.phases[v] == "backward"], updated)
-        others = [v for v in made if self.phases[v] in ("forward", "recompute") or self.copy_of(v) is not None]
-        mixed = self._spread(others, updated)
-        return {v for v in cotangents - mixed if self.phases[v] == "update"}
+        cotangents = set(reachable((v for v in made if self.phases[v] == "backward"), updated))
+        others = (v for v in made if self.phases[v] in ("forward", "recompute") or self.copy_of(v) is not None)
+        return {v for v in cotangents.difference(reachable(others, updated)) if self.phases[v] == "update"}
 
     def _is_argument_data(self, value: Value) -> bool:
         return isinstance(self._copies.get(value), int) and self.phases.get(value) != "backward"
-
-    @staticmethod
-    def _spread(seeds: Iterable[Value], step: Callable[[Value], Iterable[tuple[Value, Edge]]]) -> set[Value]:
-        reached = set(seeds)
-        border = list(reached)
-        while border:
-            for new, _ in step(border.pop()):
-                if new not in reached:
-                    reached.add(new)
-                    border.append(new)
-        return reached

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from ..core import DonationError, format_bytes
 from ..hlo import ArgumentLeaf, aliased, argument_leaves
 
@@ -48,7 +50,13 @@ def undonated(compiled: Any, *, arg_names: Sequence[str] | None = None) -> tuple
         >>> undonated(step.lower({"w": jnp.ones(3)}, 1.0).compile())
         ()
     """
-    return _undonated(compiled, argument_leaves(compiled), arg_names)
+    leaves = argument_leaves(compiled)
+    found = zip(leaves, aliased(compiled, leaves), strict=True)
+    return tuple(
+        UndonatedLeaf(path=_named(leaf, arg_names), num_bytes=leaf.num_bytes or leaf.logical_bytes, is_read=leaf.kept)
+        for leaf, hit in found
+        if leaf.donated and not hit and leaf.logical_bytes
+    )
 
 
 def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> None:
@@ -68,15 +76,15 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
         >>> import jax, jax.numpy as jnp
         >>> check_donation(jax.jit(lambda w: w * 2, donate_argnums=0).lower(jnp.ones(3)).compile())
     """
-    leaves = argument_leaves(compiled)
-    if not any(leaf.donated for leaf in leaves):
+    donated = [info.donated for info in jax.tree.leaves(compiled.args_info)]
+    if not any(donated):
         raise DonationError(
             "nothing is donated to the compiled program",
             expected="at least one donated argument with a leaf",
-            got=f"{len(leaves)} argument leaves, none donated",
+            got=f"{len(donated)} argument leaves, none donated",
             hint="jit the function with donate_argnums, and donate an argument that holds arrays",
         )
-    kept_back = _undonated(compiled, leaves, arg_names)
+    kept_back = undonated(compiled, arg_names=arg_names)
     if not kept_back:
         return
     total = sum(leaf.num_bytes for leaf in kept_back)
@@ -90,17 +98,6 @@ def check_donation(compiled: Any, *, arg_names: Sequence[str] | None = None) -> 
         expected="an output of the same shape, dtype, sharding and memory kind for every donated leaf",
         got=f"{len(kept_back)} donated leaves ({format_bytes(total)}) that would live twice: {listed}{more}",
         hint="return an updated value for each of them without changing its dtype or shape, or do not donate them",
-    )
-
-
-def _undonated(
-    compiled: Any, leaves: Sequence[ArgumentLeaf], arg_names: Sequence[str] | None
-) -> tuple[UndonatedLeaf, ...]:
-    found = zip(leaves, aliased(compiled, leaves), strict=True)
-    return tuple(
-        UndonatedLeaf(path=_named(leaf, arg_names), num_bytes=leaf.num_bytes or leaf.logical_bytes, is_read=leaf.kept)
-        for leaf, hit in found
-        if leaf.donated and not hit and leaf.logical_bytes
     )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ..hlo import Edge, Graph, Value, element_type
+from ..hlo import Edge, Graph, Value
 from ..report import Buffer, SpaceBytes, live_bytes
 from ._owners import Owners
 
@@ -52,10 +52,6 @@ class _Copies:
 
     def __init__(self, owners: Owners) -> None:
         self.owners, self.graph = owners, owners.dataflow.graph
-        self.readers: dict[Value, list[tuple[Value, Edge]]] = {}
-        for value in self.graph.values():
-            for source, edge in self.graph.sources(value):
-                self.readers.setdefault(source, []).append((value, edge))
 
     def of(self, leaves: Collection[int]) -> Iterator[Buffer]:
         for at in leaves:
@@ -63,7 +59,7 @@ class _Copies:
                 continue
             parameter = self.owners.parameter_of[at]
             wholes, slices = self._ranges(at, parameter)
-            leaf, item = self.owners.leaves[at], self._item(parameter)
+            leaf = self.owners.leaves[at]
             for (start, end), num_bytes in {**slices, **dict.fromkeys(wholes, leaf.num_bytes)}.items():
                 yield Buffer(
                     space="device",
@@ -72,17 +68,11 @@ class _Copies:
                     phase="argument",
                     operation="copy from host memory",
                     shape=tuple(self.graph.shape(parameter).dimensions) if (start, end) in wholes else (),
-                    dtype=item[0] if (start, end) in wholes else "",
+                    dtype=self.graph.item_type(parameter)[0] if (start, end) in wholes else "",
                     num_bytes=num_bytes,
                     start=start,
                     end=end,
                 )
-
-    def _item(self, value: Value) -> tuple[str, int]:
-        return element_type(self.graph.shape(value).element_type)
-
-    def _bytes(self, value: Value) -> int:
-        return self.graph.num_elements(value) * self._item(value)[1] // 8
 
     def _ranges(self, leaf: int, parameter: Value) -> tuple[set[tuple[int, int]], dict[tuple[int, int], int]]:
         """Where the leaf is read as a whole; and where slices of it are, with the bytes of the largest."""
@@ -91,7 +81,7 @@ class _Copies:
         memory, border = {parameter}, [parameter]
         while border:
             value = border.pop()
-            for reader, edge in self.readers.get(value, ()):
+            for reader, edge in self.owners.dataflow.users.get(value, ()):
                 instruction = self.graph.instructions[reader[0]]
                 written = instruction.opcode in _IN_PLACE and instruction.proto.operand_ids[0] == value[0]
                 if edge == Edge.ALIAS or written or instruction.opcode == "bitcast":
@@ -107,7 +97,8 @@ class _Copies:
                 here = self._range(at)
                 if written or instruction.opcode in _SLICES:
                     part = (_written(instruction.proto), ()) if written else reader
-                    slices[here] = max(slices.get(here, 0), self._bytes(part))
+                    num_bytes = self.graph.num_elements(part) * self.graph.item_type(part)[1] // 8
+                    slices[here] = max(slices.get(here, 0), num_bytes)
                 else:
                     first, last = wholes.get(computation, here)
                     wholes[computation] = min(first, here[0]), max(last, here[1])

@@ -7,6 +7,7 @@ dataflow is asked first: a new momentum is computed from the old one, new parame
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,12 +84,8 @@ class _Matcher:
 
     def common(self, path: str, leaf: int) -> int:
         """How many names at their ends a path and a leaf have in common."""
-        count = 0
-        for one, other in zip(reversed(path.split("/")), reversed(self.names[leaf]), strict=False):
-            if one != other:
-                break
-            count += 1
-        return count
+        pairs = zip(reversed(path.split("/")), reversed(self.names[leaf]), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def closest(self, output: Value, path: str, taken: set[int]) -> int | None:
         """Return the first free leaf of the output's shape and type whose path ends most alike."""

@@ -7,7 +7,6 @@ is listed as unattributed, so that the buffers at the peak always add up to XLA'
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import os
@@ -23,24 +22,16 @@ from ..hlo import (
     Graph,
     Segment,
     Value,
-    element_type,
     peak_position,
+    reachable,
     segments,
 )
-from ..report import Buffer, Space
+from ..report import Buffer, Space, SpaceBytes
 from ._dataflow import Dataflow
 from ._matching import match_outputs
 from ._passes import first_scope
 
 _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputLeaf:
-    """One leaf of a function's result."""
-
-    path: str
-    """Its tree path; a result that is one array has the empty path."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +45,8 @@ class Owners:
     dataflow: Dataflow
     """For further questions about the same program."""
     leaves: Sequence[ArgumentLeaf]
-    outputs: Sequence[OutputLeaf]
+    outputs: Sequence[str]
+    """The tree path of every leaf of the function's result; a result that is one array has the empty path."""
     parameters: Mapping[Value, int]
     """The argument leaf that every array of the entry's parameters is."""
     results: Mapping[Value, int]
@@ -63,21 +55,25 @@ class Owners:
     """The argument leaf that an array of the entry's result replaces, or is the gradient of."""
     uncounted: tuple[Buffer, ...]
     """Constants that the compiler's figures leave out, as a CPU's do; they are no part of `buffers`."""
-    in_place: frozenset[Value]
-    """Results that are written into an argument's buffer."""
+    in_place: Mapping[Value, int]
+    """The argument leaf in whose buffer an array of the entry's result is written."""
 
     @functools.cached_property
     def parameter_of(self) -> Mapping[int, Value]:
         """The array of the entry's parameters that a leaf is; without those that the program dropped."""
         return {leaf: value for value, leaf in self.parameters.items()}
 
+    def path_of(self, result: Value) -> str:
+        """Return the path of the output leaf that an array of the entry's result is."""
+        return self.outputs[self.results[result]]
+
 
 def find_owners(
     hlo: Any,
     leaves: Sequence[ArgumentLeaf],
     roles: Sequence[str],
-    outputs: Sequence[OutputLeaf],
-    totals: Mapping[Space, tuple[int, int, int, int]] | None,
+    outputs: Sequence[str],
+    totals: Mapping[Space, SpaceBytes] | None,
 ) -> Owners:
     """Give every byte of a compiled program an owner.
 
@@ -85,9 +81,9 @@ def find_owners(
         hlo: what `read_hlo` returned for the optimised program.
         leaves: the leaves of the function's arguments.
         roles: the role of every leaf.
-        outputs: the leaves of the function's result.
-        totals: for each memory space what XLA reports for arguments, outputs (without those in arguments),
-            temporaries and code, in bytes; None where the compile failed, to take the allocations' own sums.
+        outputs: the paths of the leaves of the function's result.
+        totals: for each memory space what XLA reports; None where the compile failed, to take the allocations' own
+            sums.
 
     Returns:
         The buffers. Those alive at the peak add up to the totals of their space, exactly.
@@ -96,34 +92,31 @@ def find_owners(
 
 
 class _Finder:
-    def __init__(
-        self, hlo: Any, leaves: Sequence[ArgumentLeaf], roles: Sequence[str], outputs: Sequence[OutputLeaf]
-    ) -> None:
+    def __init__(self, hlo: Any, leaves: Sequence[ArgumentLeaf], roles: Sequence[str], outputs: Sequence[str]) -> None:
         self.hlo, self.leaves, self.roles, self.outputs = hlo, leaves, roles, outputs
         self.graph = Graph(hlo.module)
         self.last = max(len(self.graph.order) - 1, 0)
+        self.entry = {i.parameter_number: i for i in self.graph.entry.instructions if i.opcode == "parameter"}
         self.parameters = self._match_parameters()
-        self.results = self._match_outputs()
-        entries = self.hlo.module.input_output_alias.entries
-        self.in_place = {
-            tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries
-        }
-        self.flow = Dataflow(self.graph, self.parameters)
-        self.uncounted = list[Buffer]()
-        self.replaced = self._replaced()
-        self.flow.follow_gradients(self.replaced)
-        self.written_first = self._written_first()
         self.places = {
             (self.graph.instructions[at].proto.parameter_number, index): ((at, index), leaf)
             for (at, index), leaf in self.parameters.items()
         }
-        self.entry = {i.parameter_number: i for i in self.graph.entry.instructions if i.opcode == "parameter"}
+        self.results = self._match_outputs()
+        entries = hlo.module.input_output_alias.entries
+        reused = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
+        self.in_place = {v: self.places[place][1] for v in self.results if (place := reused.get(v[1])) in self.places}
+        self.flow = Dataflow(self.graph, self.parameters)
+        self.uncounted = list[Buffer]()
+        paths = {value: outputs[at] for value, at in self.results.items()}
+        self.replaced = match_outputs(self.flow, leaves, self.parameters, paths, self.in_place)
+        self.flow.follow_gradients(self.replaced)
+        self.written_first = self._written_first()
         self.buffers = {
-            b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index))
-            for b in self.hlo.assignment.logical_buffers
+            b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index)) for b in hlo.assignment.logical_buffers
         }
 
-    def find(self, totals: Mapping[Space, tuple[int, int, int, int]] | None) -> Owners:
+    def find(self, totals: Mapping[Space, SpaceBytes] | None) -> Owners:
         found: dict[Space, list[Buffer]] = {"device": [], "host": []}
         peaks: dict[Space, int] = {}
         for color, space in _SPACES.items():
@@ -134,15 +127,17 @@ class _Finder:
             constants = [self._constant(space, a) for a in mine if a.is_constant]
             results = self._outputs(space, [a for a in mine if _is_output(a)])
             heaps = {a.index: (a, segments(self.graph, self.hlo.assignment, a)) for a in mine if _is_heap(a)}
-            peaks[space] = peak_position([s for _, s in heaps.values()], self.last + 1)
+            peak = peaks[space] = peak_position([s for _, s in heaps.values()], self.last + 1)
             temporaries = [self._temporary(space, s) for _, found_here in heaps.values() for s in found_here]
             for allocation, inside in heaps.values():
-                live = sum(s.size for s in inside if s.start <= peaks[space] <= s.end)
-                temporaries.append(self._fragmentation(space, allocation.size - live, peaks[space]))
+                unused = max(allocation.size - sum(s.size for s in inside if s.start <= peak <= s.end), 0)
+                temporaries.append(
+                    Buffer(space=space, role="fragmentation", phase="", num_bytes=unused, start=peak, end=peak)
+                )
             heap_bytes = sum(a.size for a, _ in heaps.values())
             code = self._balance(space, arguments, results, constants, heap_bytes, totals)
             if (excess := -code[-1].num_bytes if code else 0) > 0:
-                temporaries, code = _trim(temporaries, excess, peaks[space]), code[:-1]
+                temporaries, code = _trim(temporaries, excess, peak), code[:-1]
             found[space] = [*arguments, *results, *temporaries, *constants, *code]
         return Owners(
             buffers=tuple(b for space in found.values() for b in space if b.num_bytes),
@@ -156,15 +151,14 @@ class _Finder:
             results=self.results,
             replaced=self.replaced,
             uncounted=tuple(self.uncounted),
-            in_place=frozenset(value for value in self.results if value[1] in self.in_place),
+            in_place=self.in_place,
         )
 
     # --- arguments and outputs ---------------------------------------------------------------------------------------
 
     def _match_parameters(self) -> dict[Value, int]:
         """Match every array of the entry's parameters with the leaf that it is."""
-        entry = [i for i in self.graph.entry.instructions if i.opcode == "parameter"]
-        entry.sort(key=lambda i: i.parameter_number)
+        entry = [self.entry[number] for number in sorted(self.entry)]
         if len(entry) == 1 and entry[0].shape.tuple_shapes:
             values: list[Value] = [(entry[0].id, (at,)) for at in range(len(entry[0].shape.tuple_shapes))]
         else:
@@ -179,15 +173,6 @@ class _Finder:
         values: list[Value] = [(root.id, (at,)) for at in range(len(root.shape.tuple_shapes))] or [(root.id, ())]
         offset = max(len(values) - len(self.outputs), 0)  # tokens come first
         return {value: at for at, value in enumerate(values[offset:])}
-
-    def _replaced(self) -> dict[Value, int]:
-        by_number = {
-            (self.graph.instructions[at].proto.parameter_number, index): leaf
-            for (at, index), leaf in self.parameters.items()
-        }
-        reused = {v: by_number[place] for v in self.results if (place := self.in_place.get(v[1])) in by_number}
-        paths = {value: self.outputs[at].path for value, at in self.results.items()}
-        return match_outputs(self.flow, self.leaves, self.parameters, paths, reused)
 
     def _argument(self, space: Space, allocation: Any) -> Buffer:
         number, index = allocation.parameter_number, tuple(allocation.parameter_shape_index)
@@ -213,19 +198,12 @@ class _Finder:
         if made is None:
             return self._whole(space, allocation, "outputs", "", "output", None, operation="table of outputs")
         value, at = made
-        return self._whole(space, allocation, "outputs", self.outputs[at].path, self.flow.phase(value), value)
+        return self._whole(space, allocation, "outputs", self.outputs[at], self.flow.phase(value), value)
 
     def _maker(self, output: Value, defined: Mapping[Value, int]) -> Value | None:
         """Return the value that is an output under another name, among those that allocations hold."""
-        seen, border = {output}, collections.deque([output])
-        while border:
-            value = border.popleft()
-            if value in defined:
-                return value
-            new = [s for s, edge in self.flow.sources(value) if not edge and s not in seen]
-            seen.update(new)
-            border.extend(new)
-        return None
+        names = reachable([output], lambda one: [s for s, edge in self.flow.sources(one) if edge == Edge.ALIAS])
+        return next((value for value in names if value in defined), None)
 
     def _written_first(self) -> dict[Value, int]:
         """Return the output leaf of everything that is only moved into an output, and of what a loop makes it in."""
@@ -244,10 +222,7 @@ class _Finder:
         """List the values that an allocation holds; of tuples, what is in them."""
         ids = sorted({a.logical_buffer_id for a in allocation.assigned})
         values = [self.buffers[at] for at in ids if at in self.buffers]
-        return [value for value in values if value[1] or not self._is_tuple(value[0])]
-
-    def _is_tuple(self, at: int) -> bool:
-        return bool(self.graph.instructions[at].proto.shape.tuple_shapes)
+        return [value for value in values if value[1] or not self.graph.shape(value).tuple_shapes]
 
     def _constant(self, space: Space, allocation: Any) -> Buffer:
         value = next(iter(self._defined(allocation)), None)
@@ -270,7 +245,7 @@ class _Finder:
         elif flow.is_activation(value):
             role = "activations"
         elif value in self.written_first:
-            role, path = "outputs", self.outputs[self.written_first[value]].path
+            role, path = "outputs", self.outputs[self.written_first[value]]
         elif not scope:
             role = "unattributed"
         elif flow.is_scratch(value):
@@ -288,11 +263,6 @@ class _Finder:
             **self._array(segment.value, segment.size),
             start=segment.start,
             end=segment.end,
-        )
-
-    def _fragmentation(self, space: Space, num_bytes: int, moment: int) -> Buffer:
-        return Buffer(
-            space=space, role="fragmentation", phase="", num_bytes=max(num_bytes, 0), start=moment, end=moment
         )
 
     def _whole(
@@ -318,11 +288,10 @@ class _Finder:
         )
 
     def _array(self, value: Value, num_bytes: int) -> dict[str, Any]:
-        shape = self.graph.shape(value)
-        name, bits = element_type(shape.element_type)
+        name, bits = self.graph.item_type(value)
         logical = (self.graph.num_elements(value) * bits + 7) // 8
         return {
-            "shape": tuple(shape.dimensions) if name else (),
+            "shape": tuple(self.graph.shape(value).dimensions) if name else (),
             "dtype": name,
             "num_bytes": num_bytes,
             "padding_bytes": max(num_bytes - logical, 0) if name else 0,
@@ -337,29 +306,22 @@ class _Finder:
         results: Sequence[Buffer],
         constants: list[Buffer],
         heap_bytes: int,
-        totals: Mapping[Space, tuple[int, int, int, int]] | None,
+        totals: Mapping[Space, SpaceBytes] | None,
     ) -> list[Buffer]:
         """Code, and what XLA counts beyond its allocations; constants that XLA does not count are dropped."""
         if totals is None:
             return []
-        argument_bytes, output_bytes, temp_bytes, code_bytes = totals[space]
-        rest = argument_bytes - _total(arguments) + output_bytes - _total(results) + temp_bytes - heap_bytes
+        total = totals[space]
+        rest = total.total_bytes - total.code_bytes - _total(arguments) - _total(results) - heap_bytes
         if rest < _total(constants):
             # They lie in the code, or nowhere that the compiler reports.
             self.uncounted += constants
             constants.clear()
         rest -= _total(constants)
+        throughout: dict[str, Any] = {"space": space, "phase": "", "start": 0, "end": self.last}
         return [
-            Buffer(space=space, role="code", phase="", num_bytes=code_bytes, start=0, end=self.last),
-            Buffer(
-                space=space,
-                role="unattributed",
-                phase="",
-                operation="reserved by the compiler",
-                num_bytes=rest,
-                start=0,
-                end=self.last,
-            ),
+            Buffer(role="code", num_bytes=total.code_bytes, **throughout),
+            Buffer(role="unattributed", operation="reserved by the compiler", num_bytes=rest, **throughout),
         ]
 
     def _moment(self, at: int) -> str:
@@ -395,8 +357,6 @@ def _readable(scope: str) -> str:
 
 def _short(source: str) -> str:
     """Shorten a source line: the file relative to the working directory or to installed packages, or a cell."""
-    if not source:
-        return ""
     file, separator, line = source.partition(":") if os.sep != "\\" else ("", "", source)
     file = re.sub(r"^.*[/\\](site|dist)-packages[/\\]", "", file)
     file = re.sub(r"^.*[/\\]ipykernel_\d+[/\\]\d+\.py$", "cell", file)  # of a notebook

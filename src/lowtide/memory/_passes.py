@@ -42,13 +42,16 @@ class Passes:
 
     def __init__(self, scopes: Iterable[str]) -> None:
         self._found = {levels for scope in set(scopes) if (levels := _levels(scope))}
-        self._known: dict[str, Pass | None] = {}
 
     def phase(self, scope: str) -> Pass | None:
         """Return the pass that a scope names; None when it names none."""
-        if scope not in self._known:
-            self._known[scope] = self._phase(scope)
-        return self._known[scope]
+        levels = _levels(scope)
+        inner = levels.find(_BACKWARD)
+        if inner < 0:
+            return "forward" if levels else None
+        if self._is_transposed(levels, inner):
+            return "forward"
+        return "recompute" if _RECOMPUTED.search(first_scope(scope)) else "backward"
 
     def is_open(self, scope: str) -> bool:
         """Whether an inner gradient may belong to an outer forward pass, of which the scopes alone do not tell.
@@ -59,15 +62,6 @@ class Passes:
         inner = levels.find(_BACKWARD)
         outer = any(other.startswith(levels[:at] + _BACKWARD) for other in self._found for at in range(inner))
         return inner > 0 and outer and not self._is_transposed(levels, inner)
-
-    def _phase(self, scope: str) -> Pass | None:
-        levels = _levels(scope)
-        inner = levels.find(_BACKWARD)
-        if inner < 0:
-            return "forward" if levels else None
-        if self._is_transposed(levels, inner):
-            return "forward"
-        return "recompute" if _RECOMPUTED.search(first_scope(scope)) else "backward"
 
     def _is_transposed(self, levels: str, inner: int) -> bool:
         """Whether the gradient at a level is differentiated in reverse by one around it."""

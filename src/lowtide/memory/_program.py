@@ -9,7 +9,7 @@ from typing import Any
 from ..hlo import CompiledProgram, compile_program
 from ..report import MemoryReport
 from ..targets import Target
-from ._analyze import Role, analyze_program
+from ._analyze import Role, examine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Program(CompiledProgram):
         Returns:
             The report, also of a program that does not fit.
         """
-        return analyze_program(self, roles)
+        return examine(self, roles)[0]
 
 
 def compile(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -94,19 +96,15 @@ def live_bytes(buffers: Iterable[Buffer], num_moments: int) -> list[int]:
         if buffer.role != "fragmentation":
             steps[buffer.start] += buffer.num_bytes
             steps[buffer.end + 1] -= buffer.num_bytes
-    total, sums = 0, list[int]()
-    for step in steps[:-1]:
-        total += step
-        sums.append(total)
-    return sums
+    return list(itertools.accumulate(steps[:-1]))
 
 
 def sum_by_role(buffers: Iterable[Buffer]) -> dict[str, int]:
     """Bytes per role, the largest first."""
-    roles: dict[str, int] = {}
+    roles = collections.Counter[str]()
     for buffer in buffers:
-        roles[buffer.role] = roles.get(buffer.role, 0) + buffer.num_bytes
-    return dict(sorted(roles.items(), key=lambda item: -item[1]))
+        roles[buffer.role] += buffer.num_bytes
+    return dict(roles.most_common())
 
 
 def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
@@ -124,9 +122,5 @@ def to_rows(buffers: Sequence[Buffer]) -> list[dict[str, Any]]:
 
 def from_rows(rows: Iterable[dict[str, Any]]) -> tuple[Buffer, ...]:
     """Undo `to_rows`."""
-
-    def buffer(row: dict[str, Any]) -> Buffer:
-        values: dict[str, Any] = {**row, "shape": tuple(row.get("shape", ()))}
-        return Buffer(**values)
-
-    return tuple(buffer(row) for row in rows)
+    made: Iterable[dict[str, Any]] = ({**row, "shape": tuple(row.get("shape", ()))} for row in rows)
+    return tuple(Buffer(**values) for values in made)

@@ -17,7 +17,10 @@ from ._facts import SPACES, DiffFacts, DiffRow, signed, space_total
 from ._report import MemoryReport
 from ._viewed import Viewed
 from .views._groups import owner_name
+from .views._html import diff_page
+from .views._png import diff_png
 from .views._series import at_peak
+from .views._terminal import print_diff
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,18 +46,12 @@ class MemoryDiff(DiffFacts, Viewed):
             console: a `rich.console.Console`; None for one on standard output.
             top: how many owners to list.
         """
-        from .views._terminal import print_diff
-
         print_diff(self, console, top=top)
 
     def _page(self) -> bytes:
-        from .views._html import diff_page
-
         return diff_page(self)
 
     def _picture(self) -> bytes:
-        from .views._png import diff_png
-
         return diff_png(self)
 
     def __repr__(self) -> str:
@@ -84,9 +81,7 @@ def diff(before: MemoryReport, after: MemoryReport) -> MemoryDiff:
         >>> diff(report, report).delta_bytes()
         0
     """
-    rows: list[DiffRow] = []
-    for space in SPACES:
-        rows += _rows(space, before, after)
+    rows = [row for space in SPACES for row in _rows(space, before, after)]
     rows.sort(key=lambda row: (-abs(row.delta_bytes), -row.after_bytes, row.role, row.owner))
     return MemoryDiff(before=before, after=after, rows=tuple(rows), notes=_notes(before, after))
 

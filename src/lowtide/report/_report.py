@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from ._facts import SCHEMA_VERSION, ReportFacts
 from ._viewed import Viewed
 from .views import _json as views_json
+from .views._html import notebook, report_page
+from .views._png import report_png
 from .views._terminal import print_report
 from .views._verdict import summary
 
@@ -64,19 +66,13 @@ class MemoryReport(ReportFacts, Viewed):
         print_report(self, console, top=top)
 
     def _page(self) -> bytes:
-        from .views._html import report_page
-
         return report_page(self)
 
     def _picture(self) -> bytes:
-        from .views._png import report_png
-
         return report_png(self)
 
     def __repr__(self) -> str:
         return summary(self)
 
     def _repr_html_(self) -> str:
-        from .views._html import notebook
-
         return notebook(self)

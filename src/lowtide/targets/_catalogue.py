@@ -185,11 +185,9 @@ class Catalogue:
 
     def find(self, name: str) -> Chip | None:
         """Find the chip of a name, an alias, or a device kind, whatever its case, spaces and hyphens."""
-        key = plain(name)
-        for chip in self.chips.values():
-            if key in {plain(known) for known in (chip.name, *chip.aliases)} and (chip.platform == "gpu"):
-                return chip
-        return self.chips.get(name)
+        key, gpus = plain(name), (chip for chip in self.chips.values() if chip.platform == "gpu")
+        named = (chip for chip in gpus if key in map(plain, (chip.name, *chip.aliases)))
+        return next(named, self.chips.get(name))
 
     def of_kind(self, kind: str) -> Chip | None:
         """Find the chip that JAX calls so where it is present."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from ..core import ConfigError, format_bytes, parse_bytes
-from ..memory import Job, MemoryReport, Target, target
+from ..memory import Job, MemoryReport, Target
+from ..targets import resolve_target
 from ._limit import Limit, beyond_text
 from ._owners import check_role, owners_text, role_bytes
 from ._scaling import Ratio, Slope
@@ -76,7 +77,7 @@ class DeviceMemory:
     def _goal(self, given: Target | str | None) -> Target:
         if given is None and self._limit is not None and self._limit.target is not None:
             return self._limit.target
-        return given if isinstance(given, Target) else target("here" if given is None else given)
+        return resolve_target(given)
 
     def _analyze(self, job: Job, goal: Target) -> MemoryReport:
         __tracebackhide__ = True

@@ -35,8 +35,7 @@ class Slope:
     @property
     def bytes_per_unit(self) -> int:
         """The slope of the line that fits best."""
-        sizes = np.array(self.sizes, dtype=np.float64)
-        return round(float(np.polyfit(sizes, np.array(self.num_bytes, dtype=np.float64), 1)[0]))
+        return round(float(np.polyfit(self.sizes, self.num_bytes, 1)[0]))
 
     def assert_slope_at_most(self, limit: str | int) -> None:
         """Fail when the bytes grow faster.

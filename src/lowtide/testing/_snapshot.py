@@ -121,11 +121,9 @@ def _key(report: MemoryReport) -> str:
 def _file_name(test: str, name: str | None) -> str:
     text = test if name is None else f"{test}.{name}"
     plain = re.sub(r"[^\w.,=\[\]-]", "_", text, flags=re.ASCII)
-    return (
-        plain
-        if plain == text and len(text) < 150
-        else f"{plain[:150]}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}"
-    )
+    if plain == text and len(text) < 150:
+        return plain
+    return f"{plain[:150]}-{zlib.crc32(text.encode(errors='surrogatepass')):08x}"
 
 
 def _at_peak(report: MemoryReport) -> MemoryReport:

@@ -219,13 +219,12 @@ def extrapolate(
     """
     goal = resolve_target(target)
     sizes = _checked_sizes(sizes, maximum, multiple_of)
-    if limit is None and goal.budget_bytes is None:
+    limit_bytes = goal.budget_bytes if limit is None else parse_bytes(limit)
+    if limit_bytes is None:
         raise ConfigError(
             f"the capacity of {goal.name!r} is unknown",
             hint='give the bytes that it may take: limit="14 GiB" (--budget on the command line)',
         )
-    limit_bytes = parse_bytes(limit) if limit is not None else goal.budget_bytes
-    assert limit_bytes is not None, "checked above"
     search = _Search(make, goal, limit_bytes, multiple_of, None if maximum is None else maximum // multiple_of)
     fit, host_fit = search.fit(sizes)
     answer = search.run(fit, host_fit)
@@ -305,6 +304,7 @@ class _Search:
     ) -> None:
         self.make, self.goal, self.limit_bytes = make, goal, limit_bytes
         self.multiple_of, self.most = multiple_of, most
+        self.farthest = _FARTHEST // multiple_of if most is None else most
         self.points = dict[int, SizePoint]()
         self.reports = dict[int, MemoryReport]()
 
@@ -334,9 +334,12 @@ class _Search:
             fits = self._fits_by_space()
         return fits
 
+    def _by_size(self) -> list[SizePoint]:
+        return sorted(self.points.values(), key=lambda p: p.size)
+
     def _fits_by_space(self) -> tuple[ByteFit, ByteFit]:
         # At most the four largest: what is true of small sizes, where padding rules, misleads.
-        points = sorted(self.points.values(), key=lambda p: p.size)[-4:]
+        points = self._by_size()[-4:]
         return (
             fit_bytes([(p.size, p.device_bytes) for p in points]),
             fit_bytes([(p.size, p.host_bytes) for p in points]),
@@ -346,30 +349,27 @@ class _Search:
         sizes = sorted(self.reports)[:4]  # beyond them lie those around the answer
         found = {size: self.reports[size].peak_by_role for size in sizes}
         roles = dict.fromkeys(role for peak in found.values() for role in peak)
-        fits = {
-            role: ByteFit(
-                coefficients=_polynomial([(size, peak.get(role, 0)) for size, peak in found.items()], 1),
-                residual=None,
-            )
-            for role in roles
-        }
+        lines = {role: _polynomial([(size, peak.get(role, 0)) for size, peak in found.items()], 1) for role in roles}
+        fits = {role: ByteFit(coefficients=line, residual=None) for role, line in lines.items()}
         return dict(sorted(fits.items(), key=lambda item: -item[1].coefficients[1]))
 
     def measure(self, size: int, predicted: int | None = None) -> bool:
         if size not in self.points:
             report = Job.make(self.make, size, target=self.goal).analyze(self.goal)
-            host_limit = self.goal.host_bytes
-            fits = report.device_bytes <= self.limit_bytes
-            fits = fits and (host_limit is None or report.host_bytes <= host_limit)
+            device_bytes, host_bytes = report.device_bytes, report.host_bytes
             self.points[size] = SizePoint(
                 size=size,
-                device_bytes=report.device_bytes,
-                host_bytes=report.host_bytes,
-                fits=fits,
+                device_bytes=device_bytes,
+                host_bytes=host_bytes,
+                fits=self._fits(device_bytes, host_bytes),
                 predicted_bytes=predicted,
             )
             self.reports[size] = report
         return self.points[size].fits
+
+    def _fits(self, device_bytes: int, host_bytes: int) -> bool:
+        host_limit = self.goal.host_bytes
+        return device_bytes <= self.limit_bytes and (host_limit is None or host_bytes <= host_limit)
 
     def run(self, fit: ByteFit, host_fit: ByteFit) -> int:
         """Find the largest size that fits: compiled itself, and so is the next."""
@@ -385,9 +385,8 @@ class _Search:
             if self.most is not None and low == self.most and self._is_measured(low):
                 break
             least = low if low and not self._is_measured(low) else low + 1
-            most = (_FARTHEST // self.multiple_of) if self.most is None else self.most
-            step = min(max(step, least), most if high is None else high - 1)
-            if self.most is None and low == most:
+            step = min(max(step, least), self.farthest if high is None else high - 1)
+            if self.most is None and low == self.farthest:
                 raise self._endless()
             assert not self._is_measured(step), f"size {step * self.multiple_of} looked at twice"
             if high is not None and low == 0 and high == 1:
@@ -417,27 +416,23 @@ class _Search:
 
     def _predict(self, fit: ByteFit, host_fit: ByteFit, low: int) -> int:
         """Predict the largest step that the fits say fits."""
-        host_limit = self.goal.host_bytes
 
         def fits(step: int) -> bool:
             size = step * self.multiple_of
-            return fit.predict(size) <= self.limit_bytes and (
-                host_limit is None or host_fit.predict(size) <= host_limit
-            )
+            return self._fits(fit.predict(size), host_fit.predict(size))
 
-        farthest = _FARTHEST // self.multiple_of if self.most is None else self.most
-        if fits(farthest):
+        if fits(self.farthest):
             if self.most is not None:
-                return farthest
+                return self.most
             raise self._endless()
-        below, above = low, farthest
+        below, above = low, self.farthest
         while above - below > 1:
             middle = (below + above) // 2
             below, above = (middle, above) if fits(middle) else (below, middle)
         return below
 
     def _endless(self) -> ConfigError:
-        points = sorted(self.points.values(), key=lambda p: p.size)
+        points = self._by_size()
         shown = [*points[:4], *points[4:][-1:]]
         return ConfigError(
             "the bytes do not grow with the size, as far as the sizes that were compiled show",
@@ -449,9 +444,8 @@ class _Search:
         """Where to look next: where the line through the nearest sizes meets the limit; every third time halfway."""
         if probes % 3 == 0:
             return _middle(low, high)
-        points = sorted(self.points.values(), key=lambda p: p.size)
-        below = [p for p in points if p.fits]
-        above = [p for p in points if not p.fits]
+        below = [p for p in self._by_size() if p.fits]
+        above = [p for p in self._by_size() if not p.fits]
         one, other = (
             (below[-1], above[0]) if above and below[-1].size < above[0].size else (below[-2:] + below[-1:])[:2]
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ...core import format_bytes
+from ...hlo import ArgumentLeaf
 
 RULES = {
     "undonated-state": "an argument that the step replaces is not donated, so that two copies of it live",
@@ -55,3 +56,8 @@ class Finding:
         detail = f" ({self.detail})" if self.detail else ""
         text = f"{self.rule}: {self.path}, {format_bytes(self.num_bytes)}: {RULES[self.rule]}{detail}"
         return f"{text}\n  hint: {self.remedy}"
+
+
+def of_leaf(rule: str, leaf: ArgumentLeaf, *, detail: str = "", remedy: str) -> Finding:
+    """Make a finding that costs the bytes of an argument leaf."""
+    return Finding(rule=rule, path=leaf.path, num_bytes=leaf.num_bytes, detail=detail, remedy=remedy)

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core import format_bytes, leaf_bytes, parse_bytes
-from ...hlo import ArgumentLeaf, CompiledProgram, Value, compile_program
+from ...hlo import ArgumentLeaf, CompiledProgram, Graph, Value, compile_program, reachable
 from ...report import Buffer, MemoryReport
 from ...targets import Target
 from .._analyze import Role, examine
 from .._owners import Owners
 from ._copies import residual_copies
-from ._finding import RULES as RULES
-from ._finding import Finding as Finding
+from ._finding import Finding, of_leaf
 from ._loops import copied_in_loops
 from ._traced import casts, constants, duplicated_averages, unmatched_names, unused_names, with_runs
 
@@ -69,13 +68,6 @@ def lint(
     program = compile_program(
         fn, args, kwargs, target=target, donate_argnums=donate_argnums, static_argnums=static_argnums
     )
-    return lint_program(program, roles, min_bytes=min_bytes)
-
-
-def lint_program(
-    program: CompiledProgram, roles: Mapping[str, Role] | None = None, *, min_bytes: int | str = "1 MiB"
-) -> tuple[Finding, ...]:
-    """Lint a program that is compiled already; arguments as of `lint`."""
     limit = parse_bytes(min_bytes)
     report, owners = examine(program, roles)
     found = [*unmatched_names(program.jaxpr), *unused_names(program.jaxpr), *_offload(program, report)]
@@ -84,7 +76,7 @@ def lint_program(
         found += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
     else:
         found += _padded(report)
-    kept = [f for f in found if f.num_bytes >= limit or f.rule in ("checkpoint-name-unmatched",)]
+    kept = [f for f in found if f.num_bytes >= limit or f.rule == "checkpoint-name-unmatched"]
     return tuple(sorted(kept, key=lambda f: (-f.num_bytes, f.rule, f.path)))
 
 
@@ -112,26 +104,18 @@ def _undonated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         if not trains and _is_output_of_a_model(owners, output, at):
             continue
         told.add(at)
-        yield Finding(
-            rule="undonated-state",
-            path=leaf.path,
-            num_bytes=leaf.num_bytes,
-            detail=f"returned as {owners.outputs[owners.results[output]].path or 'the result'}",
+        yield of_leaf(
+            "undonated-state",
+            leaf,
+            detail=f"returned as {owners.path_of(output) or 'the result'}",
             remedy=f"donate argument {leaf.argument!r}: jax.jit(step, donate_argnums=...)",
         )
 
 
 def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    graph = owners.dataflow.graph
-    entries = graph.module.input_output_alias.entries
-    reused = {(entry.parameter_number, tuple(entry.parameter_shape_index)) for entry in entries}
-    used = {
-        at
-        for (instruction, index), at in owners.parameters.items()
-        if (graph.instructions[instruction].proto.parameter_number, index) in reused
-    }
+    reused = set(owners.in_place.values())
     for at, leaf in enumerate(owners.leaves):
-        if leaf.donated and at not in used:
+        if leaf.donated and at not in reused:
             yield Finding(
                 rule="donation-not-used",
                 path=leaf.path,
@@ -143,7 +127,7 @@ def _unused_donations(owners: Owners, report: MemoryReport) -> Iterator[Finding]
 
 def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     donated = {
-        owners.outputs[owners.results[output]].path: owners.leaves[at]
+        owners.path_of(output): owners.leaves[at]
         for output, at in owners.replaced.items()
         if output in owners.in_place and owners.leaves[at].donated
     }
@@ -164,25 +148,17 @@ def _rebuilt(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
 
 
 def _unchanged(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
-    for output, at in owners.results.items():
-        copied = owners.dataflow.copy_of(output)
-        if copied is None or output in owners.in_place or not _same_array(owners, output, copied):
+    flow = owners.dataflow
+    for output in owners.results:
+        copied = flow.copy_of(output)
+        if copied is None or output in owners.in_place or not flow.graph.is_like(output, owners.parameter_of[copied]):
             continue
-        leaf = owners.leaves[copied]
-        yield Finding(
-            rule="returned-unchanged",
-            path=leaf.path,
-            num_bytes=leaf.num_bytes,
-            detail=f"returned as {owners.outputs[at].path or 'the result'}",
+        yield of_leaf(
+            "returned-unchanged",
+            owners.leaves[copied],
+            detail=f"returned as {owners.path_of(output) or 'the result'}",
             remedy="leave it out of the result: what does not change is the caller's already",
         )
-
-
-def _same_array(owners: Owners, output: Value, leaf: int) -> bool:
-    graph = owners.dataflow.graph
-    parameter = owners.parameter_of[leaf]
-    one, other = graph.shape(output), graph.shape(parameter)
-    return one.element_type == other.element_type and one.dimensions == other.dimensions
 
 
 def _follows(owners: Owners, output: Value, leaf: int) -> bool:
@@ -196,20 +172,17 @@ def _is_output_of_a_model(owners: Owners, output: Value, leaf: int) -> bool:
     An input goes through products on its way; a state is replaced element by element or in slices, or has the name of
     what replaces it.
     """
-    path, name = owners.outputs[owners.results[output]].path, owners.leaves[leaf].path.partition("/")[2]
+    path, name = owners.path_of(output), owners.leaves[leaf].path.partition("/")[2]
     if name and path.rpartition("/")[2] == name.rpartition("/")[2]:
         return False
     flow = owners.dataflow
-    seen, border = {(output, False)}, [(output, False)]
-    while border:
-        value, mixed = border.pop()
-        if flow.copy_of(value) == leaf and mixed:
-            return True
+
+    def made_of(made: tuple[Value, bool]) -> list[tuple[Value, bool]]:
+        value, mixed = made
         mixed = mixed or flow.graph.instructions[value[0]].opcode in _PRODUCTS
-        new = [(source, mixed) for source, _ in flow.sources(value) if (source, mixed) not in seen]
-        seen.update(new)
-        border.extend(new)
-    return False
+        return [(source, mixed) for source, _ in flow.sources(value)]
+
+    return any(mixed and flow.copy_of(value) == leaf for value, mixed in reachable([(output, False)], made_of))
 
 
 # --- frozen leaves -------------------------------------------------------------------------------------------------
@@ -217,20 +190,19 @@ def _is_output_of_a_model(owners: Owners, output: Value, leaf: int) -> bool:
 
 def _optimizer_over_frozen(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     flow = owners.dataflow
-    if not any(phase == "backward" for phase in flow.phases.values()):
+    if "backward" not in flow.phases.values():
         return
     sizes = _dimensions(owners)
     counts = collections.Counter(sizes.values())
     for output, at in owners.replaced.items():
-        leaf, own = owners.leaves[at], flow.graph.num_elements(output)
         # A state of a leaf has the leaf's shape; the leaf itself is read by the forward pass.
         has_twin = at in sizes and counts[sizes[at]] > 1
-        if own <= 1 or not has_twin or flow.is_differentiated(at) or _is_fed(owners, output, at):
+        is_scalar = flow.graph.num_elements(output) <= 1
+        if is_scalar or not has_twin or flow.is_differentiated(at) or _is_fed(owners, output, at):
             continue
-        yield Finding(
-            rule="optimizer-over-frozen",
-            path=leaf.path,
-            num_bytes=leaf.num_bytes,
+        yield of_leaf(
+            "optimizer-over-frozen",
+            owners.leaves[at],
             detail="no gradient reaches it",
             remedy="build the optimizer over what trains: tx.init(trainable) after lowtide.partition(params, wrt)",
         )
@@ -243,20 +215,18 @@ def _is_fed(owners: Owners, output: Value, leaf: int) -> bool:
     statistics is fed, and no optimizer's state.
     """
     flow = owners.dataflow
-    seen, border = {output}, [output]
-    while border:
-        value = border.pop()
+
+    def made_of(value: Value) -> list[Value]:
+        sources = flow.sources(value) if flow.copy_of(value) is None else ()
+        return [source for source, _ in sources if flow.graph.num_elements(source) > 1]
+
+    def feeds(value: Value) -> bool:
         origin = flow.copy_of(value)
         if origin is not None:
-            if origin != leaf and flow.is_differentiated(origin):
-                return True
-            continue
-        if not flow.is_constant(value) and flow.is_of_a_pass(value):
-            return True
-        new = [s for s, _ in flow.sources(value) if s not in seen and flow.graph.num_elements(s) > 1]
-        seen.update(new)
-        border.extend(new)
-    return False
+            return origin != leaf and flow.is_differentiated(origin)
+        return not flow.is_constant(value) and flow.is_of_a_pass(value)
+
+    return any(map(feeds, reachable([output], made_of)))
 
 
 def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
@@ -281,25 +251,21 @@ def _norms(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
                 rest -= leaves
             continue  # of a leaf that trains
         made = (v for v in values if flow.phase(v) == "backward" and not flow.is_constant(v))
-        norms.update({tuple(sorted(d for d in graph.shape(value).dimensions if d != 1)) for value in made})
+        norms.update({_sorted_dims(graph, value) for value in made})
     for dims, count in norms.items():
         for leaf in frozen.get(dims, [])[: max(count - len(unnamed.get(dims, ())), 0)]:
-            yield Finding(
-                rule="norm-over-frozen",
-                path=leaf.path,
-                num_bytes=leaf.num_bytes,
-                remedy="take the norm over the gradients of what trains only",
-            )
+            yield of_leaf("norm-over-frozen", leaf, remedy="take the norm over the gradients of what trains only")
 
 
 def _dimensions(owners: Owners) -> dict[int, tuple[int, ...]]:
-    """Dimensions other than 1 of every floating leaf, sorted: layouts may be transposed."""
+    """Return the dimensions of every floating leaf."""
     graph = owners.dataflow.graph
-    return {
-        at: tuple(sorted(d for d in graph.shape(value).dimensions if d != 1))
-        for value, at in owners.parameters.items()
-        if graph.is_floating(value)
-    }
+    return {at: _sorted_dims(graph, value) for value, at in owners.parameters.items() if graph.is_floating(value)}
+
+
+def _sorted_dims(graph: Graph, value: Value) -> tuple[int, ...]:
+    """Return the dimensions other than 1, sorted: layouts may be transposed."""
+    return tuple(sorted(dim for dim in graph.shape(value).dimensions if dim != 1))
 
 
 # --- what is held at once ------------------------------------------------------------------------------------------
@@ -309,14 +275,10 @@ def _stacked_gradients(owners: Owners, report: MemoryReport) -> Iterator[Finding
     sizes = {leaf.path: leaf.num_bytes for leaf in owners.leaves}
     split = {owners.dataflow.graph.name(value) for value in owners.dataflow.partial}  # one product's, in parts
     largest: dict[str, Buffer] = {}
-    for buffer in report.peak:
+    for buffer in report.peak:  # the largest first
         is_many = buffer.role == "gradients" and buffer.num_bytes >= 2 * sizes.get(buffer.path, buffer.num_bytes) > 0
-        if (
-            is_many
-            and buffer.operation not in split
-            and (buffer.path not in largest or buffer.num_bytes > largest[buffer.path].num_bytes)
-        ):
-            largest[buffer.path] = buffer
+        if is_many and buffer.operation not in split:
+            largest.setdefault(buffer.path, buffer)
     for path, buffer in largest.items():
         yield Finding(
             rule="stacked-gradients",
@@ -426,10 +388,9 @@ def _offload(program: CompiledProgram, report: MemoryReport) -> Iterator[Finding
 def _replicated(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
     for leaf in owners.leaves:
         if leaf.num_replicas > 1:
-            yield Finding(
-                rule="replicated",
-                path=leaf.path,
-                num_bytes=leaf.num_bytes,
+            yield of_leaf(
+                "replicated",
+                leaf,
                 detail=f"on {leaf.num_replicas} devices",
                 remedy="shard it over an axis of the mesh: NamedSharding(mesh, PartitionSpec('axis'))",
             )

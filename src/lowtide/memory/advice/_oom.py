@@ -7,6 +7,7 @@ TPU's refusal to compile is explained as well as a GPU's failure to allocate.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import io
 import tempfile
@@ -22,6 +23,7 @@ from ...hlo import CompiledProgram, is_out_of_memory, read_dump
 from ...report import MemoryReport
 from ...targets import Target, resolve_target
 from .._analyze import examine, examine_dump
+from .._owners import Owners
 from ._lint import lint_owners
 from ._remedies import Remedy, ranked, suggest
 
@@ -92,10 +94,16 @@ def _explain(
                 "put the block around the first call of the step"
             )
             return None
-        report, remedies = _owners(culprit, resolve_target(target), roles)
+        with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
+            culprit.dump(folder)
+            hlo = read_dump(folder)
+        if hlo is None:
+            raise LookupError("the compiler dumped no buffer assignment")
+        report, owners = examine_dump(hlo, resolve_target(target), culprit.stats(), roles)
+        found, ran = _remedies(report, owners), culprit.error is None
         if html is not None:
             report.to_html(html)
-        return _error(error, culprit, report, remedies, top)
+        return _explained("while it ran" if ran else "while it was compiled", report, found, top, live=ran)
     except Exception as failure:  # the user's error must never be hidden by ours
         error.add_note(f"lowtide: explaining it failed: {type(failure).__name__}: {failure}")
         return None
@@ -115,15 +123,8 @@ def _culprit(error: Exception, seen: list[Compilation]) -> Compilation | None:
     return max((c for c in seen if c.executable is not None), key=needs, default=None)
 
 
-def _owners(culprit: Compilation, goal: Target, roles: Mapping[str, str]) -> tuple[MemoryReport, tuple[Remedy, ...]]:
-    with tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True) as folder:
-        culprit.dump(folder)
-        hlo = read_dump(folder)
-    if hlo is None:
-        raise LookupError("the compiler dumped no buffer assignment")
-    report, owners = examine_dump(hlo, goal, culprit.stats(), roles)
-    findings = lint_owners(owners, report)
-    return report, ranked(suggest(report, owners, findings), report)
+def _remedies(report: MemoryReport, owners: Owners) -> tuple[Remedy, ...]:
+    return ranked(suggest(report, owners, lint_owners(owners, report)), report)
 
 
 def shortage(
@@ -159,15 +160,8 @@ def shortage(
         '[LT010] out of memory before it ran: the program needs 512 B on one device of this machine (100 B usable)'
     """
     report, owners = examine(program, roles)
-    found = () if owners is None else ranked(suggest(report, owners, lint_owners(owners, report)), report)
+    found = () if owners is None else _remedies(report, owners)
     return _explained(when, report, found, top, budget_bytes, live=program.error is None, hint=hint)
-
-
-def _error(
-    error: Exception, culprit: Compilation, report: MemoryReport, remedies: tuple[Remedy, ...], top: int
-) -> OutOfMemoryError:
-    refused = culprit.error is not None
-    return _explained("while it was compiled" if refused else "while it ran", report, remedies, top, live=not refused)
 
 
 def _explained(
@@ -204,19 +198,16 @@ def _text(report: MemoryReport, top: int) -> str:
 
 def _live_arrays(report: MemoryReport) -> str:
     """Say what else was on the device: arrays that live outside of the program."""
-    of_device: dict[Any, dict[str, int]] = {}
+    of_device = collections.defaultdict[Any, collections.Counter[str]](collections.Counter)
     for array in jax.live_arrays():
         if array.is_deleted() or on_host(array.sharding):
             continue
-        shape = f"{array.dtype}{list(array.shape)}"
         for shard in array.addressable_shards:
-            sizes = of_device.setdefault(shard.device, {})
-            sizes[shape] = sizes.get(shape, 0) + shard.data.nbytes
-    sizes = max(of_device.values(), key=lambda found: sum(found.values()), default={})
-    largest = sorted(sizes.items(), key=lambda item: -item[1])[:5]
-    listed = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in largest)
+            of_device[shard.device][f"{array.dtype}{list(array.shape)}"] += shard.data.nbytes
+    sizes = max(of_device.values(), key=lambda found: found.total(), default=collections.Counter[str]())
+    listed = ", ".join(f"{shape} {format_bytes(size)}" for shape, size in sizes.most_common(5))
     arguments = report.device.argument_bytes
     return (
-        f"arrays alive in the process when it failed: {format_bytes(sum(sizes.values()))} on the fullest device "
+        f"arrays alive in the process when it failed: {format_bytes(sizes.total())} on the fullest device "
         f"(the program's arguments are {format_bytes(arguments)} of what it needs)" + (f": {listed}" if listed else "")
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -201,8 +202,10 @@ def suggest(
         batch: the role of the batch.
     """
     found = [*_donations(report, owners, findings, call), *_from_findings(report, findings)]
-    found += [*_optimizer_state(report, owners), *_recompute(report), *_loss(report, owners)]
-    found += [*_shards(report, owners, call), *_smaller_batch(report, owners, call, roles or {}, batch)]
+    found += _optimizer_state(report, owners)
+    found += (Remedy(kind="recompute", action=what, estimated_bytes=size) for what, size in recomputations(report))
+    found += [*_loss(report, owners), *_shards(report, owners, call)]
+    found += _smaller_batch(report, owners, call, roles or {}, batch)
     return tuple(found)
 
 
@@ -218,7 +221,7 @@ def _donations(
         paths = {leaf.path for leaf in leaves}
         served = {at: value for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
         # One buffer serves one output, however many are made of the argument.
-        outputs = {owners.outputs[owners.results[value]].path for value in served.values()}
+        outputs = {owners.path_of(value) for value in served.values()}
         mine = (b for b in report.buffers if b.role == "outputs" and b.dtype != "" and b.path in outputs)
         throughout = {id(b) for b in mine if (b.start, b.end) == (0, len(report.moments) - 1)}
         estimate = saving(report, lambda b, t=throughout: float(id(b) in t))
@@ -285,7 +288,7 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
         for at in owners.replaced.values()
         if not flow.is_differentiated(at) and owners.leaves[at].kept and not owners.leaves[at].on_host
     }
-    if not state or not any(phase == "backward" for phase in flow.phases.values()):
+    if not state or "backward" not in flow.phases.values():
         return
     paths = {owners.leaves[at].path for at in state}
     staging = 2 * max(owners.leaves[at].num_bytes for at in state)
@@ -295,11 +298,6 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
         action=f"keep {_roles_of(report, paths)} in host memory, streamed leaf by leaf: {some(paths)}",
         estimated_bytes=max(estimate, 0),
     )
-
-
-def _recompute(report: MemoryReport) -> Iterable[Remedy]:
-    for action, num_bytes in recomputations(report):
-        yield Remedy(kind="recompute", action=action, estimated_bytes=num_bytes)
 
 
 def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
@@ -315,18 +313,14 @@ def _loss(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
 
 
 def _shards(report: MemoryReport, owners: Owners, call: _Call | None) -> Iterable[Remedy]:
-    arguments: dict[int | str, list[ArgumentLeaf]] = {}
-    for leaf in owners.leaves:
+    arguments: dict[int | str, list[int]] = {}
+    for at, leaf in enumerate(owners.leaves):
         if leaf.num_replicas > 1:
-            arguments.setdefault(leaf.argument, []).append(leaf)
-    for argument, leaves in arguments.items():
-        divisible = [leaf for leaf in leaves if _divisible(owners, leaf)]
-        paths, count = {leaf.path for leaf in divisible}, leaves[0].num_replicas
-        outputs = {
-            owners.outputs[owners.results[value]].path
-            for value, at in owners.replaced.items()
-            if owners.leaves[at].path in paths
-        }
+            arguments.setdefault(leaf.argument, []).append(at)
+    for argument, positions in arguments.items():
+        paths = {owners.leaves[at].path for at in positions if _is_divisible(owners, at)}
+        count = owners.leaves[positions[0]].num_replicas
+        outputs = {owners.path_of(value) for value, at in owners.replaced.items() if owners.leaves[at].path in paths}
 
         def part(b: Buffer, p: set[str] = paths, o: set[str] = outputs, share: float = 1 - 1 / count) -> float:
             is_argument, is_output = b.phase == "argument" and b.path in p, b.role == "outputs" and b.path in o
@@ -341,11 +335,10 @@ def _shards(report: MemoryReport, owners: Owners, call: _Call | None) -> Iterabl
         )
 
 
-def _divisible(owners: Owners, leaf: ArgumentLeaf) -> bool:
-    at = next(at for at, other in enumerate(owners.leaves) if other is leaf)
-    value = next((value for value, other in owners.parameters.items() if other == at), None)
+def _is_divisible(owners: Owners, leaf: int) -> bool:
+    value = owners.parameter_of.get(leaf)
     dims = owners.dataflow.graph.shape(value).dimensions if value is not None else ()
-    return any(dim % leaf.num_replicas == 0 and dim for dim in dims)
+    return any(dim and dim % owners.leaves[leaf].num_replicas == 0 for dim in dims)
 
 
 def _sharding(call: _Call | None, argument: int | str, count: int) -> Callable[[], Program] | None:
@@ -382,9 +375,7 @@ def _smaller_batch(
     def scales(buffer: Buffer) -> bool:
         if buffer.phase == "argument":
             return buffer.role == batch
-        elements = 1
-        for dim in buffer.shape:
-            elements *= dim
+        elements = math.prod(buffer.shape)
         made = buffer.role in _COMPUTED and buffer.phase != "update"
         return made and elements > 1 and elements % length == 0 and tuple(sorted(buffer.shape)) not in weights
 
@@ -393,7 +384,7 @@ def _smaller_batch(
     if call is not None and isinstance(argument, int):
         apply = call.changing(argument % len(call.args), _halved).compile
     action = f"half of the {length} examples"
-    if any(phase == "backward" for phase in owners.dataflow.phases.values()):
+    if "backward" in owners.dataflow.phases.values():
         kept = sum(leaf.num_bytes for leaf in leaves) // 2
         less = f", which keeps the other half ({format_bytes(kept)})" if kept >= _SHARE * report.device_bytes else ""
         action += f"; for the same values lowtide.accumulate(grad_fn, num_microbatches=2){less}"

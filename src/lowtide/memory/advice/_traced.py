@@ -8,7 +8,7 @@ from typing import Any
 from ...core import format_bytes, leaf_bytes
 from ...jaxprs import bodies, consts_of, equations, policy_names, saves_name, walk
 from .._owners import Owners
-from ._finding import Finding
+from ._finding import Finding, of_leaf
 
 # --- names ---------------------------------------------------------------------------------------------------------
 
@@ -115,11 +115,9 @@ def duplicated_averages(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
             continue
         other = first.setdefault(formula, at)
         if other != at:
-            leaf = owners.leaves[at]
-            yield Finding(
-                rule="duplicated-average",
-                path=leaf.path,
-                num_bytes=leaf.num_bytes,
+            yield of_leaf(
+                "duplicated-average",
+                owners.leaves[at],
                 detail=f"as {owners.leaves[other].path}",
                 remedy="keep one of the two, if they begin with the same values",
             )

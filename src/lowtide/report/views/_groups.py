@@ -37,19 +37,15 @@ class Group:
 
     @property
     def array(self) -> str:
-        """Type and shape of one of them: ``bf16[4096,4096]``."""
-        return array_text(self.buffers[0])
+        """Type and shape of one of them, as XLA writes them: ``bf16[4096,4096]``; empty for what is no array."""
+        buffer = self.buffers[0]
+        return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
 
     @property
     def source(self) -> str:
         """The line of the program, where all have the same."""
         sources = {b.source for b in self.buffers}
         return next(iter(sources)) if len(sources) == 1 else ""
-
-
-def array_text(buffer: Buffer) -> str:
-    """Type and shape as XLA writes them; empty for what is no array."""
-    return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]" if buffer.dtype else ""
 
 
 def differing(labels: Sequence[str]) -> str:
@@ -113,6 +109,16 @@ class RowGroup:
         """Bytes after."""
         return sum(row.after_bytes for row in self.rows)
 
+    @property
+    def delta_bytes(self) -> int:
+        """Bytes after minus bytes before."""
+        return self.after_bytes - self.before_bytes
+
+    @property
+    def text(self) -> str:
+        """`owner`, and how many."""
+        return f"{self.count} × {self.owner}" if self.count > 1 else self.owner
+
 
 def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
     """Group rows of numbered layers that changed in the same way, those that changed most first.
@@ -125,4 +131,4 @@ def group_rows(rows: Iterable[DiffRow]) -> list[RowGroup]:
         key = (row.space, row.role, row.dtype, row.before_bytes, row.after_bytes, _NUMBER.sub("#", row.owner))
         found.setdefault(key, []).append(row)
     groups = (RowGroup(rows=tuple(group)) for group in found.values())
-    return sorted(groups, key=lambda g: (-abs(g.after_bytes - g.before_bytes), g.owner))
+    return sorted(groups, key=lambda g: (-abs(g.delta_bytes), g.owner))

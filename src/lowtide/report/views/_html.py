@@ -17,19 +17,9 @@ from typing import Any
 from ...core import format_bytes
 from .._buffers import Buffer, Space, sum_by_role
 from .._facts import DiffFacts, ReportFacts, signed, space_total
-from ._groups import array_text, group_buffers
+from ._groups import group_buffers
 from ._roles import styles
-from ._series import (
-    SPACES,
-    at_peak,
-    capacity,
-    columns,
-    drawn_buffers,
-    peak_moment,
-    role_order,
-    role_series,
-    total_series,
-)
+from ._series import SPACES, at_peak, columns, drawn_buffers, peak_moment, role_order, role_series, total_series
 from ._terminal import percent, shorten
 from ._verdict import fit_text, peak_text
 
@@ -121,7 +111,7 @@ def notebook(report: ReportFacts) -> str:
     groups = group_buffers(peak) if report.buffers else []
     total = sum(b.num_bytes for b in peak)
     for group in groups[:10]:
-        names = [group.buffers[0].role, group.text, array_text(group.buffers[0])]
+        names = [group.buffers[0].role, group.text, group.array]
         rows.append([format_bytes(group.num_bytes), percent(group.num_bytes, total), *names])
     owners = _table(("bytes", "share", "role", "owner", "array"), rows) if rows else ""
     head = html.escape(f"{report.target.name}: {fit_text(report)}")
@@ -167,7 +157,7 @@ def _report_json(report: ReportFacts, buffers: Sequence[Buffer], folded: Sequenc
     roles = role_order(report)
     return _embedded(
         {
-            "capacity": capacity(report).limit_bytes,
+            "capacity": report.target.budget_bytes,
             "totals": {space: space_total(report, space) for space in SPACES},
             "peaks": {space: peak_moment(report, space) for space in SPACES},
             "roles": roles,
@@ -238,7 +228,7 @@ def diff_payload(difference: DiffFacts) -> str:
 def _side(report: ReportFacts) -> dict[str, Any]:
     return {
         "target": report.target.name,
-        "capacity": capacity(report).limit_bytes,
+        "capacity": report.target.budget_bytes,
         "totals": {space: space_total(report, space) for space in SPACES},
         "peaks": {space: peak_moment(report, space) for space in SPACES},
         "series": {space: _drawn_series(report, space) for space in SPACES},
@@ -298,18 +288,17 @@ def _fill(template: str, values: Mapping[str, str]) -> str:
 
 
 def _report_facts(report: ReportFacts) -> list[tuple[str, str]]:
-    figures = capacity(report)
-    facts = [("Total", format_bytes(figures.total_bytes))]
-    if figures.usable_bytes is not None:
-        facts.append(("Usable", format_bytes(figures.usable_bytes)))
-    if figures.free_bytes is not None:
-        free, share = abs(figures.free_bytes), percent(abs(figures.free_bytes), figures.limit_bytes or 0)
-        facts.append(("Free" if figures.free_bytes >= 0 else "Too much", f"{format_bytes(free)} ({share})"))
-    if figures.reserve_bytes:
-        facts.append(("Reserve", format_bytes(figures.reserve_bytes)))
+    target, free = report.target, report.margin_bytes
+    facts = [("Total", format_bytes(report.device_bytes))]
+    if target.device_bytes is not None:
+        facts.append(("Usable", format_bytes(target.device_bytes)))
+    if free is not None:
+        share = percent(abs(free), target.budget_bytes or 0)
+        facts.append(("Free" if free >= 0 else "Too much", f"{format_bytes(abs(free))} ({share})"))
+    if target.reserve_bytes:
+        facts.append(("Reserve", format_bytes(target.reserve_bytes)))
     if report.host_bytes:
-        machine_bytes = report.target.host_bytes
-        of = f" of {format_bytes(machine_bytes)}" if machine_bytes else ""
+        of = f" of {format_bytes(target.host_bytes)}" if target.host_bytes else ""
         facts.append(("Host", f"{format_bytes(report.host_bytes)}{of}"))
     facts.append(("Peak", shorten(peak_text(report, "device"), 90)))
     return facts

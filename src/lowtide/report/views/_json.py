@@ -92,23 +92,19 @@ def _fields(data: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"the parts of {name} add up to {spaces[name].total_bytes}, not {total}")
     buffers = from_rows(data["buffers"])
     moments = tuple(data["moments"])
-    peaks = (data["peak_moment"], data["host_peak_moment"])
+    peaks = {name: data[name] for name in ("peak_moment", "host_peak_moment")}
     if any(not 0 <= b.start <= b.end < len(moments) for b in buffers) or any(
-        not 0 <= peak < len(moments) for peak in peaks
+        not 0 <= peak < len(moments) for peak in peaks.values()
     ):
         raise ValueError(f"a position lies outside of the {len(moments)} moments")
     return {
         "target": _target(data["target"]),
-        "device": spaces["device"],
-        "host": spaces["host"],
-        "by_role": data["by_role"],
-        "host_by_role": data["host_by_role"],
+        **spaces,
+        **{name: data[name] for name in ("by_role", "host_by_role", "versions")},
         "buffers": buffers,
         "moments": moments,
-        "peak_moment": peaks[0],
-        "host_peak_moment": peaks[1],
+        **peaks,
         "notes": tuple(data["notes"]),
-        "versions": data["versions"],
     }
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from ...core import ConfigError, format_bytes
-from .._buffers import Space
 from .._facts import DiffFacts, ReportFacts, signed
 from ._groups import group_buffers, group_rows
 from ._roles import Style, styles
-from ._series import at_peak, capacity, columns, drawn_buffers, peak_moment, role_order, role_series, total_series
+from ._series import at_peak, columns, drawn_buffers, role_order, role_series, total_series
 from ._terminal import shorten, with_source
 from ._verdict import fit_text, peak_text
 
@@ -58,13 +57,9 @@ def report_png(report: ReportFacts) -> bytes:
     """
     mpl = _matplotlib()
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
-        figure = _figure()
-        _heading(figure, f"{report.target.name} · {fit_text(report)}", _subtitle(report))
-        grid = figure.add_gridspec(
-            1, 2, left=0.062, right=0.978, top=0.79, bottom=0.07, width_ratios=(1.1, 1), wspace=0.62
-        )
+        figure, grid = _figure(f"{report.target.name} · {fit_text(report)}", _subtitle(report), num_rows=1)
         found = styles(b.role for b in report.buffers or drawn_buffers(report, "device"))
-        roles = _draw_timeline(figure.add_subplot(grid[0]), report, "device", found, report.device_bytes)
+        roles = _draw_timeline(figure.add_subplot(grid[0]), report, found, report.device_bytes)
         _draw_owners(figure.add_subplot(grid[1]), report, found)
         _legend(figure, roles, found)
         return _save(figure)
@@ -85,21 +80,17 @@ def diff_png(difference: DiffFacts) -> bytes:
     mpl = _matplotlib()
     before, after = difference.before, difference.after
     with mpl.rc_context({**mpl.rcParamsDefault, **_SETTINGS}):
-        figure = _figure()
         sizes = f"{format_bytes(before.device_bytes)} before, {format_bytes(after.device_bytes)} after"
         host = difference.delta_bytes(space="host")
         notes = [f"{signed(host)} on the host"] * bool(host) + list(difference.notes[:1])
         title = f"{after.target.name} · {signed(difference.delta_bytes())} on the device: {sizes}"
-        _heading(figure, title, " · ".join(notes))
-        grid = figure.add_gridspec(
-            2, 2, left=0.062, right=0.978, top=0.79, bottom=0.07, width_ratios=(1.1, 1), wspace=0.62, hspace=0.28
-        )
+        figure, grid = _figure(title, " · ".join(notes), num_rows=2)
         both = [b.role for report in (before, after) for b in drawn_buffers(report, "device")]
         found, highest = styles(both), max(before.device_bytes, after.device_bytes)
         roles: list[str] = []
         for row, (name, report) in enumerate((("before", before), ("after", after))):
             axes = figure.add_subplot(grid[row, 0])
-            roles += _draw_timeline(axes, report, "device", found, highest)
+            roles += _draw_timeline(axes, report, found, highest)
             axes.set_title(f"{name}: {format_bytes(report.device_bytes)}", loc="left", fontsize=11, color=_QUIET)
         _draw_changes(figure.add_subplot(grid[:, 1]), difference)
         _legend(figure, [role for role in role_order(before, after) if role in roles], found)
@@ -117,10 +108,15 @@ def _matplotlib() -> Any:
     return matplotlib
 
 
-def _figure() -> Any:
+def _figure(title: str, subtitle: str, *, num_rows: int) -> tuple[Any, Any]:
+    """Make a figure with a heading, and its grid of two columns."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(16, 9), dpi=100, facecolor="white")
+    figure: Any = Figure(figsize=(16, 9), dpi=100, facecolor="white")
+    figure.text(0.022, 0.945, shorten(title, 110), fontsize=18, fontweight="bold", va="center")
+    figure.text(0.022, 0.905, shorten(subtitle, 170), fontsize=11.5, color=_QUIET, va="center")
+    place = {"left": 0.062, "right": 0.978, "top": 0.79, "bottom": 0.07}
+    return figure, figure.add_gridspec(num_rows, 2, **place, width_ratios=(1.1, 1), wspace=0.62, hspace=0.28)
 
 
 def _save(figure: Any) -> bytes:
@@ -129,11 +125,6 @@ def _save(figure: Any) -> bytes:
     out = io.BytesIO()
     FigureCanvasAgg(figure).print_png(out)
     return out.getvalue()
-
-
-def _heading(figure: Any, title: str, subtitle: str) -> None:
-    figure.text(0.022, 0.945, shorten(title, 110), fontsize=18, fontweight="bold", va="center")
-    figure.text(0.022, 0.905, shorten(subtitle, 170), fontsize=11.5, color=_QUIET, va="center")
 
 
 def _subtitle(report: ReportFacts) -> str:
@@ -145,7 +136,7 @@ def _subtitle(report: ReportFacts) -> str:
 def _legend(figure: Any, roles: Iterable[str], found: Mapping[str, Style]) -> None:
     from matplotlib.patches import Patch
 
-    handles = [_patch(Patch, found[role], label=shorten(role, 24)) for role in dict.fromkeys(roles)]
+    handles = [Patch(label=shorten(role, 24), **_fill(found[role])) for role in dict.fromkeys(roles)]
     if handles:
         figure.legend(
             handles=handles[:16],
@@ -160,13 +151,15 @@ def _legend(figure: Any, roles: Iterable[str], found: Mapping[str, Style]) -> No
         )
 
 
-def _patch(make: Any, style: Style, **options: Any) -> Any:
-    return make(facecolor=style.color, hatch=_HATCH[style.texture], edgecolor=(1, 1, 1, 0.45), linewidth=0, **options)
+def _fill(style: Style) -> dict[str, Any]:
+    return {"facecolor": style.color, "hatch": _HATCH[style.texture], "edgecolor": (1, 1, 1, 0.45), "linewidth": 0}
 
 
-def _draw_timeline(axes: Any, report: ReportFacts, space: Space, found: Mapping[str, Style], highest: int) -> list[str]:
+def _draw_timeline(axes: Any, report: ReportFacts, found: Mapping[str, Style], highest: int) -> list[str]:
+    from matplotlib.ticker import MaxNLocator
+
     num_moments = len(report.moments)
-    series = role_series(drawn_buffers(report, space), num_moments)
+    series = role_series(drawn_buffers(report, "device"), num_moments)
     totals = total_series(series, num_moments)
     drawn = columns(totals, _COLUMNS)
     edges = np.append(drawn, num_moments).astype(float)
@@ -175,15 +168,13 @@ def _draw_timeline(axes: Any, report: ReportFacts, space: Space, found: Mapping[
     base = np.zeros(len(drawn), np.int64)
     for role in roles:
         layer = base + series[role][drawn]
-        style = found[role]
         axes.fill_between(
-            edges, np.append(base, base[-1]), np.append(layer, layer[-1]), step="post", facecolor=style.color,
-            hatch=_HATCH[style.texture], edgecolor=(1, 1, 1, 0.45), linewidth=0,
-        )  # fmt: skip
+            edges, np.append(base, base[-1]), np.append(layer, layer[-1]), step="post", **_fill(found[role])
+        )
         base = layer
     axes.step(edges, np.append(base, base[-1]), where="post", color=_INK, linewidth=0.7)
     top = max(highest, int(totals.max()), 1)
-    usable = capacity(report).limit_bytes if space == "device" else None
+    usable = report.target.budget_bytes
     if usable is not None and usable <= 1.5 * top:
         top = max(top, usable)
         axes.axhline(usable, color="#b3261e", linewidth=1.3, linestyle=(0, (5, 3)))
@@ -198,9 +189,8 @@ def _draw_timeline(axes: Any, report: ReportFacts, space: Space, found: Mapping[
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
     axes.set_xlabel("moment of the program", color=_QUIET)
-    axes.xaxis.set_major_locator(_locator())
-    peak = peak_moment(report, space)
-    at, size = peak + 0.5, int(totals[peak])
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    at, size = report.peak_moment + 0.5, int(totals[report.peak_moment])
     if size:
         axes.plot([at], [size], "o", color=_INK, markersize=5, clip_on=False)
         right = at > num_moments * 0.7
@@ -209,12 +199,6 @@ def _draw_timeline(axes: Any, report: ReportFacts, space: Space, found: Mapping[
             ha="right" if right else "left", fontweight="bold",
         )  # fmt: skip
     return roles
-
-
-def _locator() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(nbins=6, integer=True)
 
 
 def _draw_owners(axes: Any, report: ReportFacts, found: Mapping[str, Style]) -> None:
@@ -229,17 +213,10 @@ def _draw_owners(axes: Any, report: ReportFacts, found: Mapping[str, Style]) -> 
 
 def _draw_changes(axes: Any, difference: DiffFacts) -> None:
 
-    groups = [
-        g for g in group_rows(r for r in difference.rows if r.space == "device") if g.after_bytes != g.before_bytes
-    ]
+    groups = [g for g in group_rows(r for r in difference.rows if r.space == "device") if g.delta_bytes]
     shown, rest = groups[:_TOP], groups[_TOP:]
-    deltas = [g.after_bytes - g.before_bytes for g in shown] + [
-        sum(g.after_bytes - g.before_bytes for g in rest)
-    ] * bool(rest)
-    names = [
-        shorten(f"{g.count} × {g.owner}" if g.count > 1 else g.owner, 32) + f"  {shorten(g.rows[0].role, 12)}"
-        for g in shown
-    ]
+    deltas = [g.delta_bytes for g in shown] + [sum(g.delta_bytes for g in rest)] * bool(rest)
+    names = [f"{shorten(g.text, 32)}  {shorten(g.rows[0].role, 12)}" for g in shown]
     names += [f"{len(rest):,} smaller changes"] * bool(rest)
     looks = [Style(color="#c2410c" if delta > 0 else "#12805c", texture="/" if delta > 0 else "") for delta in deltas]
     _bars(axes, names, deltas, looks, [signed(delta) for delta in deltas])
@@ -253,7 +230,7 @@ def _bars(axes: Any, names: list[str], sizes: list[int], looks: list[Style], tex
     low, high = min([0, *sizes]), max([0, *sizes])
     span = max(1, high - low)
     for at, (size, style) in enumerate(zip(sizes, looks, strict=True)):
-        axes.add_patch(_patch(Rectangle, style, xy=(min(0, size), at - 0.34), width=abs(size), height=0.68))
+        axes.add_patch(Rectangle((min(0, size), at - 0.34), abs(size), 0.68, **_fill(style)))
         left = size < 0
         axes.annotate(
             texts[at], (size, at), xytext=(-5 if left else 5, 0), textcoords="offset points", va="center",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -10,36 +9,6 @@ import numpy as np
 from .._buffers import Buffer, Space
 from .._facts import SPACES, ReportFacts
 from ._roles import stacked
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Capacity:
-    """How a program stands against its target's memory."""
-
-    total_bytes: int
-    """What the program needs on one device."""
-    usable_bytes: int | None
-    """What a program may use, or None when unknown."""
-    reserve_bytes: int = 0
-    """Of them, what shall stay free."""
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The largest total that fits: usable less reserve."""
-        return None if self.usable_bytes is None else self.usable_bytes - self.reserve_bytes
-
-    @property
-    def free_bytes(self) -> int | None:
-        """What is left of the limit; negative when the program does not fit."""
-        return None if self.limit_bytes is None else self.limit_bytes - self.total_bytes
-
-
-def capacity(report: ReportFacts) -> Capacity:
-    """Return the figures of a verdict."""
-    target = report.target
-    return Capacity(
-        total_bytes=report.device_bytes, usable_bytes=target.device_bytes, reserve_bytes=target.reserve_bytes
-    )
 
 
 def peak_moment(report: ReportFacts, space: Space) -> int:

@@ -33,7 +33,6 @@ class _Column:
     text: Callable[[Group], str]
     width: int
     """Of the cell; 0 shares what is left."""
-    right: bool = False
     from_width: int = 0
     """The width of the terminal from which on it is shown."""
 
@@ -76,11 +75,9 @@ def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> N
         console: where to; None for standard output.
         top: how many owners to list.
     """
-    from rich.text import Text
-
     out, width = _console(console)
     before, after = difference.before, difference.after
-    head = Text("Compiled bytes on one device of ", style="bold").append(_named(after))
+    head = _text("Compiled bytes on one device of ", "bold").append(_named(after))
     with out:
         out.print(head.append(f", compared with {before.target.name}" if before.target != after.target else ""))
         for space in SPACES:
@@ -92,10 +89,10 @@ def print_diff(difference: DiffFacts, console: Console | None, *, top: int) -> N
         changed = [row for row in difference.rows if row.delta_bytes]
         if changed:
             _line(out)
-            out.print(_diff_owners(changed, width, top, host=any(row.space == "host" for row in changed)))
+            out.print(_diff_owners(changed, width, top))
         unchanged = len(difference.rows) - len(changed)
         if unchanged:
-            out.print(Text(f"{unchanged:,} owners did not change", style="dim"))
+            out.print(_text(f"{unchanged:,} owners did not change", "dim"))
         _print_notes(out, difference.notes)
 
 
@@ -115,19 +112,13 @@ def _named(report: ReportFacts) -> str:
 
 
 def _headline(report: ReportFacts) -> Text:
-    from rich.text import Text
-
-    fits = report.fits
-    style = {True: "bold green", False: "bold red", None: "bold"}[fits]
-    text = Text(f"Compiled bytes on one device of {_named(report)}\n", style="bold")
-    return text.append(fit_text(report), style=style)
+    style = {True: "bold green", False: "bold red", None: "bold"}[report.fits]
+    return _text(f"Compiled bytes on one device of {_named(report)}\n", "bold").append(fit_text(report), style=style)
 
 
 def _section(space: Space, report: ReportFacts, width: int) -> Text:
-    from rich.text import Text
-
     total = format_bytes(sum(b.num_bytes for b in at_peak(report, space)))
-    text = Text("On the host" if space == "host" else "At the peak", style="bold")
+    text = _text("On the host" if space == "host" else "At the peak", "bold")
     rest = f": {total}" if len(report.moments) == 1 else f": {total}, {peak_text(report, space)}"
     if len(text) + len(rest) > width:  # where it is may be cut, how much and when may not
         rest, separator, name = rest.rpartition(", ")
@@ -137,10 +128,8 @@ def _section(space: Space, report: ReportFacts, width: int) -> Text:
 
 def _bar(roles: dict[str, int], width: int) -> Text:
     """One line, divided by role; every role keeps at least one cell."""
-    from rich.text import Text
-
     total, found = max(1, sum(roles.values())), styles(roles)
-    bar, used, seen = Text(no_wrap=True), 0, 0
+    bar, used, seen = _text(no_wrap=True), 0, 0
     for left, (role, size) in zip(range(len(roles) - 1, -1, -1), roles.items(), strict=True):
         seen += size
         cells = max(1, min(round(seen / total * width) - used, width - used - left))
@@ -151,13 +140,11 @@ def _bar(roles: dict[str, int], width: int) -> Text:
 
 def _legend(roles: dict[str, int], width: int) -> Text:
     """Roles with their bytes, in as many columns as there is room for."""
-    from rich.text import Text
-
     total, found = max(1, sum(roles.values())), styles(roles)
     name_width = min(24, max(len(role) for role in roles))
     cell = 2 + name_width + 13 + 9
     per_line = max(1, (width + 3) // (cell + 3))
-    text = Text(no_wrap=True)
+    text = _text(no_wrap=True)
     for at, (role, size) in enumerate(roles.items()):
         text.append("" if at == 0 else "\n" if at % per_line == 0 else "   ")
         text.append("▓ " if found[role].texture else "█ ", style=found[role].color)
@@ -166,8 +153,6 @@ def _legend(roles: dict[str, int], width: int) -> Text:
 
 
 def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int) -> None:
-    from rich.text import Text
-
     series = role_series(drawn_buffers(report, space), len(report.moments))
     totals = total_series(series, len(report.moments))
     drawn = columns(totals, width)
@@ -176,14 +161,14 @@ def _print_sparkline(out: Console, report: ReportFacts, space: Space, width: int
     levels = [round(int(totals[at]) / highest * 8 * 3) for at in drawn for _ in range(wide)]
     peak = peak_moment(report, space)
     at = wide * next((i for i, low in enumerate(drawn) if low >= peak), len(drawn) - 1)
-    out.print(Text("Live bytes over the program", style="bold"))
+    out.print(_text("Live bytes over the program", "bold"))
     for row in (2, 1, 0):
-        out.print(Text("".join(_BLOCKS[max(0, min(8, level - 8 * row))] for level in levels), no_wrap=True))
+        out.print(_text("".join(_BLOCKS[max(0, min(8, level - 8 * row))] for level in levels), no_wrap=True))
     label = f"peak {format_bytes(int(totals[peak]))}"
     named = report.moments[peak]
     label = shorten(f"{label}, {named}" if named else label, width - 2)
     left = at + 2 + len(label) <= width
-    out.print(Text(" " * at + f"▲ {label}" if left else f"{label} ▲".rjust(at + 1), style="bold", no_wrap=True))
+    out.print(_text(" " * at + f"▲ {label}" if left else f"{label} ▲".rjust(at + 1), "bold", no_wrap=True))
 
 
 _SOURCE_FROM = 130
@@ -214,20 +199,19 @@ def _owners(groups: Sequence[Group], total: int, width: int, top: int) -> Table:
     left = max(12, width - _BYTES - 7 - 3 * 2 - sum(size + 2 for size in widths.values()))
     if "source" not in texts:
         texts["owner"] = [with_source(text, g, left) for text, g in zip(texts["owner"], groups, strict=False)]
+    shown = [column for column in shown if not column.width or column.name in widths]
     for column in shown:
-        if column.width and column.name not in widths:
-            continue
         table.add_column(column.name, width=widths.get(column.name, left), no_wrap=True, overflow="crop")
     found = styles(g.buffers[0].role for g in groups)
     for at, group in enumerate(groups[:top]):
-        cells = [shorten(texts[c.name][at], widths.get(c.name, left)) for c in shown if not c.width or c.name in widths]
-        colored = [_cell(cells[0], found[group.buffers[0].role].color), *map(_cell, cells[1:])]
+        cells = [shorten(texts[c.name][at], widths.get(c.name, left)) for c in shown]
+        colored = [_text(cells[0], found[group.buffers[0].role].color), *map(_text, cells[1:])]
         table.add_row(format_bytes(group.num_bytes), percent(group.num_bytes, total), *colored)
     rest = groups[top:]
     if rest:
         size = sum(group.num_bytes for group in rest)
-        before = next(at for at, c in enumerate(c for c in shown if not c.width or c.name in widths) if not c.width)
-        table.add_row(format_bytes(size), percent(size, total), *[""] * before, f"{len(rest):,} more", style="dim")
+        before = [""] * [column.name for column in shown].index("owner")
+        table.add_row(format_bytes(size), percent(size, total), *before, f"{len(rest):,} more", style="dim")
     return table
 
 
@@ -269,17 +253,14 @@ def _diff_roles(difference: DiffFacts, space: Space) -> Table:
         table.add_column(name, justify="right", min_width=11, no_wrap=True)
     roles = difference.by_role(space=space)
     for role, (before, after) in roles.items():
-        delta = after - before
-        table.add_row(_cell(role), format_bytes(before), format_bytes(after), _cell(signed(delta), _delta_style(delta)))
+        table.add_row(_text(role), format_bytes(before), format_bytes(after), _change(after - before))
     before, after = (sum(pair[side] for pair in roles.values()) for side in (0, 1))
-    delta = _cell(signed(after - before), _delta_style(after - before))
-    table.add_row("total", format_bytes(before), format_bytes(after), delta, style="bold")
+    table.add_row("total", format_bytes(before), format_bytes(after), _change(after - before), style="bold")
     return table
 
 
-def _diff_owners(rows: Sequence[DiffRow], width: int, top: int, *, host: bool) -> Table:
-
-    wide = width >= 100
+def _diff_owners(rows: Sequence[DiffRow], width: int, top: int) -> Table:
+    wide, host = width >= 100, any(row.space == "host" for row in rows)
     table = _plain_table("Owners that changed most")
     for name in ("change", *(("before", "after") if wide else ())):
         table.add_column(name, justify="right", width=_BYTES + (name == "change"), no_wrap=True)
@@ -291,23 +272,21 @@ def _diff_owners(rows: Sequence[DiffRow], width: int, top: int, *, host: bool) -
     table.add_column("type", width=5, no_wrap=True)
     groups = group_rows(rows)
     for group in groups[:top]:
-        row, count = group.rows[0], group.count
+        row = group.rows[0]
         sizes = [format_bytes(group.before_bytes), format_bytes(group.after_bytes)] if wide else []
-        owner = f"{count} × {group.owner}" if count > 1 else group.owner
         space = [row.space] if host else []
-        names = [_cell(shorten(row.role, 14)), *space, _cell(shorten(owner, left)), row.dtype]
-        delta = group.after_bytes - group.before_bytes
-        table.add_row(_cell(signed(delta), _delta_style(delta)), *sizes, *names)
+        names = [_text(shorten(row.role, 14)), *space, _text(shorten(group.text, left)), row.dtype]
+        table.add_row(_change(group.delta_bytes), *sizes, *names)
     rest = groups[top:]
     if rest:
-        size = sum(group.after_bytes - group.before_bytes for group in rest)
+        size = sum(group.delta_bytes for group in rest)
         before = (2 if wide else 0) + 1 + (1 if host else 0)
         table.add_row(signed(size), *[""] * before, f"{len(rest):,} more", style="dim")
     return table
 
 
-def _delta_style(delta: int) -> str:
-    return "red" if delta > 0 else "green" if delta < 0 else "dim"
+def _change(delta: int) -> Text:
+    return _text(signed(delta), "red" if delta > 0 else "green" if delta < 0 else "dim")
 
 
 def _plain_table(title: str) -> Table:
@@ -321,24 +300,21 @@ def _plain_table(title: str) -> Table:
         pad_edge=False,
         padding=(0, 2, 0, 0),
         header_style="dim",
-        collapse_padding=False,
     )
 
 
-def _cell(text: str, style: str = "") -> Text:
+def _text(text: str = "", style: str = "", *, no_wrap: bool | None = None) -> Text:
     """Text that is not markup: names may hold brackets."""
     from rich.text import Text
 
-    return Text(text, style=style)
+    return Text(text, style=style, no_wrap=no_wrap)
 
 
 def _print_notes(out: Console, notes: Sequence[str]) -> None:
-    from rich.text import Text
-
     if notes:
         _line(out)
     for note in notes:
-        out.print(Text(f"note: {note}", style="dim"))
+        out.print(_text(f"note: {note}", "dim"))
 
 
 def percent(part: int, whole: int) -> str:

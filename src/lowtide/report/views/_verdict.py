@@ -5,28 +5,27 @@ from __future__ import annotations
 from ...core import format_bytes
 from .._buffers import Space
 from .._facts import ReportFacts
-from ._series import Capacity, capacity, peak_moment
+from ._series import peak_moment
 
 
 def fit_text(report: ReportFacts) -> str:
     """Whether it fits, in one sentence: ``fits: 10.88 GiB of 95.73 GiB, 84.85 GiB free``."""
-    figures, room = capacity(report), report.host_margin_bytes
-    host = ""
+    room, host = report.host_margin_bytes, ""
     if report.host_bytes and room is not None and room < 0:
         machine = f" of a {report.target.machine}" if report.target.machine else ""
         assert report.target.host_bytes is not None, "a margin has a capacity"
         share = f"{format_bytes(report.host_bytes)} of {format_bytes(report.target.host_bytes)}"
         host = f"; the host's share{machine} is too small: {share}, {format_bytes(-room)} too much"
-    return _device_text(figures, report.fits) + host
+    return _device_text(report) + host
 
 
-def _device_text(figures: Capacity, fits: bool | None) -> str:
-    total, free = format_bytes(figures.total_bytes), figures.free_bytes
-    if figures.usable_bytes is None or free is None:
-        return f"{total}; the capacity is unknown" if fits is None else f"does not fit: {total} on the device"
-    reserve = f", {format_bytes(figures.reserve_bytes)} in reserve" if figures.reserve_bytes else ""
-    of = f"{total} of {format_bytes(figures.usable_bytes)}"
-    if fits:
+def _device_text(report: ReportFacts) -> str:
+    target, total, free = report.target, format_bytes(report.device_bytes), report.margin_bytes
+    if target.device_bytes is None or free is None:
+        return f"{total}; the capacity is unknown" if report.fits is None else f"does not fit: {total} on the device"
+    reserve = f", {format_bytes(target.reserve_bytes)} in reserve" if target.reserve_bytes else ""
+    of = f"{total} of {format_bytes(target.device_bytes)}"
+    if report.fits:
         return f"fits: {of}{reserve}, {format_bytes(free)} free"
     short = f", {format_bytes(-free)} too much" if free < 0 else " on the device"
     return f"does not fit: {of}{reserve}{short}"
@@ -41,11 +40,11 @@ def peak_text(report: ReportFacts, space: Space) -> str:
 
 def summary(report: ReportFacts) -> str:
     """Sum up a report in one or two lines."""
-    figures = capacity(report)
-    of = "" if figures.usable_bytes is None else f" of {format_bytes(figures.usable_bytes)}"
+    usable = report.target.device_bytes
+    of = "" if usable is None else f" of {format_bytes(usable)}"
     verdict = {True: ", fits", False: ", does not fit", None: ""}[report.fits]
     host = f", {format_bytes(report.host_bytes)} on the host" if report.host_bytes else ""
-    lines = [f"MemoryReport: {format_bytes(figures.total_bytes)}{of} on {report.target.name}{verdict}{host}"]
+    lines = [f"MemoryReport: {format_bytes(report.device_bytes)}{of} on {report.target.name}{verdict}{host}"]
     if report.buffers:
         roles = list(report.peak_by_role.items())
         largest = ", ".join(f"{role} {format_bytes(size)}" for role, size in roles[:4])
