@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import ConfigError, PlacementError, PlacementWarning, SelectionError, leaves_with_paths, memory_space
+from lowtide.core import ConfigError, PlacementWarning, SelectionError, leaves_with_paths, memory_space
 from lowtide.memory import analyze, compile, target
 from lowtide.offload import memory_kinds, to_device, to_host, verify
-from lowtide.offload._place import explain_spaces, match_paths
+from lowtide.offload._place import match_paths
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -194,20 +194,3 @@ def test_devices_without_host_memory_warn() -> None:
     shape = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=SingleDeviceSharding(device))
     with pytest.warns(PlacementWarning, match=r"know no memory 'pinned_host'(.|\n)*hint: "):
         to_host({"w": shape})
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_mixed_spaces_are_named(jit: bool) -> None:
-    def step(state: Any, x: Any) -> Any:
-        with explain_spaces({"state": state, "x": x}, "the step"):
-            return state["mu"] + x
-
-    state = to_host({"mu": jnp.ones(3)})
-    with pytest.raises(PlacementError, match="state/mu: the step computes with a value in host memory") as raised:
-        (jax.jit(step) if jit else step)(state, jnp.ones(3))
-    assert "hint: move it with lt.offload.to_device inside the jitted function" in str(raised.value)
-
-
-def test_other_errors_pass_unchanged() -> None:
-    with pytest.raises(ValueError, match="^another$"), explain_spaces(to_host({"w": jnp.ones(3)}), "the step"):
-        raise ValueError("another")

@@ -221,6 +221,15 @@ def test_a_carry_on_the_host_is_named() -> None:
     assert "hint: move it with lt.offload.to_device" in str(raised.value)
 
 
+def test_other_errors_of_the_body_pass_unchanged() -> None:
+    def wrong(h: Any, w: Any) -> Any:
+        raise ValueError("another")
+
+    xs, x, _ = arguments()
+    with pytest.raises(ValueError, match="^another$"):
+        scan(wrong, x, to_host(xs))
+
+
 def test_an_unknown_place_is_refused() -> None:
     xs, x, _ = arguments()
     with pytest.raises(ConfigError, match="unknown place 'disk'(.|\n)*hint: inputs="):

@@ -84,6 +84,6 @@ def test_pictures_are_written_and_labelled(tmp_path: Path) -> None:
 
 
 def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"(?s)pictures need matplotlib.*hint: pip install \"lowtide\[report\]\""):
         simulated().to_png()

@@ -69,7 +69,7 @@ def chunked_cross_entropy(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
     """
     _check(h, head, labels, chunk_size, reduction)
-    num_sequences = max(1, labels.size // max(1, labels.shape[-1]))
+    num_sequences = max(1, labels.size // labels.shape[-1])
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
@@ -85,44 +85,34 @@ def chunked_cross_entropy(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum_cross_entropy(static: tuple[Any, int, int], h: Array, leaves: tuple[Array, ...], labels: Array) -> Array:
     treedef, ignore_index, chunk = static
-
-    def body(start: Any, size: int, total: Array) -> Array:
-        h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
-        return total + _chunk_loss(h_BCD, treedef.unflatten(leaves), labels_BC, ignore_index)
-
-    return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
+    return _sum_of_chunks(h, treedef.unflatten(leaves), labels, ignore_index, chunk)
 
 
 def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
     """Compute the sum, and its gradients for inputs that are being differentiated, scaled later by the cotangent."""
     treedef, ignore_index, chunk = static
-    wants_h, wanted = h.perturbed, [leaf.perturbed for leaf in leaves]
+    wants_h, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
 
     def body(start: Any, size: int, carry: _Carry) -> _Carry:
         total, dh, dleaves = carry
         h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
 
-        def loss(h_BCD: Array, trained: list[Array]) -> Array:
-            return _chunk_loss(h_BCD, treedef.unflatten(_fill(leaves, wanted, trained)), labels_BC, ignore_index)
+        def loss(h_BCD: Array, trained: tuple[Array | None, ...]) -> Array:
+            head = treedef.unflatten([old if new is None else new for old, new in zip(leaves, trained, strict=True)])
+            return _chunk_loss(h_BCD, head, labels_BC, ignore_index)
 
-        trained = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
         if wants_h:
             value, (grad_h, grads) = jax.value_and_grad(loss, argnums=(0, 1))(h_BCD, trained)
             dh = jax.lax.dynamic_update_slice_in_dim(dh, grad_h.astype(dh.dtype), start, axis=dh.ndim - 2)
         else:
             value, grads = jax.value_and_grad(functools.partial(loss, h_BCD))(trained)
-        return total + value, dh, [acc + grad.astype(acc.dtype) for acc, grad in zip(dleaves, grads, strict=True)]
+        return total + value, dh, jax.tree.map(lambda acc, grad: acc + grad.astype(acc.dtype), dleaves, grads)
 
-    zeros = [
-        jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
-        for leaf, want in zip(leaves, wanted, strict=True)
-        if want
-    ]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
     carry = (jnp.float32(0), jnp.zeros_like(h) if wants_h else None, zeros)
     total, dh, dleaves = _over_chunks(labels.shape[-1], chunk, body, carry)
-    dtypes = [jnp.zeros_like(leaf, shape=(0,)) for leaf, want in zip(leaves, wanted, strict=True) if want]
-    return total, (dh, _fill((None,) * len(leaves), wanted, dleaves), dtypes)
+    return total, (dh, dleaves, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, shape=(0,)), trained))
 
 
 def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
@@ -131,8 +121,7 @@ def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> t
         cotangent = jnp.float32(0)
     # The cotangent of a mean, 1 / tokens, would lose digits in the dtype of h.
     dh = None if dh is None else (dh.astype(jnp.float32) * cotangent).astype(dh.dtype)
-    like = iter(dtypes)
-    scaled = tuple(None if g is None else (g * cotangent.astype(g.dtype)).astype(next(like).dtype) for g in dleaves)
+    scaled = jax.tree.map(lambda g, like: (g * cotangent.astype(g.dtype)).astype(like.dtype), dleaves, dtypes)
     return dh, scaled, None
 
 
@@ -142,14 +131,7 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _running_cross_entropy(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Array:
     """Compute the sum for a `RunningGradient` head: its gradient starts from `total`, and waits for the scale."""
-    ignore_index, chunk = static
-
-    def body(start: Any, size: int, loss: Array) -> Array:
-        return loss + _chunk_loss(
-            _slice(h, start, size, -2), head.weight, _slice(labels, start, size, -1), ignore_index
-        )
-
-    return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
+    return _sum_of_chunks(h, head.weight, labels, *static)
 
 
 def _running_forward(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Any:
@@ -179,6 +161,14 @@ def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array)
 _running_cross_entropy.defvjp(_running_forward, _running_backward)
 
 
+def _sum_of_chunks(h: Array, head: Any, labels: Array, ignore_index: int, chunk: int) -> Array:
+    def body(start: Any, size: int, total: Array) -> Array:
+        h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
+        return total + _chunk_loss(h_BCD, head, labels_BC, ignore_index)
+
+    return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
+
+
 def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int) -> Array:
     if isinstance(head, LinearWeight):
         logits_BCV = linear(h_BCD, head).astype(jnp.float32)
@@ -202,12 +192,6 @@ def _over_chunks(length: int, chunk: int, body: Callable[[Any, int, _Carry], _Ca
 
 def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim + axis)
-
-
-def _fill(leaves: tuple[Any, ...], wanted: list[bool], values: list[Any]) -> tuple[Any, ...]:
-    """`leaves` with those that are wanted replaced, in order, by `values`."""
-    replacements = iter(values)
-    return tuple(next(replacements) if want else leaf for leaf, want in zip(leaves, wanted, strict=True))
 
 
 def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str) -> None:

@@ -146,11 +146,9 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
             attention_bias=bool(file.attention_bias),
             mlp_bias=bool(file.mlp_bias),
             max_position_embeddings=file.max_position_embeddings,
-            bos_token_id=next(iter(_token_ids(file, "bos_token_id", where))),
+            bos_token_id=_token_ids(file, "bos_token_id", where)[0],
             eos_token_id=ends if len(ends) > 1 else next(iter(ends)),  # pyright: ignore[reportArgumentType]
         )
-    except ModelFileError:
-        raise
     except ConfigError as error:
         raise ModelFileError(
             f"{where}: {error.message}", expected=error.expected, got=error.got, hint=error.hint

@@ -91,14 +91,12 @@ def load(
     files = _weight_files(directory)
     with _open_all(files) as tensors:
         _check_tensors(tensors, config, directory)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(
-            parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple)
-        )
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for _, shape in flat]
-        hosted = [False] * len(flat) if host is None else select(treedef.unflatten(shapes), host)
+        shapes = parameter_shapes(config)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+        hosted = [False] * len(flat) if host is None else select(shapes, host)
         leaves: list[jax.Array] = []
-        for (path, shape), on_the_host in zip(flat, hosted, strict=True):
-            names = _tensor_names(path, config)
+        for (path, leaf), on_the_host in zip(flat, hosted, strict=True):
+            shape, names = leaf.shape, _tensor_names(path, config)
             # The layers of a stack may be stored in different dtypes: none of them loses digits.
             stored = {_DTYPES[tensors[name][1].get_slice(name).get_dtype()] for name in names}
             kind = jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype)
@@ -158,7 +156,7 @@ def save(
         One shard on the host at a time.
     """
     directory = Path(directory)
-    expected = {path: shape for path, shape in _flat_shapes(model.config)}
+    expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
     params = {"outer": model.outer, "layers": model.layers}
     got = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
     if got != expected:
@@ -263,10 +261,6 @@ def _tensor_names(path: Any, config: LlamaConfig) -> list[str]:
     return [template.format(layer=i) for i in range(config.num_layers if _is_stacked(path) else 1)]
 
 
-def _flat_shapes(config: LlamaConfig) -> list[tuple[str, tuple[int, ...]]]:
-    return leaves_with_paths(parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
-
-
 def _weight_files(directory: Path) -> list[Path]:
     """List the safetensors files of a folder; none of them elsewhere."""
     from ._schema import IndexFile
@@ -317,9 +311,10 @@ def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None,
 
 
 def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, directory: Path) -> None:
-    flat = jax.tree_util.tree_leaves_with_path(parameter_shapes(config), is_leaf=lambda leaf: isinstance(leaf, tuple))
     expected = {
-        name: shape[1:] if _is_stacked(path) else shape for path, shape in flat for name in _tensor_names(path, config)
+        name: leaf.shape[1:] if _is_stacked(path) else leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))
+        for name in _tensor_names(path, config)
     }
     missing = [name for name in expected if name not in tensors]
     if missing:

@@ -144,7 +144,7 @@ def init(config: LlamaConfig, *, key: Array, dtype: Any = jnp.float32, compute_d
         (2, 8, 8)
     """
     shapes = parameter_shapes(config)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(key, len(leaves))
 
     def make(path: Any, shape: tuple[int, ...], key: Array) -> Array:
@@ -156,21 +156,24 @@ def init(config: LlamaConfig, *, key: Array, dtype: Any = jnp.float32, compute_d
         std = 0.02 / math.sqrt(2 * config.num_layers) if module in ("o_proj", "down_proj") else 0.02
         return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
-    params = treedef.unflatten([make(path, shape, k) for (path, shape), k in zip(leaves, keys, strict=True)])
+    params = treedef.unflatten([make(path, leaf.shape, k) for (path, leaf), k in zip(leaves, keys, strict=True)])
     return Llama(params["outer"], params["layers"], config, jnp.dtype(compute_dtype).name)
 
 
 def parameter_shapes(config: LlamaConfig) -> dict[str, Any]:
-    """Shapes of all parameters as a tree ``{"outer": ..., "layers": ...}`` of tuples."""
+    """Shapes of all parameters as a tree ``{"outer": ..., "layers": ...}``, in float32."""
     c, n = config, config.num_layers
     d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
 
-    def dense(out: int, inner: int, bias: bool) -> dict[str, tuple[int, ...]]:
-        return {"weight": (n, out, inner), **({"bias": (n, out)} if bias else {})}
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    outer: dict[str, Any] = {"embed": {"weight": (c.vocab_size, d)}, "norm": {"weight": (d,)}}
+    def dense(out: int, inner: int, bias: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"weight": array(n, out, inner), **({"bias": array(n, out)} if bias else {})}
+
+    outer: dict[str, Any] = {"embed": {"weight": array(c.vocab_size, d)}, "norm": {"weight": array(d)}}
     if not c.tie_embeddings:
-        outer["lm_head"] = {"weight": (c.vocab_size, d)}
+        outer["lm_head"] = {"weight": array(c.vocab_size, d)}
     return {
         "outer": outer,
         "layers": {
@@ -180,13 +183,13 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, Any]:
                 "v_proj": dense(kv, d, c.attention_bias),
                 "o_proj": dense(d, q, c.attention_bias),
             },
-            "attn_norm": {"weight": (n, d)},
+            "attn_norm": {"weight": array(n, d)},
             "mlp": {
                 "gate_proj": dense(f, d, c.mlp_bias),
                 "up_proj": dense(f, d, c.mlp_bias),
                 "down_proj": dense(d, f, c.mlp_bias),
             },
-            "mlp_norm": {"weight": (n, d)},
+            "mlp_norm": {"weight": array(n, d)},
         },
     }
 

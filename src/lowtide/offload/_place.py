@@ -10,10 +10,9 @@ device instead. Compile-only GPUs know no host memory, and a shape placed there 
 
 from __future__ import annotations
 
-import contextlib
 import re
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,13 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from ..core import (
     ConfigError,
-    PlacementError,
     PlacementWarning,
     SelectionError,
     Tree,
     Where,
     leaves_with_paths,
-    memory_space,
     on_host,
     select,
 )
@@ -186,33 +183,6 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
             hint=remedy,
         )
     return hits
-
-
-@contextlib.contextmanager
-def explain_spaces(tree: Tree, what: str, *, captured: bool = False) -> Generator[None]:
-    """Turn JAX's error about operands in different memories into one that names the leaves on the host.
-
-    Args:
-        tree: what the code inside the block reads.
-        what: the words for that code, such as ``the body of scan``.
-        captured: whether it may read other values, too.
-
-    Raises:
-        PlacementError: in place of JAX's `ValueError`, when a leaf of `tree` is on the host, or may have been captured.
-    """
-    try:
-        yield
-    except ValueError as error:
-        hosted = [path for path, leaf in leaves_with_paths(tree) if memory_space(leaf) == jax.memory.Space.Host]
-        if "memory_space of all inputs passed to" not in str(error) or not (hosted or captured):
-            raise
-        raise PlacementError(
-            f"{hosted[0] if hosted else 'a captured value'}: {what} computes with a value in host memory",
-            expected="operands in device memory",
-            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(hosted[:8]) or 'what the function closes over'}"
-            + (f", … ({len(hosted) - 8} more)" if len(hosted) > 8 else ""),
-            hint="move it with lt.offload.to_device inside the jitted function",
-        ) from error
 
 
 def _is_placement(leaf: Any) -> bool:

@@ -39,8 +39,8 @@ from ..core import (
     memory_space,
     num_layers,
 )
-from ._place import default_device, explain_spaces
-from ._slices import DEVICE, HOST, put
+from ._place import default_device
+from ._slices import DEVICE, HOST, entry_shape, put
 
 
 def scan(
@@ -95,14 +95,24 @@ def scan(
         ("device", "host"),
         'inputs="host" keeps what enters each layer in host memory until the backward pass',
     )
-    num_layers(xs)
+    length = num_layers(xs)
     _check_on_host(xs)
     init = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf), init)
-    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
-    if not jax.tree.leaves(xs)[0].shape[0]:
+    if not length:
         raise StructureError("scan has no layers", expected="at least one", got="0", hint="jax.lax.scan takes none")
-    with explain_spaces({"init": init}, "the body of scan", captured=True):
-        pure, closed = jax.closure_convert(body, init, layer)
+    try:
+        pure, closed = jax.closure_convert(body, init, jax.tree.map(entry_shape, xs))
+    except ValueError as error:
+        if "memory_space of all inputs passed to" not in str(error):
+            raise
+        hosted = [path for path, leaf in leaves_with_paths({"init": init}) if memory_space(leaf) == HOST]
+        raise PlacementError(
+            f"{hosted[0] if hosted else 'a captured value'}: the body of scan computes with a value in host memory",
+            expected="operands in device memory",
+            got=f"{str(error).splitlines()[0]}; on the host: {', '.join(hosted[:8]) or 'what the function closes over'}"
+            + (f", … ({len(hosted) - 8} more)" if len(hosted) > 8 else ""),
+            hint="move it with lt.offload.to_device inside the jitted function",
+        ) from error
     return _differentiable(pure, prefetch=prefetch, inputs_on_host=inputs == "host")(init, xs, tuple(closed))
 
 
@@ -177,13 +187,13 @@ def _stream(
     length = leaves[0].shape[0]
 
     def fetch(at: Any) -> list[Any]:
-        return [put(_at(leaf, at), DEVICE) for leaf, streamed in zip(leaves, hosted, strict=True) if streamed]
+        return [put(_at(leaf, at), DEVICE) if streamed else None for leaf, streamed in zip(leaves, hosted, strict=True)]
 
     def turn(state: Any, at: Any) -> Any:
         carry, fetched = state
         ahead = fetch(jnp.maximum(at - 1, 0) if reverse else jnp.minimum(at + 1, length - 1)) if prefetch else []
-        here = iter(fetched if prefetch else fetch(at))
-        slices = [next(here) if streamed else _at(leaf, at) for leaf, streamed in zip(leaves, hosted, strict=True)]
+        here = fetched if prefetch else fetch(at)
+        slices = [_at(leaf, at) if one is None else one for leaf, one in zip(leaves, here, strict=True)]
         carry, out = step(carry, treedef.unflatten(slices))
         return (carry, ahead), out
 

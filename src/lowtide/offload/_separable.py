@@ -54,10 +54,6 @@ def _batched(params: Mapping[str, Any]) -> int:
     return min(_common(left, range(len(left))), _common(right, range(len(right))))
 
 
-def _unpadded(params: Mapping[str, Any], rank: int) -> int:
-    return _common([tuple(edge) for edge in params["padding_config"]], [(0, 0, 0)] * rank)
-
-
 # Leading axes that an operation leaves alone, given its parameters and the shape of its first operand.
 _KEEPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
     "broadcast_in_dim": lambda p, s: _common(
@@ -66,7 +62,7 @@ _KEEPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
     "concatenate": lambda p, s: p["dimension"],
     "dot_general": lambda p, s: _batched(p),
     "dynamic_slice": lambda p, s: _common(p["slice_sizes"], s),
-    "pad": lambda p, s: _unpadded(p, len(s)),
+    "pad": lambda p, s: _common([tuple(edge) for edge in p["padding_config"]], [(0, 0, 0)] * len(s)),
     "reshape": lambda p, s: _common(p["new_sizes"], s) if p["dimensions"] is None else 0,
     "rev": lambda p, s: min(p["dimensions"], default=len(s)),
     "slice": lambda p, s: min(
@@ -79,9 +75,7 @@ _KEEPS: dict[str, Callable[[Mapping[str, Any], tuple[int, ...]], int]] = {
     "squeeze": lambda p, s: min(p["dimensions"], default=len(s)),
     "transpose": lambda p, s: _common(p["permutation"], range(len(s))),
 }
-for _name in ("sum", "max", "min", "prod", "and", "or", "xor"):
-    _KEEPS[f"reduce_{_name}"] = lambda p, s: min(p["axes"], default=len(s))
-for _name in ("argmax", "argmin"):
+for _name in (*(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or", "xor")), "argmax", "argmin"):
     _KEEPS[_name] = lambda p, s: min(p["axes"], default=len(s))
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     _KEEPS[_name] = lambda p, s: p["axis"]

@@ -19,6 +19,8 @@ from ..core import Tree, is_row_major, memory_space, most_tile_rows, slice_step
 from ..core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+SPACES = {"host": HOST, "device": DEVICE}
+"""By the words for them in a user's arguments."""
 
 
 def read(tree: Tree, index: Any) -> Tree:

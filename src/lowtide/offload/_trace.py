@@ -108,10 +108,9 @@ def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[s
 
     def linearised(*arrays: Any) -> Any:
         def of_floats(*floats: Any) -> Any:
-            given = iter(floats)
-            return fn(*(next(given) if f else array for f, array in zip(floating, arrays, strict=True)))
+            return fn(*(array if one is None else one for one, array in zip(floats, arrays, strict=True)))
 
-        floats = [array for f, array in zip(floating, arrays, strict=True) if f]
+        floats = [array if f else None for f, array in zip(floating, arrays, strict=True)]
         return jax.linearize(jax.checkpoint(of_floats, policy=record), *floats)[0]
 
     if any(floating):

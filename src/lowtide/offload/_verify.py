@@ -13,7 +13,6 @@ XLA's dump, for a bare `jax.stages.Compiled` in its text, which some TPU program
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -237,8 +236,7 @@ def _results(executable: Any) -> list[_Leaf]:
 
 def _shard_bytes(info: Any, sharding: Any) -> int:
     """Logical bytes on one device, a lower bound of what XLA counts."""
-    share = math.prod(sharding.shard_shape(tuple(info.shape))) / max(math.prod(info.shape), 1)
-    return int(leaf_bytes(info) * share)
+    return leaf_bytes(jax.ShapeDtypeStruct(sharding.shard_shape(tuple(info.shape)), info.dtype))
 
 
 def _platform(executable: Any, program: Program | None) -> tuple[str, bool]:

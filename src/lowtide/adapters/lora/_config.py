@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Sequence
 from typing import Any
 
-from ...core import ConfigError
+from ...core import ConfigError, is_count
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,15 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check the fields; a list of targets becomes a tuple."""
-        if not _is_number(self.rank, numbers.Integral) or self.rank < 1:
+        if not is_count(self.rank, 1):
             raise ConfigError(
                 f"rank: {self.rank!r} is no rank",
                 expected="an integer of at least 1",
                 got=repr(self.rank),
                 hint="common ranks are 8, 16 and 64; to train no adapter, do not add one",
             )
-        if not _is_number(self.alpha, numbers.Real) or not math.isfinite(self.alpha) or self.alpha <= 0:
+        alpha: Any = self.alpha
+        if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real) or not 0 < float(alpha) < math.inf:
             raise ConfigError(
                 f"alpha: {self.alpha!r} cannot scale a correction",
                 expected="a finite number above 0 (with 0 the adapter would have no effect and no gradient)",
@@ -64,7 +65,3 @@ class Config:
     def scaling(self) -> float:
         """The factor of B A: ``alpha / rank``."""
         return self.alpha / self.rank
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)

@@ -173,7 +173,7 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
 
 def _is_chosen(names: Sequence[str], config: PeftConfig, keys: set[str], path: Path) -> bool:
     """Whether the directory adapts a weight: all layers of it, or none."""
-    if config.target_modules is None:
+    if config.file.target_modules is None:
         hits = [name for name in names if keys.intersection(tensor_names(name))]
     else:
         hits = [name for name in names if config.targets(name)]
@@ -255,5 +255,5 @@ def _check_present(present: Sequence[Site], nodes: Mapping[int, LoRAWeight]) -> 
         )
 
 
-def _some(names: Sequence[str], most: int = 4) -> str:
-    return shortened(", ".join(names[:most]), 500) + (f", … ({len(names) - most} more)" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return shortened(", ".join(names[:4]), 500) + (f", … ({len(names) - 4} more)" if len(names) > 4 else "")

@@ -16,10 +16,13 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...core import ModelFileError, input_file, parse_json, read_input, shortened, shown, validate
 from ._patterns import Matcher
+
+if TYPE_CHECKING:
+    from ._schema import AdapterFile
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -47,43 +50,33 @@ def tensor_names(module: str) -> tuple[str, str]:
 class PeftConfig:
     """What `adapter_config.json` says about the adapted modules."""
 
-    rank: int
-    """Rank of modules that no pattern names."""
-    alpha: float
-    """Alpha of modules that no pattern names."""
-    rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
-    """Other ranks, by regular expression for the end of a module's name."""
-    alpha_pattern: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """Other alphas, likewise."""
-    use_rslora: bool = False
-    """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
-    target_modules: str | Sequence[str] | None = None
-    """Which modules have an adapter; None when the file does not say."""
-    exclude_modules: str | Sequence[str] | None = None
-    """Which of them have none after all."""
-    matcher: Matcher = dataclasses.field(default_factory=lambda: Matcher(CONFIG_FILE), compare=False)
-    """What matches the patterns."""
+    file: AdapterFile
+    """The file."""
+    matcher: Matcher
+    """What matches its patterns."""
 
     def check_patterns(self) -> None:
         """Raise for what is no regular expression, whether or not a module is looked for with it."""
-        texts = [text for text in (self.target_modules, self.exclude_modules) if isinstance(text, str)]
-        for pattern in (*texts, *map(_end_of, (*self.rank_pattern, *self.alpha_pattern))):
+        texts = [text for text in (self.file.target_modules, self.file.exclude_modules) if isinstance(text, str)]
+        ends = [*(self.file.rank_pattern or ()), *(self.file.alpha_pattern or ())]
+        for pattern in (*texts, *map(_end_of, ends)):
             self.matcher.matches(pattern, "")
 
     def rank_of(self, module: str) -> int:
         """Return the rank of a module."""
-        return self.rank_pattern.get(_pattern_key(self.rank_pattern, module, self.matcher), self.rank)
+        return _by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
 
     def alpha_of(self, module: str) -> float:
         """Return the alpha with which ``alpha / rank`` is the scale that the file asks for."""
-        alpha = self.alpha_pattern.get(_pattern_key(self.alpha_pattern, module, self.matcher), self.alpha)
-        return float(alpha * math.sqrt(self.rank_of(module))) if self.use_rslora else float(alpha)
+        alpha = _by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha)
+        return float(alpha * math.sqrt(self.rank_of(module))) if self.file.use_rslora else float(alpha)
 
     def targets(self, module: str) -> bool:
         """Whether a module has an adapter; True when the file does not say."""
-        if self.exclude_modules and _matches(self.exclude_modules, module, self.matcher):
+        named, excluded = self.file.target_modules, self.file.exclude_modules
+        if excluded and _matches(excluded, module, self.matcher):
             return False
-        return self.target_modules is None or _matches(self.target_modules, module, self.matcher)
+        return named is None or _matches(named, module, self.matcher)
 
 
 def describe(
@@ -150,16 +143,7 @@ def read_config(directory: Path) -> PeftConfig:
     file = validate(
         AdapterFile, raw, f"{path}: not a LoRA configuration", hint="write it again with PEFT or with lt.lora.save"
     )
-    config = PeftConfig(
-        rank=file.r,
-        alpha=file.lora_alpha,
-        rank_pattern=file.rank_pattern or {},
-        alpha_pattern=file.alpha_pattern or {},
-        use_rslora=bool(file.use_rslora),
-        target_modules=file.target_modules,
-        exclude_modules=file.exclude_modules,
-        matcher=Matcher(str(path)),
-    )
+    config = PeftConfig(file=file, matcher=Matcher(str(path)))
     config.check_patterns()
     if file.lora_dropout:
         warnings.warn(
@@ -197,8 +181,11 @@ def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bo
     return any(module == name or module.endswith(f".{name}") for name in patterns)
 
 
-def _pattern_key(patterns: Mapping[str, Any], module: str, matcher: Matcher) -> str:
-    return next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
+def _by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matcher, default: Any) -> Any:
+    """Return what the first pattern that fits a module says of it."""
+    patterns = patterns or {}
+    key = next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
+    return patterns.get(key, default)
 
 
 def _end_of(key: str) -> str:
@@ -235,6 +222,6 @@ def _default_and_pattern(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]
             pattern |= dict.fromkeys(names, value)
     pattern = {name: pattern[name] for name in sorted(pattern, key=lambda name: (-len(name), name))}
     matcher = Matcher(CONFIG_FILE, is_trusted=True)
-    if all(pattern.get(_pattern_key(pattern, name, matcher), default) == value for name, value in values.items()):
+    if all(_by_pattern(pattern, name, matcher, default) == value for name, value in values.items()):
         return default, pattern
     return default, {name: values[name] for name in sorted(values, key=lambda name: (-len(name), name))}

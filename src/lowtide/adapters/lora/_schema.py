@@ -22,12 +22,19 @@ class AdapterFile(BaseModel):
 
     peft_type: str = "LORA"
     r: Rank
+    """Rank of modules that no pattern names."""
     lora_alpha: Alpha
+    """Alpha of modules that no pattern names."""
     rank_pattern: dict[Pattern, Rank] | None = None
+    """Other ranks, by regular expression for the end of a module's name."""
     alpha_pattern: dict[Pattern, Alpha] | None = None
+    """Other alphas, likewise."""
     use_rslora: bool | None = None
+    """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
     target_modules: Names | None = None
+    """Which modules have an adapter; None when the file does not say."""
     exclude_modules: Names | None = None
+    """Which of them have none after all."""
     lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
     bias: str | None = "none"
     init_lora_weights: Any = True

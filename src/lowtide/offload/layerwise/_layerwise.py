@@ -45,7 +45,7 @@ from ...core import (
 )
 from .._optimizer import check_chunk, check_transformation, is_offloaded
 from .._place import default_device
-from .._slices import DEVICE, HOST, entry_shape
+from .._slices import HOST, SPACES, entry_shape
 from ._clip import Clip
 from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
 from ._leaf_mixing import refuse_coupled, refuse_unusable
@@ -303,7 +303,7 @@ class LayerwiseStep:
             clip=self.clip,
             chunk_bytes=self.chunk_bytes,
             is_guarded=self.on_nan == "skip",
-            outer_space=_space(self.place["outer"]),
+            outer_space=SPACES[self.place["outer"]],
             state=state,
             passes=StackPasses(
                 stack=self.stack,
@@ -312,7 +312,7 @@ class LayerwiseStep:
                 batches=batches,
                 loss_weights=loss_weights,
                 num_layers=num_layers(state.layers),
-                inputs_space=_space(self.place["inputs"]),
+                inputs_space=SPACES[self.place["inputs"]],
             ),
         )
 
@@ -333,7 +333,7 @@ class LayerwiseStep:
             ("opt_state", True, (state.layers_opt,)),
         )
         for name, stacked, tree in trees:
-            wanted = _space(self.place[name])
+            wanted = SPACES[self.place[name]]
             for path, leaf in leaves_with_paths(tree):
                 if moves(leaf, stacked=stacked) and memory_space(leaf) != wanted:
                     raise PlacementError(
@@ -353,7 +353,3 @@ def _refuse_other_state(state: Any, frozen: Any) -> None:
             got=f"step({type(state).__name__}, {type(frozen).__name__}, ...)",
             hint="state, frozen = step.init(outer, layers)",
         )
-
-
-def _space(place: str) -> Any:
-    return HOST if place == "host" else DEVICE

@@ -115,7 +115,7 @@ class StackPasses:
                 return kept, write(boundary, after, m)
 
             inputs, boundary = self._each(visit, carry)
-            return (inputs, boundary), _kept(layers, trained, later(i, boundary))
+            return (inputs, boundary), _written_back(layers, trained, later(i, boundary))
 
         start = self._each(enter, (inputs, boundary)), layers
         (inputs, boundary), layers = jax.lax.fori_loop(0, self.num_layers, body, start)
@@ -279,7 +279,7 @@ class StackPasses:
         return jax.lax.fori_loop(0, self.num_microbatches, visit, carry)
 
 
-def _kept(layers: Tree, layer: Tree, i: Any) -> Tree:
+def _written_back(layers: Tree, layer: Tree, i: Any) -> Tree:
     """Return the stacked leaves, those on the device with layer i written back as it is.
 
     Of a float32 stack that a loop only reads, XLA first makes a copy of all layers in the dtype of its products.

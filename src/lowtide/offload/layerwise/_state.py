@@ -14,7 +14,7 @@ import optax
 from ...core import Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
 from .._optimizer import replicated, state_shardings
 from .._place import to_device, to_host
-from .._slices import DEVICE, HOST, buffer, put, read, write
+from .._slices import DEVICE, SPACES, buffer, put, read, write
 
 
 @functools.partial(
@@ -86,7 +86,7 @@ def place_parameters(tree: Tree, place: Mapping[str, str]) -> Tree:
 
 def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, opt_place: str) -> LayerwiseState:
     """Make the state of step 0, for placed parameters: arrays, or shapes for shapes."""
-    space = HOST if opt_place == "host" else DEVICE
+    space = SPACES[opt_place]
 
     def make_layers(layers: Tree) -> Tree:
         init = under(tx, "layers").init

@@ -70,8 +70,7 @@ class Program:
         Returns:
             The loss, the metrics, the gradients of the outer leaves, those of this rank's layers.
         """
-        weights = _Weights(trainable, frozen, self.layout.longest)
-        run = _Run(self, weights, microbatches, loss_weights)
+        run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
         loss, metrics = lax.psum((state["loss"], state["metrics"]), self.axis)
         outer, layers = (run.totals(state, name) for name in ("outer", "layers"))
@@ -83,15 +82,15 @@ class Program:
         Returns:
             The loss and the metrics.
         """
-        run = _Forward(self, _Weights(trainable, frozen, self.layout.longest), microbatches, loss_weights)
+        run = _Forward(self, trainable, frozen, microbatches, loss_weights)
         state = lax.scan(run.tick, run.begin(), jnp.asarray(run.tables.rows))[0]
         return lax.psum((state["loss"], state["metrics"]), self.axis)
 
     def held(self, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> Held:
         """Return what `gradients` holds from its first tick to its last; arguments as of it."""
-        run = _Run(self, _Weights(trainable, frozen, self.layout.longest), microbatches, loss_weights)
+        run = _Run(self, trainable, frozen, microbatches, loss_weights)
         state = run.begin()
-        names = {kept.buffer for part in run.parts.values() for kept in part.kept}
+        names = dict.fromkeys(one.buffer for part in run.parts.values() for one in part.residuals)
         return Held(
             {name: (state["buffers"][name].shape, state["buffers"][name].dtype) for name in names},
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
@@ -111,16 +110,14 @@ class Program:
 
     def last(self, trainable: Tree, frozen: Tree, h: Tree, loss_weight: Any, batch: Tree) -> Any:
         """Compute the loss, the metrics, the gradients of the outer leaves and those of what in `h` has any."""
-        leaves, structure = jax.tree.flatten(h)
-        moved = [leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None for leaf in leaves]
+        moved = jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else None, h)
 
-        def loss(trainable: Tree, moved: list[Any]) -> tuple[Any, Tree]:
-            h = [leaf if one is None else one for leaf, one in zip(leaves, moved, strict=True)]
-            return self.stack.last(combine(trainable, frozen), structure.unflatten(h), batch)
+        def loss(trainable: Tree, moved: Tree) -> tuple[Any, Tree]:
+            return self.stack.last(combine(trainable, frozen), _filled(h, moved), batch)
 
         value, back, metrics = jax.vjp(loss, trainable, moved, has_aux=True)
         grads, dh = back(loss_weight.astype(value.dtype))
-        return value, metrics, grads, structure.unflatten(dh)
+        return value, metrics, grads, dh
 
     def splits(self, h: Tree) -> dict[str, TracedSplit]:
         """Split each part of the model into passes, for activations of these shapes."""
@@ -172,11 +169,11 @@ class Program:
         """Of a leaf of the layers, what one stage has."""
         return jax.ShapeDtypeStruct((self.layout.longest, *leaf.shape[1:]), leaf.dtype)
 
-    def shapes(self, layers: Tree) -> StackShapes:
+    def shapes(self) -> StackShapes:
         """Return the shapes of one microbatch; errors as of `LayerStack.shapes`."""
-        outer = combine(self.trainable["outer"], self.frozen["outer"])
-        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-        return self.stack.shapes(outer, layer, self.batch)
+        weights = combine(self.trainable, self.frozen)
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), weights["layers"])
+        return self.stack.shapes(weights["outer"], layer, self.batch)
 
 
 class Held(NamedTuple):
@@ -213,9 +210,10 @@ class _Weights:
 class _Forward:
     """One run of the forward passes, which leaves nothing behind; `tick` is the body of its loop."""
 
-    def __init__(self, program: Program, weights: _Weights, microbatches: Tree, loss_weights: Any) -> None:
-        self.program, self.weights, self.microbatches, self.loss_weights = program, weights, microbatches, loss_weights
-        self.shapes = program.shapes(jax.tree.map(program.stage_shape, weights.layers))
+    def __init__(self, program: Program, trainable: Tree, frozen: Tree, microbatches: Tree, loss_weights: Any) -> None:
+        self.program, self.microbatches, self.loss_weights = program, microbatches, loss_weights
+        self.weights = _Weights(trainable, frozen, program.layout.longest)
+        self.shapes = program.shapes()
         self.tables = self._tables()
         for name, jaxpr in self._traced():
             refuse_undivided_calls(name, jaxpr, program.platform)
@@ -307,15 +305,10 @@ class _Run(_Forward):
 
     def _tables(self) -> Tables:
         splits = self.program.splits(self.shapes.h)
-        trainable = self.weights.trainable
-        names = {
-            name: [f"{name}/{i}" for i, _ in enumerate(jax.tree.leaves(trainable[name]))]
-            for name in ("outer", "layers")
-        }
-        self.parts = {
-            "first": InPlace("first", splits["first"], names["outer"]),
-            "blocks": InPlace("blocks", splits["blocks"], names["layers"]),
-        }
+        self.parts: dict[str, InPlace] = {}
+        for part, name in (("first", "outer"), ("blocks", "layers")):
+            num_totals = len(jax.tree.leaves(self.weights.trainable[name]))
+            self.parts[part] = InPlace(part, splits[part], [f"{name}/{i}" for i in range(num_totals)])
         self.hoisted: dict[str, Any] = {"first": splits["first"].hoist(self.weights.outer)}
         each = [
             splits["blocks"].hoist(self.weights.of(chunk)) for chunk in range(self.program.schedule.stages_per_rank)
@@ -333,9 +326,9 @@ class _Run(_Forward):
     def begin(self) -> State:
         buffers: State = {}
         for part in self.parts.values():
-            for kept in part.kept:
-                if kept.buffer not in buffers:
-                    buffers[kept.buffer] = empty_buffer(kept, self.tables.num_slots[kept.buffer])
+            for one in part.residuals:
+                if one.buffer not in buffers:
+                    buffers[one.buffer] = empty_buffer(one, self.tables.num_slots[one.buffer])
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
                 buffers[f"{name}/{i}"] = _total(leaf)
@@ -428,8 +421,6 @@ def _when(flag: Any, run: Callable[[Any], Any], state: Any) -> Any:
     return lax.fori_loop(0, flag.astype(jnp.int32), lambda _, state: run(state), state)
 
 
-def _filled(tree: Tree, dx: Tree) -> Tree:
-    """Put the leaves that have a gradient in place of what is there."""
-    leaves, structure = jax.tree.flatten(tree)
-    found = structure.flatten_up_to(dx)
-    return structure.unflatten([old if new is None else new for old, new in zip(leaves, found, strict=True)])
+def _filled(tree: Tree, others: Tree) -> Tree:
+    """Put other leaves in place of what is there, where they are not None."""
+    return jax.tree.map(lambda old, new: old if new is None else new, tree, others)

@@ -21,7 +21,7 @@ from ..split import Buffers, Environment, Pass, Slot, TracedSplit, Value, shape_
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Residual:
     """Something that a pass leaves."""
 
     value: Value
@@ -49,8 +49,8 @@ class InPlace:
             totals: the buffers to which the gradients of its weights are added.
         """
         self.name, self.split, self.totals = name, split, totals
-        self.kept = [
-            _kept(split, value, *ends) for ends, values in split.kept.items() for value in values if ends[0] > 0
+        self.residuals = [
+            _residual(split, value, *ends) for ends, values in split.kept.items() for value in values if ends[0] > 0
         ]
 
     def column(self, number: int) -> str:
@@ -59,10 +59,9 @@ class InPlace:
 
     def waiting(self) -> list[Waiting]:
         """Return what lies in buffers."""
-        letters = {Pass.FORWARD: "F", Pass.INPUT: "I", Pass.WEIGHT: "W"}
         return [
-            Waiting(self.column(i), self.name, letters[kept.made], letters[kept.last], kept.buffer)
-            for i, kept in enumerate(self.kept)
+            Waiting(self.column(i), self.name, one.made.name[0], one.last.name[0], one.buffer)
+            for i, one in enumerate(self.residuals)
         ]
 
     def forward(
@@ -102,10 +101,10 @@ class InPlace:
     def _run(self, at: Pass, env: Environment, buffers: Buffers, cell: dict[str, Any], begin: Any) -> Buffers:
         buffers = dict(buffers)
         slots = {
-            kept.value: Slot(kept.buffer, cell[self.column(i)] * kept.num_rows) for i, kept in enumerate(self.kept)
+            one.value: Slot(one.buffer, cell[self.column(i)] * one.num_rows) for i, one in enumerate(self.residuals)
         }
-        env.update((kept.value, slots[kept.value]) for kept in self.kept if kept.made < at <= kept.last)
-        left = {kept.value: slots[kept.value] for kept in self.kept if kept.made is at}
+        env.update((one.value, slots[one.value]) for one in self.residuals if one.made < at <= one.last)
+        left = {one.value: slots[one.value] for one in self.residuals if one.made is at}
         given = self.split.gradients(at)
         totals = {atom: Slot(self.totals[i], begin) for i, atom in given if self.split.plan.adds_up(atom)}
         self.split.plan.run(at, env, buffers, left, totals)
@@ -116,25 +115,25 @@ class InPlace:
         return buffers
 
 
-def _kept(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Kept:
+def _residual(split: TracedSplit, value: Value, made: Pass, last: Pass) -> Residual:
     shape = shape_of(value)
     is_stacked = split.plan.is_stacked(value)
     # A loop that reads rows of a buffer and writes others has the compiler copy it: so none does.
     is_on_host = value.aval.memory_space == jax.memory.Space.Host
     kind = f"{made.name.lower()}/{'host/' * is_on_host}{'rows' if is_stacked else 'one'}"
     name = f"{kind}/{shape.dtype}/{'x'.join(map(str, shape.shape))}"
-    return Kept(value, made, last, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
+    return Residual(value, made, last, shape, shape.shape[0] if is_stacked else 1, is_on_host, name)
 
 
-def empty_buffer(kept: Kept, num_slots: int) -> Any:
+def empty_buffer(residual: Residual, num_slots: int) -> Any:
     """Make a buffer with so many slots, in the memory where the passes leave what it holds."""
-    dims = (num_slots, *kept.shape.shape)
-    if "rows/" in kept.buffer:
-        dims = (num_slots * kept.num_rows, *kept.shape.shape[1:])
-    if not kept.is_on_host:
-        return jnp.zeros(dims, kept.shape.dtype)
+    dims = (num_slots, *residual.shape.shape)
+    if "rows/" in residual.buffer:
+        dims = (num_slots * residual.num_rows, *residual.shape.shape[1:])
+    if not residual.is_on_host:
+        return jnp.zeros(dims, residual.shape.dtype)
     # Made row by row, it is never whole on the device.
-    row = jnp.zeros(dims[1:], kept.shape.dtype)
+    row = jnp.zeros(dims[1:], residual.shape.dtype)
     return lax.scan(lambda _, __: (None, jax.device_put(row, jax.memory.Space.Host)), None, length=dims[0])[1]
 
 

@@ -52,27 +52,31 @@ class Layout:
         """Whether no row is padding."""
         return self.num_rows == self.num_layers
 
+    def layers_of(self, stage: int) -> range:
+        """Return the layers of a stage."""
+        begin = sum(self.layers_per_stage[:stage])
+        return range(begin, begin + self.layers_per_stage[stage])
+
     def rows(self) -> np.ndarray:
         """Return the layer of every row, shape [R * V * K]."""
-        begins = np.cumsum((0, *self.layers_per_stage))
-        found = np.zeros((self.schedule.num_ranks, self.schedule.stages_per_rank, self.longest), int)
-        for rank in range(self.schedule.num_ranks):
-            for chunk, stage in enumerate(self.schedule.stages_of(rank)):
-                # A stage without layers has the row of a neighbour's.
-                last = max(begins[stage + 1] - 1, 0)
-                found[rank, chunk] = np.minimum(begins[stage] + np.arange(self.longest), last)
-        return found.reshape(-1)
+        found: list[np.ndarray] = []
+        for stage in self._stages():
+            layers = self.layers_of(stage)
+            # A stage without layers has the row of a neighbour's.
+            found.append(np.minimum(layers.start + np.arange(self.longest), max(layers.stop - 1, 0)))
+        return np.concatenate(found)
 
     def positions(self) -> np.ndarray:
         """Return the row of every layer, shape [L]."""
-        begins = np.cumsum((0, *self.layers_per_stage))
         found = np.zeros(self.num_layers, int)
-        for rank in range(self.schedule.num_ranks):
-            for chunk, stage in enumerate(self.schedule.stages_of(rank)):
-                row = (rank * self.schedule.stages_per_rank + chunk) * self.longest
-                number = self.layers_per_stage[stage]
-                found[begins[stage] : begins[stage + 1]] = row + np.arange(number)
+        for number, stage in enumerate(self._stages()):
+            layers = self.layers_of(stage)
+            found[layers.start : layers.stop] = number * self.longest + np.arange(len(layers))
         return found
+
+    def _stages(self) -> list[int]:
+        """List the stages in the order of their rows."""
+        return [stage for rank in range(self.schedule.num_ranks) for stage in self.schedule.stages_of(rank)]
 
     def arrange(self, layers: Tree, mesh: Any, axis: str) -> Tree:
         """Stacked layers in the order of ranks; see `Pipeline.arrange`."""

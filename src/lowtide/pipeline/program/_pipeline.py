@@ -21,6 +21,7 @@ from ...core import (
     Tree,
     Where,
     check_differentiable,
+    combine,
     fractions,
     leaves_with_paths,
     microbatch_weights,
@@ -161,13 +162,11 @@ class Pipeline:
         plan, trainable, frozen = self._prepared(outer, layers)
         check_differentiable(trainable)
         self._refuse_undivided(batch)
-        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
         with _saying_what_there_is(outer=outer, batch=batch):
             batches, weights = self._microbatches(batch, self.schedule.num_microbatches)
             program = self._program(plan, trainable, frozen, batches)
-            loss, metrics, grads = self._mapped(
-                program.gradients, (places, places), (PartitionSpec(), PartitionSpec(), places)
-            )(trainable, frozen, batches, fractions(weights))
+            run = self._mapped(program.gradients, (PartitionSpec(), PartitionSpec(), self._weight_specs))
+            loss, metrics, grads = run(trainable, frozen, batches, fractions(weights))
         grads = jax.tree.map(lambda total, leaf: total.astype(leaf.dtype), grads, trainable)
         of_layers = grads["layers"]
         of_layers = plan.cleared(of_layers) if self.arranged else plan.restore(of_layers, self.mesh, self.axis)
@@ -202,8 +201,7 @@ class Pipeline:
         batches, weights = self._microbatches(batch, number, first)
         program = self._program(plan, trainable, frozen, batches)
         program = dataclasses.replace(program, schedule=self.schedule.truncated(number))
-        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
-        run = self._mapped(program.evaluate, (places, places), (PartitionSpec(), PartitionSpec()))
+        run = self._mapped(program.evaluate, PartitionSpec())
         total = jnp.float32(rows.stop - rows.start) if self.weight is None else jnp.sum(weights)
         return run(trainable, frozen, batches, fractions(weights)), total
 
@@ -242,14 +240,11 @@ class Pipeline:
         def run(*arguments: Any) -> None:
             found.append(program.held(*arguments))
 
-        places = {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
         with _saying_what_there_is(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
             program = self._program(plan, trainable, frozen, batches)
-            jax.eval_shape(
-                self._mapped(run, (places, places), PartitionSpec()), trainable, frozen, batches, loss_weights
-            )
+            jax.eval_shape(self._mapped(run, PartitionSpec()), trainable, frozen, batches, loss_weights)
         rows = next((leaf.shape[1] for leaf in jax.tree.leaves(batches) if len(leaf.shape) > 1), 0)
         return stage_report(
             found[0],
@@ -329,17 +324,14 @@ class Pipeline:
                     got=type(leaf).__name__,
                     hint="let the functions of the stack read it from elsewhere",
                 )
-        rows = num_layers(layers)
-        plan = self.layout(self._num_layers(rows) if self.arranged else rows)
+        rows, lengths = num_layers(layers), self.layers_per_stage if self.arranged else None
+        # Of arranged layers all rows are layers, unless stages are uneven, of which the lengths are known.
+        plan = self.layout(rows if lengths is None else sum(lengths))
         if self.arranged:
             _refuse_other_rows(layers, plan)
         else:
             layers = plan.arrange(layers, self.mesh, self.axis)
         return plan, *partition({"outer": outer, "layers": layers}, self.wrt)
-
-    def _num_layers(self, rows: int) -> int:
-        """Layers of an arranged stack: all rows, unless stages are uneven, of which the lengths are known."""
-        return rows if self.layers_per_stage is None else sum(self.layers_per_stage)
 
     def _program(self, plan: Layout, trainable: Tree, frozen: Tree, batches: Tree) -> Program:
         def shapes(tree: Tree) -> Tree:
@@ -358,11 +350,15 @@ class Pipeline:
             platform=_platform(self.mesh),
         )
 
-    def _mapped(self, program: Callable[..., Any], places: tuple[Any, ...], results: Any) -> Callable[..., Any]:
+    @property
+    def _weight_specs(self) -> dict[str, PartitionSpec]:
+        return {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
+
+    def _mapped(self, program: Callable[..., Any], results: Any) -> Callable[..., Any]:
         mapped = jax.shard_map(
             program,
             mesh=self.mesh,
-            in_specs=(*places, PartitionSpec(), PartitionSpec()),
+            in_specs=(self._weight_specs, self._weight_specs, PartitionSpec(), PartitionSpec()),
             out_specs=results,
             axis_names={self.axis},
             check_vma=False,
@@ -379,18 +375,12 @@ class Pipeline:
     def _microbatches(self, batch: Tree, number: int, first: int = 0) -> tuple[Tree, Any]:
         """Return the microbatches and what each weighs; keys are those from the `first` on."""
         batches = split_batch(jax.tree.map(lambda leaf: None if _is_key(leaf) else leaf, batch), number)
-        keys = jax.tree.map(
-            lambda leaf: (
-                jax.vmap(functools.partial(jax.random.fold_in, leaf))(first + jnp.arange(number))
-                if _is_key(leaf)
-                else None
-            ),
-            batch,
-        )
-        batches = jax.tree.map(self._divided, batches)
-        batches = jax.tree.map(
-            lambda leaf, key: key if leaf is None else leaf, batches, keys, is_leaf=lambda x: x is None
-        )
+
+        def keys(leaf: Any) -> Any:
+            return jax.vmap(functools.partial(jax.random.fold_in, leaf))(first + jnp.arange(number))
+
+        of_keys = jax.tree.map(lambda leaf: keys(leaf) if _is_key(leaf) else None, batch)
+        batches = combine(jax.tree.map(self._divided, batches), of_keys)
         return batches, microbatch_weights(self.weight, batches, number).astype(jnp.float32)
 
 

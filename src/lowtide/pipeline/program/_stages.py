@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
 from ...core import Tree, format_bytes
@@ -114,13 +113,7 @@ class StageReport:
 
     def _arithmetic(self) -> Table:
         """Draw a row for each function of the stack."""
-        from rich.table import Table
-
-        title = "FLOPs of one microbatch"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("")
-        for name in ("F", "I", "W", "--costs"):
-            table.add_column(name, justify="right")
+        table = _table("FLOPs of one microbatch", [""], ["F", "I", "W", "--costs"])
         for name, part in self.flops.items():
             counts = (_short(count) for count in (part.forward, part.input, part.weight))
             is_stage = name == "blocks"
@@ -129,15 +122,8 @@ class StageReport:
 
     def _bytes(self) -> Table:
         """Draw a row for each rank, what all have, and the sum."""
-        from rich.table import Table
-
         title = f"{self.name}, {self.num_microbatches} microbatches: bytes of one device"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("rank")
-        table.add_column("stages")
-        table.add_column("layers")
-        for name in ("weights", "gradients", "waiting"):
-            table.add_column(name, justify="right")
+        table = _table(title, ["rank", "stages", "layers"], ["weights", "gradients", "waiting"])
         for number, rank in enumerate(self.ranks):
             sizes = (rank.weight_bytes, rank.gradient_bytes, rank.waiting_bytes)
             table.add_row(str(number), _runs(rank.stages), _runs(rank.layers), *map(format_bytes, sizes))
@@ -188,17 +174,13 @@ def stage_report(
 
     def sizes(tree: Tree, *, is_gradient: bool = False) -> tuple[int, int]:
         """Of the outer leaves, and of one row of the layers."""
-        found = []
-        for name in ("outer", "layers"):
-            leaves = jax.tree.leaves(tree[name])
-            wide = [total_dtype(leaf.dtype).itemsize if is_gradient else None for leaf in leaves]
-            found.append(
-                sum(
-                    leaf.size * (size or leaf.dtype.itemsize) // _num_parts(leaf, axis)
-                    for leaf, size in zip(leaves, wide, strict=True)
-                )
-            )
-        return found[0], found[1] // plan.num_rows
+
+        def size(leaf: Any) -> int:
+            dtype = total_dtype(leaf.dtype) if is_gradient else leaf.dtype
+            return leaf.size * dtype.itemsize // _num_parts(leaf, axis)
+
+        outer, layers = (sum(map(size, jax.tree.leaves(tree[name]))) for name in ("outer", "layers"))
+        return outer, layers // plan.num_rows
 
     def room(shape: tuple[int, ...], dtype: Any) -> int:
         parts = num_parts if rows % num_parts == 0 and rows in shape[1:] else 1
@@ -212,18 +194,17 @@ def stage_report(
     messages = sum(room(shape, dtype) for shape, dtype in held.messages)
     weights = [a + b for a, b in zip(sizes(trainable), sizes(frozen), strict=True)]
     gradients = sizes(trainable, is_gradient=True)
-    begins = np.cumsum((0, *plan.layers_per_stage)).tolist()
+    on_device = {name: size for name, size in kept.items() if "/host/" not in name}
     ranks = []
     for rank in range(schedule.num_ranks):
         stages = schedule.stages_of(rank)
-        layers = [layer for stage in stages for layer in range(begins[stage], begins[stage + 1])]
-        on_device = {name: size for name, size in kept.items() if "/host/" not in name}
+        layers = tuple(layer for stage in stages for layer in plan.layers_of(stage))
         waiting = sum(size * held.used[name][rank] // max(held.used[name]) for name, size in on_device.items())
         waiting += messages * held.used["messages"][rank] // max(1, *held.used["messages"])
         ranks.append(
             RankBytes(
                 stages=stages,
-                layers=tuple(layers),
+                layers=layers,
                 weight_bytes=weights[0] + weights[1] * len(layers),
                 gradient_bytes=gradients[0] + gradients[1] * len(layers),
                 waiting_bytes=waiting,
@@ -243,6 +224,16 @@ def stage_report(
         is_split=schedule.is_split,
         memory=memory,
     )
+
+
+def _table(title: str, texts: Sequence[str], figures: Sequence[str]) -> Table:
+    """Make a table with columns of text, and of figures to the right of them."""
+    from rich.table import Table
+
+    table = Table(*texts, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for name in figures:
+        table.add_column(name, justify="right")
+    return table
 
 
 def _short(count: int) -> str:

@@ -10,14 +10,14 @@ schedule with as many stages a rank is better.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ...core import ScheduleError
 from ._actions import Action, Kind
-from ._costs import Costs, at
+from ._costs import Costs
+from ._listing import ListScheduler
 from ._named import placed
-from ._schedule import Order, Schedule, gives, needs
+from ._schedule import Order, Schedule
 from ._simulate import simulate
 
 Maker = Callable[[int], Schedule]
@@ -75,9 +75,7 @@ def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[fl
     """Makers of greedy schedules."""
     for is_v in (False, True)[: 2 if chunks > 1 else 1]:
         placement = placed(num_ranks, chunks, is_v=is_v)
-        each = [0.0] * num_ranks
-        for stage, rank in enumerate(placement):
-            each[rank] += at(costs.input_residuals, stage) + at(costs.weight_residuals, stage)
+        each = costs.by_rank(placement)
         # The last begins a microbatch where all its passes have room, so that it gets on with the room for one.
         for begun in (num_ranks, num_ranks + 1, 3 * num_ranks // 2, 2 * num_ranks - 1, 2 * num_ranks, math.inf, None):
             most = begun or math.inf
@@ -97,7 +95,7 @@ def greedy_orders(num_ranks: int, chunks: int, costs: Costs, limits: Sequence[fl
 
 
 class _Greedy:
-    """Ranks in mid-run.
+    """Ranks that choose what to do next.
 
     Args:
         placement: rank of each stage.
@@ -116,46 +114,27 @@ class _Greedy:
         limits: Sequence[float],
         whole: Sequence[float] | None,
     ) -> None:
-        self.whole = whole
         self.placement, self.number, self.costs, self.limits = placement, num_microbatches, costs, limits
-        num_ranks = len(limits)
-        self.stages = [[s for s, where in enumerate(placement) if where == rank] for rank in range(num_ranks)]
+        self.whole = whole
+        self.stages = [[s for s, where in enumerate(placement) if where == rank] for rank in range(len(limits))]
         self.next = {(kind, stage): 0 for kind in (Kind.FORWARD, Kind.INPUT) for stage in range(len(placement))}
-        self.waiting: list[deque[Action]] = [deque() for _ in range(num_ranks)]
-        self.time, self.memory = [0.0] * num_ranks, [0.0] * num_ranks
-        self.done: list[list[Action]] = [[] for _ in range(num_ranks)]
-        self.ends: dict[tuple[Kind, int, int], float] = {}
+        self.ranks = ListScheduler(len(limits), placement, costs, self._change)
 
     def run(self) -> tuple[Order, ...]:
         """All actions of all ranks, in the order in which they are decided."""
-        total = 3 * self.number
-        while active := [r for r, done in enumerate(self.done) if len(done) < total * len(self.stages[r])]:
-            # What is decided later can end no earlier than the earliest rank's time.
-            if not any(self._advance(rank) for rank in sorted(active, key=lambda rank: self.time[rank])):
-                raise ScheduleError("a greedy schedule stands still within its memory", hint="raise memory_limit")
-        return tuple(tuple(done) for done in self.done)
+        orders = self.ranks.run(self._choose, self._count)
+        if sum(map(len, orders)) < 3 * self.number * len(self.placement):
+            raise ScheduleError("a greedy schedule stands still within its memory", hint="raise memory_limit")
+        return orders
 
-    def _advance(self, rank: int) -> bool:
-        """Let a rank do something; whether it could."""
-        now = self.time[rank]
-        ready, _, action = min(self._candidates(rank), default=(math.inf, 0, None))
-        waiting = self.waiting[rank]
-        # Worth it when less than half of the weight pass would be waited for.
-        if waiting and (action is None or ready - now > self.costs.of(waiting[0]) / 2 + 1e-9):
-            action, ready = waiting.popleft(), now
-        elif action is None or ready == math.inf:
-            return False
-        else:
-            self.next[action.kind, action.stage] += 1
-        self.time[rank] = max(now, ready) + self.costs.of(action)
-        self.memory[rank] += self._kept(action)
-        self.done[rank].append(action)
-        self.ends[gives(action)] = self.time[rank]
-        if action.kind is Kind.INPUT:
-            waiting.append(action._replace(kind=Kind.WEIGHT))
-        return True
+    def _choose(self, rank: int) -> Action | None:
+        return min(self._candidates(rank), default=(0.0, 0, None))[-1]
 
-    def _kept(self, action: Action) -> float:
+    def _count(self, _: int, action: Action) -> None:
+        self.next[action.kind, action.stage] += 1
+
+    def _change(self, action: Action) -> float:
+        """How much memory an action takes, or frees where it is negative."""
         if self.whole is None or action.kind is not Kind.FORWARD:
             return self.costs.kept(action)
         rank = self.placement[action.stage]
@@ -168,16 +147,8 @@ class _Greedy:
                 action = Action(stage, kind, self.next[kind, stage])
                 if action.microbatch == self.number:
                     continue
-                if kind is Kind.FORWARD and self.memory[rank] + self._kept(action) > self.limits[rank] + 1e-9:
+                if kind is Kind.FORWARD and self.ranks.memory[rank] + self._change(action) > self.limits[rank] + 1e-9:
                     continue
                 # Input passes come first, of the earliest stage; forward passes of the latest.
                 urgency = stage if kind is Kind.INPUT else 2 * len(self.placement) - stage
-                yield max(self._ready(action), self.time[rank]), urgency, action
-
-    def _ready(self, action: Action) -> float:
-        times = [0.0]
-        for kind, stage in needs(action, len(self.placement)):
-            is_here = self.placement[stage] == self.placement[action.stage]
-            end = self.ends.get((kind, stage, action.microbatch), math.inf)
-            times.append(end + (0.0 if is_here else self.costs.communication))
-        return max(times)
+                yield max(self.ranks.ready(action), self.ranks.time[rank]), urgency, action

@@ -80,6 +80,13 @@ class Costs:
         freed = {Kind.INPUT: -of_input, Kind.WEIGHT: -of_weight, Kind.BACKWARD: -of_input - of_weight}
         return freed.get(action.kind, of_input + of_weight)
 
+    def by_rank(self, placement: Sequence[int], num_microbatches: float = 1) -> list[float]:
+        """Memory of each rank for what forward passes of so many microbatches leave behind."""
+        found = [0.0] * (1 + max(placement))
+        for stage, rank in enumerate(placement):
+            found[rank] += num_microbatches * self.kept(Action(stage, Kind.FORWARD, 0))
+        return found
+
 
 def at(cost: float | Sequence[float], stage: int) -> float:
     """Return the cost of one stage."""

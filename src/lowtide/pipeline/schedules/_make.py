@@ -14,7 +14,7 @@ from typing import Any
 
 from ...core import ConfigError, ScheduleError, is_count
 from ._auto import best, greedy_orders
-from ._costs import Costs, at
+from ._costs import Costs
 from ._listing import place_weights
 from ._named import NAMED, Named, placed
 from ._schedule import Schedule
@@ -236,11 +236,7 @@ def _limits(
         return given
     if named.limit is None:
         return [math.inf] * num_ranks
-    microbatches = named.limit(num_ranks, chunks)
-    found = [0.0] * num_ranks
-    for stage, rank in enumerate(placement):
-        found[rank] += microbatches * (at(costs.input_residuals, stage) + at(costs.weight_residuals, stage))
-    return found
+    return costs.by_rank(placement, named.limit(num_ranks, chunks))
 
 
 def _refuse_too_much(made: Schedule, costs: Costs, limits: Sequence[float]) -> None:

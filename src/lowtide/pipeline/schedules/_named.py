@@ -57,19 +57,6 @@ def _one_by_one(forwards: Sequence[Action], inputs: Sequence[Action], ahead: int
     return order
 
 
-def _gpipe(num_ranks: int, _: int, num: int) -> Orders:
-    return [[Action(r, kind, m) for kind in (_F, _B) for m in range(num)] for r in range(num_ranks)]
-
-
-def _linear(ahead: Callable[[int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
-    def orders(num_ranks: int, _: int, num: int) -> Orders:
-        forwards = [[Action(rank, _F, m) for m in range(num)] for rank in range(num_ranks)]
-        backwards = [[Action(rank, kind, m) for m in range(num)] for rank in range(num_ranks)]
-        return [_one_by_one(forwards[rank], backwards[rank], ahead(num_ranks, rank)) for rank in range(num_ranks)]
-
-    return orders
-
-
 def _breadth_first(num_ranks: int, chunks: int, num: int) -> Orders:
     up = range(chunks)
     return [
@@ -80,7 +67,13 @@ def _breadth_first(num_ranks: int, chunks: int, num: int) -> Orders:
 
 
 def _interleaved(ahead: Callable[[int, int, int], int], kind: Kind) -> Callable[[int, int, int], Orders]:
-    """Make groups of R microbatches, which pass all chunks of a rank before the next group does."""
+    """Make groups of R microbatches, which pass all chunks of a rank before the next group does.
+
+    Args:
+        ahead: of R, V and a rank, how many forward passes come before its first backward pass. With one chunk it is
+            the order of 1F1B.
+        kind: of the backward passes.
+    """
 
     def orders(num_ranks: int, chunks: int, num: int) -> Orders:
         groups = range(0, num, num_ranks)
@@ -208,13 +201,15 @@ def _only(orders: Callable[[int, int, int], Orders]) -> Callable[[int, int, int]
 
 
 NAMED: dict[str, Named] = {
-    "gpipe": Named(orders=_only(_gpipe), is_open=False),
-    "1f1b": Named(orders=_only(_linear(lambda ranks, rank: ranks - 1 - rank, _B)), is_open=False),
+    "gpipe": Named(orders=_only(_breadth_first), is_open=False),
+    "1f1b": Named(orders=_only(_interleaved(lambda ranks, v, rank: ranks - 1 - rank, _B)), is_open=False),
     "zb-h1": Named(
-        orders=_only(_linear(lambda ranks, rank: ranks - 1 - rank, _I)), is_open=True, limit=lambda ranks, _: ranks
+        orders=_only(_interleaved(lambda ranks, v, rank: ranks - 1 - rank, _I)),
+        is_open=True,
+        limit=lambda ranks, _: ranks,
     ),
     "zb-h2": Named(
-        orders=_only(_linear(lambda ranks, rank: 2 * (ranks - 1 - rank), _I)),
+        orders=_only(_interleaved(lambda ranks, v, rank: 2 * (ranks - 1 - rank), _I)),
         is_open=True,
         limit=lambda ranks, _: 2 * ranks - 1,
     ),
@@ -228,7 +223,7 @@ NAMED: dict[str, Named] = {
         orders=_only(_interleaved(lambda ranks, v, rank: ranks - 1 - rank + (v - 1) * ranks, _I)),
         is_open=True,
         chunks=(),
-        limit=lambda ranks, v: ((v - 1) * ranks + ranks) / v,
+        limit=lambda ranks, _: ranks,
     ),
     "zb-v": Named(orders=_only(_zb_v), is_open=True, is_v=True, chunks=(2,), limit=lambda ranks, _: ranks),
     "dualpipe-v": Named(orders=_only(_dualpipe_v), is_open=False, is_v=True, chunks=(2,)),

@@ -9,13 +9,16 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...core import ConfigError, ScheduleError, write_files
 from ._actions import Action, Kind, parse_actions
 
 Order = tuple[Action, ...]
+Ends = dict[tuple[Kind, int, int], float]
+"""When actions have ended, under what `gives` returns."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +173,46 @@ def gives(action: Action) -> tuple[Kind, int, int]:
     return kind, action.stage, action.microbatch
 
 
+def read_by(action: Action, num_stages: int) -> tuple[Kind, int] | None:
+    """Return the kind and the stage of what is given an action's result; None when it stays where it is.
+
+    The last stage's backward pass is given the activations of its own forward pass: the loss is taken there.
+    """
+    if action.kind is Kind.FORWARD:
+        is_last = action.stage + 1 == num_stages
+        return (Kind.INPUT, action.stage) if is_last else (Kind.FORWARD, action.stage + 1)
+    return None if action.kind is Kind.WEIGHT or not action.stage else (Kind.INPUT, action.stage - 1)
+
+
+def ready(action: Action, placement: Sequence[int], ends: Ends, communication: float = 0.0) -> float:
+    """When what an action needs is on its rank; infinite when that is not known yet."""
+    begin = 0.0
+    for kind, stage in needs(action, len(placement)):
+        away = communication if placement[stage] != placement[action.stage] else 0.0
+        begin = max(begin, ends.get((kind, stage, action.microbatch), math.inf) + away)
+    return begin
+
+
+def sweep(orders: Sequence[Order], run: Callable[[int, Action], bool]) -> list[int]:
+    """Try each rank's next action, rank by rank, until none can run.
+
+    Args:
+        orders: of each rank.
+        run: ``run(rank, action)``: whether the action could run.
+
+    Returns:
+        How many actions of each rank have run.
+    """
+    counts, advanced = [0] * len(orders), True
+    while advanced:
+        advanced = False
+        for rank, order in enumerate(orders):
+            while counts[rank] < len(order) and run(rank, order[counts[rank]]):
+                counts[rank] += 1
+                advanced = True
+    return counts
+
+
 def validate(schedule: Schedule) -> None:
     """Raise unless every stage sees every microbatch once each way, where it is, and no rank waits for ever.
 
@@ -179,22 +222,15 @@ def validate(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1 or not schedule.placement:
         raise ScheduleError(f"{schedule.name}: nothing to do", expected="at least one stage and one microbatch")
     _refuse_unplaced(schedule)
-    done: set[tuple[Kind, int, int]] = set()
-    at = [0] * schedule.num_ranks
-    advanced = True
-    while advanced:
-        advanced = False
-        for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order):
-                action = order[at[rank]]
-                if any(
-                    (kind, stage, action.microbatch) not in done
-                    for kind, stage in needs(action, len(schedule.placement))
-                ):
-                    break
-                done.add(gives(action))
-                at[rank] += 1
-                advanced = True
+    done: Ends = {}
+
+    def run(_: int, action: Action) -> bool:
+        if ready(action, schedule.placement, done) == math.inf:
+            return False
+        done[gives(action)] = 0.0
+        return True
+
+    at = sweep(schedule.orders, run)
     waiting = {rank: order[at[rank]] for rank, order in enumerate(schedule.orders) if at[rank] < len(order)}
     for rank, action in waiting.items():
         missing = [

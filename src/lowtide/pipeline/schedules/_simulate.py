@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ...core import ConfigError, write_files
 from . import _views as views
 from ._actions import Action, Kind
 from ._costs import Costs
-from ._schedule import Schedule, gives, needs
+from ._schedule import Ends, Schedule, gives, read_by, ready, sweep
 from ._timeline import Timeline
 
 
@@ -119,26 +119,26 @@ _Times = list[list[float]]
 def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, None]:
     starts: _Times = [[] for _ in schedule.orders]
     ends: _Times = [[] for _ in schedule.orders]
-    done: dict[tuple[Kind, int, int], float] = {}
+    done: Ends = {}
 
     def run(rank: int, action: Action) -> bool:
-        ready = _ready(schedule, action, done, costs.communication)
-        if ready == math.inf:
+        begin = ready(action, schedule.placement, done, costs.communication)
+        if begin == math.inf:
             return False
-        starts[rank].append(max([ready, *ends[rank][-1:]]))
+        starts[rank].append(max([begin, *ends[rank][-1:]]))
         ends[rank].append(starts[rank][-1] + costs.of(action))
         done[gives(action)] = ends[rank][-1]
         return True
 
-    _sweep(schedule, run)
+    sweep(schedule.orders, run)
     return starts, ends, None
 
 
 def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
     starts: _Times = [[] for _ in schedule.orders]
     ends: _Times = [[] for _ in schedule.orders]
-    now, begun = 0.0, 0
-    for tick in ticks(schedule):
+    now, table = 0.0, ticks(schedule)
+    for tick in table:
         actions = [(rank, action) for rank, action in enumerate(tick) if action is not None]
         sends = any(sends_on(schedule, action) for _, action in actions)
         length = max(costs.of(action) for _, action in actions)
@@ -146,8 +146,7 @@ def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
             starts[rank].append(now)
             ends[rank].append(now + length)
         now += length + costs.communication * sends
-        begun += 1
-    return starts, ends, begun
+    return starts, ends, len(table)
 
 
 def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Action | None, ...]]:
@@ -160,7 +159,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Actio
         forward_only: whether to leave the backward pass out, as an evaluation does.
     """
     table: list[tuple[Action | None, ...]] = []
-    done: dict[tuple[Kind, int, int], float] = {}
+    done: Ends = {}
     left = [
         [action for action in reversed(order) if not forward_only or action.kind is Kind.FORWARD]
         for order in schedule.orders
@@ -169,7 +168,7 @@ def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Actio
         row: list[Action | None] = []
         for order in left:
             action = order[-1] if order else None
-            row.append(action if action and _ready(schedule, action, done, 0.0) < math.inf else None)
+            row.append(action if action and ready(action, schedule.placement, done) < math.inf else None)
         for order, action in zip(left, row, strict=True):
             if action is not None:
                 order.pop()
@@ -181,27 +180,8 @@ def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Actio
 
 def sends_on(schedule: Schedule, action: Action) -> bool:
     """Whether the result of an action goes to another rank."""
-    if action.kind is Kind.WEIGHT:
-        return False
-    to = action.stage + (1 if action.kind is Kind.FORWARD else -1)
-    return 0 <= to < schedule.num_stages and schedule.placement[to] != schedule.placement[action.stage]
-
-
-def _ready(schedule: Schedule, action: Action, done: dict[tuple[Kind, int, int], float], communication: float) -> float:
-    times = [0.0]
-    for kind, stage in needs(action, schedule.num_stages):
-        away = communication if schedule.placement[stage] != schedule.placement[action.stage] else 0.0
-        times.append(done.get((kind, stage, action.microbatch), math.inf) + away)
-    return max(times)
-
-
-def _sweep(schedule: Schedule, run: Callable[[int, Action], bool]) -> None:
-    """Try each rank's next action until all have run."""
-    at = [0] * schedule.num_ranks
-    while any(at[rank] < len(order) for rank, order in enumerate(schedule.orders)):
-        for rank, order in enumerate(schedule.orders):
-            while at[rank] < len(order) and run(rank, order[at[rank]]):
-                at[rank] += 1
+    reader = read_by(action, schedule.num_stages)
+    return reader is not None and schedule.placement[reader[1]] != schedule.placement[action.stage]
 
 
 def _peak(order: tuple[Action, ...], costs: Costs) -> float:

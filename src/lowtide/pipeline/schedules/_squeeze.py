@@ -59,8 +59,8 @@ def _squeeze(ranks: Sequence[Slots], may_move: Callable[[int], bool]) -> None:
         may_move: of a slot, whether what is in it may.
     """
     num_stages = 1 + max(action.stage for slots in ranks for action in slots)
-    kept = [_kept(slots) for slots in ranks]
-    most = [max(one) for one in kept]
+    held = [_residual_counts(slots) for slots in ranks]
+    most = [max(one) for one in held]
     taken = [set(slots.values()) for slots in ranks]
     done = {gives(action): at for slots in ranks for action, at in slots.items()}
     for at, rank, action in sorted(
@@ -73,10 +73,10 @@ def _squeeze(ranks: Sequence[Slots], may_move: Callable[[int], bool]) -> None:
         before.append(done.get((kind, stage, microbatch - 1), -1))  # microbatches keep their order
         change = _LEFT.get(kind, 0)
         for slot in range(max(before) + 1, at):
-            if slot not in taken[rank] and (change <= 0 or max(kept[rank][slot:at]) + change <= most[rank]):
+            if slot not in taken[rank] and (change <= 0 or max(held[rank][slot:at]) + change <= most[rank]):
                 taken[rank].remove(at)
                 taken[rank].add(slot)
-                kept[rank][slot:at] = [held + change for held in kept[rank][slot:at]]
+                held[rank][slot:at] = [number + change for number in held[rank][slot:at]]
                 ranks[rank][action] = done[gives(action)] = slot
                 break
 
@@ -85,7 +85,7 @@ _LEFT = {Kind.FORWARD: 1, Kind.WEIGHT: -1}
 """Residuals that a pass leaves."""
 
 
-def _kept(slots: Slots) -> list[int]:
-    """Return what a rank keeps after every slot."""
+def _residual_counts(slots: Slots) -> list[int]:
+    """Return of how many passes a rank holds residuals after every slot."""
     left = {at: _LEFT.get(action.kind, 0) for action, at in slots.items()}
     return list(itertools.accumulate(left.get(at, 0) for at in range(max(left) + 1)))

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...core import ScheduleError
 from ._actions import Action, Kind
-from ._schedule import Schedule
+from ._schedule import Schedule, read_by
 from ._simulate import ticks
 
 COLUMNS = (
@@ -177,19 +177,11 @@ def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
 
 
 def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
-    """Return what a stage gets from its neighbours, at the end of the tick in which it is made.
-
-    The last stage's backward pass gets the activations of its own forward pass: the loss is taken there.
-    """
-    for (stage, kind, microbatch), end in when.items():
-        source = {"F": stage - 1, "I": stage + 1}.get(kind, -1)
-        if source == schedule.num_stages:
-            source, made = stage, "F"
-        else:
-            made = kind
-        if source >= 0:
-            begin = when[source, made, microbatch]
-            yield _Life(begin, end, schedule.placement[stage], (stage, kind, microbatch))
+    """Return what a stage gets from its neighbours, at the end of the tick in which it is made."""
+    for (stage, kind, microbatch), begin in when.items():
+        sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
+        if sent in when:
+            yield _Life(begin, when[sent], schedule.placement[sent[0]], sent)
 
 
 def _waiting_slots(
@@ -212,14 +204,9 @@ def _waiting_slots(
 
 
 def _sent(schedule: Schedule, action: Action) -> _Key:
-    """For whom the result of an action is: a stage, its pass and the microbatch; of a weight pass, nobody."""
-    if action.kind is Kind.WEIGHT:
-        return action.stage, "", action.microbatch
-    if action.kind is not Kind.FORWARD:
-        return action.stage - 1, "I", action.microbatch
-    if action.stage + 1 == schedule.num_stages:
-        return action.stage, "I", action.microbatch
-    return action.stage + 1, "F", action.microbatch
+    """For whom the result of an action is: a stage, its pass and the microbatch; no pass where it is for nobody."""
+    kind, stage = read_by(action, schedule.num_stages) or ("", action.stage)
+    return stage, kind, action.microbatch
 
 
 def _refuse_far(schedule: Schedule) -> None:

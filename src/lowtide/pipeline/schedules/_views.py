@@ -87,8 +87,6 @@ def picture(simulation: Timeline, form: str) -> bytes:
         ConfigError: when matplotlib is not installed.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("pictures need matplotlib", hint='pip install "lowtide[report]"') from error
@@ -96,7 +94,6 @@ def picture(simulation: Timeline, form: str) -> bytes:
     num_ranks = simulation.schedule.num_ranks
     heights = [max(0.38 * num_ranks, 1.6), 1.6]
     figure = Figure(figsize=(16, sum(heights) + 1.6), dpi=100, facecolor="white", layout="constrained")
-    FigureCanvasSVG(figure) if form == "svg" else FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=heights)
     _draw_actions(upper, simulation)
     _draw_memory(lower, simulation)

@@ -34,7 +34,7 @@ class Pass(enum.IntEnum):
 
 
 class Source(enum.Enum):
-    """What an input of the graph is; its value is the pass that it comes with."""
+    """What an input of the graph is."""
 
     WEIGHT = enum.auto()
     BATCH = enum.auto()
@@ -119,15 +119,13 @@ class Reach:
             of_weights = self._carries_of_weights(item)
             for carry in item.carries:
                 self.nodes.append(carry)
-                for value in (carry.inside, carry.final):
-                    self.producer[value] = carry
-                    if carry in of_weights:
-                        self.of_weights.add(value)
+                self.producer.update(dict.fromkeys(carry.results, carry))
+                self.of_weights.update(carry.results if carry in of_weights else [])
             self._walk(item.body)
-            for value in _stacked(item):
-                self._alias(value.stack, value)
+            for value, stack in _stacked(item):
+                self._alias(stack, value)
 
-    def _alias(self, value: Any, of: Atom) -> None:
+    def _alias(self, value: Value, of: Atom) -> None:
         """Another view of the same memory."""
         if not isinstance(of, Value):
             return
@@ -139,11 +137,10 @@ class Reach:
 
     def _operation(self, op: Op) -> None:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
-        results = [value for value in op.gives if value is not None]
-        is_light = not (op.is_heavy or op.has_effects) and not any(value.stack for value in results)
+        is_light = not (op.is_heavy or op.has_effects) and not any(value.stack for value in op.results)
         is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
         if is_light and (is_view or all(value in self.of_batch or self._is_constant(value) for value in reads)):
-            for value in results:
+            for value in op.results:
                 self.free[value] = op
                 if is_view and reads:
                     self.of_weights.add(value)
@@ -151,10 +148,9 @@ class Reach:
                     self.of_batch.add(value)
             return
         self.nodes.append(op)
-        for value in results:
-            self.producer[value] = op
-            if all(read in self.of_weights or self._is_constant(read) for read in reads):
-                self.of_weights.add(value)
+        self.producer.update(dict.fromkeys(op.results, op))
+        if all(map(self._is_of_weights, reads)):
+            self.of_weights.update(op.results)
 
     def _is_constant(self, value: Value) -> bool:
         """Whether it is made of literals alone."""
@@ -178,7 +174,7 @@ class Reach:
         return not isinstance(atom, Value) or atom in self.of_weights or self._is_constant(atom)
 
     def _step_is_of_weights(self, loop: Loop, atom: Atom, inside: set[Value]) -> bool:
-        made = {value: item for item in loop.body if isinstance(item, Op) for value in item.gives if value is not None}
+        made = {value: item for item in loop.body if isinstance(item, Op) for value in item.results}
         waiting, seen = [atom], set[Value]()
         while waiting:
             one = waiting.pop()
@@ -192,11 +188,7 @@ class Reach:
 
     def reads(self, node: Node) -> Iterator[Value]:
         """Return what a node reads, through what is free."""
-        waiting: list[Atom] = []
-        if isinstance(node, Op | Sink):
-            waiting += node.reads
-        elif isinstance(node, Carry):
-            waiting += [node.init, node.after]
+        waiting: list[Atom] = [] if isinstance(node, Source) else [*node.reads]
         seen = set[Value]()
         while waiting:
             atom = waiting.pop()
@@ -221,25 +213,17 @@ class Reach:
         return seen
 
 
-def _stacked(loop: Loop) -> Iterator[Value]:
-    """Return the values of a loop's own body that are stacked outside of it."""
-    for carry in loop.carries:
-        if carry.inside.stack is not None:
-            yield carry.inside
+def _stacked(loop: Loop) -> list[tuple[Value, Value]]:
+    """Return the values of a loop's own body that are stacked outside of it, and their stacks."""
+    values = [carry.inside for carry in loop.carries]
     for item in loop.body:
         if isinstance(item, Op):
-            values = [value for value in item.gives if value is not None]
+            values += item.results
         else:
-            values = [carry.final for carry in item.carries] + [v.stack for v in _stacked(item) if v.stack is not None]
-        yield from (value for value in values if value.stack is not None)
+            values += [*(carry.final for carry in item.carries), *(stack for _, stack in _stacked(item))]
+    return [(value, value.stack) for value in values if value.stack is not None]
 
 
-_FIRST = {
-    Source.WEIGHT: Pass.HOISTED,
-    Source.BATCH: Pass.FORWARD,
-    Source.ACTIVATION: Pass.FORWARD,
-    Source.COTANGENT: Pass.INPUT,
-}
 _BOUNDS = (Pass.FORWARD, Pass.INPUT)
 """The passes after which something may have to be kept."""
 _ENDLESS = 2**30
@@ -261,8 +245,8 @@ class _Cut:
         from scipy.sparse import coo_array  # takes 0.4 s; `import lowtide` does not need it
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        self._bounds()
-        self._kept()
+        self._add_bounds()
+        self._add_residuals()
         # Capacities are 32-bit numbers there, and those of equal edges would add up beyond.
         begins, ends, capacities = np.array(list(dict.fromkeys(self.edges)), np.int64).T
         between = (begins.astype(np.int32), ends.astype(np.int32))  # SciPy 1.14 takes no others
@@ -285,7 +269,7 @@ class _Cut:
         """Where `begin` is on the near side, `end` is too."""
         self.edges.append((begin, end, _ENDLESS * 2**20))
 
-    def _bounds(self) -> None:
+    def _add_bounds(self) -> None:
         effects = self._effects()
         in_forward = [node for node, last in effects.items() if last is Pass.FORWARD]
         forward = self.reach.ancestors([*in_forward, *(sink for sink in self.sinks if sink.at is Pass.FORWARD)])
@@ -298,9 +282,9 @@ class _Cut:
         for node in self.nodes:
             first, last = Pass.HOISTED, Pass.WEIGHT
             if isinstance(node, Source):
-                first = last = max(_FIRST[node], Pass.FORWARD)
+                first = last = Pass.INPUT if node is Source.COTANGENT else Pass.FORWARD
             elif isinstance(node, Sink):
-                first, last = Pass.HOISTED if node.is_added else node.at, node.at
+                first, last = first if node.is_added else node.at, node.at
             elif isinstance(node, Op) and node.name == TO_HOST and node not in cotangent:
                 last = Pass.FORWARD  # what is offloaded leaves the device at once
             elif node in effects:
@@ -342,8 +326,8 @@ class _Cut:
             found |= self.reach.ancestors(self.reach.producer[value] for value in self.reach.reads(node))
         return found & set(back)
 
-    def _kept(self) -> None:
-        """Return what costs bytes when it is made before a bound and read after it."""
+    def _add_residuals(self) -> None:
+        """Add what costs bytes when it is made before a bound and read after it."""
         readers: dict[Value, set[Node]] = {}
         for node in self.nodes:
             if isinstance(node, Sink) and node.is_added:

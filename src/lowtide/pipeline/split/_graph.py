@@ -77,6 +77,11 @@ class Op:
     flops: int = 0
     """Of one iteration of the loop that it is in."""
 
+    @property
+    def results(self) -> list[Value]:
+        """Those that somebody reads."""
+        return [value for value in self.gives if value is not None]
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Carry:
@@ -89,6 +94,16 @@ class Carry:
     """At its end: a value inside."""
     final: Value
     """After the loop."""
+
+    @property
+    def reads(self) -> list[Atom]:
+        """What it is made of, before the loop and at the end of an iteration."""
+        return [self.init, self.after]
+
+    @property
+    def results(self) -> list[Value]:
+        """What is made of it, inside the loop and after it."""
+        return [self.inside, self.final]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -152,13 +167,13 @@ def lift(items: list[Op | Loop], given: set[Value]) -> None:
         given: the weights; what is made of them alone is added.
     """
 
-    def size(atoms: Sequence[Atom | None]) -> int:
-        return sum(math.prod(a.aval.shape) * a.aval.dtype.itemsize for a in atoms if isinstance(a, Value))
+    def size(values: Sequence[Value]) -> int:
+        return sum(math.prod(one.aval.shape) * one.aval.dtype.itemsize for one in values)
 
     def is_given(op: Op) -> bool:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
-        is_free = not op.has_effects and not any(value is not None and value.stack for value in op.gives)
-        return bool(reads) and is_free and all(value in given for value in reads) and size(op.gives) <= size(reads)
+        is_free = not op.has_effects and not any(value.stack for value in op.results)
+        return bool(reads) and is_free and all(value in given for value in reads) and size(op.results) <= size(reads)
 
     lifted: list[Op | Loop] = []
     for item in items:
@@ -167,10 +182,10 @@ def lift(items: list[Op | Loop], given: set[Value]) -> None:
             out = [op for op in item.body if isinstance(op, Op) and is_given(op)]
             item.body[:] = [one for one in item.body if one not in out]
             lifted += out
-            for value in (value for op in out for value in op.gives if value is not None):
+            for value in (value for op in out for value in op.results):
                 value.loop = item.loop
         elif is_given(item):
-            given.update(value for value in item.gives if value is not None)
+            given.update(item.results)
         lifted.append(item)
     items[:] = lifted
 
@@ -272,13 +287,8 @@ def _has_effects(eqn: Any) -> bool:
 
 def _name(eqn: Any) -> str:
     """Of the operation; `TO_HOST` for a copy into the host's memory."""
-    if eqn.primitive.name == "device_put" and all(_is_on_host(var.aval) for var in eqn.outvars):
-        return TO_HOST
-    return eqn.primitive.name
-
-
-def _is_on_host(aval: Any) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    spaces = {getattr(var.aval, "memory_space", None) for var in eqn.outvars}
+    return TO_HOST if eqn.primitive.name == "device_put" and spaces <= {jax.memory.Space.Host} else eqn.primitive.name
 
 
 def _has_shardings(eqn: Any) -> bool:

@@ -198,7 +198,7 @@ def _two(op: Op, early: list[int], late: list[int], sources: list[Source]) -> tu
             _mapped(half[0], params, ins, outs, lefts, is_first=ins is of_early)
             for half, ins, outs in zip(halves, (of_early, of_late), (early, late), strict=True)
         )
-    loop = next(value.loop for value in op.gives if value is not None)
+    loop = op.results[0].loop
     sizes = {} if is_cond else params["mesh"].shape
     waiting: list[Value] = []
     for one in lefts:

@@ -18,7 +18,7 @@ from jax.extend import core as jex
 from ...core import tile_axes
 from ...core._compat import laid_out
 from ._cut import Assignment, Pass, Sink
-from ._graph import Atom, Graph, Loop, Op, Value, repeated
+from ._graph import Atom, Carry, Graph, Loop, Op, Value, operations, repeated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Plan:
         self._collect_made(graph.items)
         self.reads: dict[Value, set[Pass]] = {}
         """In which passes a value is read where it is, not as a stack of all iterations."""
-        self._collect_reads(graph.items)
+        for one in operations(graph.items):
+            for atom in one.reads if one in self.passes else []:
+                self._read(atom, self.passes[one])
         self._results = [atom for sink in sinks for atom in sink.reads]
         for sink in sinks:
             for atom in sink.reads:
@@ -68,30 +70,13 @@ class Plan:
 
     def _collect_made(self, items: Sequence[Op | Loop]) -> None:
         for item in items:
-            if isinstance(item, Op):
-                if item in self.passes:
-                    self.made.update((value, self.passes[item]) for value in item.gives if value is not None)
-                continue
-            for carry in item.carries:
-                if carry in self.passes:
-                    self.made.update({carry.inside: self.passes[carry], carry.final: self.passes[carry]})
-            self._collect_made(item.body)
-            for value in [value for value in self.made if value.loop is item and value.stack is not None]:
-                assert value.stack is not None
-                self.made[value.stack] = self.made[value]
-
-    def _collect_reads(self, items: Sequence[Op | Loop]) -> None:
-        for item in items:
-            if isinstance(item, Op):
-                if item in self.passes:
-                    for atom in item.reads:
-                        self._read(atom, self.passes[item])
-                continue
-            for carry in item.carries:
-                if carry in self.passes:
-                    self._read(carry.init, self.passes[carry])
-                    self._read(carry.after, self.passes[carry])
-            self._collect_reads(item.body)
+            for one in item.carries if isinstance(item, Loop) else [item]:
+                if one in self.passes:
+                    self.made.update(dict.fromkeys(one.results, self.passes[one]))
+            if isinstance(item, Loop):
+                self._collect_made(item.body)
+                own = [(value.stack, made) for value, made in self.made.items() if value.loop is item]
+                self.made.update((stack, made) for stack, made in own if stack is not None)
 
     def _read(self, atom: Atom, at: Pass) -> None:
         if not isinstance(atom, Value) or at in self.reads.get(atom, ()):
@@ -158,14 +143,13 @@ class Plan:
         return not (is_shared or any(atom in reads for reads in _all_reads(self.graph.items)))
 
 
-def _all_reads(items: Sequence[Op | Loop]) -> Iterator[list[Atom]]:
+def _all_reads(items: Sequence[Op | Carry | Loop]) -> Iterator[list[Atom]]:
     for item in items:
-        if isinstance(item, Op):
-            yield item.reads
-        else:
+        if isinstance(item, Loop):
             yield [outer for outer, _ in item.slices]
-            yield [atom for carry in item.carries for atom in (carry.init, carry.after)]
-            yield from _all_reads(item.body)
+            yield from _all_reads([*item.carries, *item.body])
+        else:
+            yield item.reads
 
 
 class _Runner:

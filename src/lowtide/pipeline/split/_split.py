@@ -108,12 +108,6 @@ class TracedSplit:
 
     y: Tree
     """Shapes of what the forward pass returns."""
-    hoisted: tuple[jax.ShapeDtypeStruct, ...]
-    """Shapes of what depends on the weights alone."""
-    residuals: Residuals
-    """Shapes of what the forward pass leaves."""
-    waiting: tuple[jax.ShapeDtypeStruct, ...]
-    """Shapes of what the input pass leaves to the weight pass, beside `Residuals.for_weight`."""
     plan: Plan
     """What runs when."""
     arguments: Arguments
@@ -124,6 +118,22 @@ class TracedSplit:
     """The jaxpr of all of them together."""
     flops: PassFlops
     """How much arithmetic each pass has, and which operations of the backward pass are not split."""
+
+    @property
+    def hoisted(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of what depends on the weights alone."""
+        return tuple(map(shape_of, self.of(Pass.HOISTED)))
+
+    @property
+    def residuals(self) -> Residuals:
+        """Shapes of what the forward pass leaves."""
+        left = (self.of(Pass.FORWARD, last) for last in (Pass.INPUT, Pass.WEIGHT))
+        return Residuals(*(tuple(map(shape_of, values)) for values in left))
+
+    @property
+    def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of what the input pass leaves to the weight pass, beside `Residuals.for_weight`."""
+        return tuple(map(shape_of, self.of(Pass.INPUT, Pass.WEIGHT)))
 
     def hoist(self, weights: Tree) -> Arrays:
         """Compute what depends on the weights alone, and more than one pass reads; made once for all microbatches."""
@@ -143,7 +153,7 @@ class TracedSplit:
         Returns:
             What the stage returns, and what the backward pass needs.
         """
-        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env = self.env(weights, hoisted, extras)
         env.update(zip(self.arguments.x_values, self.arguments.x_arrays(x), strict=True))
         self.plan.run(Pass.FORWARD, env, {}, {}, {})
         left = ([env[value] for value in self.of(Pass.FORWARD, last)] for last in (Pass.INPUT, Pass.WEIGHT))
@@ -164,7 +174,7 @@ class TracedSplit:
         Returns:
             The gradient of `x`, None where it has none; and what the weight pass needs beside `Residuals.for_weight`.
         """
-        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env = self.env(weights, hoisted, extras)
         env.update(zip(self.of(Pass.FORWARD, Pass.INPUT), residuals.for_input, strict=True))
         env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), residuals.for_weight, strict=True))
         env.update(zip(self.arguments.dy_values, self.arguments.dy_arrays(dy), strict=True))
@@ -188,7 +198,7 @@ class TracedSplit:
         Returns:
             The gradients of the weights, None where `wrt` selects none.
         """
-        env = self.env(weights, self.hoist(weights) if hoisted is None else hoisted, extras)
+        env = self.env(weights, hoisted, extras)
         env.update(zip(self.of(Pass.FORWARD, Pass.WEIGHT), for_weight, strict=True))
         env.update(zip(self.of(Pass.INPUT, Pass.WEIGHT), waiting, strict=False))
         self.plan.run(Pass.WEIGHT, env, {}, {}, {})
@@ -197,8 +207,9 @@ class TracedSplit:
         found |= {i: jnp.asarray(self.plan.read(atom, env, {})) for i, atom in self.gradients(Pass.WEIGHT)}
         return self.arguments.trainable_tree.unflatten([found[i] for i in sorted(found)])
 
-    def env(self, weights: Tree, hoisted: Arrays, extras: Arrays) -> Environment:
-        """Return what every pass reads."""
+    def env(self, weights: Tree, hoisted: Arrays | None, extras: Arrays) -> Environment:
+        """Return what every pass reads; what is hoisted is made here when left out."""
+        hoisted = self.hoist(weights) if hoisted is None else hoisted
         env = self.arguments.weights(weights)
         env.update(zip(self.of(Pass.HOISTED), hoisted, strict=True))
         env.update(zip(self.arguments.extras_values, jax.tree.leaves(extras), strict=True))
@@ -302,26 +313,18 @@ def trace_split(
     dy = [dy_shape[i] for i in dy_at]
     closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
     both = graph(closed)
-    inputs = iter(both.inputs)
-    of_weights, of_x, of_extras, of_dy = (
-        [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
-    )
+    inputs = jax.tree.unflatten(jax.tree.structure((weights, x_leaves, extras, dy)), both.inputs)
+    of_weights, of_x, of_extras, of_dy = map(jax.tree.leaves, inputs)
     lift(both.items, set(of_weights))
-    outputs = iter(both.outputs)
-    of_y, of_dweights, of_dx = ([next(outputs) for _ in jax.tree.leaves(tree)] for tree in shapes)
-    sources = (
-        [Source.WEIGHT] * len(of_weights)
-        + [Source.ACTIVATION] * len(of_x)
-        + [Source.BATCH] * len(of_extras)
-        + [Source.COTANGENT] * len(of_dy)
-    )
+    of_y, of_dweights, of_dx = jax.tree.unflatten(jax.tree.structure(shapes), both.outputs)
+    of_y, of_dweights = jax.tree.leaves(of_y), jax.tree.leaves(of_dweights)
+    kinds = (Source.WEIGHT, Source.ACTIVATION, Source.BATCH, Source.COTANGENT)
+    sources = [kind for kind, values in zip(kinds, (of_weights, of_x, of_extras, of_dy), strict=True) for _ in values]
     sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
-    sinks += [Sink([atom], Pass.INPUT) for atom in of_dx]
+    sinks += [Sink([atom], Pass.INPUT) for atom in jax.tree.leaves(of_dx)]
     sinks += [Sink([atom], Pass.WEIGHT, is_added=True) for atom in of_dweights]
     wholes = split_inner(both, sources, sinks)
     plan = Plan(both, assign(both, sources, sinks), sinks)
-    kept = _kept(plan, of_x, of_dy)
-    given = iter(of_dx)
     arguments = Arguments(
         weights_tree=jax.tree.structure(weights),
         weights_values=of_weights,
@@ -329,7 +332,7 @@ def trace_split(
         dweights=of_dweights,
         x_tree=x_tree,
         x_values=of_x,
-        dx=[next(given) if move else None for move in moves],
+        dx=of_dx,
         extras_values=of_extras,
         y_tree=jax.tree.structure(shapes[0]),
         y=of_y,
@@ -337,18 +340,11 @@ def trace_split(
         dy_at=dy_at,
         dy_values=of_dy,
     )
-
-    def of(made: Pass, last: Pass | None = None) -> tuple[jax.ShapeDtypeStruct, ...]:
-        return tuple(shape_of(v) for (a, b), values in kept.items() for v in values if a is made and last in (None, b))
-
     return TracedSplit(
         y=shapes[0],
-        hoisted=of(Pass.HOISTED),
-        residuals=Residuals(of(Pass.FORWARD, Pass.INPUT), of(Pass.FORWARD, Pass.WEIGHT)),
-        waiting=of(Pass.INPUT, Pass.WEIGHT),
         plan=plan,
         arguments=arguments,
-        kept=kept,
+        kept=_residuals(plan, of_x, of_dy),
         traced=closed.jaxpr,
         flops=pass_flops(plan, sources, sinks, wholes),
     )
@@ -364,29 +360,25 @@ def _both_passes(
         leaves, tree = jax.tree.flatten(weights)
 
         def forward(trainable: list[Any], moved: list[Any]) -> Any:
-            result = stage(
-                tree.unflatten(_filled(leaves, is_trainable, trainable)),
-                x_tree.unflatten(_filled(x_leaves, moves, moved)),
-                *extras,
-            )
+            weights, x = tree.unflatten(_filled(leaves, trainable)), x_tree.unflatten(_filled(x_leaves, moved))
+            result = stage(weights, x, *extras)
             results = jax.tree.leaves(result[0] if has_aux else result)
             return [results[i] for i in dy_at], result
 
-        trainable = [leaf for leaf, wanted in zip(leaves, is_trainable, strict=True) if wanted]
-        moved = [leaf for leaf, wanted in zip(x_leaves, moves, strict=True) if wanted]
+        trainable = [leaf if wanted else None for leaf, wanted in zip(leaves, is_trainable, strict=True)]
+        moved = [leaf if wanted else None for leaf, wanted in zip(x_leaves, moves, strict=True)]
         _, back, result = jax.vjp(forward, trainable, moved, has_aux=True)
         return result, *back(dy)
 
     return passes
 
 
-def _filled(leaves: list[Any], at: list[bool], chosen: list[Any]) -> list[Any]:
-    """Leaves, some of them others."""
-    given = iter(chosen)
-    return [next(given) if is_chosen else leaf for leaf, is_chosen in zip(leaves, at, strict=True)]
+def _filled(leaves: list[Any], others: list[Any]) -> list[Any]:
+    """Put others in place of leaves, where they are not None."""
+    return [old if new is None else new for old, new in zip(leaves, others, strict=True)]
 
 
-def _kept(plan: Plan, of_x: list[Value], of_dy: list[Value]) -> dict[tuple[Pass, Pass], list[Value]]:
+def _residuals(plan: Plan, of_x: list[Value], of_dy: list[Value]) -> dict[tuple[Pass, Pass], list[Value]]:
     found: dict[tuple[Pass, Pass], list[Value]] = {}
     for value, ends in plan.kept().items():
         found.setdefault(ends, []).append(value)
