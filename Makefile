@@ -25,18 +25,21 @@ finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--s
 
 test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW=1 with the slow ones.
 
-# What computes numbers of its own, and the programs of the documentation, run as users compile them.
-AS_USERS := tests/core tests/losses tests/adapters tests/models tests/test_project.py
-# Without LLVM's optimisations, which change neither XLA's programs nor their bytes, the others take a third less.
+# Without LLVM's optimisations, which change neither XLA's programs nor their bytes, tests take half the time.
 UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+# With the slow ones, what computes numbers of its own and the programs of the documentation run as users compile them.
+AS_USERS := tests/core tests/losses tests/adapters tests/models tests/test_project.py
 MARKED := not peers and not gpu
 # No tests (5) is no failure: PYTEST_ARGS="-k units" may choose some of one of the two runs alone.
 OR_NONE := || [ $$? -eq 5 ]
 
 pytest: $(VENV)/.installed-dev ## Run the tests alone.
-	$(BIN)/python -m pytest -m "$(MARKED)$(if $(SLOW),, and not slow)" $(PYTEST_ARGS) $(AS_USERS) $(OR_NONE)
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED)$(if $(SLOW),, and not slow)" $(PYTEST_ARGS) \
-		$(addprefix --ignore=,$(AS_USERS)) $(OR_NONE)
+ifdef SLOW
+	$(BIN)/python -m pytest -m "$(MARKED)" $(PYTEST_ARGS) $(AS_USERS) $(OR_NONE)
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED)" $(PYTEST_ARGS) $(addprefix --ignore=,$(AS_USERS)) $(OR_NONE)
+else
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED) and not slow" $(PYTEST_ARGS) $(OR_NONE)
+endif
 
 # The dearest, which `make test` runs: pytest --durations=30 says which.
 DEAR := tests/integration tests/testing tests/ext tests/offload/test_layerwise.py tests/offload/test_contract.py \

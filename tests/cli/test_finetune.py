@@ -53,7 +53,7 @@ def _records(out: Path):
 
 
 def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, tmp_path, tiny_model_dir):
-    status, printed, _ = finetune("--steps", "40", "--config", _config(tmp_path, learning_rate=2e-2, sample_tokens=8))
+    status, printed, _ = finetune("--steps", "40", "--config", _config(tmp_path, learning_rate=5e-2, sample_tokens=8))
     assert status == 0
     out = tmp_path / "run"
     for expected in ("predicted", "sample before", "sample after", "gradient tree", "→"):
@@ -69,7 +69,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     assert memory["gradient_bytes"] == memory["trainable_bytes"]
     assert memory["target"] == "here"
     config = config_from_dict(read_config(out / "config.toml"), "config.toml")
-    assert (config.num_steps, config.rank, config.learning_rate) == (40, 2, 2e-2)
+    assert (config.num_steps, config.rank, config.learning_rate) == (40, 2, 5e-2)
     assert json.loads((out / "adapter" / "adapter_config.json").read_text())["r"] == 2
     tensors = load_file(out / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 2

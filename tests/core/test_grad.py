@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lowtide.core import SelectionError, combine, leaves_with_paths, mask_tree, partition, tree_bytes, value_and_grad
+from lowtide.core import SelectionError, combine, leaves_with_paths, partition, select, tree_bytes, value_and_grad
 
 X = jax.random.normal(jax.random.key(7), (5, 3))
 
@@ -68,7 +68,7 @@ MODELS = [plain, equinox_mlp, nnx_state, nnx_module]
 
 def jax_gradients_of(loss: Callable[..., Any], model: Any, where: Any) -> Callable[..., Any]:
     """`jax.value_and_grad` restricted to the selection: the selected leaves are its argument."""
-    treedef, mask = jax.tree.structure(model), jax.tree.leaves(mask_tree(model, where))
+    treedef, mask = jax.tree.structure(model), select(model, where)
 
     def of_selected(selected: list[Any], leaves: list[Any], x: Any) -> Any:
         chosen = iter(selected)

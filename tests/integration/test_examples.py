@@ -13,12 +13,12 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
-LONG = ("memory_before_the_run.py", "out_of_memory.ipynb", "trainer_that_survives.py")
+QUICK = "lora_in_your_own_loop.py"
 
 
 def cases():
     for path in EXAMPLES:
-        marks = [pytest.mark.slow] if path.name in LONG else []
+        marks = [] if path.name == QUICK else [pytest.mark.slow]
         yield pytest.param(path, id=path.stem, marks=marks)
 
 

@@ -27,6 +27,8 @@ import lora_peft  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
+pytestmark = pytest.mark.slow  # they start and kill processes all the time
+
 PART = f"""
 import os, sys, time
 sys.path.insert(0, {str(BENCHMARKS)!r})
@@ -464,7 +466,6 @@ def test_a_rehearsal_that_stands_for_another_is_told_apart(stub: Stub) -> None:
 # --- the whole -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--rehearse", "--out", str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
@@ -476,7 +477,6 @@ def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.slow
 def test_the_peers_side_of_lora_can_be_rehearsed(tmp_path: Path) -> None:
     """Where PyTorch is: `test_every_part_can_be_rehearsed` runs where it is not."""
     names = ["1b-4x2048-remat-lowtide", "1b-4x2048-remat-peft"]

@@ -285,10 +285,9 @@ def test_device_bytes_do_not_grow_with_the_microbatches() -> None:
     assert eight.device.temp_bytes < 1.03 * two.device.temp_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(
-    "mode", ["exact", pytest.param("previous", marks=pytest.mark.slow), pytest.param("layer", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("mode", ["exact", "previous", "layer"])
 def test_clipping_costs_no_memory(mode: Any) -> None:
     plain, clipped = four_layers(), stack_report(HOST, clip=Clip(max_norm=1.0, mode=mode))
     assert clipped.device_bytes < 1.15 * plain.device_bytes  # code, and holes in the heap

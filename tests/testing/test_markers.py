@@ -92,6 +92,7 @@ def test_names(device_memory, size):
 """
 
 
+@pytest.mark.slow
 def test_inputs_are_not_passed_over(run: Any, pytester: pytest.Pytester) -> None:
     result = run(TEXTS, "--memory-snapshot-update")
     result.assert_outcomes(passed=7, failed=1)

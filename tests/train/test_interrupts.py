@@ -200,7 +200,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("how", ["interrupt", "terminate"])
-@pytest.mark.parametrize("at", [3, 5])
+@pytest.mark.parametrize("at", [3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("by", ["steps", "epochs", "iterated epochs"])
 def test_an_evaluation_that_was_left_is_made_up_for(by: str, at: int, how: str, tmp_path: Any) -> None:
     """The 1st is at step 0, the 5th at the end."""

@@ -144,9 +144,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "run"),
-    # Steps of every kind; for what else a run does a pytree and a module that lends its arrays.
+    # Steps of every kind; for what else a run does a pytree.
     [
-        pytest.param(kind, run, marks=() if run == "steps" or kind in ("plain", "nnx") else SLOW)
+        pytest.param(kind, run, marks=() if run == "steps" or kind == "plain" else SLOW)
         for kind in ("plain", "equinox", "nnx", "keras")
         for run in RUNS
     ],

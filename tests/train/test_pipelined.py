@@ -317,6 +317,7 @@ def test_a_step_that_is_refused_says_what_each_rank_would_hold() -> None:
     assert trainer.stages is not None and trainer.stages.ranks[0].waiting_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_the_step_compiles_for_a_pod_that_is_not_there() -> None:
     trainer = pipelined("zb-v", 8, tx=optax.adamw(1e-3))

@@ -61,11 +61,9 @@ from ._running import add_running as add_running
 from ._running import if_active as if_active
 from ._select import Where as Where
 from ._select import among as among
-from ._select import mask_tree as mask_tree
 from ._select import match_names as match_names
 from ._select import match_path as match_path
 from ._select import select as select
-from ._spaces import bytes_by_space as bytes_by_space
 from ._spaces import memory_space as memory_space
 from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack

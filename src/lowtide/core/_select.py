@@ -13,7 +13,6 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import bracex
-import jax
 
 from ._braces import alternatives
 from ._errors import SelectionError
@@ -148,11 +147,6 @@ def _hits(pattern: str, names: Sequence[str]) -> set[str]:
                 hint=_near_misses(alone, names),
             )
     return hits
-
-
-def mask_tree(tree: Tree, where: Where) -> Tree:
-    """Return the selection as a tree of booleans with the structure of `tree`; arguments and errors as in `select`."""
-    return jax.tree.unflatten(jax.tree.structure(tree), select(tree, where))
 
 
 def _near_misses(pattern: str, names: Sequence[str]) -> str:

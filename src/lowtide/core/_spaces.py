@@ -12,8 +12,6 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ._paths import Tree, leaf_bytes
-
 
 def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvalidTypeForm]
     """Return the memory space of one leaf.
@@ -37,22 +35,3 @@ def memory_space(leaf: Any) -> jax.memory.Space:  # pyright: ignore[reportInvali
 def on_host(sharding: Any) -> bool:
     """Whether a sharding (or None) puts arrays in host memory."""
     return "host" in (getattr(sharding, "memory_kind", None) or "")
-
-
-def bytes_by_space(tree: Tree) -> dict[jax.memory.Space, int]:  # pyright: ignore[reportInvalidTypeForm]
-    """Logical bytes of a tree's array leaves in each memory space.
-
-    Args:
-        tree: any pytree of arrays, tracers or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-        Bytes without a device's layout padding, for both spaces.
-
-    Examples:
-        >>> bytes_by_space({"w": jax.numpy.ones((4, 2))})[jax.memory.Space.Device]
-        32
-    """
-    totals = {jax.memory.Space.Device: 0, jax.memory.Space.Host: 0}
-    for leaf in jax.tree.leaves(tree):
-        totals[memory_space(leaf)] += leaf_bytes(leaf)
-    return totals

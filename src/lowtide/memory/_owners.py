@@ -30,6 +30,7 @@ from ..report import Buffer, Space, SpaceBytes
 from ._dataflow import Dataflow
 from ._matching import match_outputs
 from ._passes import first_scope
+from ._roles import role_of
 
 _SPACES: dict[int, Space] = {DEVICE_COLOR: "device", HOST_COLOR: "host"}
 
@@ -106,12 +107,13 @@ class _Finder:
         entries = hlo.module.input_output_alias.entries
         reused = {tuple(e.output_shape_index): (e.parameter_number, tuple(e.parameter_shape_index)) for e in entries}
         self.in_place = {v: self.places[place][1] for v in self.results if (place := reused.get(v[1])) in self.places}
+        self.paths = [leaf.path for leaf in leaves]
         self.flow = Dataflow(self.graph, self.parameters)
         self.uncounted = list[Buffer]()
         paths = {value: outputs[at] for value, at in self.results.items()}
         self.replaced = match_outputs(self.flow, leaves, self.parameters, paths, self.in_place)
         self.flow.follow_gradients(self.replaced)
-        self.written_first = self._written_first()
+        self.written_first = {value: outputs[leaf] for value, leaf in self._written_first().items()}
         self.buffers = {
             b.id: (b.defined_at.instruction_id, tuple(b.defined_at.shape_index)) for b in hlo.assignment.logical_buffers
         }
@@ -234,24 +236,7 @@ class _Finder:
         flow = self.flow
         value = flow.standing_for(segment.value)
         scope, source = flow.described(value)
-        copied, gradient = flow.copy_of(value), flow.gradient_of(value)
-        path = ""
-        if self.graph.shape(value).tuple_shapes:
-            role = "temporaries"
-        elif copied is not None:
-            role, path = "copies", self.leaves[copied].path
-        elif gradient is not None:
-            role, path = "gradients", self.leaves[gradient].path
-        elif flow.is_activation(value):
-            role = "activations"
-        elif value in self.written_first:
-            role, path = "outputs", self.outputs[self.written_first[value]]
-        elif not scope:
-            role = "unattributed"
-        elif flow.is_scratch(value):
-            role = "workspaces"
-        else:
-            role = {"backward": "cotangents", "recompute": "recomputed"}.get(flow.phase(value), "temporaries")
+        role, path = role_of(value, flow, self.paths, self.written_first)
         return Buffer(
             space=space,
             role=role,
