@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -35,7 +34,7 @@ import pytest  # noqa: E402
 
 # Where the Makefile leaves out LLVM's optimisations, MLIR's fusions are left out, too: compiling takes half the time.
 # Only the compiler for CPUs of JAX 0.10 knows the flag; that for TPUs, which reads the same variable later, does not.
-if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"] and importlib.metadata.version("jax") < "0.11":
+if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"] and jax.__version_info__ < (0, 11):
     flags = os.environ["XLA_FLAGS"]
     os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
     jax.devices("cpu")  # reads the flags, once

@@ -144,7 +144,7 @@ def check_chunk(chunk_bytes: Any) -> int:
             got=repr(chunk_bytes),
             hint="leave it out for 64 MiB",
         )
-    return number
+    return int(number)
 
 
 def is_offloaded(tx: Any) -> bool:

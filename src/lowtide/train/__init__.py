@@ -19,7 +19,6 @@ from ._events import Event as Event
 from ._events import Record as Record
 from ._monitors import EarlyStopping as EarlyStopping
 from ._monitors import ReduceOnPlateau as ReduceOnPlateau
-from ._preview import StepOptions as StepOptions
 from ._preview import analyze_naive as analyze_naive
 from ._preview import analyze_step as analyze_step
 from ._run import FitOptions as FitOptions
@@ -42,7 +41,6 @@ __all__ = [
     "Run",
     "Scalars",
     "ShardingRules",
-    "StepOptions",
     "TensorBoard",
     "TrainState",
     "TrainerView",
@@ -56,9 +54,14 @@ __all__ = [
 ]
 
 
+_MOVED = frozenset(
+    "Finetune FinetuneConfig MemoryTable TextData config_from_dict config_to_toml open_run read_config read_documents "
+    "text_data".split()
+)
+
+
 def __getattr__(name: str) -> Any:
     """Names that moved to `lowtide.finetune`, under their old address."""
-    finetune = importlib.import_module("lowtide.finetune")
-    if name in finetune.__all__:
-        return getattr(finetune, name)
+    if name in _MOVED:
+        return getattr(importlib.import_module("lowtide.finetune"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

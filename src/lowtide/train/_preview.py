@@ -7,7 +7,7 @@ there to compare with and never runs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,16 @@ from ._models import parse_loss
 from ._step import DONATED, STEP_ARGUMENTS, LossFn, WholeStep, flat, spread
 
 
-class StepOptions(TypedDict, total=False):
-    """What the steps that are analyzed take by name."""
-
-    num_microbatches: int
-    """Parts of the batch, as in `Trainer`; 1 by default."""
-    weight: Callable[[Tree], Any] | None
-    """What a microbatch counts, as in `Trainer`; all alike by default."""
-    target: Target | str | None
-    """What to compile for; None, the default, is the hardware at hand."""
-
-
 def analyze_step(
-    model: Tree, loss_fn: LossFn, tx: optax.GradientTransformation, wrt: Where, batch: Tree, **rest: Unpack[StepOptions]
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Where,
+    batch: Tree,
+    *,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+    target: Target | str | None = None,
 ) -> MemoryReport:
     """Compiled bytes of the step that `Trainer` would run.
 
@@ -42,7 +39,9 @@ def analyze_step(
         tx: the optimizer.
         wrt: what trains.
         batch: a batch, or shapes of one.
-        **rest: see `StepOptions`.
+        num_microbatches: parts of the batch, as in `Trainer`.
+        weight: what a microbatch counts, as in `Trainer`.
+        target: what to compile for; None for the hardware at hand.
 
     Returns:
         The report, with the roles ``trainable``, ``optimizer``, ``mutable``, ``step``, ``frozen`` and ``batch``.
@@ -50,7 +49,6 @@ def analyze_step(
     Memory:
         None: arrays are replaced by their shapes.
     """
-    num_microbatches, weight, target = _chosen(**rest)
     step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
     trainable, mutable, frozen = step.split(jax.tree.map(_shape, split_static(model)[0]))
     opt_state = _state_shapes(tx, trainable)
@@ -61,7 +59,15 @@ def analyze_step(
 
 
 def analyze_naive(
-    model: Tree, loss_fn: LossFn, tx: optax.GradientTransformation, wrt: Where, batch: Tree, **rest: Unpack[StepOptions]
+    model: Tree,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    wrt: Where,
+    batch: Tree,
+    *,
+    num_microbatches: int = 1,
+    weight: Callable[[Tree], Any] | None = None,
+    target: Target | str | None = None,
 ) -> MemoryReport:
     """Compiled bytes of a training step that differentiates and optimises the whole model.
 
@@ -71,7 +77,9 @@ def analyze_naive(
         tx: the optimizer.
         wrt: what is meant to train; all else is put behind `jax.lax.stop_gradient`.
         batch: a batch, or shapes of one.
-        **rest: see `StepOptions`.
+        num_microbatches: parts of the batch, as in `Trainer`.
+        weight: what a microbatch counts, as in `Trainer`.
+        target: what to compile for; None for the hardware at hand.
 
     Returns:
         The report, with the roles ``trainable``, ``optimizer``, ``frozen`` and ``batch``.
@@ -79,7 +87,6 @@ def analyze_naive(
     Memory:
         None: arrays are replaced by their shapes.
     """
-    num_microbatches, weight, target = _chosen(**rest)
     arrays, static = split_static(model)
     trainable, frozen = partition(jax.tree.map(_shape, arrays), wrt)
     opt_state = _state_shapes(tx, combine(trainable, frozen))
@@ -98,13 +105,6 @@ def analyze_naive(
     arguments = (trainable, opt_state, frozen, jax.tree.map(_shape, batch))
     roles = {"trainable": 0, "optimizer": 1, "frozen": 2, "batch": 3}
     return analyze(step, *arguments, target=target, roles=roles, donate_argnums=(0, 1, 2))
-
-
-def _chosen(
-    num_microbatches: int = 1, weight: Callable[[Tree], Any] | None = None, target: Target | str | None = None
-) -> tuple[int, Callable[[Tree], Any] | None, Target | str | None]:
-    """Return the options with their defaults."""
-    return num_microbatches, weight, target
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -313,11 +313,14 @@ def trace_split(
     dy = [dy_shape[i] for i in dy_at]
     closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
     both = graph(closed)
-    inputs = jax.tree.unflatten(jax.tree.structure((weights, x_leaves, extras, dy)), both.inputs)
-    of_weights, of_x, of_extras, of_dy = map(jax.tree.leaves, inputs)
+    # Values of a graph are never put into the user's containers, which may look at what they hold.
+    inputs, outputs = iter(both.inputs), iter(both.outputs)
+    of_weights, of_x, of_extras, of_dy = (
+        [next(inputs) for _ in jax.tree.leaves(tree)] for tree in (weights, x_leaves, extras, dy)
+    )
     lift(both.items, set(of_weights))
-    of_y, of_dweights, of_dx = jax.tree.unflatten(jax.tree.structure(shapes), both.outputs)
-    of_y, of_dweights = jax.tree.leaves(of_y), jax.tree.leaves(of_dweights)
+    of_y, of_dweights = ([next(outputs) for _ in jax.tree.leaves(tree)] for tree in shapes[:2])
+    of_dx = jax.tree.unflatten(jax.tree.structure(shapes[2]), list(outputs))
     kinds = (Source.WEIGHT, Source.ACTIVATION, Source.BATCH, Source.COTANGENT)
     sources = [kind for kind, values in zip(kinds, (of_weights, of_x, of_extras, of_dy), strict=True) for _ in values]
     sinks = [Sink([atom], Pass.FORWARD) for atom in of_y]
