@@ -11,7 +11,9 @@ BIN := $(VENV)/bin
 # The versions that fit the Python: JAX 0.11 and newer need Python 3.12.
 CONSTRAINTS ?= $(shell $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -c \
 	'import sys; print("constraints/oldest.txt" if sys.version_info < (3, 12) else "constraints/newest.txt")')
-# Without --no-compile pip would compile every module of every package; Python compiles those it imports anyway.
+# Without --no-compile pip would compile every module of every package; Python compiles those it imports anyway, and
+# keeps them: a process that may not starts JAX in three seconds instead of one, and tests start hundreds of them.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help

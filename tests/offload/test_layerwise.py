@@ -279,6 +279,7 @@ def test_device_bytes_do_not_grow_with_the_layers() -> None:
     assert eight.host.temp_bytes == 9 * ROWS * 1024 * 4  # what enters each block, and what leaves the last
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_device_bytes_do_not_grow_with_the_microbatches() -> None:
     two, eight = (stack_report(HOST, num_microbatches=n, width=512) for n in (2, 8))
