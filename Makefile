@@ -27,7 +27,7 @@ finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--s
 
 test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW=1 with the slow ones.
 
-# Without LLVM's optimisations, which change neither XLA's programs nor their bytes, tests take half the time.
+# Without LLVM's optimisations (and what tests/conftest.py leaves out with them) CPU programs compile in less time.
 UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 # With the slow ones, what computes numbers of its own and the programs of the documentation run as users compile them.
 AS_USERS := tests/core tests/losses tests/adapters tests/models tests/test_project.py
