@@ -281,7 +281,8 @@ def devices():
 """)
     monkeypatch.setattr(_gpu, "SRC", fake.parent)
     assert _gpu.why_not_usable() == "JAX does not use the GPU here: RuntimeError: the driver is too old"
-    fake.write_text(fake.read_text().replace("cpu", "gpu"))
+    # Of another size: what Python compiled of a module of the same size and second counts as this one's.
+    fake.write_text(fake.read_text().replace('"cpu"', '"gpu"  # now'))
     assert _gpu.why_not_usable() == ""
     monkeypatch.setattr(gpu, "gpu", lambda: {"name": "NVIDIA H200"})
     monkeypatch.setattr(gpu, "why_not_usable", lambda: "no such luck")
