@@ -33,6 +33,7 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,23 +188,23 @@ _done: dict[str, tuple[list[Block], Done]] = {}
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Run every page that has something to run, and add the files it links to."""
+    """Run every page that has something to run, one on each core at a time, and add the files they link to."""
     from mkdocs.exceptions import PluginError
     from mkdocs.structure.files import File
 
-    for page in list(files.documentation_pages()):
-        markdown = page.content_string
-        blocks = [block for _, block in blocks_of(markdown)]
-        if not blocks:
-            continue
-        uri = page.src_uri
-        if uri not in _done or _done[uri][0] != blocks:
-            try:
-                _done[uri] = blocks, run_page(uri, blocks)
-            except RuntimeError as error:
-                raise PluginError(str(error)) from error
+    text = {page.src_uri: page.content_string for page in files.documentation_pages()}
+    blocks = {uri: found for uri in text if (found := [block for _, block in blocks_of(text[uri])])}
+    changed = [uri for uri in blocks if uri not in _done or _done[uri][0] != blocks[uri]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {uri: pool.submit(run_page, uri, blocks[uri]) for uri in changed}
+    for uri, run in runs.items():
+        try:
+            _done[uri] = blocks[uri], run.result()
+        except RuntimeError as error:
+            raise PluginError(str(error)) from error
+    for uri in blocks:
         stem = Path(uri).with_suffix("")
-        for name in sorted(set(re.findall(rf"\]\({re.escape(stem.name)}/([\w.-]+)\)", markdown))):
+        for name in sorted(set(re.findall(rf"\]\({re.escape(stem.name)}/([\w.-]+)\)", text[uri]))):
             made = Path(_done[uri][1].folder.name) / name
             if made.is_file():  # else MkDocs reports the link
                 files.append(File.generated(config, f"{stem.as_posix()}/{name}", abs_src_path=str(made)))
