@@ -72,7 +72,15 @@ WORKING: dict[str, Callable[[], Built]] = {
 }
 
 
-@pytest.mark.parametrize("name", WORKING)
+QUICK = {
+    *("an MLP of Equinox", "a recurrence of Equinox", "x @ w", "w @ x.T", "NumPy on the left", "x @ w in a scan"),
+    "vectors @ w, stacked, as experts",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WORKING]
+)
 def test_adapters_of_foreign_products_start_as_no_change_and_have_the_gradients_of_the_whole_weight(name: str) -> None:
     model, targets, run = WORKING[name]()
     adapted = lt.lora.add(model, lt.lora.Config(rank=2, targets=targets), key=KEY)

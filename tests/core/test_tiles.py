@@ -24,7 +24,10 @@ SHAPES = [
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("kind", ["device", "pinned_host"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8, jnp.bool_, jnp.int4])
+@pytest.mark.parametrize(
+    "dtype",
+    [jnp.bfloat16, jnp.int4, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.float32, jnp.int8, jnp.bool_))],
+)
 def test_the_rule_is_xla_s(tpu_device: Any, dtype: Any, kind: str) -> None:
     place, dtype = jax.sharding.SingleDeviceSharding(tpu_device, memory_kind=kind), jnp.dtype(dtype)
 

@@ -14,6 +14,7 @@ from lowtide.core import ConfigError, DataError
 
 NAMES = """mse mae mape msle huber log_cosh hinge squared_hinge categorical_hinge poisson kl_divergence
     cosine_similarity binary_crossentropy binary_focal_crossentropy crossentropy tversky dice""".split()
+QUICK = ("mse", "huber", "categorical_hinge", "binary_crossentropy", "crossentropy", "dice", "a function")
 METRICS = ["accuracy", "binary_accuracy", "mse", "mean_absolute_error", "cosine_similarity", "hinge"]
 
 
@@ -50,7 +51,9 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("is_flat", [True, False], ids=["(B,)", "(B, 1)"])
-@pytest.mark.parametrize("loss", [*NAMES, "a function"])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*NAMES, "a function")]
+)
 def test_losses_of_every_name_and_rank_are_keras(loss: Any, is_flat: bool) -> None:
     x, y = data()
     given: Any = (lambda a, b: (a - b) ** 2) if loss == "a function" else loss

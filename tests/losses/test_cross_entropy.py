@@ -27,7 +27,7 @@ def _dense(h, head, labels, reduction="mean"):
     return total / jnp.sum(keep) if reduction == "mean" else total
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 10, 26, 1000])
+@pytest.mark.parametrize("chunk_size", [4, 10, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 26))])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_value_and_gradients_equal_the_dense_loss(chunk_size, reduction):
     h, head, labels = _case()

@@ -181,6 +181,7 @@ def test_a_function_bound_to_other_devices_is_refused() -> None:
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.slow
 def test_thousands_of_arguments_leave_their_pointer_table_unattributed() -> None:
     jitted = jax.jit(lambda xs: xs[0] + xs[-1], keep_unused=True)
     report = analyze(jitted, [shape(8, 128)] * 2100, target="v5e", roles={"xs": 0})

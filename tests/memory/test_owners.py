@@ -245,7 +245,7 @@ def adam(params: Any, opt_state: Any, x: Any) -> Any:
     return optax.apply_updates(params, updates), opt_state
 
 
-@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", TARGETS)
 def test_outputs_replace_the_arguments_they_are_computed_from(name: str, donate: bool) -> None:
     # The state comes first and the parameters are returned first: JAX hands each the other one's buffer.

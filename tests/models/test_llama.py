@@ -192,6 +192,7 @@ def test_attention_in_blocks_of_queries_is_attention(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.slow
 def test_attention_over_a_long_sequence_holds_the_scores_of_one_block():
     config = dataclasses.replace(CONFIG, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
     model = jax.eval_shape(lambda key: init(config, key=key), jax.random.key(0))

@@ -85,7 +85,7 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-6) -> None:
     [
         pytest.param(HOST, True, id="host"),
         pytest.param(DEVICE, False, id="device", marks=pytest.mark.slow),
-        pytest.param({}, False, id="default"),
+        pytest.param({}, False, id="default", marks=pytest.mark.slow),
     ],
 )
 def test_twenty_steps_equal_plain_adam(place: dict[str, str], tied: bool) -> None:

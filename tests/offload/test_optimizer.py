@@ -307,7 +307,7 @@ def test_shards_have_the_values_of_the_unsharded_update() -> None:
     + [optax.MultiSteps(optax.adam(1e-2), 2), optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)],
     ids=["adan", "sm3", "rprop", "apply_if_finite", "MultiSteps", "adafactor"],
 )
-@pytest.mark.parametrize("chunk_bytes", [1000, 2**26])
+@pytest.mark.parametrize("chunk_bytes", [1000, pytest.param(2**26, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::lowtide.core.PlacementWarning")  # shards of 8 columns are no whole tiles
 def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, chunk_bytes: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(_streaming, "_SMALL_PART", 4)

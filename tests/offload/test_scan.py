@@ -135,7 +135,9 @@ def on_v5e(num_layers: int, *, grad: bool = True, target: str = "v5e", **options
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("prefetch", [False, True], ids=["alone", "prefetch"])
+@pytest.mark.parametrize(
+    "prefetch", [pytest.param(False, id="alone", marks=pytest.mark.slow), pytest.param(True, id="prefetch")]
+)
 def test_the_device_holds_a_few_layers_whatever_their_number(prefetch: bool, tpu_device: jax.Device) -> None:
     few, many = on_v5e(8, prefetch=prefetch), on_v5e(16, prefetch=prefetch)
     # The carries of eight more layers, in bfloat16 or float32 as XLA likes.

@@ -129,6 +129,7 @@ def test_schedules_stand_in_the_ratios_of_the_papers(name: str, ratio: float) ->
     assert temporaries(name, 16) / temporaries("1f1b", 16) == pytest.approx(ratio, rel=0.15)
 
 
+@pytest.mark.slow  # values with offloading are in the tests of the executor
 def test_what_a_policy_offloads_waits_on_the_host() -> None:
     offload = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -144,9 +144,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("kind", "run"),
-    # Steps of every kind; for what else a run does a pytree.
+    # Steps of every kind, and a copy of a pytree beside them.
     [
-        pytest.param(kind, run, marks=() if run == "steps" or kind == "plain" else SLOW)
+        pytest.param(kind, run, marks=() if run == "steps" or (kind, run) == ("plain", "checkpoints") else SLOW)
         for kind in ("plain", "equinox", "nnx", "keras")
         for run in RUNS
     ],
