@@ -197,7 +197,8 @@ def test_a_trainer_skips_with_a_layerwise_step_and_counts():
     records = ours.fit([*good[:2], bad, *good[2:]], num_steps=5, progress=False)
     theirs.fit(good, num_steps=4, progress=False)
     assert [np.isfinite(record["loss"]) for record in records] == [True, True, False, True, True]
-    jax.tree.map(np.testing.assert_array_equal, ours.model, theirs.model)
+    # Two programs, of which JAX 0.12's compiler rounds one otherwise where LLVM's optimisations are off.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), ours.model, theirs.model)
     with pytest.raises(NonFiniteError, match="nor was it in the 99 steps before"):
         trainer("skip").fit([bad] * 120, num_steps=120, progress=False)
     with pytest.raises(NonFiniteError):
