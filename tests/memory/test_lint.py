@@ -424,7 +424,9 @@ def test_recomputation_of_all_layers_at_once(is_loop: bool) -> None:
     def block(h: Any, w: Any) -> Any:
         return jnp.tanh(jnp.tanh(h) @ w) @ w.T
 
-    def loss(ws: Any, x: Any, run: Any = jax.checkpoint(block)) -> Any:
+    recomputed = jax.checkpoint(block)
+
+    def loss(ws: Any, x: Any, run: Any = recomputed) -> Any:
         if is_loop:
             return jnp.mean(jax.lax.scan(lambda h, w: (run(h, w), None), x, ws)[0] ** 2)
         for at in range(4):

@@ -327,9 +327,8 @@ def test_on_a_cpu_only_a_loop_of_jax_recomputes(kind: str) -> None:
     before, after = (analyze(*layers_of(k), target="cpu").device_bytes for k in (kind, "scan checkpoint"))
     found = [r for r in remedies(*layers_of(kind), target="cpu", verify=False) if r.kind == "recompute"]
     # The compiler of JAX 0.12 recomputes other layers, too: then there is nothing to gain.
-    assert len(found) == (before > 2 * after) and (
-        found or (kind == "loop checkpoint" and jax.__version_info__ > (0, 11))
-    )
+    assert len(found) == (before > 1.5 * after)
+    assert found or (kind == "loop checkpoint" and jax.__version_info__ >= (0, 11))
     for one in found:
         assert "jax.lax.scan" in one.action
         assert 0.3 * (before - after) < one.estimated_bytes < 1.1 * (before - after)
