@@ -41,7 +41,7 @@ def recomputations(report: MemoryReport) -> Iterable[tuple[str, int]]:
                 continue
             how = (
                 "put the layers into jax.lax.scan, with jax.checkpoint around its body (outside of a loop, the CPU's "
-                "compiler merges recomputation with the forward pass, or does all of it at once)"
+                "compiler, before JAX 0.12, merges recomputation with the forward pass, or does all of it at once)"
             )
         # All that the function keeps, at any time: before the peak the same arrays have other names.
         kept = saving(report, lambda b, w=where: float(_is_kept(b, report) and _maker(b) == w))

@@ -309,7 +309,7 @@ def _undone_checkpoints(owners: Owners, report: MemoryReport) -> Iterator[Findin
             num_bytes=sum(buffer.num_bytes for buffer in buffers),
             detail=f"{len(buffers)} × {buffers[0].dtype}{list(buffers[0].shape)} and the like",
             remedy="put the layers into jax.lax.scan, with jax.checkpoint around its body; outside of loops the "
-            "compiler for CPUs does not keep the layers apart, those for TPUs and GPUs do",
+            "compiler for CPUs (before JAX 0.12) does not keep the layers apart, those for TPUs and GPUs do",
         )
 
 
