@@ -10,8 +10,9 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import NonFiniteError, StateError
+from lowtide.core import LowtideError, NonFiniteError, StateError
 from lowtide.train import Callback, Event
+from lowtide.train._session import Session
 
 DATA = [np.float32(value) for value in (1, 2, 4, 8)]
 
@@ -56,7 +57,7 @@ def test_stop_evaluates_and_saves(tmp_path: Any) -> None:
         for event in run:
             if event.name == "step_begin" and event.value == 1:
                 run.stop()
-    assert ours.step == 2 and ours.is_stopped is False
+    assert ours.step == 2 and ours.is_stopped
     assert "eval_loss" in run.records[-1] and run.records[-1]["step"] == 2
     assert ours.checkpoints is not None and ours.checkpoints.latest_step() == 2
 
@@ -81,6 +82,101 @@ def test_leaving_the_loop_after_a_loss_that_is_no_number_raises() -> None:
             if event == ("step_end", 2, None):
                 break
     assert float(ours.model["w"]) == DATA[0]
+
+
+@pytest.mark.filterwarnings("ignore:step .* is not finite; back to")
+@pytest.mark.parametrize(("on_nan", "numbers"), [("abort", 1), ("roll_back", 9)])
+def test_so_does_leaving_it_at_the_record_of_that_loss(on_nan: Any, numbers: int) -> None:
+    ours, data = trainer(on_nan=on_nan), [DATA[0], *[np.float32(np.nan)] * numbers]
+    with pytest.raises(NonFiniteError), ours.session(data, num_steps=len(data)) as run:
+        for event in run:
+            if event.name == "record" and event.error is not None:
+                break
+    assert np.isfinite(ours.model["w"])
+
+
+def test_a_loop_may_go_on_after_what_it_has_caught() -> None:
+    ours = trainer()
+    with ours.session([DATA[0], np.float32(np.nan)], num_steps=2) as run:
+        with pytest.raises(NonFiniteError):
+            list(run)
+    assert ours.step == 2
+
+
+@pytest.mark.parametrize("by", ["the loop", "a callback"])
+def test_a_loop_hears_of_what_saving_has_read(by: str, tmp_path: Any) -> None:
+    ours, heard = trainer(checkpoint_dir=tmp_path), list[Any]()
+
+    class Saving(Callback):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            trainer.save()
+
+    with ours.session(DATA, num_steps=4, callbacks=[Saving()] if by == "a callback" else []) as run:
+        for event in run:
+            if event.name == "step_end" and by == "the loop":
+                ours.save()
+            if event.name in ("step_end", "record"):
+                heard.append((event.name, event.value if event.name == "step_end" else event.value["step"]))
+    assert heard == [(name, step) for step in (1, 2, 3, 4) for name in ("step_end", "record")]
+
+
+def test_a_run_gives_nothing_outside_of_its_block() -> None:
+    ours = trainer()
+    with ours.session(DATA, num_steps=4) as run:
+        pass
+    with pytest.raises(StateError, match="outside of its with block"):
+        next(iter(run))
+    with ours.session(DATA, num_steps=4) as run:
+        begun = iter(run)
+        while next(begun).name != "step_end":
+            pass
+    with pytest.raises(StateError, match="outside of its with block"):
+        next(begun)
+    ours.fit(DATA, num_steps=4, progress=False)
+    assert ours.step == 4 and float(ours.model["w"]) == sum(DATA)
+
+
+@pytest.mark.filterwarnings("ignore:the data has no state")
+def test_an_interrupt_while_a_run_is_left_loses_no_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loader:
+        def __iter__(self) -> Any:
+            return iter(DATA)
+
+    ours, data, leave, calls = trainer(), Loader(), Session._leave, list[int]()  # pyright: ignore
+
+    def interrupted(self: Any, error: Any = None) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        leave(self, error)
+
+    ours.fit(data, num_steps=1, progress=False)
+    monkeypatch.setattr(Session, "_leave", interrupted)
+    with pytest.raises(KeyboardInterrupt), ours.session(data, num_steps=4) as run:
+        for event in run:
+            if event == ("step_end", 3, None):
+                break
+    ours.fit(data, num_steps=4, progress=False)
+    assert float(ours.model["w"]) == sum(DATA)
+
+
+def test_an_interrupt_before_a_run_is_put_away_leaves_a_trainer_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = trainer()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ours, "_put_away", interrupt)
+        ours.fit(DATA, num_steps=2, progress=False)
+    assert ours.advance(DATA[2]) is not None and not ours.is_stopped
+    ours.fit(DATA, num_steps=4, progress=False)
+    assert float(ours.model["w"]) == sum(DATA)
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_whether_it_is_stopped_is_read_only() -> None:
+    with pytest.raises(AttributeError):
+        trainer().is_stopped = True  # pyright: ignore
 
 
 def test_what_the_loop_raises_leaves_a_good_state() -> None:
@@ -127,3 +223,33 @@ def test_what_cannot_be_is_refused() -> None:
         with pytest.raises(StateError, match="iterated twice"):
             list(run)
     assert events[-1].name == "train_end" and ours.step == 2
+
+
+def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
+    class Foreign(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            """The word of Keras."""
+
+    ours, callbacks = trainer(), [Foreign()]
+    with pytest.warns(UserWarning, match="did you mean on_step_end") as warned:
+        ours.fit(DATA, num_steps=1, callbacks=callbacks, progress=False)
+        with ours.session(DATA, num_steps=2, callbacks=callbacks):
+            pass
+        ours.evaluate(DATA, callbacks=callbacks)
+    assert [warning.filename for warning in warned] == [__file__] * 3
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "patience and min_delta cannot be negative"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "patience and min_delta cannot be negative"),
+        (lambda: lt.train.array_data({"x": np.ones((4, 2))}, 2.5), "no batch can be filled"),  # type: ignore
+        (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "no batch can be filled"),
+        (lambda: trainer(weight=0), "weight is no function"),
+        (lambda: trainer(weight="mask"), "weight is no function"),
+    ],
+)
+def test_arguments_that_would_do_nothing_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(LowtideError, match=message):
+        make()

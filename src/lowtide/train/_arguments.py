@@ -72,6 +72,13 @@ def choose_step(
     pipeline: Schedule | Pipeline | None,
 ) -> Chosen:
     """Choose the step; arguments and errors as of `Trainer`."""
+    if weight is not None and not callable(weight):
+        raise ConfigError(
+            "weight is no function",
+            expected="weight(batch) -> a number",
+            got=repr(weight)[:80],
+            hint='lambda batch: jnp.sum(batch["mask"])',
+        )
     _refuse_arguments(model, tx, loss_fn, sharding, num_microbatches, seed, pipeline)
     if pipeline is not None:
         _refuse_beside_pipeline(model, loss_fn, tx, mutable, num_microbatches, compute_dtype, seed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import math
 import os
@@ -251,9 +252,17 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 warnings.warn(
                     f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
                     UserWarning,
-                    stacklevel=4,
+                    stacklevel=_level_of_user(),
                 )
     return found
+
+
+def _level_of_user() -> int:
+    """Return the `stacklevel`, for who calls this, of the nearest line outside of this package."""
+    ours, level, frame = (str(Path(__file__).parents[1]), contextlib.__file__), 0, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from ..core import ConfigError, DataError, Tree, check_count, leaves_with_paths
+from ..core import ConfigError, DataError, Tree, check_count, is_count, leaves_with_paths
 
 
 @runtime_checkable
@@ -359,7 +359,7 @@ def array_data(arrays: Tree, batch_size: int, *, seed: int | None = 0, drop_rema
             hint="arrays[:n] cuts them to the same length",
         )
     length = next(iter(lengths.values()))
-    if batch_size < 1 or (drop_remainder and length < batch_size):
+    if not is_count(batch_size, 1) or (drop_remainder and length < batch_size):
         raise DataError(
             "no batch can be filled",
             expected=f"1 <= batch_size <= {length}" if length else "at least one example",

@@ -30,9 +30,12 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
-        if patience < 0 or min_delta < 0:
+        if not (patience >= 0 and min_delta >= 0):  # nor NaN
             raise ConfigError(
-                "patience and min_delta cannot be negative", got=f"{patience}, {min_delta}", hint="0 is the least"
+                "patience and min_delta cannot be negative",
+                expected="a number of records, and a difference",
+                got=f"{patience}, {min_delta}",
+                hint="0 is the least",
             )
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best = math.inf if mode == "min" else -math.inf

@@ -42,7 +42,8 @@ class Run:
 
     def __init__(self, session: Session, listeners: Listeners) -> None:
         self._session, self._listeners = session, listeners
-        self._is_begun = False
+        self._is_begun, self._is_closed = False, False
+        self._told = list[Event]()  # of which callbacks have heard, and the loop has not
 
     @property
     def records(self) -> list[Record]:
@@ -53,11 +54,21 @@ class Run:
         """End after the step that is running, as if its last one had come: evaluated and saved."""
         self._session.stop()
 
+    def settle(self) -> None:
+        """Read the values of all steps so far; callbacks hear of them now, the loop of them next."""
+        for event in self._session.settle():
+            self._told.append(event)
+            self._listeners.tell(event)
+
+    def close(self) -> None:
+        """End it: nobody keeps a good state any more, so it gives no further event."""
+        self._is_closed = True
+
     def __iter__(self) -> Iterator[Event]:
         """Train, and give what happens in its order.
 
         Raises:
-            StateError: when it was iterated before.
+            StateError: when it was iterated before, or outside of its ``with`` block.
             Exception: what `Trainer.fit` raises.
         """
         if self._is_begun:
@@ -66,7 +77,20 @@ class Run:
                 expected="one loop for each trainer.session(...)",
                 hint="leave the with block, and begin another session: it goes on where this one is",
             )
+        self._refuse_closed()
         self._is_begun = True
         for event in self._session:
             self._listeners.tell(event)
             yield event
+            self._refuse_closed()
+            while self._told:
+                yield self._told.pop(0)
+                self._refuse_closed()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise StateError(
+                "a run was iterated outside of its with block",
+                expected="for event in run: inside of with trainer.session(...) as run:",
+                hint="begin another session: it goes on where this one is",
+            )

@@ -104,6 +104,8 @@ class Session:
         """Its data, once it has left that, for the run that goes on."""
         self.is_over = False
         """Whether the last step was taken, or an exception has ended the run."""
+        self.is_closed = False
+        """Whether `running` has ended."""
         self.is_stopped = False
         """Whether `stop` was called."""
         position = notes.position or {}
@@ -116,6 +118,8 @@ class Session:
         self._batch: Tree = None
         """The last batch, to explain a shortage of memory with."""
         self._has_batch = False
+        self._unraised: BaseException | None = None
+        """What a step has failed with whose record was given, until it is raised."""
         self._pending: list[_Sent] = []
         """Steps whose values were not read yet."""
         self._finished = 0.0
@@ -137,22 +141,27 @@ class Session:
             tell: hears of what happens after the iterator was left: the last records, or what is done about an
                 exception before that goes on.
         """
-        with self._terminated, valves(), self.processes.watched():
-            try:
-                yield
-                if not self.is_over:
-                    for event in self.settle():  # who leaves early leaves a good state, too
-                        tell(event)
-                    self.is_over = True
-                    self._leave()
-            except BaseException as error:
+        try:
+            with self._terminated, valves(), self.processes.watched():
                 try:
-                    for event in self._end(error):
-                        tell(event)
-                finally:
-                    self.is_over = True
-                    tell(Event("exception", error, error))
-                raise
+                    yield
+                    if self._unraised is not None:  # who iterates it has left at the record
+                        raise self._unraised
+                    if not self.is_over:
+                        for event in self.settle():  # who leaves early leaves a good state, too
+                            tell(event)
+                        self._leave()
+                        self.is_over = True
+                except BaseException as error:
+                    try:
+                        for event in self._end(error):
+                            tell(event)
+                    finally:
+                        self.is_over = True
+                        tell(Event("exception", error, error))
+                    raise
+        finally:
+            self.is_closed = True
 
     def stop(self) -> None:
         """End after the step that is running, as if its last one had come."""
@@ -267,7 +276,9 @@ class Session:
             try:
                 back = self.guard.judge(sent.step, values)
             except BaseException as error:
+                self._unraised = error
                 yield self._recorded(record, error)
+                self._unraised = None
                 raise
             yield from self._gone_back(back)
             yield self._recorded(record)  # there is a good state when callbacks hear of it

@@ -137,8 +137,6 @@ class Trainer:
         """The other processes of the run."""
         self.on_nan: OnNan = on_nan
         """What to do when loss or gradients are not finite."""
-        self.is_stopped = False
-        """Whether `stop` was called in this run."""
         self.history: list[Record] = []
         """The records of the last `fit`, also of one that raised."""
         changed = None if self.checkpoints is None else self.checkpoints.changed
@@ -148,8 +146,9 @@ class Trainer:
         self._evaluation = Evaluation(step, weight, seed, self._compiled, self.processes, sharding, model)
         self.budget_bytes = parse_budget(budget)
         """Bytes that a step may use on a device; None for what the device has."""
-        self._running: tuple[Session, Listeners] | None = None  # the `fit` that is running, and who hears of it
+        self._running: tuple[Session, Run] | None = None  # the `fit` that is running; not for long one that has ended
         self._left: Feed | None = None  # the data of the last one, for another with the same iterator
+        self._is_stopped = False
 
     @property
     def state(self) -> TrainState:
@@ -287,9 +286,14 @@ class Trainer:
 
     def stop(self) -> None:
         """End `fit` after the step that is running, as if its last one had come. For callbacks."""
-        self.is_stopped = True
-        if self._running is not None:
-            self._running[0].stop()
+        self._is_stopped = True
+        if (running := self._in_fit()) is not None:
+            running[0].stop()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called in this run."""
+        return self._is_stopped if (running := self._in_fit()) is None else running[0].is_stopped
 
     @hints_at(epochs="num_epochs", steps_per_epoch="num_steps in all", validation_data="eval_data", verbose="progress")
     def fit(
@@ -390,8 +394,10 @@ class Trainer:
             self._live.refuse_averaged("fit")
             callbacks = as_callbacks(options.get("callbacks", ()))
             self._live.refresh()
-            if self._running is not None:
-                self._running[0].refuse_another()
+            if (running := self._in_fit()) is not None:
+                running[0].refuse_another()
+            if self._running is not None:  # an interrupt came before it was put away
+                self._put_away(*self._running)
             session = Session(
                 live=self._live,
                 compiled=self._compiled,
@@ -413,14 +419,21 @@ class Trainer:
 
                 callbacks = (Progress(feed.num_steps), *callbacks)
             listeners = Listeners(self, callbacks, options.get("on_record"))
-            self.is_stopped, self.history = False, session.records
+            self._is_stopped, self.history = False, session.records
+            run = Run(session, listeners)
             try:
-                self._running = session, listeners
+                self._running = session, run
                 with session.running(listeners.tell):
-                    yield Run(session, listeners)
+                    yield run
             finally:
-                self._running, self._left = None, session.left or self._left
-                self._live.give_back()
+                self._put_away(session, run)
+
+    def _put_away(self, session: Session, run: Run) -> None:
+        """Keep of a run that has ended what the next one asks for."""
+        run.close()
+        self._is_stopped, self._left = session.is_stopped, session.left or self._left
+        self._running = None
+        self._live.give_back()
 
     def save(self) -> bool:
         """Begin to write a checkpoint of the state; in a callback also of where `fit` is.
@@ -435,11 +448,10 @@ class Trainer:
         needs_checkpoints(self.checkpoints, "save")
         self._live.refuse_averaged("save")
         self._live.borrow(lend=False)  # what was changed in a mutable object
-        if self._running is None:
+        if (running := self._in_fit()) is None:
             return self._copies.save(self._copies.notes)
-        session, listeners = self._running
-        for event in session.settle():  # goes back from what the last steps have spoilt
-            listeners.tell(event)
+        session, run = running
+        run.settle()  # goes back from what the last steps have spoilt
         return self._copies.save(session.notes())
 
     def restore(self, *, step: int | None = None, best: bool = False) -> int | None:
@@ -471,8 +483,12 @@ class Trainer:
             return self._copies.restore(step, best=best)
 
     def _refuse_running(self, what: str) -> None:
-        if self._running is not None:
-            self._running[0].refuse(what)
+        if (running := self._in_fit()) is not None:
+            running[0].refuse(what)
+
+    def _in_fit(self) -> tuple[Session, Run] | None:
+        """Return the run that has not ended."""
+        return None if self._running is None or self._running[0].is_closed else self._running
 
     @hints_at()
     def evaluate(self, data: Iterable[Tree], *, callbacks: Sequence[Callback] = ()) -> dict[str, float]:
