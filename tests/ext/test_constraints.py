@@ -34,7 +34,9 @@ def model_of(constraint: str, *, is_normed: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("constraint", ["NonNeg", "MaxNorm", "UnitNorm", "MinMaxNorm"])
-@pytest.mark.parametrize("options", [{}, {"on_nan": "skip"}, {"num_microbatches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"on_nan": "skip"}, marks=pytest.mark.slow), {"num_microbatches": 2}], ids=str
+)
 def test_constraints_hold_after_every_step_as_in_keras(constraint: str, options: Any) -> None:
     import keras
 

@@ -61,7 +61,7 @@ def test_a_part_is_complete_by_its_cases(fields: dict[str, Any]) -> None:
         ("--summary --part smoke", "--part says nothing of what is asked for"),
         ("--list --out x", "--out says nothing of what is asked for"),
         ("--python 3.12", "--python says nothing of what is asked for"),
-        ("--summary --out /nonexistent", "/nonexistent is not there"),
+        ("--summary --out no/such/folder", "no/such/folder is not there"),
         ("--rehearse --out README.md", "README.md is no folder"),
         ("--minutes x", "x is not a positive number of minutes"),
     ],

@@ -137,7 +137,7 @@ def _large(device=None):
     return shape(4, 1024, 64), shape(8192, 64), shape(4, 1024, dtype=jnp.int32)
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("v5e", marks=pytest.mark.tpu_aot)])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("v5e", marks=[pytest.mark.tpu_aot, pytest.mark.slow])])
 def test_no_program_holds_all_logits(where, request):
     args = _large(request.getfixturevalue("tpu_device") if where == "v5e" else None)
     logits_bytes = 4 * 1024 * 8192 * 4

@@ -260,6 +260,7 @@ def test_a_gradient_that_contains_the_weights_is_no_new_state(name: str) -> None
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.slow
 def test_a_state_that_is_prefetched_in_slices_is_undonated_all_the_same() -> None:
     tx = optax.adam(1e-3)
 

@@ -135,6 +135,7 @@ def test_the_exact_norm_clips_like_optax(num_microbatches: int) -> None:
     assert min(norm for _, norm in ours[1]) > 0.1  # so that every step was clipped
 
 
+@pytest.mark.slow
 def test_the_previous_norm_clips_the_next_step() -> None:
     model, data = decoder(), batches(6)
     ours, seen = layerwise(model, optax.sgd(0.1), data, clip=Clip(max_norm=0.1, mode="previous"))

@@ -183,6 +183,7 @@ def test_a_step_of_adam_on_four_large_matrices(tpu_device: Any) -> None:
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.slow
 def test_temporaries_of_an_update_are_flat_in_the_number_of_leaves(tpu_device: Any) -> None:
     wrapped = optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), chunk_bytes=4 * MIB)
     temporaries = []
@@ -204,6 +205,7 @@ def test_temporaries_of_an_update_are_flat_in_the_number_of_leaves(tpu_device: A
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.slow
 def test_leaf_by_leaf_holds_one_leaf_at_a_time_and_whole_holds_all(tpu_device: Any) -> None:
     shapes = {f"w{at}": (2048, 2048) for at in range(8)}
     leaf = compiled(optax.adam(1e-3), shapes, tpu_device, mode="leaf").temp_size_in_bytes

@@ -114,7 +114,7 @@ def of_kernels(product: Any, in_last: bool = False) -> LayerStack:
     )
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("dividing", "is_column"), [((), False), (("fsdp",), False), (("fsdp",), True)])
 def test_kernels_beside_another_axis(remat: bool, dividing: Any, is_column: bool) -> None:
     layers, x = 0.3 * parameters(2)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (16, WIDTH))

@@ -59,7 +59,7 @@ def test_bytes_of_being_able_to_leave_an_update_out(optimizer: str, target: str 
     assert more <= (2 if target is None else 0.5) * LEAF_BYTES  #
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_the_state_stays_as_it_was(optimizer: str, num_microbatches: int) -> None:
     def whole(leaf: Any) -> Any:  # one value of each microbatch

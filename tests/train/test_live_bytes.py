@@ -169,7 +169,7 @@ def test_live_arrays_in_fit(kind: str, run: str, tmp_path: Any) -> None:
     assert made.live() <= made.bound
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=SLOW), 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiled_step_takes_the_state_once(kind: str, num_microbatches: int) -> None:
     made = Made(kind, num_microbatches=num_microbatches)

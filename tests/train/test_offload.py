@@ -97,7 +97,9 @@ def test_adapters_learn_the_same_wherever_the_bytes_are(finetune, shared, settin
         pytest.param(None, {"trainable/layers", "opt_state/layers", "opt_state/outer"}, marks=pytest.mark.slow),
         pytest.param((), set(), marks=pytest.mark.slow),
         pytest.param(("parameters",), {"trainable/layers", "trainable/outer"}, marks=pytest.mark.slow),
-        (ALL, {"trainable/layers", "trainable/outer", "opt_state/layers", "opt_state/outer"}),
+        pytest.param(
+            ALL, {"trainable/layers", "trainable/outer", "opt_state/layers", "opt_state/outer"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_full_tuning_learns_what_plain_adamw_learns(finetune, shared, compilations, offload, hosted):

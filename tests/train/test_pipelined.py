@@ -157,6 +157,7 @@ def test_adapters_train_in_a_pipeline_over_a_frozen_base() -> None:
     assert_near(trainer.model, other.model)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
     data = batches(4)
     through = pipelined("v-half", 4, checkpoint_dir=tmp_path)
