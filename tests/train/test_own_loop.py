@@ -243,6 +243,7 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
     ("make", "message"),
     [
         (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "patience and min_delta cannot be negative"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", patience="3"), "patience and min_delta cannot be negative"),  # type: ignore
         (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "patience and min_delta cannot be negative"),
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, 2.5), "no batch can be filled"),  # type: ignore
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "no batch can be filled"),

@@ -259,7 +259,8 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
 
 def _level_of_user() -> int:
     """Return the `stacklevel`, for who calls this, of the nearest line outside of this package."""
-    ours, level, frame = (str(Path(__file__).parents[1]), contextlib.__file__), 0, inspect.currentframe()
+    ours = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
+    level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(ours):
         level, frame = level + 1, frame.f_back
     return level

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import jax
@@ -30,11 +31,11 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
-        if not (patience >= 0 and min_delta >= 0):  # nor NaN
+        if not all(isinstance(given, Real) and given >= 0 for given in (patience, min_delta)):  # nor NaN
             raise ConfigError(
                 "patience and min_delta cannot be negative",
                 expected="a number of records, and a difference",
-                got=f"{patience}, {min_delta}",
+                got=f"{patience!r}, {min_delta!r}",
                 hint="0 is the least",
             )
         self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode

@@ -222,7 +222,7 @@ class Trainer:
     @property
     def has_eval_data(self) -> bool:
         """Whether the `fit` that is running evaluates."""
-        return self._running is not None and self._running[0].eval_data is not None
+        return (running := self._in_fit()) is not None and running[0].eval_data is not None
 
     @property
     def stages(self) -> StageReport | None:
