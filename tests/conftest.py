@@ -32,11 +32,14 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Where the Makefile leaves out LLVM's optimisations, MLIR's fusions are left out, too: compiling takes half the time.
+# Without LLVM's optimisations (the Makefile's choice) MLIR's fusions are left out, too: compiling takes half the time.
 # Only the compiler for CPUs of JAX 0.10 knows the flag; that for TPUs, which reads the same variable later, does not.
-if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"] and jax.__version_info__ < (0, 11):
+UNFUSED = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+# What tests give processes of their own that compile for CPUs alone.
+os.environ["QUICK_CPU_FLAGS"] = f"--xla_backend_optimization_level=0 {UNFUSED}".strip()
+if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
     flags = os.environ["XLA_FLAGS"]
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = f"{flags} {UNFUSED}".strip()
     jax.devices("cpu")  # reads the flags, once
     os.environ["XLA_FLAGS"] = flags
 
@@ -61,9 +64,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector need not look through it again and again."""
+    """What was imported stays: the collector need not look through it again and again, nor as often as it does."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 def _missing(*modules: str) -> list[str]:

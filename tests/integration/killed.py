@@ -1,18 +1,22 @@
 """A small run that is killed again and again: `python killed.py FOLDER NUM_KILLS SEED` prints what happened, as JSON.
 
 A process that has imported everything and has not asked JAX for a device forks one child after the other, so that a
-start costs a second instead of five. A child restores and trains; at a random moment it is killed. The last one comes
-to an end, and one more, which begins anew and is left alone, says what the weights have to be.
+start costs a second instead of five; the first of them says what that is, and compiles for those after it. A child
+restores and trains; at a random moment it is killed. The last one comes to an end, and one more, which begins anew and
+is left alone, says what the weights have to be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import json
 import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -72,6 +76,19 @@ def finish(folder: Path, tell: Callable[[Any], None]) -> None:
     tell([trainer.restore(), digest(trainer)])
     trainer.fit(Data(), num_steps=trainer.step + 10, checkpoint_every=EVERY)
     tell([trainer.step, digest(trainer)])
+
+
+def warm_up(folder: Path) -> None:
+    """Import what a child needs, and leave it the programs (where `JAX_COMPILATION_CACHE_DIR` says)."""
+
+    def run(tell: Callable[[Any], None]) -> None:
+        finish(folder, tell)
+        finish(folder, tell)  # goes on from a checkpoint
+        tell(sorted(sys.modules))
+
+    for name in whole(run)[-1]:
+        with contextlib.suppress(ImportError):  # some exist in memory only
+            importlib.import_module(name)
 
 
 def undisturbed(num_steps: int, tell: Callable[[Any], None]) -> None:
@@ -158,6 +175,8 @@ def unfinished(folder: Path) -> set[tuple[str, int]]:
 def main() -> None:
     folder, num_kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        warm_up(Path(elsewhere))
     chance = random.Random(seed)
     kills = [killed(folder, chance) for _ in range(num_kills)]
     last = whole(lambda tell: finish(folder, tell))

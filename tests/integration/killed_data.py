@@ -1,4 +1,4 @@
-"""Runs over data of each kind, killed three times: `python killed_data.py FOLDER SEED` prints the examples they saw."""
+"""A run that is killed three times: `python killed_data.py FOLDER SEED KIND` prints the examples that it saw."""
 
 from __future__ import annotations
 
@@ -72,15 +72,13 @@ def train(kind: str, folder: Path | None, tell: Callable[[Any], None]) -> None:
 
 
 def main() -> None:
-    folder, chance, found = Path(sys.argv[1]), random.Random(int(sys.argv[2])), {}
-    for kind in KINDS:
-        # From the seventh step on the checkpoint of the third is complete: every life gets further than the last.
-        moments = [(chance.randrange(7, 16), chance.uniform(0, 0.1)) for _ in range(NUM_KILLS)]
-        where = folder / kind
-        lives = [cut_off(lambda tell, k=kind, w=where: train(k, w, tell), 1 + n, delay) for n, delay in moments]
-        lives.append(whole(lambda tell, k=kind, w=where: train(k, w, tell)))
-        found[kind] = {"lives": lives, "whole": whole(lambda tell, k=kind: train(k, None, tell))}
-    print(json.dumps(found))
+    folder, kind = Path(sys.argv[1]), sys.argv[3]
+    chance = random.Random(f"{sys.argv[2]} {kind}")
+    # From the seventh step on the checkpoint of the third is complete: every life gets further than the last.
+    moments = [(chance.randrange(7, 16), chance.uniform(0, 0.1)) for _ in range(NUM_KILLS)]
+    lives = [cut_off(lambda tell: train(kind, folder, tell), 1 + n, delay) for n, delay in moments]
+    lives.append(whole(lambda tell: train(kind, folder, tell)))
+    print(json.dumps({"lives": lives, "whole": whole(lambda tell: train(kind, None, tell))}))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def start(out, checkpoints, *, count=2, devices=4, **options):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         # In one order on every device: else collectives of a pipeline with FSDP may wait for one another.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
+        "XLA_FLAGS": f"{os.environ['QUICK_CPU_FLAGS']} --xla_force_host_platform_device_count={devices} "
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
         "PYTHONUNBUFFERED": "1",
     }
@@ -87,11 +87,11 @@ def test_each_process_loads_rows_of_its_own_and_splits_them_into_microbatches(al
 
 def test_a_pipeline_runs_across_processes_and_is_resumed(alone, tmp_path):
     """Each process is a rank; of four stages for two layers two are empty."""
-    how = {"stage": 2, "fsdp": 4, "tensor": 1, "schedule": "zb-v", "stages": 4}
-    both = run(tmp_path / "both", tmp_path / "checkpoints", **how)
+    how = {"stage": 2, "fsdp": 2, "tensor": 1, "schedule": "zb-v", "stages": 4}
+    both = run(tmp_path / "both", tmp_path / "checkpoints", devices=2, **how)
     assert both[0] == both[1]
     np.testing.assert_allclose(both[0]["losses"], alone["losses"][:6], rtol=0, atol=1e-5)
-    resumed = run(tmp_path / "on-8", tmp_path / "checkpoints", count=1, devices=8, num_steps=10, **how)[0]
+    resumed = run(tmp_path / "on-4", tmp_path / "checkpoints", count=1, devices=4, num_steps=10, **how)[0]
     assert resumed["resumed"] == 6
     np.testing.assert_allclose(resumed["losses"], alone["losses"][6:], rtol=0, atol=1e-5)
     np.testing.assert_allclose(resumed["predicted"], alone["predicted"], rtol=0, atol=1e-4)
@@ -99,7 +99,9 @@ def test_a_pipeline_runs_across_processes_and_is_resumed(alone, tmp_path):
 
 @pytest.mark.parametrize("who", [1, 0])
 def test_a_killed_process_is_an_error_in_the_other_within_a_minute(who, tmp_path):
-    processes = start(tmp_path / "run", tmp_path / "checkpoints", at=4, how="kill", who=who, num_steps=10**6)
+    processes = start(
+        tmp_path / "run", tmp_path / "checkpoints", at=6, how="kill", who=who, num_steps=10**6, heartbeat=10, **SMALL
+    )
     codes = [processes[who].wait(timeout=300)]
     died = time.monotonic()
     code = processes[1 - who].wait(timeout=2 * MINUTE)
@@ -189,7 +191,7 @@ def finetune(model, data, out, *flags, count=1, devices=8):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         # In one order on every device: else collectives of a pipeline with FSDP may wait for one another.
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
+        "XLA_FLAGS": f"{os.environ['QUICK_CPU_FLAGS']} --xla_force_host_platform_device_count={devices} "
         "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     }
     command = [sys.executable, "-m", "lowtide", "finetune", "--out", str(out), *flags]

@@ -19,10 +19,16 @@ pytestmark = pytest.mark.slow
 NUM_KILLS, SEED = 100, 5
 
 
-def printed(script: str, *arguments: Any) -> Any:
+def printed(script: str, folder: Path, *arguments: Any) -> Any:
     """What a script beside this file prints, of JSON."""
-    # One device, and programs that compile fast: a hundred processes compile them.
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    # One device, and programs that compile fast, and once: a hundred processes need them.
+    environment = {
+        **os.environ,
+        **{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"]},
+        "JAX_COMPILATION_CACHE_DIR": str(folder.with_name("programs")),
+        **{"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"},
+    }
+    arguments = (folder, *arguments)
     command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"seed {SEED}\n{done.stderr[-8000:]}"
@@ -30,7 +36,7 @@ def printed(script: str, *arguments: Any) -> Any:
 
 
 def test_a_hundred_kills_leave_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    said = printed("killed.py", tmp_path, NUM_KILLS, SEED)
+    said = printed("killed.py", tmp_path / "run", NUM_KILLS, SEED)
     kills, last = said["kills"], said["last"]
     reference = {step: digest for step, digest in said["reference"]}
     where = f"seed {SEED}: {[(kill['restored'], kill['steps'][-1:]) for kill in kills]}"
@@ -62,15 +68,11 @@ def last_saved(end: int) -> list[int]:
     return [(end - 1) // 3 * 3, end]
 
 
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return printed("killed_data.py", tmp_path_factory.mktemp("data"), SEED)
-
-
 @pytest.mark.parametrize("kind", ["dataset", "loader", "iterable", "array"])
-def test_over_three_kills_each_example_is_seen_once_in_every_epoch(lives: Any, kind: str) -> None:
-    *killed, last = lives[kind]["lives"]
-    *whole, (end, weights) = lives[kind]["whole"][1:]
+def test_over_three_kills_each_example_is_seen_once_in_every_epoch(kind: str, tmp_path: Path) -> None:
+    said = printed("killed_data.py", tmp_path / "run", SEED, kind)
+    *killed, last = said["lives"]
+    *whole, (end, weights) = said["whole"][1:]
     assert len(killed) == 3
     stream: list[Any] = []
     for (restored, _), *records in [*killed, last]:

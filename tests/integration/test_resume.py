@@ -20,7 +20,7 @@ def _command(model, data, out, *flags):
 
 
 def _environment():
-    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"], "JAX_PLATFORMS": "cpu"}
 
 
 def _losses(out):
