@@ -220,8 +220,9 @@ def test_a_device_holds_its_part_of_the_state(tpu_device):
     assert report.by_role["state"] <= 6 * width * width + 2**16
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_a_step_on_a_mesh_is_compiled_for_a_target_that_is_not_there(num_microbatches):
     model = lt.models.init(config(), key=jax.random.key(0))
     rules = ShardingRules(mesh=mesh(), min_bytes=0)

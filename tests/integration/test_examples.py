@@ -13,13 +13,6 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted([*FOLDER.glob("*.py"), *FOLDER.glob("*.ipynb")])
-QUICK = "lora_in_your_own_loop.py"
-
-
-def cases():
-    for path in EXAMPLES:
-        marks = [] if path.name == QUICK else [pytest.mark.slow]
-        yield pytest.param(path, id=path.stem, marks=marks)
 
 
 def script_of(example: Path, folder: Path) -> Path:
@@ -32,7 +25,8 @@ def script_of(example: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.parametrize("example", list(cases()))
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(

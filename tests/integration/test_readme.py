@@ -18,6 +18,7 @@ SMALLER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_the_python_of_the_readme_runs(tiny_model_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

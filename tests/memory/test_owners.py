@@ -162,7 +162,7 @@ def test_the_peak_lies_between_xla_s_own_and_the_heap(compiled: Any, name: str) 
     assert mine >= 0.85 * heap.size
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", SLOW_ON_TPU)
 def test_an_update_that_is_not_donated_is_an_output_with_its_path(name: str) -> None:
     job = train_step(donate=False)
     report = compile(job["fn"], *job["args"], target=name).report(ROLES)

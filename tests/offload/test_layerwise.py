@@ -217,6 +217,7 @@ def test_state_is_where_it_was_placed() -> None:
     assert all("norm" in path or path.endswith("count") or path == "step" for path in on_device), on_device
 
 
+@pytest.mark.slow
 def test_a_tree_of_half_precision_masters_keeps_its_dtype() -> None:
     model = init(CONFIG, key=jax.random.key(0), dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     data = batches(6)

@@ -137,6 +137,7 @@ def test_the_list_holds_every_alias_of_optax() -> None:
     assert made_of_a_rate - listed == set()
 
 
+@pytest.mark.slow
 def test_the_page_holds_the_generated_table() -> None:
     page = optimizer_table.PAGE.read_text(encoding="utf-8")
     begin, end = optimizer_table.MARKS

@@ -457,31 +457,52 @@ def test_functions_of_another_shape_are_named() -> None:
         run(last=lambda outer, h, batch: h["x"])
 
 
-def test_an_evaluation_takes_any_number_of_rows_in_the_memory_of_a_microbatch() -> None:
+@pytest.mark.parametrize(
+    ("rows", "weighted"),
+    [
+        (1, False),
+        (13, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, True), (2, False), (7, True), (12, False), (13, False), (25, True))
+        ),
+    ],
+)
+def test_an_evaluation_takes_any_number_of_rows(rows: int, weighted: bool) -> None:
+    pipeline, stack, layers = evaluated(weighted)
+    batch = {"x": jax.random.normal(jax.random.key(3), (rows, 5, WIDTH)), "w": jnp.ones(rows)}
+    assert_close(jax.jit(pipeline.evaluate)({}, layers, batch), stack.apply({}, layers, batch))
+
+
+def test_an_evaluation_needs_the_memory_of_a_microbatch() -> None:
+    pipeline, _, layers = evaluated(False)
+
+    def temp_bytes(rows: int) -> int:
+        batch = {"x": jnp.zeros((rows, 512, WIDTH)), "w": jnp.ones(rows)}
+        return jax.jit(pipeline.evaluate).lower({}, layers, batch).compile().memory_analysis().temp_size_in_bytes
+
+    assert temp_bytes(59) <= 1.5 * temp_bytes(60)
+
+
+def test_rows_that_differ_or_are_none_are_not_evaluated() -> None:
+    pipeline, _, layers = evaluated(False)
+    x = jnp.ones((7, 5, WIDTH))
+    with pytest.raises(StructureError, match=r"(?s)have different numbers of rows.*13 in all.*got: 7.*hint:"):
+        pipeline.evaluate({}, layers, {"x": x, "w": jnp.ones(13)})
+    with pytest.raises(StructureError, match=r"(?s)does not split.*got: shape \(0,.*hint:"):
+        pipeline.evaluate({}, layers, {"x": x[:0]})
+
+
+def evaluated(weighted: bool) -> tuple[Pipeline, LayerStack, Any]:
     stack = LayerStack(
         first=lambda outer, batch: batch["x"],
         block=lambda layer, h, batch: h + jnp.tanh(h @ layer),
         last=lambda outer, h, batch: (jnp.mean(h**2), {"size": jnp.mean(jnp.abs(h))}),
     )
-    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(3), (100, 5, WIDTH))
     made = schedule("zb-h1", num_stages=2, num_microbatches=6)
-    weighted = value_and_grad(stack, made, mesh=mesh_of(2, 2), weight=lambda batch: jnp.sum(batch["w"]))
-    by_rows = value_and_grad(stack, made, mesh=mesh_of(2, 2))
-    both = (by_rows, weighted)
-    for rows, pipelines in {1: both, 2: both[:1], 7: both[1:], 12: both[:1], 13: both, 25: both[1:]}.items():
-        batch = {"x": x[:rows], "w": jnp.ones(rows)}
-        for pipeline in pipelines:
-            assert_close(jax.jit(pipeline.evaluate)({}, layers, batch), stack.apply({}, layers, batch))
-    with pytest.raises(StructureError, match=r"(?s)have different numbers of rows.*13 in all.*got: 7.*hint:"):
-        by_rows.evaluate({}, layers, {"x": x[:7], "w": jnp.ones(13)})
-    with pytest.raises(StructureError, match=r"(?s)does not split.*got: shape \(0,.*hint:"):
-        by_rows.evaluate({}, layers, {"x": x[:0]})
-
-    def temp_bytes(rows: int) -> int:
-        batch = {"x": jnp.zeros((rows, 512, WIDTH)), "w": jnp.ones(rows)}
-        return jax.jit(by_rows.evaluate).lower({}, layers, batch).compile().memory_analysis().temp_size_in_bytes
-
-    assert temp_bytes(59) <= 1.5 * temp_bytes(60)
+    weight = (lambda batch: jnp.sum(batch["w"])) if weighted else None
+    pipeline = value_and_grad(stack, made, mesh=mesh_of(2, 2), weight=weight)
+    return pipeline, stack, parameters(4)[1]["up"][..., :WIDTH]
 
 
 def test_keys_of_the_rows_that_are_left_over_are_new_ones() -> None:

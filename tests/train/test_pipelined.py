@@ -107,12 +107,13 @@ def test_a_pipelined_trainer_trains_as_a_plain_one(name: str, num_stages: int, n
     assert_near(trainer.model, other.model)
     assert len(trainer._compiled._programs) == 1  # for all steps
 
-    # An evaluation of a part of a batch, too, and of rows that nothing divides.
-    for data in (batches(), batches(1, rows=6), batches(1, rows=7)):
-        assert trainer.evaluate(data)["loss"] == pytest.approx(other.evaluate(data)["loss"], rel=1e-5)
-    logits = [
-        one.predict(batches(2), lambda model, batch: models.logits(model, batch["tokens"])) for one in (trainer, other)
-    ]
+
+# Of a whole batch, of a part of one, and of rows that nothing divides.
+@pytest.mark.parametrize("rows", [*(pytest.param(rows, marks=pytest.mark.slow) for rows in (ROWS, 6)), 7])
+def test_a_pipelined_trainer_evaluates_and_predicts_as_a_plain_one(rows: int) -> None:
+    trainer, other, data = pipelined("zb-v", 4, model=decoder(6), fsdp=1), plain(decoder(6)), batches(2, rows=rows)
+    assert trainer.evaluate(data)["loss"] == pytest.approx(other.evaluate(data)["loss"], rel=1e-5)
+    logits = [one.predict(data, lambda model, batch: models.logits(model, batch["tokens"])) for one in (trainer, other)]
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-5)
 
 
