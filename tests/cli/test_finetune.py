@@ -22,6 +22,7 @@ from lowtide.cli._settings import _words, given, register
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
 from lowtide.finetune import _finetune as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes
+from lowtide.train._data import Feed
 
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
 
@@ -139,6 +140,31 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
     status, printed, _ = finetune("--resume", "--compare")
     assert status == 0 and "AdamW + remat" in printed
     assert (_records(out), (out / "model" / "model.safetensors").read_bytes()) == before
+
+
+def test_an_interrupt_saves_the_steps_that_were_taken(finetune, tmp_path, monkeypatch):
+    """Whatever the display does with the records that are read on the way out."""
+    took, before = Feed.next, signal.getsignal(signal.SIGINT)
+
+    def interrupted(self, step):
+        if step == 6:
+            signal.raise_signal(signal.SIGINT)
+        return took(self, step)
+
+    monkeypatch.setattr(Feed, "next", interrupted)
+    try:
+        status, printed, _ = finetune("--steps", "9")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 130 and "Continue with:" in printed
+    assert [record["step"] for record in _records(tmp_path / "run") if "loss" in record] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "run" / "checkpoints" / "6").is_dir()
+
+
+def test_float16_is_refused_on_a_cpu_before_anything_is_written(finetune, tmp_path):
+    status, _, said = finetune("--compute-dtype", "float16")
+    assert status == 2 and "hint: bfloat16 takes as many bytes" in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_host_that_is_too_small_is_named():

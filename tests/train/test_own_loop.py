@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import shutil
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import LowtideError, NonFiniteError, StateError
+from lowtide.core import LowtideError, NonFiniteError, StateError, StructureError
 from lowtide.train import Callback, Event
 from lowtide.train._session import Session
 
@@ -249,8 +252,161 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "no batch can be filled"),
         (lambda: trainer(weight=0), "weight is no function"),
         (lambda: trainer(weight="mask"), "weight is no function"),
+        *((lambda v=v: lt.train.ReduceOnPlateau(cooldown=v), "could not be lowered") for v in (1.5, float("nan"), "x")),
+        *((lambda v=v: lt.train.ReduceOnPlateau(minimum=v), "could not be lowered") for v in (float("nan"), "0")),
+        (lambda: lt.train.ReduceOnPlateau(factor="x"), "could not be lowered"),
+        (lambda: lt.train.EarlyStopping(patience=True), "patience and min_delta"),
+        *((lambda v=v: lt.train.Profile("x", first=v), "no step would be profiled") for v in (float("nan"), "1")),
+        (lambda: trainer(checkpoint_dir=""), "checkpoint_dir is empty"),
+        (lambda: trainer(rollback="no"), "rollback is no choice"),
     ],
 )
 def test_arguments_that_would_do_nothing_are_refused(make: Any, message: str) -> None:
     with pytest.raises(LowtideError, match=message):
         make()
+
+
+class Counting(Callback):
+    """Counts records, and keeps the number in checkpoints."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.ends = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+    def on_train_begin(self, trainer: Any) -> None:
+        self.steps = []
+
+    def on_record(self, trainer: Any, record: Any) -> None:
+        self.steps.append(record["step"])
+
+    def on_train_end(self, trainer: Any) -> None:
+        self.ends += 1
+
+
+class SavesAtRecords(Callback):
+    def on_record(self, trainer: Any, record: Any) -> None:
+        trainer.save()
+
+
+def test_steps_inside_of_averaged_are_refused_and_lose_nothing() -> None:
+    ours = lt.Trainer(
+        {"w": jnp.zeros((), jnp.bfloat16)}, lambda m, x: jnp.sum(m["w"] * x), lt.train.ema(optax.sgd(-1.0), decay=0.5)
+    )
+    data = [jnp.bfloat16(value) for value in (1, 2, 4, 8)]
+    ours.fit(data, num_steps=2, progress=False)
+    with pytest.raises(StateError, match="inside of averaged"), ours.session(data, num_steps=4) as run:
+        with ours.averaged():
+            list(run)
+    assert (ours.step, float(ours.model["w"])) == (2, 3.0)
+    ours.fit(data, num_steps=4, progress=False)
+    assert float(ours.model["w"]) == 15.0
+
+
+@pytest.mark.parametrize("how", ["not iterated", "left at its beginning", "failed at its beginning"])
+def test_a_run_that_has_resumed_nobody_leaves_what_was_restored(how: str, tmp_path: Any) -> None:
+    trainer(checkpoint_dir=tmp_path).fit(DATA, num_steps=2, callbacks=[Counting()], progress=False)
+    ours, after = trainer(checkpoint_dir=tmp_path), Counting()
+    assert ours.restore() == 2
+
+    class Fails(Callback):
+        def on_train_begin(self, trainer: Any) -> None:
+            raise OSError("no space")
+
+    callbacks = [Counting(), *([Fails()] if "failed" in how else [])]
+    with contextlib.suppress(OSError), ours.session(DATA, num_steps=4, callbacks=callbacks) as run:
+        if how != "not iterated":
+            next(iter(run))
+    ours.fit(DATA, num_steps=4, callbacks=[after], progress=False)
+    assert after.steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("order", [(SavesAtRecords, Counting), (Counting, SavesAtRecords)])
+def test_who_saves_at_a_record_disturbs_no_order_and_saves_what_others_count(order: Any, tmp_path: Any) -> None:
+    callbacks = [kind() for kind in order]
+    taken(trainer(checkpoint_dir=tmp_path), callbacks=callbacks, eval_data=DATA[:1])
+    counts = next(callback for callback in callbacks if isinstance(callback, Counting))
+    assert counts.steps == [0, 1, 2, 3, 4, 4]
+    resumed, again = trainer(checkpoint_dir=tmp_path), Counting()
+    assert resumed.restore() == 4
+    resumed.fit([*DATA, DATA[0]], num_steps=5, callbacks=[again], eval_data=DATA[:1], progress=False)
+    assert again.steps == [0, 1, 2, 3, 4, 4, 5, 5]
+
+
+def test_callbacks_hear_the_end_of_a_run_that_is_left() -> None:
+    ours, counts = trainer(), Counting()
+    with ours.session(DATA, num_steps=4, callbacks=[counts]) as run:
+        next(event for event in run if event.name == "step_end")
+    assert (counts.steps, counts.ends) == ([1], 1)
+    with ours.session(DATA, num_steps=4, callbacks=[counts]):
+        pass
+    assert counts.ends == 1  # nothing had begun
+
+
+def test_the_best_evaluation_is_saved_where_the_loop_is_left_at_it(tmp_path: Any) -> None:
+    ours = trainer(checkpoint_dir=tmp_path, best="eval_loss", best_mode="max")
+    with ours.session(DATA, num_steps=4, eval_data=DATA[:1], eval_every=1) as run:
+        for event in run:
+            if event.name == "record" and "eval_loss" in event.value and event.value["step"] == 3:
+                break
+    assert ours.checkpoints is not None
+    ours.checkpoints.wait()
+    assert ours.checkpoints.best_step() == ours.checkpoints.latest_step() == 3
+
+
+def test_the_end_of_an_epoch_is_evaluated_once_over_two_runs(tmp_path: Any) -> None:
+    ours = trainer(checkpoint_dir=tmp_path)
+    first = ours.fit(DATA, num_steps=4, eval_data=DATA[:1], progress=False)
+    shutil.copytree(tmp_path, copied := tmp_path.with_name("copied"))
+    again = trainer(checkpoint_dir=copied)
+    again.restore()
+    for resumed in (again, ours):
+        records = [*first, *resumed.fit(DATA, num_epochs=2, eval_data=DATA[:1], progress=False)]
+        assert [record["step"] for record in records if "eval_loss" in record] == [0, 4, 8]
+
+
+def test_a_run_that_was_left_is_neither_stopped_nor_settled() -> None:
+    with trainer().session(DATA, num_steps=4) as run:
+        pass
+    with pytest.raises(StateError, match="a run was stopped outside of its with block"):
+        run.stop()
+    with pytest.raises(StateError, match="a run was settled outside of its with block"):
+        run.settle()
+
+
+def test_a_run_without_a_step_warns_where_it_is_iterated() -> None:
+    ours = trainer()
+    ours.fit(DATA, num_steps=2, progress=False)
+    with pytest.warns(UserWarning, match="fit took no step") as seen:
+        with ours.session(DATA, num_steps=2) as run:
+            list(run)
+        ours.fit(DATA, num_steps=2, progress=False)
+    assert [warning.filename for warning in seen] == [__file__] * 2
+
+
+def test_a_state_that_is_none_of_this_trainer_is_refused() -> None:
+    ours = trainer()
+    for wrong in ({}, None, dataclasses.replace(ours.state, trainable={"w": jnp.zeros(2)})):
+        with pytest.raises(StructureError, match="(?s)state .*hint:"):
+            ours.state = wrong
+    consumed = dataclasses.replace(ours.state, trainable={"w": jnp.zeros(())})
+    consumed.trainable["w"].delete()
+    with pytest.raises(StateError, match="was consumed"):
+        ours.state = consumed
+    ours.fit(DATA, num_steps=4, progress=False)
+    assert float(ours.model["w"]) == sum(DATA)
+
+
+def test_weights_that_were_consumed_do_not_replace_good_ones() -> None:
+    initial = {"w": jnp.zeros(())}
+    ours = lt.Trainer(initial, lambda model, x: jnp.sum(model["w"] * x), optax.sgd(-1.0))
+    ours.fit(DATA, num_steps=2, progress=False)
+    with pytest.raises(StateError, match="was consumed"):
+        ours.update(initial)
+    ours.fit(DATA, num_steps=4, progress=False)
+    assert float(ours.model["w"]) == sum(DATA)

@@ -146,7 +146,7 @@ def _train(console: Console, job: Any, table: Any, interrupted: threading.Event)
         task = progress.add_task("training", total=job.config.num_steps, completed=job.resumed_at or 0)
 
         def show(record: dict[str, Any]) -> None:
-            if interrupted.is_set():
+            if interrupted.is_set() and sys.exception() is None:  # else it was not dropped: the run is being ended
                 raise KeyboardInterrupt
             if "eval_loss" in record:
                 console.print(f"  step {record['step']:>5}  held-out loss {record['eval_loss']:.4f}")

@@ -108,7 +108,8 @@ class Finetune:
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
         of_first(lambda: (write_config(self.out, config), check_same_run(self.out, config, self.data.digest)))
         self.schedule = _schedule(config)
-        self._rate = jax.jit(self.schedule)  # for records: operation by operation it would be a dozen programs
+        # For records, in one program; and now, for what waits for a device between a step and its record may lose it.
+        self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
         options: dict[str, Any] = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
         if config.full:
@@ -201,7 +202,7 @@ class Finetune:
             if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
                 return  # no JSON; the trainer raises
             if "loss" in record:
-                record = {**record, "learning_rate": float(self._rate(record["step"] - 1))}
+                record = {**record, "learning_rate": float(self._rates[int(record["step"]) - 1])}
             metrics.append(record)
             if on_record is not None:
                 on_record(record)
@@ -298,6 +299,13 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
     on_cpu = jax.default_backend() == "cpu"
     stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
     compute = ("float32" if on_cpu else "bfloat16") if config.compute_dtype == "auto" else config.compute_dtype
+    if on_cpu and compute == "float16":
+        raise ConfigError(
+            "compute_dtype is float16, in which a CPU does not multiply",
+            expected="auto, float32 or bfloat16 on a CPU",
+            got="float16",
+            hint="bfloat16 takes as many bytes, and has the range of float32",
+        )
     sizes = models.load_config(directory)
     tokenizer = models.load_tokenizer(directory)
     largest = max(tokenizer.get_vocab().values(), default=0)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import json
 import math
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
@@ -21,11 +21,11 @@ from typing import Any, Protocol
 
 import jax
 
-from ..core import ConfigError, OutputError, Tree
+from ..core import ConfigError, OutputError, Tree, is_count
 from ..distributed import Processes
 from ..memory import MemoryReport
 from ..pipeline import StageReport
-from ._events import Event, Record, noted
+from ._events import Event, Record, level_of_user, noted
 from ._step import TrainState
 
 
@@ -182,15 +182,25 @@ class Listeners:
                 "on_record is no function", expected="on_record(record)", got=repr(on_record)[:80], hint="print"
             )
         self._trainer, self._callbacks, self._on_record = trainer, callbacks, on_record
+        self._untold = deque[tuple[Event, str, Callable[..., None]]]()
 
     def tell(self, event: Event) -> None:
-        """Tell all of them; of the first that fails the others hear nothing, but of records and last events all do."""
+        """Tell all of them; of the first that fails the others hear nothing, but of records and last events all do.
+
+        One that has something else told meanwhile, as saving does, has the others hear of this first.
+        """
+        self.finish()
         if event.name == "resume":
             self._resume(event.value)
             return
-        values = () if event.value is None else (event.value,)
-        left = self._told(f"on_{event.name}")
-        for what, tell in left:
+        self._untold.extend((event, *told) for told in self._told(f"on_{event.name}"))
+        self.finish()
+
+    def finish(self) -> None:
+        """Tell those that have not heard yet of what is being told."""
+        while self._untold:
+            event, what, tell = self._untold.popleft()
+            values = () if event.value is None else (event.value,)
             if event.error is not None:
                 with noted(event.error, what):
                     tell(*values)
@@ -198,7 +208,8 @@ class Listeners:
             try:
                 tell(*values)
             except BaseException as failure:
-                for other, tell_other in left if event.name == "record" else ():  # the others count it, too
+                left, self._untold = self._untold, type(self._untold)()
+                for _, other, tell_other in left if event.name == "record" else ():  # the others count it, too
                     with noted(failure, other):
                         tell_other(*values)
                 raise
@@ -252,18 +263,9 @@ def as_callbacks(callbacks: Any) -> tuple[Callback, ...]:
                 warnings.warn(
                     f"{type(callback).__name__}.{name} is never called by a trainer\nhint: did you mean {near[0]}?",
                     UserWarning,
-                    stacklevel=_level_of_user(),
+                    stacklevel=level_of_user(),
                 )
     return found
-
-
-def _level_of_user() -> int:
-    """Return the `stacklevel`, for who calls this, of the nearest line outside of this package."""
-    ours = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 @contextlib.contextmanager
@@ -422,8 +424,10 @@ class Profile(Callback):
     """
 
     def __init__(self, directory: str | Path, *, first: int = 10, num_steps: int = 3) -> None:
-        if first < 0 or num_steps < 1:
-            raise ConfigError("no step would be profiled", got=f"{first}, {num_steps}", hint="first=10, num_steps=3")
+        if not (is_count(first, 0) and is_count(num_steps, 1)):
+            raise ConfigError(
+                "no step would be profiled", got=f"{first!r}, {num_steps!r}", hint="first=10, num_steps=3"
+            )
         self.directory, self.first, self.num_steps = Path(directory), first, num_steps
         self._running, self._end = False, -1
 

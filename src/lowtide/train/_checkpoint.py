@@ -408,16 +408,18 @@ class Checkpoints:
                 self._set_aside(damaged)
                 return found
             damaged.append(step)
+            hint = "the one before it is used; this one is renamed, for you to delete"
+            hint = hint if step != steps[-1] else "there is none before it; all stay as they are"
             warnings.warn(
-                f"{said}\nhint: the one before it is used; this one is renamed, for you to delete",
+                f"{said}\nhint: {hint}",
                 UserWarning,
                 stacklevel=3,
             )
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
-                expected=f"one of steps {', '.join(map(str, steps))}",
-                got="damaged files",
+                expected="one that is whole",
+                got=f"damaged files of steps {', '.join(map(str, steps))}",
                 hint="restore the folder from a backup, or begin anew in another one",
             )
         return None

@@ -103,7 +103,11 @@ class CompiledStep:
 
         Returns:
             The metrics, on the device.
+
+        Raises:
+            StateError: inside of `averaged`.
         """
+        self._live.refuse_averaged("a step")
         self._live.borrow()
         on_device = self.place(batch)
         compiled = self.compile(on_device)

@@ -1,9 +1,12 @@
-"""What happens in a run, as a session says it, and what is done about failures after a failure."""
+"""What happens in a run, as a session says it; failures after a failure, and the line that a warning is of."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Record = dict[str, float | int]
@@ -44,3 +47,12 @@ def noted(error: BaseException, what: str) -> Generator[None]:
         yield
     except Exception as failure:
         error.add_note(f"lowtide: {what} failed: {type(failure).__name__}: {failure}")
+
+
+def level_of_user() -> int:
+    """Return the `stacklevel`, for who calls this, of the nearest line outside of this package."""
+    ours = (f"{Path(__file__).parents[1]}{os.sep}", contextlib.__file__)
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(ours):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..core import ConfigError, Tree, check_choice
+from ..core import ConfigError, Tree, check_choice, is_count
 from ._callbacks import Callback, TrainerView
 from ._events import Record
 from ._rates import rates
@@ -31,7 +31,7 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
-        if not all(isinstance(given, Real) and given >= 0 for given in (patience, min_delta)):  # nor NaN
+        if not (_is_number(patience) and _is_number(min_delta)):
             raise ConfigError(
                 "patience and min_delta cannot be negative",
                 expected="a number of records, and a difference",
@@ -173,11 +173,12 @@ class ReduceOnPlateau(_Monitor):
         minimum: float = 0.0,
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
-        if not 0 < factor < 1 or cooldown < 0 or minimum < 0:
+        is_right = _is_number(factor) and 0 < factor < 1 and _is_number(minimum) and math.isfinite(minimum)
+        if not (is_right and is_count(cooldown, 0)):
             raise ConfigError(
                 "the learning rate could not be lowered so",
-                expected="0 < factor < 1, cooldown >= 0, minimum >= 0",
-                got=f"factor={factor}, cooldown={cooldown}, minimum={minimum}",
+                expected="0 < factor < 1, cooldown a number of records, minimum >= 0",
+                got=f"factor={factor!r}, cooldown={cooldown!r}, minimum={minimum!r}",
                 hint="ReduceOnPlateau(factor=0.1)",
             )
         self.factor, self.cooldown, self.minimum = factor, cooldown, minimum
@@ -217,6 +218,11 @@ class ReduceOnPlateau(_Monitor):
             opt_state = optax.tree.set(opt_state, lambda path, _, at=place: path == at, learning_rate=new)
         trainer.state = dataclasses.replace(trainer.state, opt_state=opt_state)
         self.waited, self._cooling = 0, self.cooldown
+
+
+def _is_number(given: Any) -> bool:
+    """Whether it is a number that is not negative, nor NaN."""
+    return type(given) is not bool and isinstance(given, Real) and given >= 0  # pyright: ignore[reportOperatorIssue]
 
 
 def _check_rates(opt_state: Tree) -> None:

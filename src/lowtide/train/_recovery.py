@@ -210,6 +210,11 @@ def open_checkpoints(
     directory: str | Path | None, on_nan: str, rollback: bool, max_to_keep: int, best: str | None, best_mode: str
 ) -> Checkpoints | None:
     """Open the checkpoints, when there is a folder for them; raise for what could never be kept, or gone back to."""
+    given: Any = rollback
+    if not isinstance(given, bool):
+        raise ConfigError("rollback is no choice", expected="True or False", got=repr(given), hint="rollback=False")
+    if directory is not None and not str(directory):
+        raise ConfigError("checkpoint_dir is empty", expected="a folder, or None", got=repr(directory), hint='"run"')
     if on_nan == "roll_back" and not rollback and directory is None:
         raise ConfigError(
             'on_nan="roll_back" has nothing to go back to',

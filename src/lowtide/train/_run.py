@@ -52,10 +52,13 @@ class Run:
 
     def stop(self) -> None:
         """End after the step that is running, as if its last one had come: evaluated and saved."""
+        self._refuse_closed("stopped")
         self._session.stop()
 
     def settle(self) -> None:
         """Read the values of all steps so far; callbacks hear of them now, the loop of them next."""
+        self._refuse_closed("settled")
+        self._listeners.finish()
         for event in self._session.settle():
             self._told.append(event)
             self._listeners.tell(event)
@@ -87,10 +90,10 @@ class Run:
                 yield self._told.pop(0)
                 self._refuse_closed()
 
-    def _refuse_closed(self) -> None:
+    def _refuse_closed(self, what: str = "iterated") -> None:
         if self._is_closed:
             raise StateError(
-                "a run was iterated outside of its with block",
+                f"a run was {what} outside of its with block",
                 expected="for event in run: inside of with trainer.session(...) as run:",
                 hint="begin another session: it goes on where this one is",
             )

@@ -34,7 +34,7 @@ from ..memory import is_out_of_memory
 from ._checkpoint import Checkpoints
 from ._compiled import CompiledStep
 from ._data import DataEnd, Feed, refuse_arrays
-from ._events import Event, Record, noted
+from ._events import Event, Record, level_of_user, noted
 from ._finite import Guard
 from ._recovery import Copies, Notes
 from ._signals import Ended, Terminated, valves
@@ -126,7 +126,13 @@ class Session:
         self._wish = 0
         """The largest wish of all processes, as far as it is known: the same in all of them."""
         self._begun = step
-        self._evaluated_at: int | None = None
+        self._evaluated_at: int | None = step if position.get("is_evaluated") else None
+        self._is_best = False
+        """Whether the evaluation there was the best so far, and is not saved yet."""
+        self._is_begun = False
+        """Whether callbacks have heard of the beginning."""
+        self._has_resumed = False
+        """Whether they have what a checkpoint kept of them."""
         self._is_waiting = False
         """Whether it only waits for its checkpoints."""
         self._terminated = Terminated(is_alone=self.processes.count == 1)
@@ -147,11 +153,13 @@ class Session:
                     yield
                     if self._unraised is not None:  # who iterates it has left at the record
                         raise self._unraised
-                    if not self.is_over:
-                        for event in self.settle():  # who leaves early leaves a good state, too
+                    if not self.is_over:  # who leaves early leaves a good state, too
+                        for event in (*self.settle(), *self._save_best()):
                             tell(event)
                         self._leave()
                         self.is_over = True
+                        if self._is_begun:
+                            tell(Event("train_end"))
                 except BaseException as error:
                     try:
                         for event in self._end(error):
@@ -169,17 +177,18 @@ class Session:
 
     def notes(self) -> Notes:
         """Return what belongs to the state: where the data is, and who hears of events."""
-        return Notes(self._position(), self.states())
+        return Notes(self._position(), self.states() if self._has_resumed else self.copies.notes.callbacks)
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Event]:
         """Give what happens, in order; see `Event`."""
         self._agree()
+        self._is_begun = True
         yield Event("train_begin")
-        states = self.copies.notes.callbacks or {}
+        yield Event("resume", self.copies.notes.callbacks or {})
+        self._has_resumed = True
         self.copies.leave(self.copies.notes._replace(callbacks=None))
-        yield Event("resume", states)
         if self.processes.count > 1 and in_any(self.is_stopped):
             self._wish = _STOP
         if self._due == self.live.step:
@@ -312,11 +321,15 @@ class Session:
         yield Event("evaluate_end", {**values})
         record: Record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
         checkpoints = self.copies.checkpoints
-        is_best = checkpoints is not None and checkpoints.evaluated(step, record)
+        self._is_best = checkpoints is not None and checkpoints.evaluated(step, record)
         self._evaluated_at = step  # before callbacks count it: after an interrupt in one they do not do so again
         yield self._recorded(record)
+        yield from self._save_best()
+
+    def _save_best(self) -> Iterator[Event]:
+        is_best, self._is_best = self._is_best, False
         if is_best and self.save():
-            yield Event("checkpoint", step)
+            yield Event("checkpoint", self.live.step)
 
     def _is_terminated(self) -> bool:
         """Whether a signal has come to any process; all of them ask."""
@@ -345,18 +358,20 @@ class Session:
     def _position(self) -> dict[str, Any]:
         """Where the data is at the step of the state, and whether an evaluation is due there."""
         step = self.live.step
-        due = {} if self.eval_data is None else {"evaluate": self._is_due(step)}
-        return {**self.feed.position(step), **due}
+        if self.eval_data is None:
+            return self.feed.position(step)
+        seen = {"is_evaluated": True} if self._evaluated_at == step else {}
+        return {**self.feed.position(step), "evaluate": self._is_due(step), **seen}
 
     def _leave(self, error: BaseException | None = None) -> None:
         """Remember where the data is, for another run that goes on with it, and after an exception the callbacks."""
         if self.guard.is_back:
             self.feed.lose(self.copies.notes.position)
         else:
-            self.copies.leave(Notes(self._position()))
+            self.copies.leave(Notes(self._position(), None if self._has_resumed else self.copies.notes.callbacks))
             self.feed.leave(self.live.step, self.copies.notes.position or {})
         self.left = self.feed
-        if error is not None and not self.guard.is_back:
+        if error is not None and self._has_resumed and not self.guard.is_back:
             # Last: one that fails must not lose the data's position.
             self.copies.leave(self.copies.notes._replace(callbacks=self.states()))
 
@@ -474,7 +489,7 @@ class Session:
                 f"fit took no step: the trainer is at step {step} and epoch {self.feed.epoch}\n"
                 "hint: num_steps and num_epochs count from the beginning of the run, not of this fit",
                 UserWarning,
-                stacklevel=6,  # below: `fit` and what it is made of
+                stacklevel=level_of_user(),
             )
 
 

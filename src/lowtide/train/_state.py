@@ -83,6 +83,23 @@ class LiveState:
         """Go on with the state after a step."""
         self.state = state
 
+    def replace(self, state: Any) -> None:
+        """Go on with a state of the user's; see `Trainer.state`."""
+        self.refuse_averaged("setting state")
+        if not isinstance(state, TrainState):
+            raise StructureError(
+                "the state is not what a trainer has",
+                expected="a lowtide.train.TrainState",
+                got=type(state).__name__,
+                hint="dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)",
+            )
+        refuse_consumed(state)
+        _refuse_other_types("state", _arrays(state), self.state)
+        before, self.state = self.state, _settled(_arrays(state), self.state, self._sharding)
+        pairs = zip(*(jax.tree.leaves((each.trainable, each.mutable)) for each in (state, before)), strict=True)
+        if self._on_change is not None and any(new is not old for new, old in pairs):
+            self._on_change(self.step)
+
     def hold(self, state: TrainState) -> None:
         """Go on with a copy; an object that has its arrays gets these: others there would be taken for edits."""
         self.state = state
@@ -121,6 +138,7 @@ class LiveState:
             raise
 
     def _put(self, trainable: Tree, mutable: Tree, frozen: Tree) -> None:
+        refuse_consumed(trainable, mutable, frozen)
         trainable, mutable = _arrays((trainable, mutable))
         for name, *pair in zip(
             ("trainable", "mutable", "frozen"), (trainable, mutable, frozen), self.parts, strict=True

@@ -152,12 +152,17 @@ class Trainer:
 
     @property
     def state(self) -> TrainState:
-        """All that a step changes; may be set to another one with the same structure."""
+        """All that a step changes; may be set to another one with the same structure.
+
+        Raises:
+            StructureError: when that has other leaves, shapes or dtypes.
+            StateError: inside of `averaged`, or for arrays that were consumed.
+        """
         return self._live.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._live.set(state)
+        self._live.replace(state)
 
     @property
     def frozen(self) -> Tree:
@@ -195,7 +200,7 @@ class Trainer:
         Raises:
             StructureError: when a leaf has another shape or dtype, or there are others.
             ConfigError: for a mutable object, which is changed itself.
-            StateError: inside of `averaged`.
+            StateError: inside of `averaged`, or for arrays that were consumed.
         """
         self._live.update(model)
 
@@ -362,12 +367,13 @@ class Trainer:
         """Train as `fit` does, in a loop of your own that hears of everything that happens.
 
         Leaving the loop early leaves the run where it is, with the values of all its steps seen to, and without a last
-        evaluation or checkpoint; another session or `fit` goes on there. `Run.stop` ends it like its last step. What is
-        raised in the ``with`` block is handled as what is raised in `fit`.
+        evaluation or checkpoint; callbacks hear of its end, and another session or `fit` goes on there, in which they
+        count anew. `Run.stop` ends it like its last step. What is raised in the ``with`` block is handled as what is
+        raised in `fit`.
 
         Args:
             data: as for `fit`.
-            **options: as for `fit`, by name; but for `progress`, which is off.
+            **options: as for `fit`, by name; but `progress` is off by default.
 
         Returns:
             A context manager of the run, whose iterator gives an `Event` for all that a `Callback` hears of, after the
