@@ -14,7 +14,7 @@ import optax
 import lowtide as lt
 
 TARGET = sys.argv[1] if len(sys.argv) > 1 else "v5e" if importlib.util.find_spec("libtpu") else "cpu"
-LAYERS, WIDTH, BATCH = 8, 512, 4096
+LAYERS, WIDTH, BATCH = 8, 256, 1024
 optimizer = optax.adamw(1e-3)
 
 

@@ -49,13 +49,6 @@ def test_embedding_and_head_on_the_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-def test_everything_on_the_host_at_any_number_of_tokens() -> None:
-    one, sixteen = report("host", 1), report("host", 16)
-    assert one.device_bytes <= 6.0 * GIB
-    assert sixteen.device_bytes <= 1.03 * one.device_bytes
-    assert held(sixteen) == pytest.approx(held(one), rel=0.03)
-
-
-def held(made: lt.memory.MemoryReport) -> int:
-    """Device bytes without the holes that XLA leaves between buffers."""
-    return made.device_bytes - made.peak_by_role.get("fragmentation", 0)
+def test_everything_on_the_host_at_sixteen_microbatches() -> None:
+    """As many bytes as at one: `test_device_bytes_do_not_grow_with_the_microbatches`."""
+    assert report("host", 16).device_bytes <= 6.0 * GIB

@@ -360,9 +360,9 @@ def test_the_best_evaluation_is_saved_where_the_loop_is_left_at_it(tmp_path: Any
 
 
 def test_the_end_of_an_epoch_is_evaluated_once_over_two_runs(tmp_path: Any) -> None:
-    ours = trainer(checkpoint_dir=tmp_path)
+    ours = trainer(checkpoint_dir=tmp_path / "run")
     first = ours.fit(DATA, num_steps=4, eval_data=DATA[:1], progress=False)
-    shutil.copytree(tmp_path, copied := tmp_path.with_name("copied"))
+    shutil.copytree(tmp_path / "run", copied := tmp_path / "copied")
     again = trainer(checkpoint_dir=copied)
     again.restore()
     for resumed in (again, ours):

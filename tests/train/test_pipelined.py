@@ -161,10 +161,10 @@ def test_adapters_train_in_a_pipeline_over_a_frozen_base() -> None:
 @pytest.mark.slow
 def test_a_run_is_resumed_from_its_checkpoint(tmp_path: Path) -> None:
     data = batches(4)
-    through = pipelined("v-half", 4, checkpoint_dir=tmp_path)
+    through = pipelined("v-half", 4, checkpoint_dir=tmp_path / "run")
     through.fit(data, num_steps=2, progress=False)
     written(through)
-    shutil.copytree(tmp_path, copied := tmp_path.with_name("copied"))
+    shutil.copytree(tmp_path / "run", copied := tmp_path / "copied")
     through.fit(data, num_steps=4, progress=False)
     second = pipelined("v-half", 4, model=jax.tree.map(jnp.zeros_like, decoder()), checkpoint_dir=copied)
     assert second.restore() == 2
