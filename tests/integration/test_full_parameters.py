@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -21,6 +24,7 @@ CONFIG = LlamaConfig(
     rope_theta=500000.0,
 )
 GIB = 2**30
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/layerwise.json"
 
 
 def report(outer: str, num_microbatches: int) -> lt.memory.MemoryReport:
@@ -49,6 +53,9 @@ def test_embedding_and_head_on_the_device() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-def test_everything_on_the_host_at_sixteen_microbatches() -> None:
-    """As many bytes as at one: `test_device_bytes_do_not_grow_with_the_microbatches`."""
-    assert report("host", 16).device_bytes <= 6.0 * GIB
+def test_everything_on_the_host_at_any_number_of_tokens() -> None:
+    """With one microbatch the benchmark compiles it: each takes minutes."""
+    rows = {row["variant"]: row["device_bytes"] for row in json.loads(RESULTS.read_text())["8b"]}
+    one, sixteen = rows["everything on the host, 1 microbatch"], report("host", 16)
+    assert one <= 6.0 * GIB
+    assert sixteen.device_bytes <= 1.03 * one
