@@ -88,15 +88,11 @@ def assert_near(tree: Any, other: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=path)
 
 
+@pytest.mark.slow  # with adapters, and with a stack of one's own, it is below
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_layers", "fsdp"),
     # Uneven stages, and two of them a rank; test_executor compares all schedules.
-    [
-        ("zb-v", 4, 6, 1),
-        pytest.param("1f1b", 4, 8, 2, marks=pytest.mark.slow),
-        pytest.param("zb-v", 4, 6, 4, marks=pytest.mark.slow),
-        pytest.param("v-min", 8, 9, 1, marks=pytest.mark.slow),
-    ],
+    [("zb-v", 4, 6, 1), ("1f1b", 4, 8, 2), ("zb-v", 4, 6, 4), ("v-min", 8, 9, 1)],
 )
 def test_a_pipelined_trainer_trains_as_a_plain_one(name: str, num_stages: int, num_layers: int, fsdp: int) -> None:
     trainer = pipelined(name, num_stages, model=decoder(num_layers), fsdp=fsdp)
@@ -196,6 +192,7 @@ def test_a_checkpoint_of_padding_in_other_rows_is_refused(tmp_path: Path) -> Non
         trainer((1, 0, 1, 0)).restore()
 
 
+@pytest.mark.slow
 def test_schedules_with_the_order_of_the_model_share_checkpoints_with_a_plain_trainer(tmp_path: Path) -> None:
     trainer = pipelined("zb-h1", 2, checkpoint_dir=tmp_path)
     trainer.fit(batches(), num_steps=1, progress=False)
@@ -233,6 +230,7 @@ def test_weights_of_numpy_may_be_written_over_later() -> None:
         trainer.update(model)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_loss_that_is_no_number_is_left_out() -> None:
     trainer = pipelined("v-half", 4, on_nan="skip")
     before = jax.tree.map(np.asarray, trainer.model)
