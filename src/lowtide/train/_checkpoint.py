@@ -408,13 +408,10 @@ class Checkpoints:
                 self._set_aside(damaged)
                 return found
             damaged.append(step)
-            hint = "the one before it is used; this one is renamed, for you to delete"
-            hint = hint if step != steps[-1] else "there is none before it; all stay as they are"
-            warnings.warn(
-                f"{said}\nhint: {hint}",
-                UserWarning,
-                stacklevel=3,
-            )
+            hint = "there is none before it; all stay as they are"
+            if step != steps[-1]:
+                hint = "the one before it is used; this one is renamed, for you to delete"
+            warnings.warn(f"{said}\nhint: {hint}", UserWarning, stacklevel=3)
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
