@@ -17,8 +17,8 @@ from safetensors.numpy import load_file
 import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
+from lowtide.cli._config_flags import _words, given, register
 from lowtide.cli._finetune import _shortages
-from lowtide.cli._settings import _words, given, register
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
 from lowtide.finetune import _finetune as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes

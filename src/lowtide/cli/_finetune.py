@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, LowtideError, format_bytes
-from . import _distributed, _settings
+from . import _config_flags, _distributed
 
 _CLIPPED = {
     "exact": "clipped by the exact norm of all gradients",
@@ -44,7 +44,7 @@ def register(commands: Any) -> None:
         action="store_true",
         help="at the end compile the step that people write first, too, and show its bytes beside those of the run",
     )
-    _settings.register(parser)
+    _config_flags.register(parser)
     _distributed.register(parser)
     parser.set_defaults(run=run)
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) == "":  # not the default, where a variable of a script is unset
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
-    values |= _settings.given(args)
+    values |= _config_flags.given(args)
     if args.out is None and jax.process_count() > 1:
         raise ConfigError("several processes need --out", hint="name one folder that all of them see")
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -39,7 +39,7 @@ from ..core import (
 from ..core._compat import inside_branch, transformation, varying_axes
 from ..jaxprs import make_jaxpr
 from ._place import default_device
-from ._slices import DEVICE, HOST, put
+from ._platforms import DEVICE, HOST, put
 from ._streaming import large_on_host, refuse_other_structure, stream
 
 _MODES = ("streamed", "leaf", "whole")

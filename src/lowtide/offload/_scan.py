@@ -40,7 +40,7 @@ from ..core import (
     num_layers,
 )
 from ._place import default_device
-from ._slices import DEVICE, HOST, entry_shape, put
+from ._platforms import DEVICE, HOST, entry_shape, put
 
 
 def scan(

@@ -26,10 +26,10 @@ import jax.numpy as jnp
 
 from ..core import PlacementWarning, StructureError, Tree, is_row_major, leaf_bytes, leaves_with_paths, memory_space
 from ._folds import folded, identity
+from ._platforms import DEVICE, HOST, cut_block, later, put
+from ._platforms import read as read_entry
+from ._platforms import write as write_entry
 from ._separable import Group, Program, separate, trace
-from ._slices import DEVICE, HOST, cut_block, later, put
-from ._slices import read as read_entry
-from ._slices import write as write_entry
 
 # Host leaves of at most this part of a block are moved as a whole, before the groups, as long as all of them are half a
 # block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column

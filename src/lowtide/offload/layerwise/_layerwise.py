@@ -45,7 +45,7 @@ from ...core import (
 )
 from .._optimizer import check_chunk, check_transformation, is_offloaded
 from .._place import default_device
-from .._slices import HOST, SPACES, entry_shape
+from .._platforms import HOST, SPACES, entry_shape
 from ._clip import Clip
 from ._contract import refuse_equal_paths, refuse_explicit_axes, refuse_unmatched
 from ._leaf_mixing import refuse_coupled, refuse_unusable

@@ -37,7 +37,7 @@ from ...core import (
     path_str,
 )
 from ...jaxprs import make_jaxpr
-from .._slices import DEVICE, buffer, entry_shape, fetch, later, read, write
+from .._platforms import DEVICE, buffer, entry_shape, fetch, later, read, write
 from ._contract import check_running
 
 Carry = Any

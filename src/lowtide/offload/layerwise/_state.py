@@ -14,7 +14,7 @@ import optax
 from ...core import Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
 from .._optimizer import replicated, state_shardings
 from .._place import to_device, to_host
-from .._slices import DEVICE, SPACES, buffer, put, read, write
+from .._platforms import DEVICE, SPACES, buffer, put, read, write
 
 
 @functools.partial(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ...core import StructureError, Tree, combine, leaves_with_paths
 from ...jaxprs import variables_read
-from .._slices import DEVICE, entry_shape, put, zero_after
+from .._platforms import DEVICE, entry_shape, put, zero_after
 from ._clip import Clip, square_norm
 from ._contract import refuse_metrics
 from ._passes import StackPasses

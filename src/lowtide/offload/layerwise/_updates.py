@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from ...core import StructureError, Tree, memory_space
-from .._slices import HOST, later, read, write
+from .._platforms import HOST, later, read, write
 from .._streaming import Entry, stream
 from ._clip import scale
 

@@ -1,10 +1,16 @@
-"""Slices of stacked arrays, wherever they live: read onto the device, written back in place.
+"""How arrays on the host are made, read, written and waited for, in the form that TPUs, GPUs and CPUs each need.
 
-A slice is cut in the memory that holds the array and only the slice is moved; the other order would move the array.
-Inside a loop that carries the array, XLA writes the slice in place, in host memory as on the device.
+On all of them a slice is cut in the memory that holds the array and only the slice is moved; the other order would move
+the array. Inside a loop that carries the array, XLA writes the slice in place, in host memory as on the device.
 
-Slices from and for the host are row-major: where XLA lays a slice out otherwise, it lays out the whole host array so,
-and changes that of the array between two loops by a copy on the device (libtpu 0.0.51).
+| platform | needs | where |
+|---|---|---|
+| TPU | row-major slices: of others XLA lays out the whole host array anew (libtpu 0.0.51) | `_moved` |
+| TPU | reading that waits by data: XLA would copy whole arrays as the program begins | `fetch`, `zero_after` |
+| GPU | zeros that are moved as a whole: a scalar that is broadcast on the host would be computed there | `buffer` |
+| CPU | reading that comes before what overwrites, by data: else each iteration copies the array | `later` |
+
+A platform that needs another form gets it here, by `jax.lax.platform_dependent`; who streams does not ask for it.
 """
 
 from __future__ import annotations
