@@ -1,4 +1,7 @@
-"""``lowtide finetune``: tune a language model, adapters or all of it, and account for every byte."""
+"""``lowtide finetune``: tune a language model, adapters or all of it, and account for every byte.
+
+Settings are fields of `FinetuneConfig`, and `_config_flags` makes their flags; here are those that are no settings.
+"""
 
 from __future__ import annotations
 
