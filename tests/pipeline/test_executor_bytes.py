@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -13,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import LayerStack
-from lowtide.memory import MemoryReport, analyze, target
-from lowtide.pipeline import schedule, value_and_grad
+from lowtide.memory import MemoryReport, analyze, compile, target
+from lowtide.pipeline import Costs, schedule, value_and_grad
 from lowtide.pipeline.program import _executor as executor
 
 pytestmark = pytest.mark.tpu_aot
@@ -36,14 +37,16 @@ STACK = LayerStack(
 )
 
 
-def compiled(
+def program(
     name: str, num_microbatches: int, *, topology: str = "v5p:2x2x1", num_ranks: int = 4, remat: Any = False
-) -> MemoryReport:
-    """The gradients' program."""
+) -> tuple[Any, ...]:
+    """Gradients, and what they are taken of."""
     devices = np.array(target(topology).devices()).reshape(num_ranks, -1)
     mesh = Mesh(devices, ("stage", "fsdp"))
     stages = num_ranks * (2 if name in TWO_STAGES else 1)
-    made = schedule(name, num_stages=stages, num_microbatches=num_microbatches)
+    costs = Costs(input=1.2, weight=0.8) if name == "auto" else None  # of which the best has several passes in a tick
+    made = schedule(name, num_stages=stages, num_microbatches=num_microbatches, costs=costs)
+    assert (made.ticks is not None) is (name == "auto")
     pipeline = value_and_grad(STACK, made, mesh=mesh, arranged=True, remat=remat)
 
     def shape(*dims: int, spec: Any = ()) -> Any:
@@ -58,7 +61,12 @@ def compiled(
     rows = jax.ShapeDtypeStruct(
         (num_microbatches * ROWS * devices.shape[1],), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
     )
-    return analyze(pipeline, outer, layers, {"tokens": rows}, target=topology)
+    return pipeline, outer, layers, {"tokens": rows}
+
+
+def compiled(name: str, num_microbatches: int, *, topology: str = "v5p:2x2x1", **options: Any) -> MemoryReport:
+    """The program's report."""
+    return analyze(*program(name, num_microbatches, topology=topology, **options), target=topology)
 
 
 @functools.cache
@@ -140,6 +148,21 @@ def test_what_a_policy_offloads_waits_on_the_host() -> None:
     assert moved.device.temp_bytes < kept.device.temp_bytes - 0.9 * waiting / 2
 
 
+def test_what_ranks_send_is_on_its_way_while_they_compute() -> None:
+    """As the compiler has ordered them, a loop, which is a pass, is between the begin and the end of each transfer."""
+    found = compile(*program("auto", 8), target="v5p:2x2x1").compiled
+    lines = found.as_text().splitlines()
+    between: dict[str, int] = {}
+    for line in lines:
+        if begun := re.match(r"\s*%(\S+) = .* collective-permute-start\(", line):
+            between[begun[1]] = 0
+        elif ended := re.search(r" collective-permute-done\(%(\S+?)\)", line):
+            assert between[ended[1]], f"{ended[1]} ends as soon as it has begun"
+        elif re.search(r" while\(", line):
+            between = {name: number + 1 for name, number in between.items()}
+    assert len(between) == 2, "one transfer each way"
+
+
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_loss_and_outputs_that_are_held_to_the_end_are_noticed(monkeypatch: pytest.MonkeyPatch, remat: bool) -> None:
     """What PyTorch's pull request 138119 removed, planted."""
@@ -152,7 +175,7 @@ def test_loss_and_outputs_that_are_held_to_the_end_are_noticed(monkeypatch: pyte
 
         def _forward(self, state: Any, cell: Any, batch: Any) -> Any:
             state = super()._forward(state, cell, batch)
-            held = executor.put(state["held"], state["sent"][0], cell["microbatch"])
+            held = executor.put(state["held"], state["F"][0], cell["microbatch"])
             return {**state, "held": held, "losses": state["losses"].at[cell["microbatch"]].set(state["loss"])}
 
         def totals(self, state: Any, name: str) -> Any:

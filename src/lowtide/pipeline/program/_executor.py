@@ -1,6 +1,7 @@
 """`value_and_grad`: a pipelined loss and its gradients, as one compiled program whose memory is flat in microbatches.
 
-A `shard_map` over one axis of a mesh, in which every rank goes through a table of ticks. A pass is a loop of no or one
+A `shard_map` over one axis of a mesh, in which every rank goes through a table of ticks: in each an input, a weight and
+a forward pass, where the schedule has them. A pass is a loop of no or one
 iteration, so that whatever it changes (buffers, totals of gradients) is changed in place; a `switch` would return it,
 and its branches copy what they hand through (JAX issues 38145, 16661). Nothing is differentiated through the ticks,
 only the stages inside (JAX issue 40823); nothing is sent along the pipeline's axis inside a pass.
@@ -36,6 +37,9 @@ from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
 
 State = dict[str, Any]
+Came = dict[str, list[Any]]
+"""What comes, by the column of a table that says where it is put."""
+HERE = "from_here"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,24 +240,46 @@ class _Forward:
         h = jax.tree.leaves(self.shapes.h)
         return {
             "messages": [jnp.zeros((self.tables.num_messages, *s.shape), s.dtype) for s in h],
-            "sent": [jnp.zeros(s.shape, s.dtype) for s in h],
+            "F": [jnp.zeros(s.shape, s.dtype) for s in h],
             "loss": jnp.zeros((), jnp.float32),
             "metrics": jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), self.shapes.metrics),
         }
 
     def tick(self, state: State, row: Any) -> tuple[State, None]:
-        """Do what every rank does in one tick, and return what it sends to its neighbours after it."""
-        cells = at(row, lax.axis_index(self.program.axis))
-        cell = dict(zip(self.tables.columns, cells, strict=True))
-        batch = jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches)
+        """Do what every rank does in one tick.
+
+        What the input passes of the row before gave is on its way while forward passes run, what these give while the
+        backward passes after them do.
+        """
+        numbers = dict(zip(self.tables.columns, at(row, lax.axis_index(self.program.axis)), strict=True))
+        cells: dict[str, State] = {}
+        for name, number in numbers.items():
+            kind, _, column = name.partition("/")
+            cells.setdefault(kind, {})[column] = number
+        back = self._given("I", state) if "I" in state else {}
+        state = self._run(self._forward, state, cells["F"])
+        state["F"], back = lax.optimization_barrier((state["F"], back))
+        came = self._given("F", state)
+        state = self._stored(state, cells["I"], back)
+        state = self._stored(state, cells["F"], {name: came.pop(name) for name in [*came] if name == HERE})
+        state = self._backward(state, cells)
+        if "I" in state:
+            state["I"], came = lax.optimization_barrier((state["I"], came))
+        return self._stored(state, cells["F"], came), None
+
+    def _backward(self, state: State, cells: dict[str, State]) -> State:
+        """Run the backward passes of a row."""
+        return state
+
+    def _run(self, run: Callable[[State, State, Tree], State], state: State, cell: State) -> State:
+        """Run a pass, if the tick has it."""
         # A microbatch of weight 0 contributes nothing, also where its activations or its loss are no numbers.
         counts = at(self.loss_weights, cell["microbatch"]) != 0
-        for name, run in self._passes().items():
-            state = _when(counts & (cell[name] == 1), lambda state, run=run: run(state, cell, batch), state)
-        return self._send(state, cell), None
 
-    def _passes(self) -> dict[str, Callable[[State, State, Tree], State]]:
-        return {"forward": self._forward}
+        def one(state: State) -> State:
+            return run(state, cell, jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches))
+
+        return _when(counts & (cell["runs"] == 1), one, state)
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         stack, outer = self.program.stack, self.weights.outer
@@ -269,7 +295,7 @@ class _Forward:
         def last(state: State) -> State:
             return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *stack.last(outer, h, batch))
 
-        return {**_when(cell["is_last"] == 1, last, state), "sent": jax.tree.leaves(h)}
+        return {**_when(cell["is_last"] == 1, last, state), "F": jax.tree.leaves(h)}
 
     def _message(self, state: State, cell: State) -> Tree:
         """Return what a neighbour sent."""
@@ -282,19 +308,23 @@ class _Forward:
 
         return {**state, "loss": add(state["loss"], loss), "metrics": jax.tree.map(add, state["metrics"], metrics)}
 
-    def _send(self, state: State, cell: State) -> State:
+    def _given(self, kind: str, state: State) -> Came:
+        """Give neighbours the last results of a kind of pass, and get theirs, and what stays on this rank."""
         num_ranks = self.program.schedule.num_ranks
-        messages = state["messages"]
-        for name, step in (("from_left", 1), ("from_right", -1), ("from_here", 0)):
-            if not self.tables.comes(name):
-                continue
-            came = state["sent"]
-            if step:
+        found: Came = {}
+        for name, step in (("from_left", 1), ("from_right", -1), (HERE, 0)):
+            if self.tables.comes(kind, name):
                 pairs = [(rank, (rank + step) % num_ranks) for rank in range(num_ranks)]
-                came = [lax.ppermute(leaf, self.program.axis, pairs) for leaf in came]
+                found[name] = [lax.ppermute(leaf, self.program.axis, pairs) if step else leaf for leaf in state[kind]]
+        return found
 
-            def store(messages: list[Any], came: list[Any] = came, slot: Any = cell[name]) -> list[Any]:
-                return [put(buffer, leaf, slot) for buffer, leaf in zip(messages, came, strict=True)]
+    def _stored(self, state: State, cell: State, came: Came) -> State:
+        """Put what has come where its reader finds it."""
+        messages = state["messages"]
+        for name, leaves in came.items():
+
+            def store(messages: list[Any], leaves: list[Any] = leaves, slot: Any = cell[name]) -> list[Any]:
+                return [put(buffer, leaf, slot) for buffer, leaf in zip(messages, leaves, strict=True)]
 
             messages = _when(cell[name] >= 0, store, messages)
         return {**state, "messages": messages}
@@ -332,15 +362,16 @@ class _Run(_Forward):
         for name in ("outer", "layers"):
             for i, leaf in enumerate(jax.tree.leaves(self.weights.trainable[name])):
                 buffers[f"{name}/{i}"] = _total(leaf)
-        return {**super().begin(), "buffers": buffers}
+        state = super().begin()
+        return {**state, "buffers": buffers, "I": [jnp.zeros_like(leaf) for leaf in state["F"]]}
 
     def totals(self, state: State, name: str) -> Tree:
         """Add up the gradients of the ``outer`` leaves or the ``layers``."""
         tree = jax.tree.structure(self.weights.trainable[name])
         return tree.unflatten([state["buffers"][f"{name}/{i}"] for i in range(tree.num_leaves)])
 
-    def _passes(self) -> dict[str, Callable[[State, State, Tree], State]]:
-        return {"forward": self._forward, "input": self._input, "weight": self._weight}
+    def _backward(self, state: State, cells: dict[str, State]) -> State:
+        return self._run(self._weight, self._run(self._input, state, cells["I"]), cells["W"])
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
@@ -350,7 +381,7 @@ class _Run(_Forward):
 
         h, buffers = _when(cell["is_first"] == 1, lambda c: first(c[1]), (self._message(state, cell), state["buffers"]))
         h, buffers = self.parts["blocks"].forward(buffers, cell, *self._stage(cell), h, batch, cell["num_layers"])
-        return {**state, "buffers": buffers, "sent": jax.tree.leaves(h)}
+        return {**state, "buffers": buffers, "F": jax.tree.leaves(h)}
 
     def _input(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
@@ -368,7 +399,7 @@ class _Run(_Forward):
         def first(buffers: State) -> State:
             return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], dx, batch)[1]
 
-        return {**state, "sent": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
+        return {**state, "I": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
 
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
         """Compute the loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""

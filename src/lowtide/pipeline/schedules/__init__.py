@@ -8,10 +8,10 @@ from ._make import schedule as schedule
 from ._schedule import Schedule as Schedule
 from ._simulate import Simulation as Simulation
 from ._simulate import simulate as simulate
-from ._simulate import ticks as ticks
 from ._tables import Tables as Tables
 from ._tables import Waiting as Waiting
 from ._tables import tables as tables
+from ._ticks import ticks as ticks
 
 __all__ = [
     "Action",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,11 @@ from numbers import Real
 from typing import Any
 
 from ...core import ConfigError, ScheduleError, is_count
-from ._auto import best, greedy_orders
+from ._auto import Maker, best, greedy_orders
 from ._costs import Costs
 from ._listing import place_weights
 from ._named import NAMED, Named, placed
+from ._packing import packed
 from ._schedule import Schedule
 from ._simulate import simulate
 
@@ -41,8 +43,8 @@ def schedule(
         stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
         costs: time and memory of actions, by which weight passes are placed; by default one unit each.
         memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
-            the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and that of
-            twice as many microbatches as ranks for ``"auto"``.
+            the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and for
+            ``"auto"`` that of twice as many microbatches as ranks less one.
         lockstep: whether, where there is a choice (``"auto"``, V-schedules with costs that differ), it is for ranks in
             lockstep, as `value_and_grad` runs them, rather than by themselves.
 
@@ -82,12 +84,24 @@ def schedule(
         limits = limits if memory_limit is not None else [max(limits)] * num_ranks
         sizes = {"num_stages": num_stages, "stages_per_rank": chunks}
 
+        @functools.cache
         def make(number: int, other: str) -> Schedule:
             limit = memory_limit
             return schedule(other, num_microbatches=number, **sizes, costs=costs, memory_limit=limit, lockstep=lockstep)
 
-        others = [partial(make, other=other) for other, one in NAMED.items() if chunks in one.chunks or not one.chunks]
-        candidates = [*others, *greedy_orders(num_ranks, chunks, costs, limits)]
+        def pack(number: int, other: str, **how: bool) -> Schedule:
+            return packed(make(number, other), costs, limits, **how)
+
+        fitting = {other: one for other, one in NAMED.items() if chunks in one.chunks or not one.chunks}
+        candidates: list[Maker] = [partial(make, other=other) for other in fitting]
+        candidates += [
+            partial(pack, other=other, in_pairs=in_pairs, together=together)
+            for other, one in fitting.items()
+            for in_pairs, together in ((True, False), (False, False), (False, True))
+            if one.is_open
+        ]
+        if not lockstep or memory_limit is not None:  # named ones need what they need
+            candidates += greedy_orders(num_ranks, chunks, costs, limits)
         telling = _telling(num_microbatches, num_ranks)
         made = best(candidates, num_microbatches, telling, costs, limits, lockstep=lockstep)
         return dataclasses.replace(made, name="auto")
@@ -250,6 +264,6 @@ def _refuse_too_much(made: Schedule, costs: Costs, limits: Sequence[float]) -> N
             )
 
 
-_AUTO = Named(orders=lambda *_: iter(()), is_open=True, chunks=(), limit=lambda num_ranks, _: 2 * num_ranks)
+_AUTO = Named(orders=lambda *_: iter(()), is_open=True, chunks=(), limit=lambda num_ranks, _: 2 * num_ranks - 1)
 SCHEDULES = (*NAMED, "auto")
 """The names that `schedule` takes."""

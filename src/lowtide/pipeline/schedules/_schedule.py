@@ -12,6 +12,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...core import ConfigError, ScheduleError, write_files
 from ._actions import Action, Kind, parse_actions
@@ -25,7 +26,8 @@ Ends = dict[tuple[Kind, int, int], float]
 class Schedule:
     """The order of actions on every rank.
 
-    When an action begins is not part of it: a rank does its next one as soon as what it needs is there.
+    When an action begins is not part of it: a rank does its next one as soon as what it needs is there. What ranks in
+    lockstep do together may be.
 
     Examples:
         >>> one = Schedule.from_text("0F0 0B0", name="one stage")
@@ -41,6 +43,9 @@ class Schedule:
     """The rank of every stage."""
     orders: tuple[Order, ...]
     """What every rank does, one after the other."""
+    ticks: tuple[tuple[int, ...], ...] | None = None
+    """For ranks in lockstep, of each action the tick in which it runs, from 0 on; with several actions of a rank in one
+    tick, an input pass comes before a weight pass before a forward pass. None: each has one of its own."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -75,11 +80,18 @@ class Schedule:
 
     def truncated(self, num_microbatches: int) -> Schedule:
         """Return the schedule of the first microbatches alone, in the same order."""
-        kept = (tuple(action for action in order if action.microbatch < num_microbatches) for order in self.orders)
-        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=tuple(kept))
+        kept = [[i for i, action in enumerate(order) if action.microbatch < num_microbatches] for order in self.orders]
+
+        def taken(table: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+            return tuple(tuple(row[i] for i in numbers) for row, numbers in zip(table, kept, strict=True))
+
+        ticks = None if self.ticks is None else taken(self.ticks)
+        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=taken(self.orders), ticks=ticks)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """As PyTorch writes schedules: a row for each rank, a cell for each action.
+
+        Ticks are written in three cells each, for an input, a weight and a forward pass, which may be empty: idle.
 
         Args:
             path: the file to write, if any.
@@ -91,7 +103,7 @@ class Schedule:
             OutputError: when it cannot be written.
         """
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([[str(action) for action in order] for order in self.orders])
+        csv.writer(text, lineterminator="\n").writerows(self._rows())
         if path is not None:
             write_files(Path(path).parent, {Path(path).name: text.getvalue().encode()})
         return text.getvalue()
@@ -122,7 +134,7 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str, *, name: str = "text") -> Schedule:
-        """Read actions that are separated by blanks, a line for each rank.
+        """Read actions that are separated by blanks, a line for each rank; a ``-`` is an empty cell.
 
         Args:
             text: such as ``"0F0 0F1 0B0 0B1"``.
@@ -132,12 +144,24 @@ class Schedule:
             ConfigError: when a word is no action.
             ScheduleError: for a schedule that is not valid.
         """
-        return cls.of_rows([line.split() for line in text.strip().splitlines()], name=name)
+        rows = [["" if word == "-" else word for word in line.split()] for line in text.strip().splitlines()]
+        return cls.of_rows(rows, name=name)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[str]], *, name: str) -> Schedule:
-        """Make the schedule of a table of actions, with a row for each rank; empty cells are idle."""
-        orders = tuple(tuple(action for cell in row for action in parse_actions(cell)) for row in rows)
+        """Make the schedule of a table of actions, with a row for each rank; empty cells are idle.
+
+        Where the cells of every row are in turn for input, weight and forward passes, three of them are a tick.
+        """
+        parsed = [[parse_actions(cell) for cell in row] for row in rows]
+        orders = tuple(tuple(action for cell in row for action in cell) for row in parsed)
+        ticks = tuple(tuple(i // len(_PLACES) for i, cell in enumerate(row) if cell) for row in parsed)
+        are_ticks = all(
+            len(cell) == 1 and cell[0].kind in _PLACES[i % len(_PLACES)]
+            for row in parsed
+            for i, cell in enumerate(row)
+            if cell
+        )
         found = {action.stage: rank for rank, order in enumerate(orders) for action in order}
         if not found:
             raise ScheduleError(f"{name}: no action", expected="a row of actions for each rank", hint="0F0 0B0")
@@ -150,11 +174,38 @@ class Schedule:
             )
         num_microbatches = 1 + max(action.microbatch for order in orders for action in order)
         placement = tuple(found[stage] for stage in range(len(found)))
-        return cls(name=name, num_microbatches=num_microbatches, placement=placement, orders=orders)
+        return cls(
+            name=name,
+            num_microbatches=num_microbatches,
+            placement=placement,
+            orders=orders,
+            ticks=ticks if are_ticks else None,
+        )
 
     def to_text(self) -> str:
         """Write what `from_text` reads."""
-        return "\n".join(" ".join(map(str, order)) for order in self.orders)
+        return "\n".join(" ".join(word or "-" for word in row) for row in self._rows())
+
+    def _rows(self) -> list[list[str]]:
+        """Write a table that `of_rows` reads."""
+        if self.ticks is None:
+            return [[str(action) for action in order] for order in self.orders]
+        rows: list[list[str]] = []
+        for order, numbers in zip(self.orders, self.ticks, strict=True):
+            row = [""] * (len(_PLACES) * (1 + max(numbers)))
+            for action, tick in zip(order, numbers, strict=True):
+                row[len(_PLACES) * tick + place(action)] = str(action)
+            rows.append(row)
+        return rows
+
+
+_PLACES = ((Kind.INPUT, Kind.BACKWARD), (Kind.WEIGHT,), (Kind.FORWARD,))
+"""The order of passes in a tick."""
+
+
+def place(action: Action) -> int:
+    """Return where in a tick an action is."""
+    return next(i for i, kinds in enumerate(_PLACES) if action.kind in kinds)
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Kind, int]]:
@@ -182,6 +233,12 @@ def read_by(action: Action, num_stages: int) -> tuple[Kind, int] | None:
         is_last = action.stage + 1 == num_stages
         return (Kind.INPUT, action.stage) if is_last else (Kind.FORWARD, action.stage + 1)
     return None if action.kind is Kind.WEIGHT or not action.stage else (Kind.INPUT, action.stage - 1)
+
+
+def sends_on(action: Action, placement: Sequence[int]) -> bool:
+    """Whether the result of an action goes to another rank."""
+    reader = read_by(action, len(placement))
+    return reader is not None and placement[reader[1]] != placement[action.stage]
 
 
 def ready(action: Action, placement: Sequence[int], ends: Ends, communication: float = 0.0) -> float:
@@ -222,6 +279,8 @@ def validate(schedule: Schedule) -> None:
     if schedule.num_microbatches < 1 or not schedule.placement:
         raise ScheduleError(f"{schedule.name}: nothing to do", expected="at least one stage and one microbatch")
     _refuse_unplaced(schedule)
+    if schedule.ticks is not None:
+        _refuse_impossible(schedule, schedule.ticks)
     done: Ends = {}
 
     def run(_: int, action: Action) -> bool:
@@ -244,6 +303,38 @@ def validate(schedule: Schedule) -> None:
             got="; ".join(f"rank {where} waits before {what}" for where, what in waiting.items()),
             hint="change the order so that what an action needs does not wait for it",
         )
+
+
+def _refuse_impossible(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -> None:
+    """Raise unless each action can run in its tick."""
+    fits = [len(order) == len(numbers) for order, numbers in zip(schedule.orders, ticks, strict=False)]
+    if len(ticks) != len(schedule.orders) or not all(fits):
+        raise ScheduleError(
+            f"{schedule.name}: ticks are not those of the orders",
+            expected="for each rank a tick for each action",
+            got=f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions",
+            hint="ticks=None runs each action in one of its own",
+        )
+    begins: Ends = {}
+    for order, numbers in zip(schedule.orders, ticks, strict=True):
+        for action, tick in zip(order, numbers, strict=True):
+            begins[gives(action)] = tick
+    for rank, (order, numbers) in enumerate(zip(schedule.orders, ticks, strict=True)):
+        moments = [(tick, place(action)) for action, tick in zip(order, numbers, strict=True)]
+        # A whole backward pass is in the places of both of its parts.
+        taken = [(tick, at + (action.kind is Kind.BACKWARD)) for action, (tick, at) in zip(order, moments, strict=True)]
+        for number, (action, tick) in enumerate(zip(order, numbers, strict=True)):
+            early = number > 0 and moments[number] <= taken[number - 1]
+            inputs = [begins[kind, stage, action.microbatch] for kind, stage in needs(action, schedule.num_stages)]
+            known = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
+            if tick < 0 or early or known > tick:
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} cannot run {action} in tick {tick}",
+                    expected=f"a tick from {int(known)} on" if known > tick else "after what it does before",
+                    got=f"tick {tick}",
+                    hint="in a tick a rank runs at most an input, a weight and a forward pass, in that order, on what "
+                    "others gave in earlier ticks",
+                )
 
 
 def _refuse_unplaced(schedule: Schedule) -> None:

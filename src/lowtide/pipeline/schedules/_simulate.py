@@ -14,9 +14,10 @@ from typing import Any
 
 from ...core import ConfigError, write_files
 from . import _views as views
-from ._actions import Action, Kind
+from ._actions import Action
 from ._costs import Costs
-from ._schedule import Ends, Schedule, gives, read_by, ready, sweep
+from ._schedule import Ends, Schedule, gives, ready, sweep
+from ._ticks import sent_to, spans, ticks
 from ._timeline import Timeline
 
 
@@ -69,8 +70,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
     Args:
         schedule: what to run.
         costs: time and memory of actions; by default one unit each.
-        lockstep: whether ranks begin and end actions together, as in one program. Communication then adds to every
-            tick after which anything is sent.
+        lockstep: whether ranks go through the same ticks, as in one program, where a tick lasts as long as its slowest
+            rank, and what is sent is on its way while other passes of the tick, or of the next one, run.
 
     Returns:
         Times and memory.
@@ -137,51 +138,15 @@ def _asynchronous(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, Non
 def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
     starts: _Times = [[] for _ in schedule.orders]
     ends: _Times = [[] for _ in schedule.orders]
-    now, table = 0.0, ticks(schedule)
-    for tick in table:
-        actions = [(rank, action) for rank, action in enumerate(tick) if action is not None]
-        sends = any(sends_on(schedule, action) for _, action in actions)
-        length = max(costs.of(action) for _, action in actions)
-        for rank, _ in actions:
-            starts[rank].append(now)
-            ends[rank].append(now + length)
-        now += length + costs.communication * sends
+    now, table, sent = 0.0, ticks(schedule), set[int]()
+    for row in table:
+        found = [spans(cell, schedule.placement, costs, is_sent=rank in sent) for rank, cell in enumerate(row)]
+        length = max(one.end for one in found)
+        for rank, one in enumerate(found):
+            starts[rank] += [now + begin for begin in one.begins]
+            ends[rank] += [now + end for end in (*one.ends[:-1], length)[: len(one.ends)]]
+        now, sent = now + length, sent_to(row, schedule.placement)
     return starts, ends, len(table)
-
-
-def ticks(schedule: Schedule, *, forward_only: bool = False) -> list[tuple[Action | None, ...]]:
-    """Make the table of a program in lockstep: what each rank does in each tick, None for nothing.
-
-    A rank does its next action in the first tick after those that it needs.
-
-    Args:
-        schedule: what to run.
-        forward_only: whether to leave the backward pass out, as an evaluation does.
-    """
-    table: list[tuple[Action | None, ...]] = []
-    done: Ends = {}
-    left = [
-        [action for action in reversed(order) if not forward_only or action.kind is Kind.FORWARD]
-        for order in schedule.orders
-    ]
-    while any(left):
-        row: list[Action | None] = []
-        for order in left:
-            action = order[-1] if order else None
-            row.append(action if action and ready(action, schedule.placement, done) < math.inf else None)
-        for order, action in zip(left, row, strict=True):
-            if action is not None:
-                order.pop()
-                done[gives(action)] = 0.0
-        assert any(row), "a validated schedule never stands still"
-        table.append(tuple(row))
-    return table
-
-
-def sends_on(schedule: Schedule, action: Action) -> bool:
-    """Whether the result of an action goes to another rank."""
-    reader = read_by(action, schedule.num_stages)
-    return reader is not None and schedule.placement[reader[1]] != schedule.placement[action.stage]
 
 
 def _peak(order: tuple[Action, ...], costs: Costs) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -18,24 +19,21 @@ import numpy as np
 from ...core import ScheduleError
 from ._actions import Action, Kind
 from ._schedule import Schedule, read_by
-from ._simulate import ticks
+from ._ticks import Cell, ticks
 
-COLUMNS = (
-    "forward",
-    "input",
-    "weight",
-    "chunk",
-    "microbatch",
-    "is_first",
-    "is_last",
-    "num_layers",
-    "message",
-    "from_left",
-    "from_right",
-    "from_here",
-)
-"""Which passes run, of what; the slot of the message that is read; the slots of those that come (-1: none)."""
+KINDS = ("F", "I", "W")
+"""The passes of a row, in their order: the forward pass of a tick, then the backward passes of the next tick.
+
+So each pass reads what passes before it in its row, or in earlier rows, have written, and none has to be done with what
+a later one of its row overwrites. Of a whole backward pass I and W are of one microbatch.
+"""
+_OF_PASSES = ("runs", "chunk", "microbatch", "is_first", "is_last", "num_layers", "message")
+"""Whether a pass runs, of what, and the slot of the message that it reads."""
 _CAME = ("from_left", "from_right", "from_here")
+"""Slots for what a pass of a neighbour, or of this rank, gave (-1: none)."""
+_MOMENTS = {"F": 0, "I": 2, "W": 4}
+"""Of passes, in a row of eight moments. Results come at moment 1, of the row's own forward pass to its own rank and of
+input passes of the row before; or at 6, of the row's forward pass to other ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +57,10 @@ class Tables:
     """A schedule as one program runs it."""
 
     columns: tuple[str, ...]
-    """`COLUMNS`, and those of what waits."""
+    """For each pass of a tick, after its letter and a slash: what and whether it is, what it reads, what comes of its
+    kind, and the slots of what waits."""
     rows: np.ndarray
-    """Numbers by tick, rank and column, int32 of shape [T, R, C]."""
+    """Numbers by row, rank and column, int32 of shape [T, R, C]."""
     num_messages: int
     """Slots of the buffer for what ranks send to each other."""
     num_slots: dict[str, int]
@@ -69,9 +68,9 @@ class Tables:
     used: dict[str, tuple[int, ...]]
     """Of them, and of ``messages``, those that each rank uses."""
 
-    def comes(self, name: str) -> bool:
-        """Whether messages ever come from somewhere."""
-        return bool((self.rows[:, :, self.columns.index(name)] >= 0).any())
+    def comes(self, kind: str, name: str) -> bool:
+        """Whether messages of a kind ever come from somewhere."""
+        return bool((self.rows[:, :, self.columns.index(f"{kind}/{name}")] >= 0).any())
 
 
 def tables(
@@ -101,39 +100,35 @@ def tables(
     chunks = {stage: i for rank in range(schedule.num_ranks) for i, stage in enumerate(schedule.stages_of(rank))}
     messages, of_messages = _slots(_messages(schedule, when))
     slots, counts = _waiting_slots(schedule, when, waiting)
-    columns = (*COLUMNS, *(one.column for one in waiting))
-    rows = np.zeros((len(table), schedule.num_ranks, len(columns)), np.int32)
-    rows[:, :, [columns.index(name) for name in _CAME]] = -1
-    for tick, row in enumerate(table):
-        for rank, action in enumerate(row):
-            if action is None:
-                continue
-            stage, kind, microbatch = action
-            cell = {
-                "forward": kind is Kind.FORWARD,
-                "input": kind in (Kind.INPUT, Kind.BACKWARD),
-                "weight": kind in (Kind.WEIGHT, Kind.BACKWARD),
-                "chunk": chunks[stage],
-                "microbatch": microbatch,
-                "is_first": stage == 0,
-                "is_last": stage == schedule.num_stages - 1,
-                "num_layers": layers_per_stage[stage],
-                "message": messages.get((stage, "F" if kind is Kind.FORWARD else "I", microbatch), 0),
-                **{one.column: slots.get((stage, one.column, microbatch), 0) for one in waiting},
-            }
-            for name, value in cell.items():
-                rows[tick, rank, columns.index(name)] = value
-            sent = _sent(schedule, action)
-            if sent in messages:
-                to = schedule.placement[sent[0]]
-                # Of two ranks each is on both sides of the other.
-                side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
-                rows[tick, to, columns.index(_CAME[side])] = messages[sent]
+    names = (*_OF_PASSES, *_CAME, *(one.column for one in waiting))
+    columns = {f"{kind}/{name}": i for i, (kind, name) in enumerate(itertools.product(KINDS, names))}
+    rows = np.zeros((1 + max(when.values()), schedule.num_ranks, len(columns)), np.int32)
+    rows[:, :, [i for name, i in columns.items() if name.partition("/")[2] in _CAME]] = -1
+    for (stage, kind, microbatch), row in when.items():
+        rank = schedule.placement[stage]
+        cell = {
+            "runs": 1,
+            "chunk": chunks[stage],
+            "microbatch": microbatch,
+            "is_first": stage == 0,
+            "is_last": stage == schedule.num_stages - 1,
+            "num_layers": layers_per_stage[stage],
+            "message": messages.get((stage, kind, microbatch), 0),
+            **{one.column: slots.get((stage, one.column, microbatch), 0) for one in waiting},
+        }
+        for name, value in cell.items():
+            rows[row, rank, columns[f"{kind}/{name}"]] = value
+        sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
+        if sent in messages:
+            to = schedule.placement[sent[0]]
+            # Of two ranks each is on both sides of the other.
+            side = 2 if to == rank else 0 if to == (rank + 1) % schedule.num_ranks else 1
+            rows[row + (kind == "I"), to, columns[f"{kind}/{_CAME[side]}"]] = messages[sent]
     counts["messages"] = of_messages
     used = {name: tuple(count[rank] for rank in range(schedule.num_ranks)) for name, count in counts.items()}
     num_slots = {name: max(each) for name, each in used.items()}
     num_messages = max(num_slots.pop("messages"), 1)  # a single stage is sent nothing
-    return Tables(columns, rows, num_messages, num_slots, used)
+    return Tables(tuple(columns), rows, num_messages, num_slots, used)
 
 
 _Key = tuple[int, str, int]
@@ -141,19 +136,21 @@ _Key = tuple[int, str, int]
 
 
 class _Life(NamedTuple):
+    """From one moment until before another one something lies in a slot of a rank."""
+
     begin: int
     end: int
     rank: int
     key: _Key
 
 
-def _when(table: Iterable[tuple[Action | None, ...]]) -> dict[_Key, int]:
-    """Return the tick of every pass, where a whole backward pass is both of its parts."""
+def _when(table: Iterable[tuple[Cell, ...]]) -> dict[_Key, int]:
+    """Return the row of every pass, where a whole backward pass is both of its parts."""
     return {
-        (action.stage, kind, action.microbatch): tick
+        (action.stage, kind, action.microbatch): tick - (kind != "F")
         for tick, row in enumerate(table)
-        for action in row
-        if action is not None
+        for cell in row
+        for action in cell
         for kind in ("IW" if action.kind is Kind.BACKWARD else action.kind.value)
     }
 
@@ -177,11 +174,14 @@ def _slots(lives: Iterable[_Life]) -> tuple[dict[_Key, int], Counter[int]]:
 
 
 def _messages(schedule: Schedule, when: dict[_Key, int]) -> Iterable[_Life]:
-    """Return what a stage gets from its neighbours, at the end of the tick in which it is made."""
-    for (stage, kind, microbatch), begin in when.items():
+    """Return what a stage is given by others, from the moment in which it has come."""
+    for (stage, kind, microbatch), row in when.items():
         sent = _sent(schedule, Action(stage, Kind(kind), microbatch))
         if sent in when:
-            yield _Life(begin, when[sent], schedule.placement[sent[0]], sent)
+            rank = schedule.placement[sent[0]]
+            stays = rank == schedule.placement[stage]
+            begin = 8 * (row + 1) + 1 if kind == "I" else 8 * row + (1 if stays else 6)
+            yield _Life(begin, 8 * when[sent] + _MOMENTS[sent[1]] + 1, rank, sent)
 
 
 def _waiting_slots(
@@ -190,9 +190,10 @@ def _waiting_slots(
     stages = {"first": (0,), "blocks": range(schedule.num_stages)}
     lives: dict[str, list[_Life]] = {}
     for one in waiting:
-        for (stage, kind, microbatch), begin in when.items():
+        for (stage, kind, microbatch), row in when.items():
             if kind == one.made and stage in stages[one.part]:
-                end = when[stage, one.read, microbatch] + 1
+                begin = 8 * row + _MOMENTS[kind]
+                end = 8 * when[stage, one.read, microbatch] + _MOMENTS[one.read] + 1
                 life = _Life(begin, end, schedule.placement[stage], (stage, one.column, microbatch))
                 lives.setdefault(one.buffer, []).append(life)
     found: dict[_Key, int] = {}

@@ -1,0 +1,149 @@
+"""Ticks of several passes: orders of F and I are laid into ticks, and weight passes where they cost least.
+
+A tick lasts as long as its slowest rank. So a weight pass is free where its rank would wait for another one in the
+tick; where none is free, all ranks should run one in the same tick. A rank that may keep no more has to run one at
+once, and whoever has one joins it.
+
+With an input and a forward pass in each tick, all ticks of the middle are alike: microbatch i goes forward on rank r in
+tick i + r, and backward in tick i + 2R - 1 - r. Orders that begin twice as many microbatches as ranks (those of ZB-H2)
+give that. Orders that keep fewer have one of both in a tick, and weight passes even them out. Greedy, so no optimum is
+claimed; in the first form it is one where all passes cost the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import deque
+from collections.abc import Sequence
+
+from ...core import ScheduleError
+from ._actions import Action, Kind
+from ._costs import Costs
+from ._schedule import Ends, Schedule, gives, place, ready
+from ._ticks import Cell, sent_to, spans
+
+_TOLERANCE = 1e-9
+
+
+def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, together: bool) -> Schedule:
+    """Lay a schedule into ticks, with its weight passes where they cost least.
+
+    Args:
+        schedule: one whose backward passes are split; of its orders those of F and I stay.
+        costs: of actions.
+        limits: memory of each rank.
+        in_pairs: whether a rank runs an input and a forward pass in one tick, where its order has them in a row.
+        together: whether all ranks run a weight pass in a tick in which all have one, though it makes the tick longer.
+
+    Raises:
+        ScheduleError: when a limit is too small for the order.
+    """
+    table = _Packer(schedule, costs, limits, in_pairs=in_pairs, together=together).run()
+    ranks = range(schedule.num_ranks)
+    return dataclasses.replace(
+        schedule,
+        orders=tuple(tuple(action for row in table for action in row[rank]) for rank in ranks),
+        ticks=tuple(tuple(tick for tick, row in enumerate(table) for _ in row[rank]) for rank in ranks),
+    )
+
+
+class _Packer:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, together: bool
+    ) -> None:
+        self.placement, self.costs, self.limits = schedule.placement, costs, limits
+        self.in_pairs, self.together = in_pairs, together
+        self.left = [deque(action for action in order if action.kind is not Kind.WEIGHT) for order in schedule.orders]
+        self.weights: list[deque[Action]] = [deque() for _ in schedule.orders]
+        """Weight passes that may run."""
+        self.memory = [0.0] * schedule.num_ranks
+        self.done: Ends = {}
+        self.table: list[list[Cell]] = []
+
+    def run(self) -> list[list[Cell]]:
+        """Return what each rank does, by tick."""
+        sent: set[int] = set()
+        while any(self.left) or any(self.weights):
+            cells, must = self._begin()
+            shortest = [self._length(cell, rank in sent) for rank, cell in enumerate(cells)]
+            with_weights = [
+                self._length((*cell, *itertools.islice(pending, 1)), rank in sent)
+                for rank, (cell, pending) in enumerate(zip(cells, self.weights, strict=True))
+            ]
+            for_weights = must | self._longer(is_empty=not any(cells))
+            length = max([*shortest, *(with_weights[rank] for rank in for_weights)])
+            for rank, pending in enumerate(self.weights):
+                if pending and with_weights[rank] <= length + _TOLERANCE:
+                    cells[rank] = (*cells[rank], pending.popleft())
+            row = [tuple(sorted(cell, key=place)) for cell in cells]
+            self._end(row)
+            sent = sent_to(row, self.placement)
+        return self.table
+
+    def _begin(self) -> tuple[list[Cell], set[int]]:
+        """Return what each rank runs of its order in this tick, and which have to run a weight pass in it."""
+        cells: list[Cell] = []
+        must: set[int] = set()
+        for rank, left in enumerate(self.left):
+            cell: Cell = ()
+            memory = self.memory[rank]
+            if (back := self._next(rank, Kind.INPUT)) is not None:
+                cell = (back,)
+                left.popleft()
+                memory += self.costs.kept(back)
+                self.weights[rank].append(back._replace(kind=Kind.WEIGHT))
+            forward = self._next(rank, Kind.FORWARD) if self.in_pairs or not cell else None
+            if forward is not None:
+                memory += self.costs.kept(forward)
+                has_room = memory <= self.limits[rank] + _TOLERANCE
+                if not has_room and self.weights[rank]:
+                    must.add(rank)
+                    has_room = memory + self.costs.kept(self.weights[rank][0]) <= self.limits[rank] + _TOLERANCE
+                if has_room:
+                    cell = (*cell, forward)
+                    left.popleft()
+            cells.append(cell)
+        return cells, must
+
+    def _next(self, rank: int, kind: Kind) -> Action | None:
+        """Return the next action of a rank's order, if it is of this kind and can run."""
+        left = self.left[rank]
+        if not left or ready(left[0], self.placement, self.done) == math.inf:
+            return None
+        return left[0] if left[0].kind is kind else None
+
+    def _longer(self, *, is_empty: bool) -> set[int]:
+        """Return the ranks for whose weight passes a tick is as long as it takes, though nothing makes them run one."""
+        having = {rank for rank, pending in enumerate(self.weights) if pending}
+        if is_empty:
+            return having
+        forwards = [any(action.kind is Kind.FORWARD for action in left) for left in self.left]
+        if self.together and all(forwards) and len(having) == len(self.left):
+            return having
+        if self.in_pairs and not any(forwards):
+            # At the end what an input pass gives is sent while its weight pass runs, as long as nobody has more left.
+            last = max(range(len(self.left)), key=lambda rank: (len(self.left[rank]), len(self.weights[rank])))
+            if max(map(len, self.weights)) <= 2 * len(self.left[last]) + len(self.weights[last]):
+                return {last} & having
+        return set()
+
+    def _length(self, cell: Cell, is_sent: bool) -> float:
+        return spans(tuple(sorted(cell, key=place)), self.placement, self.costs, is_sent=is_sent).end
+
+    def _end(self, row: list[Cell]) -> None:
+        """Run a tick."""
+        if not any(row):
+            stuck = next(rank for rank, order in enumerate(self.left) if order)
+            raise ScheduleError(
+                f"rank {stuck} cannot go on within its memory",
+                expected=f"a limit that lets it run {self.left[stuck][0]}",
+                got=f"{self.memory[stuck]:g} of {self.limits[stuck]:g} in use",
+                hint="raise the limit, or choose a schedule that keeps less, such as v-half or v-min",
+            )
+        for rank, cell in enumerate(row):
+            for action in cell:
+                self.memory[rank] += self.costs.kept(action)
+                self.done[gives(action)] = 0.0
+        self.table.append(row)
