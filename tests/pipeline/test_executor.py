@@ -133,7 +133,6 @@ def pipeline_of(name: str, num_ranks: int, **options: Any) -> Pipeline:
     chunks = 2 if name in TWO_STAGES else 1
     costs = Costs(input=1.2, weight=0.8) if name == "auto" else None  # of which the best has several passes in a tick
     made = schedule(name, num_stages=chunks * num_ranks, num_microbatches=NUM_MICROBATCHES, costs=costs)
-    assert (made.ticks is not None) is (name == "auto")
     return value_and_grad(STACK, made, **{"mesh": mesh_of(num_ranks), "weight": num_targets} | options)
 
 
@@ -150,6 +149,7 @@ CASES = [*((name, 4) for name in SCHEDULES), *((name, number) for name in KINDS 
 def test_everything_at_once_gives_the_gradients_of_the_plain_model(name: str, num_ranks: int) -> None:
     """Uneven layers, tied weights, masks, dropout, a loss by tokens, one of the blocks, and FSDP on another axis."""
     pipeline = pipeline_of(name, num_ranks)
+    assert (pipeline.schedule.ticks is not None) is (name == "auto" and num_ranks < 8)
     outer, layers = parameters(NUM_LAYERS[pipeline.schedule.num_stages])
     batch = make_batch()
     (loss, metrics), grads = reference(outer, layers, batch)

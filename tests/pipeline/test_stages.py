@@ -17,7 +17,7 @@ from rich.console import Console
 from lowtide import models
 from lowtide.core import LayerStack
 from lowtide.memory import MemoryReport, analyze, target
-from lowtide.pipeline import Pipeline, StageReport, schedule, value_and_grad
+from lowtide.pipeline import Costs, Pipeline, StageReport, schedule, value_and_grad
 
 SMALL = models.LlamaConfig(
     vocab_size=1024,
@@ -84,7 +84,9 @@ def assert_is_there(report: StageReport, memory: MemoryReport) -> None:
     assert report.other_bytes is not None and report.other_bytes > 0
 
 
-def tiny(name: str = "zb-h1", num_stages: int = 4, num_layers: int = 6, **options: Any) -> StageReport:
+def tiny(
+    name: str = "zb-h1", num_stages: int = 4, num_layers: int = 6, num_classes: int = 97, **options: Any
+) -> StageReport:
     """Of a block with one weight, on devices of the CPU."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("stage",))
     stack = LayerStack(
@@ -94,7 +96,7 @@ def tiny(name: str = "zb-h1", num_stages: int = 4, num_layers: int = 6, **option
     )
     made = schedule(name, num_stages=num_stages, num_microbatches=8)
     pipeline = value_and_grad(stack, made, mesh=mesh, **options)
-    outer = {"head": jax.ShapeDtypeStruct((8, 97), jnp.bfloat16)}
+    outer = {"head": jax.ShapeDtypeStruct((8, num_classes), jnp.bfloat16)}
     layers = {"w": jax.ShapeDtypeStruct((num_layers, 8, 8), jnp.bfloat16)}
     return pipeline.report(outer, layers, {"x": jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)})
 
@@ -156,6 +158,24 @@ def test_the_table_and_plain_data_say_the_same() -> None:
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["held_bytes"] == report.held_bytes and plain["device_bytes"] is None
     assert plain["ranks"][3]["stages"] == [3, 4]
+
+
+def test_a_schedule_without_costs_is_made_for_those_of_the_stack() -> None:
+    """Recomputing, a stage leaves little before its input pass and much after it, which takes twice as long as F."""
+    of: Any = {"num_layers": 32, "num_classes": 2, "remat": True}
+    named, best, roomy = tiny("zb-h1", **of), tiny("auto", **of), tiny("auto", **of, memory_limit="1 MiB")
+    assert best.time_over_ideal <= best.scan_over_ideal == (8 + 4 - 1) / 8 < named.time_over_ideal
+    assert f"{best.time_over_ideal:.2f}" in text_of(best) and "1.38" in text_of(best)
+    # With room for it weight passes wait until there is time for them.
+    assert roomy.time_over_ideal < best.time_over_ideal - 0.05
+    assert best.waiting_bytes < roomy.waiting_bytes
+
+
+def test_a_schedule_for_given_costs_stays() -> None:
+    made = schedule(num_stages=2, num_microbatches=4, costs=Costs(weight=3))
+    assert made.name == "auto" and made.fitted(Costs()) is made
+    without = schedule(num_stages=2, num_microbatches=4)
+    assert without.fitted(Costs(weight=3)) == made and without.truncated(2).fitted(Costs()).num_microbatches == 2
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec
 
 from ...core import LayerStack, StackShapes, Tree, combine
 from ...jaxprs import jaxpr_flops, make_jaxpr
-from ..schedules import Schedule, Tables, tables
+from ..schedules import Costs, Schedule, Tables, tables
 from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
 from ._checks import refuse_collectives, refuse_undivided_calls
 from ._inplace import InPlace, empty_buffer
@@ -56,6 +56,8 @@ class Program:
     """Those of the others."""
     batch: Tree
     """Shapes of one microbatch."""
+    memory_limit: int | None
+    """Bytes that what waits may take, of all devices of a rank, where the schedule says no limit."""
     remat: bool | Callable[..., bool]
     batch_axes: tuple[str, ...]
     """Along which axes of the mesh the rows of a microbatch are divided."""
@@ -100,6 +102,8 @@ class Program:
             [(leaf.shape, leaf.dtype) for leaf in state["messages"]],
             [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(run.hoisted)],
             run.tables.used,
+            run.schedule,
+            run.costs,
             {
                 **{name: part.split.flops for name, part in run.parts.items()},
                 # Forward and backward in one go.
@@ -191,6 +195,10 @@ class Held(NamedTuple):
     """Shapes and dtypes of what is made of weights once."""
     used: dict[str, tuple[int, ...]]
     """Slots that each rank uses of them."""
+    schedule: Schedule
+    """What runs, made for the costs of the stages where it was made for none."""
+    costs: Costs
+    """Of the stages: their FLOPs, and what waits, of which the forward passes of a rank leave 1 of a microbatch."""
     flops: dict[str, PassFlops]
     """Arithmetic of the functions of the stack, of blocks that of a stage."""
 
@@ -347,7 +355,39 @@ class _Run(_Forward):
             jnp.concatenate([jnp.atleast_1d(one) for one in ones]) for ones in zip(*each, strict=True)
         )
         waiting = [one for part in self.parts.values() for one in part.waiting()]
-        return tables(self.program.schedule, self.program.layout.layers_per_stage, waiting)
+        self.costs = self._costs()
+        limit = self.program.memory_limit
+        self.schedule = self.program.schedule.fitted(self.costs, None if limit is None else limit / self._unit_bytes())
+        return tables(self.schedule, self.program.layout.layers_per_stage, waiting)
+
+    def _costs(self) -> Costs:
+        """Return what the stages cost, of which the first has the first function, and the last the last, too."""
+        first, blocks = (self.parts[name].split.flops for name in ("first", "blocks"))
+        last = jaxpr_flops(self.program.traced_last(self.shapes.h))
+        num_stages = self.program.schedule.num_stages
+
+        def of_stages(name: str) -> tuple[float, ...]:
+            found = [max(float(getattr(blocks, name)), 1.0)] * num_stages
+            found[0] += getattr(first, name)
+            found[-1] += last if name == "input" else 0
+            return tuple(found)
+
+        left = self.parts["blocks"].left_bytes
+        unit = self._unit_bytes()
+        return Costs(
+            forward=of_stages("forward"),
+            input=of_stages("input"),
+            weight=of_stages("weight"),
+            input_residuals=left(Pass.FORWARD, Pass.INPUT) / unit,
+            weight_residuals=left(Pass.FORWARD, Pass.WEIGHT) / unit,
+            cotangents=left(Pass.INPUT, Pass.WEIGHT) / unit,
+        )
+
+    def _unit_bytes(self) -> int:
+        """Return the bytes that the forward pass of a rank's stages leaves of one microbatch."""
+        left = self.parts["blocks"].left_bytes
+        stage = left(Pass.FORWARD, Pass.INPUT) + left(Pass.FORWARD, Pass.WEIGHT)
+        return max(stage, 1) * self.program.schedule.stages_per_rank
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
         yield from ((name, part.split.traced) for name, part in self.parts.items())

@@ -8,6 +8,7 @@ a pass leaves share one buffer.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +64,11 @@ class InPlace:
             Waiting(self.column(i), self.name, one.made.name[0], one.last.name[0], one.buffer)
             for i, one in enumerate(self.residuals)
         ]
+
+    def left_bytes(self, made: Pass, last: Pass) -> int:
+        """Return the bytes on the device that one pass of a microbatch leaves and another one frees."""
+        chosen = (one for one in self.residuals if (one.made, one.last, one.is_on_host) == (made, last, False))
+        return sum(math.prod(one.shape.shape) * one.shape.dtype.itemsize for one in chosen)
 
     def forward(
         self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree

@@ -26,6 +26,7 @@ from ...core import (
     leaves_with_paths,
     microbatch_weights,
     num_layers,
+    parse_bytes,
     partition,
     split_batch,
 )
@@ -49,13 +50,15 @@ def value_and_grad(
     layers_per_stage: Sequence[int] | None = None,
     arranged: bool = False,
     batch_axes: Sequence[str] | None = None,
+    memory_limit: int | str | None = None,
 ) -> Pipeline:
     """Make a pipelined loss with its gradients, as one compiled program.
 
     Args:
         stack: the model as `first`, `block`, `last`. Every function is given the microbatch, so masks and positions in
             it reach every stage; a loss of the blocks is a leaf of `h` that `last` adds.
-        schedule: what runs when; its ranks are the devices along `axis`.
+        schedule: what runs when; its ranks are the devices along `axis`. ``"auto"`` that was made without costs is made
+            anew for those of the stack: FLOPs of its passes, and bytes that wait between them.
         mesh: the devices, as of `lowtide.train.make_mesh`. Along its other axes, which are the compiler's to divide
             along (`AxisType.Auto`), arrays are divided as their own shardings say.
         axis: the name of the pipeline's axis. A `lowtide.Trainer` knows it as ``stage`` alone.
@@ -69,6 +72,9 @@ def value_and_grad(
             `layers_per_stage` has to say how).
         batch_axes: along which other axes the rows of every microbatch are divided; by default ``data`` and ``fsdp``,
             where the mesh has them.
+        memory_limit: what may wait between passes on each device, in bytes or as text (``"4 GiB"``), for a schedule
+            that was made without costs; by default what forward passes of twice as many microbatches as ranks less one
+            leave.
 
     Returns:
         The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
@@ -111,7 +117,8 @@ def value_and_grad(
     warn_of_waiting_forever(mesh, axis)
     axes = tuple(one for one in ("data", "fsdp") if one in mesh.shape and one != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
-    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes)
+    limit = None if memory_limit is None else parse_bytes(memory_limit)
+    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
@@ -138,6 +145,8 @@ class Pipeline:
     """Whether layers are in the order of ranks."""
     batch_axes: tuple[str, ...]
     """Along which the rows of microbatches are divided."""
+    memory_limit: int | None = None
+    """What may wait on each device, in bytes."""
 
     def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
         """Compute the loss, the metrics and the gradients.
@@ -345,6 +354,7 @@ class Pipeline:
             trainable=shapes(trainable),
             frozen=shapes(frozen),
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
+            memory_limit=None if self.memory_limit is None else self.memory_limit * self._num_parts,
             remat=self.remat,
             batch_axes=self.batch_axes,
             platform=_platform(self.mesh),

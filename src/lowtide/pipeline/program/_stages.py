@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 from ...core import Tree, format_bytes
 from ...memory import MemoryReport
+from ..schedules import simulate
 from ..split import PassFlops, Unsplit
 from ._executor import Held, total_dtype
 from ._layout import Layout
@@ -73,6 +74,11 @@ class StageReport:
     ``blocks`` (those of a stage, of uneven ones the longest) and ``last``, which runs in the last stage's I alone."""
     is_split: bool
     """Whether the schedule has I and W apart."""
+    time_over_ideal: float
+    """How long it takes on ranks in lockstep, whose passes take as long as their FLOPs say, over what the busiest rank
+    computes alone. Simulated; transfers are not counted."""
+    scan_over_ideal: float
+    """The same of one loop over ticks that is differentiated, which keeps what all microbatches leave."""
     memory: MemoryReport | None = None
     """Of the compiled program, if there is one."""
 
@@ -137,6 +143,8 @@ class StageReport:
         for name, size in rows.items():
             if size:
                 table.add_row(name, "", "", "", "", format_bytes(size))
+        table.add_row("time over the ideal", "", "", "", "", f"{self.time_over_ideal:.2f}")
+        table.add_row("of a scan that is differentiated", "", "", "", "", f"{self.scan_over_ideal:.2f}")
         if self.num_padding_rows:
             # Its gradient is zero, but the weights are copies.
             table.caption = (
@@ -188,7 +196,9 @@ def stage_report(
         found = (number for number in (parts, *others) if _is_alive(memory, shape, dtype, number))
         return math.prod(shape) * dtype.itemsize // next(found, parts)
 
-    schedule = plan.schedule
+    schedule = held.schedule
+    run = simulate(schedule, held.costs, lockstep=True)
+    num_ticks = schedule.num_microbatches + schedule.num_ranks - 1
     per_rank = schedule.stages_per_rank * plan.longest
     kept = {name: room(shape, dtype) for name, (shape, dtype) in held.buffers.items()}
     messages = sum(room(shape, dtype) for shape, dtype in held.messages)
@@ -222,6 +232,8 @@ def stage_report(
         num_padding_rows=plan.num_rows - plan.num_layers,
         flops=held.flops,
         is_split=schedule.is_split,
+        time_over_ideal=run.makespan / max(run.busy),
+        scan_over_ideal=num_ticks / schedule.num_microbatches,
         memory=memory,
     )
 

@@ -34,6 +34,9 @@ class Costs:
     """Memory that F leaves behind and I frees."""
     weight_residuals: float | Sequence[float] = 1.0
     """Memory that F leaves behind and W frees."""
+    cotangents: float | Sequence[float] = 0.0
+    """Memory that I leaves behind and W frees: with recomputation most of it. Where a weight pass comes right after an
+    input pass it is not counted, as for B, since all schedules have it for one pass at a time."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -77,7 +80,12 @@ class Costs:
     def kept(self, action: Action) -> float:
         """Memory that an action leaves behind, or frees where it is negative."""
         of_input, of_weight = at(self.input_residuals, action.stage), at(self.weight_residuals, action.stage)
-        freed = {Kind.INPUT: -of_input, Kind.WEIGHT: -of_weight, Kind.BACKWARD: -of_input - of_weight}
+        between = at(self.cotangents, action.stage)
+        freed = {
+            Kind.INPUT: between - of_input,
+            Kind.WEIGHT: -of_weight - between,
+            Kind.BACKWARD: -of_input - of_weight,
+        }
         return freed.get(action.kind, of_input + of_weight)
 
     def by_rank(self, placement: Sequence[int], num_microbatches: float = 1) -> list[float]:

@@ -24,7 +24,7 @@ from ._simulate import simulate
 
 
 def schedule(
-    name: str,
+    name: str = "auto",
     *,
     num_stages: int,
     num_microbatches: int,
@@ -37,12 +37,13 @@ def schedule(
 
     Args:
         name: one of `SCHEDULES`; ``"auto"`` for one that no other with as many stages a rank is better than, for these
-            costs and this memory.
+            costs and this memory. Without costs a pipeline makes it anew for those of its stages (`Schedule.fitted`).
         num_stages: parts of the model.
         num_microbatches: parts of a batch; any number, also one that the schedule's pattern does not divide.
         stages_per_rank: parts that each rank has; by default 1, or 2 where the schedule needs more than one.
         costs: time and memory of actions, by which weight passes are placed; by default one unit each.
-        memory_limit: the most that a rank may keep, in the unit of `costs`, or one for each rank. By default that of
+        memory_limit: the most that a rank may keep, in the unit of `costs` (by default what a stage keeps of one
+            microbatch), or one for each rank. By default that of
             the schedule itself, where it has one (more where stages differ so much that it cannot be kept), and for
             ``"auto"`` that of twice as many microbatches as ranks less one.
         lockstep: whether, where there is a choice (``"auto"``, V-schedules with costs that differ), it is for ranks in
@@ -76,7 +77,7 @@ def schedule(
     named = NAMED.get(name, _AUTO)
     chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
     num_ranks = num_stages // chunks
-    costs = costs or Costs()
+    were_said, costs = costs is not None, costs or Costs()
     costs.refuse_other(num_stages)
     placement = placed(num_ranks, chunks, is_v=named.is_v)
     limits = _limits(named, placement, chunks, costs, memory_limit)
@@ -104,7 +105,14 @@ def schedule(
             candidates += greedy_orders(num_ranks, chunks, costs, limits)
         telling = _telling(num_microbatches, num_ranks)
         made = best(candidates, num_microbatches, telling, costs, limits, lockstep=lockstep)
-        return dataclasses.replace(made, name="auto")
+
+        @functools.cache
+        def remake(costs: Costs, other_limit: float | None) -> Schedule:
+            limit = other_limit if memory_limit is None else memory_limit
+            of_stages: Any = {**sizes, "num_microbatches": num_microbatches, "lockstep": lockstep}
+            return schedule(name, **of_stages, costs=costs, memory_limit=limit)
+
+        return dataclasses.replace(made, name="auto", remake=None if were_said else remake)
     job = _Job(name, named, num_ranks, chunks, num_microbatches, placement, costs, lockstep)
     if memory_limit is None:
         return _roomy(job, limits)

@@ -88,22 +88,22 @@ class _Packer:
         must: set[int] = set()
         for rank, left in enumerate(self.left):
             cell: Cell = ()
-            memory = self.memory[rank]
+            kept = [self.memory[rank]]
             if (back := self._next(rank, Kind.INPUT)) is not None:
                 cell = (back,)
                 left.popleft()
-                memory += self.costs.kept(back)
+                kept.append(self.costs.kept(back))
                 self.weights[rank].append(back._replace(kind=Kind.WEIGHT))
             forward = self._next(rank, Kind.FORWARD) if self.in_pairs or not cell else None
             if forward is not None:
-                memory += self.costs.kept(forward)
-                has_room = memory <= self.limits[rank] + _TOLERANCE
-                if not has_room and self.weights[rank]:
-                    must.add(rank)
-                    has_room = memory + self.costs.kept(self.weights[rank][0]) <= self.limits[rank] + _TOLERANCE
-                if has_room:
-                    cell = (*cell, forward)
-                    left.popleft()
+                kept.append(self.costs.kept(forward))
+            limit, pending = self.limits[rank] + _TOLERANCE, self.weights[rank]
+            if sum(kept) > limit and pending:
+                must.add(rank)
+                kept.append(self.costs.kept(pending[0]))
+            if forward is not None and sum(kept) <= limit:
+                cell = (*cell, forward)
+                left.popleft()
             cells.append(cell)
         return cells, must
 

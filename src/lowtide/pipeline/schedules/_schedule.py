@@ -16,8 +16,11 @@ from typing import Any
 
 from ...core import ConfigError, ScheduleError, write_files
 from ._actions import Action, Kind, parse_actions
+from ._costs import Costs
 
 Order = tuple[Action, ...]
+Remake = Callable[[Costs, float | None], "Schedule"]
+"""Of costs and a limit of memory."""
 Ends = dict[tuple[Kind, int, int], float]
 """When actions have ended, under what `gives` returns."""
 
@@ -46,6 +49,10 @@ class Schedule:
     ticks: tuple[tuple[int, ...], ...] | None = None
     """For ranks in lockstep, of each action the tick in which it runs, from 0 on; with several actions of a rank in one
     tick, an input pass comes before a weight pass before a forward pass. None: each has one of its own."""
+    remake: Callable[[Costs, float | None], Schedule] | None = dataclasses.field(
+        default=None, compare=False, repr=False
+    )
+    """Makes it for other costs, where those that it was made for were not said; files do not keep it."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -86,7 +93,17 @@ class Schedule:
             return tuple(tuple(row[i] for i in numbers) for row, numbers in zip(table, kept, strict=True))
 
         ticks = None if self.ticks is None else taken(self.ticks)
-        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=taken(self.orders), ticks=ticks)
+        orders = taken(self.orders)
+        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=orders, ticks=ticks, remake=None)
+
+    def fitted(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
+        """Return the schedule for these costs, if it was made without any; else as it is.
+
+        Args:
+            costs: of its stages.
+            memory_limit: of each rank, if none was said either.
+        """
+        return self if self.remake is None else self.remake(costs, memory_limit)
 
     def to_csv(self, path: str | Path | None = None) -> str:
         """As PyTorch writes schedules: a row for each rank, a cell for each action.

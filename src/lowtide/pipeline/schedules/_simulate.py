@@ -7,6 +7,7 @@ action as soon as it can; and ranks in lockstep (one program), where a tick last
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 from ...core import ConfigError, write_files
 from . import _views as views
-from ._actions import Action
+from ._actions import Action, Kind
 from ._costs import Costs
 from ._schedule import Ends, Schedule, gives, ready, sweep
 from ._ticks import sent_to, spans, ticks
@@ -151,7 +152,8 @@ def _lockstep(schedule: Schedule, costs: Costs) -> tuple[_Times, _Times, int]:
 
 def _peak(order: tuple[Action, ...], costs: Costs) -> float:
     held = most = 0.0
-    for action in order:
+    for action, following in itertools.zip_longest(order, order[1:]):
         held += costs.kept(action)
-        most = max(most, held)
+        if not (action.kind is Kind.INPUT and following is not None and following.kind is Kind.WEIGHT):
+            most = max(most, held)
     return most
