@@ -148,12 +148,27 @@ def test_what_a_policy_offloads_waits_on_the_host() -> None:
     assert moved.device.temp_bytes < kept.device.temp_bytes - 0.9 * waiting / 2
 
 
+@functools.cache
+def computations() -> dict[str, list[str]]:
+    """The program of the best schedule as the compiler has ordered it."""
+    found: dict[str, list[str]] = {}
+    name = ""
+    for line in compile(*program("auto", 8), target="v5p:2x2x1").compiled.as_text().splitlines():
+        if begun := re.match(r"(?:ENTRY )?%(\S+) .*\{$", line):
+            name = begun[1]
+        found.setdefault(name, []).append(line)
+    return found
+
+
+def of_the_loop_over_ticks() -> list[str]:
+    (body,) = [lines for lines in computations().values() if any("collective-permute-start(" in line for line in lines)]
+    return body
+
+
 def test_what_ranks_send_is_on_its_way_while_they_compute() -> None:
-    """As the compiler has ordered them, a loop, which is a pass, is between the begin and the end of each transfer."""
-    found = compile(*program("auto", 8), target="v5p:2x2x1").compiled
-    lines = found.as_text().splitlines()
+    """A loop, which is a pass, is between the begin and the end of each transfer."""
     between: dict[str, int] = {}
-    for line in lines:
+    for line in of_the_loop_over_ticks():
         if begun := re.match(r"\s*%(\S+) = .* collective-permute-start\(", line):
             between[begun[1]] = 0
         elif ended := re.search(r" collective-permute-done\(%(\S+?)\)", line):
@@ -161,6 +176,14 @@ def test_what_ranks_send_is_on_its_way_while_they_compute() -> None:
         elif re.search(r" while\(", line):
             between = {name: number + 1 for name, number in between.items()}
     assert len(between) == 2, "one transfer each way"
+
+
+def test_a_pass_that_a_tick_does_not_have_is_not_computed() -> None:
+    """What a loop of no iteration would compute stays in it: also of a loss, for which no layers are looped over."""
+    products = {name for name, lines in computations().items() if any(" convolution(" in line for line in lines)}
+    assert products, "the compiler calls products otherwise"
+    called = {name for line in of_the_loop_over_ticks() for name in re.findall(r"calls=%(\S+?),", line)}
+    assert not called & products
 
 
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -284,26 +284,28 @@ class _Forward:
         # A microbatch of weight 0 contributes nothing, also where its activations or its loss are no numbers.
         counts = at(self.loss_weights, cell["microbatch"]) != 0
 
-        def one(state: State) -> State:
+        def one(state: State, cell: State) -> State:
             return run(state, cell, jax.tree.map(lambda x: at(x, cell["microbatch"]), self.microbatches))
 
-        return _when(counts & (cell["runs"] == 1), one, state)
+        return _when(counts & (cell["runs"] == 1), one, state, cell)
 
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         stack, outer = self.program.stack, self.weights.outer
-        h = _when(
-            cell["is_first"] == 1, lambda _: self.program.divided(stack.first(outer, batch)), self._message(state, cell)
-        )
+
+        def first(_: Tree, batch: Tree) -> Tree:
+            return self.program.divided(stack.first(outer, batch))
+
+        h = _when(cell["is_first"] == 1, first, self._message(state, cell), batch)
         layers = jax.tree.map(
             lambda rows: lax.dynamic_slice_in_dim(rows.array, rows.begin, self.program.layout.longest),
             self.weights.of(cell["chunk"]),
         )
         h = self.program.blocks(layers, h, batch, cell["num_layers"])
 
-        def last(state: State) -> State:
-            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *stack.last(outer, h, batch))
+        def last(state: State, given: tuple[Tree, Tree]) -> State:
+            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *stack.last(outer, *given))
 
-        return {**_when(cell["is_last"] == 1, last, state), "F": jax.tree.leaves(h)}
+        return {**_when(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
 
     def _message(self, state: State, cell: State) -> Tree:
         """Return what a neighbour sent."""
@@ -331,10 +333,10 @@ class _Forward:
         messages = state["messages"]
         for name, leaves in came.items():
 
-            def store(messages: list[Any], leaves: list[Any] = leaves, slot: Any = cell[name]) -> list[Any]:
+            def store(messages: list[Any], slot: Any, leaves: list[Any] = leaves) -> list[Any]:
                 return [put(buffer, leaf, slot) for buffer, leaf in zip(messages, leaves, strict=True)]
 
-            messages = _when(cell[name] >= 0, store, messages)
+            messages = _when(cell[name] >= 0, store, messages, cell[name])
         return {**state, "messages": messages}
 
 
@@ -416,10 +418,12 @@ class _Run(_Forward):
     def _forward(self, state: State, cell: State, batch: Tree) -> State:
         outer, hoisted = self.weights.outer, self.hoisted
 
-        def first(buffers: State) -> tuple[Tree, State]:
-            return self.parts["first"].forward(buffers, cell, outer, hoisted["first"], (), batch)
+        def first(carry: tuple[Tree, State], given: tuple[State, Tree]) -> tuple[Tree, State]:
+            cell, batch = given
+            return self.parts["first"].forward(carry[1], cell, outer, hoisted["first"], (), batch)
 
-        h, buffers = _when(cell["is_first"] == 1, lambda c: first(c[1]), (self._message(state, cell), state["buffers"]))
+        carry = self._message(state, cell), state["buffers"]
+        h, buffers = _when(cell["is_first"] == 1, first, carry, (cell, batch))
         h, buffers = self.parts["blocks"].forward(buffers, cell, *self._stage(cell), h, batch, cell["num_layers"])
         return {**state, "buffers": buffers, "F": jax.tree.leaves(h)}
 
@@ -428,7 +432,7 @@ class _Run(_Forward):
         loss_weight, is_last = at(self.loss_weights, cell["microbatch"]), cell["is_last"] == 1
         came = self._message(state, cell)  # of the last stage's own forward pass: activations
         dy = jax.tree.map(lambda leaf: jnp.where(is_last, jnp.zeros_like(leaf), leaf), came)
-        dy, state = _when(is_last, lambda c: self._last(c[1], came, loss_weight, batch), (dy, state))
+        dy, state = _when(is_last, lambda c, given: self._last(c[1], *given), (dy, state), (came, loss_weight, batch))
         buffers = state["buffers"]
         begin = self.weights.begin(cell["chunk"])
         dx, buffers = self.parts["blocks"].input(
@@ -436,10 +440,12 @@ class _Run(_Forward):
         )
         dx = _filled(dy, dx)
 
-        def first(buffers: State) -> State:
-            return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], dx, batch)[1]
+        def first(buffers: State, given: tuple[State, Tree, Tree]) -> State:
+            cell, *of_microbatch = given
+            return self.parts["first"].input(buffers, cell, 0, outer, hoisted["first"], *of_microbatch)[1]
 
-        return {**state, "I": jax.tree.leaves(dx), "buffers": _when(cell["is_first"] == 1, first, buffers)}
+        buffers = _when(cell["is_first"] == 1, first, buffers, (cell, dx, batch))
+        return {**state, "I": jax.tree.leaves(dx), "buffers": buffers}
 
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
         """Compute the loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
@@ -457,10 +463,11 @@ class _Run(_Forward):
             state["buffers"], cell, begin, *self._stage(cell), batch, cell["num_layers"]
         )
 
-        def first(buffers: State) -> State:
+        def first(buffers: State, given: tuple[State, Tree]) -> State:
+            cell, batch = given
             return self.parts["first"].weight(buffers, cell, 0, outer, hoisted["first"], batch)
 
-        return {**state, "buffers": _when(cell["is_first"] == 1, first, buffers)}
+        return {**state, "buffers": _when(cell["is_first"] == 1, first, buffers, (cell, batch))}
 
     def _stage(self, cell: State) -> tuple[Tree, tuple[Any, ...]]:
         """Return the weights of the tick's stage, and what was made of them once."""
@@ -487,9 +494,21 @@ def total_dtype(dtype: Any) -> Any:
     return jnp.dtype(jnp.float32) if jnp.dtype(dtype).itemsize < 2 else jnp.promote_types(dtype, jnp.float32)
 
 
-def _when(flag: Any, run: Callable[[Any], Any], state: Any) -> Any:
-    """`run` in place, if the flag is up."""
-    return lax.fori_loop(0, flag.astype(jnp.int32), lambda _, state: run(state), state)
+def _when(flag: Any, run: Callable[[Any, Any], Any], state: Any, given: Any) -> Any:
+    """`run` in place, if the flag is up.
+
+    Args:
+        flag: whether.
+        run: of the state and what is given.
+        state: what it changes.
+        given: all that differs from run to run. It is tied to the loop: what a loop does not change XLA computes before
+            it, also when the loop then runs no time.
+    """
+
+    def body(i: Any, state: Any) -> Any:
+        return run(state, lax.optimization_barrier((i, given))[1])
+
+    return lax.fori_loop(0, flag.astype(jnp.int32), body, state)
 
 
 def _filled(tree: Tree, others: Tree) -> Tree:
