@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, StateError
-from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
+from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau, _checksums
 from lowtide.train._signals import Terminated
 
 
@@ -86,6 +87,46 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
     finally:
         signal.signal(signal.SIGINT, before)
     assert ours.step == 4 and ours.position is not None and ours.position["in_epoch"] == 4
+    assert float(resumed(tmp_path).model["w"]) == sum(range(8))
+
+
+@pytest.mark.parametrize("when", ["it waits for the one before", "it has half begun"])
+def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, monkeypatch: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    begin, write, is_let_go = ocp.AsyncCheckpointer.save, _checksums.write_checksums, threading.Event()
+    ours, is_waiting = trainer(checkpoint_dir=tmp_path), when == "it waits for the one before"
+
+    def slow(folder: Any) -> None:
+        assert not is_waiting or is_let_go.wait(20)
+        write(folder)
+
+    def half(*arguments: Any, **options: Any) -> Any:
+        result = begin(*arguments, **options)
+        if ours.step == 4 and not (is_waiting or is_let_go.is_set()):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    def come(*_: Any) -> None:
+        """Interrupt when what was being written is there."""
+        is_let_go.set()
+        while not (tmp_path / ("2" if is_waiting else "4")).exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def interrupt_soon(_: Any) -> None:
+        if is_waiting:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    monkeypatch.setattr(_checksums, "write_checksums", slow)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", half)
+    before = signal.signal(signal.SIGINT, come)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            ours.fit(Numbers(), num_steps=8, checkpoint_every=2, callbacks=[At(4, interrupt_soon)], progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ours.step == 4 and not any("failed" in note for note in raised.value.__notes__)
     assert float(resumed(tmp_path).model["w"]) == sum(range(8))
 
 

@@ -12,6 +12,7 @@ and its contents can be listed by name. Frozen leaves are never in it, nor leave
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -31,6 +32,7 @@ from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
 from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
+from ._signals import undisturbed
 from ._stored import check_arrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
@@ -96,6 +98,7 @@ class Checkpoints:
             todelete_subdir=_DELETED,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=self._handlers())
+        self._waiter = concurrent.futures.ThreadPoolExecutor(1)
 
     def _handlers(self) -> dict[str, Any]:
         return {_STATE: self._ocp.StandardCheckpointHandler(), _NOTES: self._ocp.JsonCheckpointHandler()}
@@ -194,17 +197,18 @@ class Checkpoints:
         }
         args = self._ocp.args.Composite(**items)
         with self._writing():
-            self._refuse_other_run()
-            if not self._has_saved:
-                self._clear()
-                self._has_saved = True
-            self._retention.forget(step)
-            if is_there:
-                self._replace(step, args)
-                return True
-            self._manager.wait_until_finished()
-            self._delete_old()
-            is_begun = self._manager.save(step, args=args)
+            self._finish()
+            with undisturbed():  # what it has half begun Orbax can neither end nor begin again
+                self._refuse_other_run()
+                if not self._has_saved:
+                    self._clear()
+                    self._has_saved = True
+                self._retention.forget(step)
+                if is_there:
+                    self._replace(step, args)
+                    return True
+                self._delete_old()
+                is_begun = self._manager.save(step, args=args)
         if not is_begun:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
@@ -217,7 +221,6 @@ class Checkpoints:
     def _replace(self, step: int, args: Any) -> None:
         """Write a checkpoint anew: whatever happens, there is the one or the other."""
         here, new, old = (self.directory / f"{before}{step}" for before in ("", _NEW, _OLD))
-        self._manager.wait_until_finished()
         self._clear()
         handler = self._ocp.CompositeCheckpointHandler(**self._handlers())
         with self._ocp.Checkpointer(handler, temporary_path_class=self._folder) as checkpointer:
@@ -237,6 +240,12 @@ class Checkpoints:
             if here.name.isdigit() and not here.exists():
                 with contextlib.suppress(PermissionError):  # a folder for reading alone
                     new.rename(here)
+
+    def _finish(self) -> None:
+        """Wait until what was begun is written, in another thread: Orbax forgets what it is interrupted in."""
+        concurrent.futures.wait([self._waiter.submit(self._manager.wait_until_finished)])
+        with undisturbed():
+            self._manager.wait_until_finished()  # which raises, in each thread, what has failed
 
     @contextlib.contextmanager
     def _writing(self) -> Generator[None]:
@@ -481,6 +490,6 @@ class Checkpoints:
             OutputError: when one could not be written.
         """
         with self._writing():
-            self._manager.wait_until_finished()
+            self._finish()
         self._delete_old()
         self._deletion.end()
