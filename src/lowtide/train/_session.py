@@ -432,14 +432,14 @@ class Session:
             hint="call it after the other has returned",
         )
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str, hint: str | None = None) -> None:
         """Raise while it takes steps."""
         if not self.is_over:
             raise StateError(
                 f"{what} was called while fit takes steps",
                 expected=f"{what} between two calls of fit, or in on_train_end or on_exception",
                 got="a callback of steps, whose data and records would no longer be those of the state",
-                hint=f"call trainer.stop() there, and {what} after fit has returned",
+                hint=hint or f"call trainer.stop() there, and {what} after fit has returned",
             )
 
     def _refuse(self) -> None:

@@ -155,14 +155,17 @@ class Trainer:
         """All that a step changes; may be set to another one with the same structure.
 
         Raises:
-            StructureError: when that has other leaves, shapes or dtypes.
-            StateError: inside of `averaged`, or for arrays that were consumed.
+            StructureError: when that has other leaves, shapes, dtypes or containers.
+            SelectionError: when one of its arrays is at two paths, or is a frozen one.
+            StateError: inside of `averaged`, for arrays that were consumed, or for another step while `fit` takes steps.
+            ConfigError: for a step that is no number of steps.
         """
         return self._live.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._live.replace(state)
+        hint = "dataclasses.replace(state, step=trainer.state.step)"
+        self._live.replace(state, lambda: self._refuse_running("setting a state of another step", hint))
 
     @property
     def frozen(self) -> Tree:
@@ -488,9 +491,9 @@ class Trainer:
         with self.processes.watched():
             return self._copies.restore(step, best=best)
 
-    def _refuse_running(self, what: str) -> None:
+    def _refuse_running(self, what: str, hint: str | None = None) -> None:
         if (running := self._in_fit()) is not None:
-            running[0].refuse(what)
+            running[0].refuse(what, hint)
 
     def _in_fit(self) -> tuple[Session, Run] | None:
         """Return the run that has not ended."""
