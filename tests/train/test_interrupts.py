@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -163,6 +164,35 @@ def test_a_callback_may_save(event: str, step: int, tmp_path: Any) -> None:
     again = Counts()
     assert float(resumed(tmp_path, callbacks=[again]).model["w"]) == sum(range(8))
     assert again.resumed_at == 4
+
+
+@pytest.mark.parametrize("event", ["on_train_end", "on_exception"])
+def test_a_callback_may_save_as_the_run_ends(event: str, tmp_path: Any) -> None:
+    def save(trainer: Any, *_: Any) -> None:
+        trainer.update({"w": trainer.model["w"]})
+        trainer.save()
+        trainer.checkpoints.wait()
+
+    ours, saves = trainer(checkpoint_dir=tmp_path), Callback()
+    setattr(saves, event, save)
+    with contextlib.suppress(ZeroDivisionError), ours.session(Numbers(), num_steps=8, callbacks=[saves]) as run:
+        next(each for each in run if each == ("step_end", 3, None))
+        if event == "on_exception":
+            raise ZeroDivisionError
+    assert float(resumed(tmp_path).model["w"]) == sum(range(8))
+
+
+def test_who_saves_at_the_last_records_saves_nothing_that_is_spoilt(tmp_path: Any) -> None:
+    """An interrupt came when two steps were sent, of which nobody had read the values."""
+    data = [np.float32(value) for value in (1, 1, np.nan, 1)]
+    ours = trainer(on_nan="roll_back", checkpoint_dir=tmp_path)
+    with pytest.raises(KeyboardInterrupt), ours.session(data, num_steps=4, on_record=lambda _: ours.save()) as run:
+        run._session.settle = lambda keep=0: iter(())  # pyright: ignore
+        next(event for event in run if event == ("step_end", 3, None))
+        raise KeyboardInterrupt
+    again = trainer(checkpoint_dir=tmp_path)
+    again.restore()
+    assert np.isfinite(again.model["w"])
 
 
 def test_a_state_that_is_no_number_is_not_kept(tmp_path: Any) -> None:
