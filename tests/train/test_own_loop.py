@@ -248,9 +248,9 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "patience and min_delta cannot be negative"),  # type: ignore
-        (lambda: lt.train.EarlyStopping("loss", patience="3"), "patience and min_delta cannot be negative"),  # type: ignore
-        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "patience and min_delta cannot be negative"),
+        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "min_delta are no numbers of 0 or more"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", patience="3"), "min_delta are no numbers of 0 or more"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "min_delta are no numbers of 0 or more"),
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, 2.5), "no batch can be filled"),  # type: ignore
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "no batch can be filled"),
         (lambda: trainer(weight=0), "weight is no function"),
@@ -260,7 +260,8 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
         (lambda: lt.train.ReduceOnPlateau(factor="x"), "could not be lowered"),
         (lambda: lt.train.EarlyStopping(patience=True), "patience and min_delta"),
         *((lambda v=v: lt.train.Profile("x", first=v), "no step would be profiled") for v in (float("nan"), "1")),
-        (lambda: trainer(checkpoint_dir=""), "checkpoint_dir is empty"),
+        (lambda: lt.train.EarlyStopping(3), "monitor is no name"),  # type: ignore
+        *((lambda v=v: trainer(checkpoint_dir=v), "checkpoint_dir is no folder") for v in ("", False, 0)),
         (lambda: trainer(rollback="no"), "rollback is no choice"),
     ],
 )
@@ -414,8 +415,11 @@ def test_what_was_not_evaluated_yet_is() -> None:
 
 
 def test_a_run_that_was_left_is_neither_stopped_nor_settled() -> None:
-    with trainer().session(DATA, num_steps=4) as run:
+    ours = trainer()
+    with ours.session(DATA, num_steps=4) as run:
         pass
+    ours.stop()
+    assert not ours.is_stopped
     with pytest.raises(StateError, match="a run was stopped outside of its with block"):
         run.stop()
     with pytest.raises(StateError, match="a run was settled outside of its with block"):

@@ -111,7 +111,10 @@ def with_state(ours: lt.Trainer, **parts: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda ours: with_state(ours, mu=ours.state.opt_state[0].nu), "opt_state/0/mu/v and state/opt_state/0/nu/v are the same"),
+        (
+            lambda ours: with_state(ours, mu=ours.state.opt_state[0].nu),
+            "opt_state/0/mu/v and state/opt_state/0/nu/v are the same",
+        ),
         (lambda ours: with_state(ours, mu=ours.state.trainable), "trainable/v and state/opt_state/0/mu/v are the same"),
         (
             lambda ours: dataclasses.replace(ours.state, trainable={**ours.state.trainable, "w": ours.frozen["f"]}),

@@ -4,7 +4,8 @@ Orbax writes under a temporary name and renames what is complete. What a killed 
 the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
 A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one. One
 that is too old is renamed before it is deleted: a kill leaves no half of it under the name of a whole one. Its files
-have checksums (`_checksums`), and it is verified before it is restored.
+have checksums (`_checksums`), and it is verified before it is restored. Signals wait while a checkpoint is begun, and
+interrupt only the wait for one before it: interrupted anywhere, Orbax would lose track of what it writes.
 
 The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
 and its contents can be listed by name. Frozen leaves are never in it, nor leaves without elements, which Orbax refuses.
@@ -30,6 +31,7 @@ from ..distributed import SHARED, in_any, of_first
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
+from ._events import level_of_user
 from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
 from ._signals import undisturbed
@@ -417,10 +419,8 @@ class Checkpoints:
                 self._set_aside(damaged)
                 return found
             damaged.append(step)
-            hint = "there is none before it; all stay as they are"
-            if step != steps[-1]:
-                hint = "the one before it is used; this one is renamed, for you to delete"
-            warnings.warn(f"{said}\nhint: {hint}", UserWarning, stacklevel=3)
+            hint = "there is none before it" if step == steps[-1] else "the one before it is tried"
+            warnings.warn(f"{said}\nhint: {hint}", UserWarning, stacklevel=level_of_user())
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
@@ -437,15 +437,25 @@ class Checkpoints:
     def _set_aside(self, steps: list[int]) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again."""
 
-        def rename() -> None:
+        def rename() -> list[str]:
+            names: list[str] = []
             for step in steps:
                 free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
                 with contextlib.suppress(PermissionError):  # a folder for reading alone
-                    (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+                    path = (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+                    names.append(path.name)
+            return names
 
-        if steps:
-            of_first(rename)
-            self._manager.reload()
+        if not steps:
+            return
+        names = of_first(rename)
+        self._manager.reload()
+        if names:
+            warnings.warn(
+                f"{self.directory}: damaged checkpoints were renamed: {', '.join(names)}\nhint: delete them",
+                UserWarning,
+                stacklevel=level_of_user(),
+            )
 
     def check(self, step: int, like: Tree) -> None:
         """Raise unless a checkpoint holds a state of this structure; reads no array.
