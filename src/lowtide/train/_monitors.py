@@ -30,9 +30,10 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
-        if not isinstance(monitor, str):
+        name: Any = monitor
+        if not isinstance(name, str):
             raise ConfigError(
-                "monitor is no name", expected="that of a value in the records", got=repr(monitor), hint='"eval_loss"'
+                "monitor is no name", expected="that of a value in the records", got=repr(name), hint='"eval_loss"'
             )
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, _number(patience), _number(min_delta)
         if not (self.patience >= 0 and self.min_delta >= 0):
