@@ -124,6 +124,27 @@ def test_damage_of_every_kind_leads_to_the_one_before(saved, tmp_path, name, cha
     assert (tmp_path / "damaged-2").is_dir() == (step == 1)
 
 
+@pytest.mark.parametrize("how", ["all of them", "all after the copy on the host"])
+def test_what_is_said_of_damage_is_what_was_done(saved, tmp_path, how):
+    ours, there = trainer(tmp_path), shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
+    for step in ("1", "2"):
+        (there / step / SUMS).write_bytes(b"")
+    ours.checkpoints.look_again()
+    ours._copies.keep(ours._copies.notes)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if how == "all of them":
+            with pytest.raises(StateError, match="no checkpoint can be read"):
+                ours.restore()
+        else:
+            assert ours._copies.roll_back() == 0
+    told = [str(one.message).partition("hint: ")[2] for one in said if "step" in str(one.message)]
+    assert told[:2] == ["the one before it is tried", "there is none before it"]
+    is_renamed = [(tmp_path / f"damaged-{step}").is_dir() for step in (1, 2)]
+    assert is_renamed == [how != "all of them"] * 2
+    assert any("were renamed: damaged-" in str(one.message) for one in said) == is_renamed[0]
+
+
 def test_another_model_is_the_users_mistake_and_no_damage(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path, dirs_exist_ok=True)
     with pytest.raises(StructureError, match="not of this model and optimizer"):

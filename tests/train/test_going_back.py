@@ -100,6 +100,19 @@ def test_a_model_that_was_read_has_no_arrays_of_the_step_that_failed(subjects: A
     subjects.assert_same(subject.weights(ours), subjects.reference(kind, subjects.STEPS))
 
 
+@pytest.mark.parametrize("kind", ["equinox", "nnx", "keras"])
+def test_a_state_that_is_set_is_that_of_the_model(subjects: Any, kind: str) -> None:
+    subject, data = subjects.Subject(kind), subjects.batches()
+    ours = subject.trainer()
+    ours.fit(data, num_steps=1, progress=False)
+    kept = jax.tree.map(jnp.array, ours.state)
+    ours.fit(data, num_steps=3, progress=False)
+    ours.state = kept
+    subjects.assert_same(subject.weights(ours), subjects.reference(kind, 1))
+    ours.fit(data, num_steps=subjects.STEPS, progress=False)
+    subjects.assert_same(subject.weights(ours), subjects.reference(kind, subjects.STEPS))
+
+
 # --- what is kept of weights that are no numbers -------------------------------------------------------------------
 
 

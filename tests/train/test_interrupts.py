@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, StateError
-from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau
+from lowtide.train import Callback, EarlyStopping, ReduceOnPlateau, _checksums
 from lowtide.train._signals import Terminated
 
 
@@ -89,6 +91,46 @@ def test_a_signal_while_a_step_is_sent_leaves_the_position_after_its_batch(tmp_p
     assert float(resumed(tmp_path).model["w"]) == sum(range(8))
 
 
+@pytest.mark.parametrize("when", ["it waits for the one before", "it has half begun"])
+def test_an_interrupt_of_a_save_loses_no_checkpoint(when: str, tmp_path: Any, monkeypatch: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    begin, write, is_let_go = ocp.AsyncCheckpointer.save, _checksums.write_checksums, threading.Event()
+    ours, is_waiting = trainer(checkpoint_dir=tmp_path), when == "it waits for the one before"
+
+    def slow(folder: Any) -> None:
+        assert not is_waiting or is_let_go.wait(20)
+        write(folder)
+
+    def half(*arguments: Any, **options: Any) -> Any:
+        result = begin(*arguments, **options)
+        if ours.step == 4 and not (is_waiting or is_let_go.is_set()):
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    def come(*_: Any) -> None:
+        """Interrupt when what was being written is there."""
+        is_let_go.set()
+        while not (tmp_path / ("2" if is_waiting else "4")).exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    def interrupt_soon(_: Any) -> None:
+        if is_waiting:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    monkeypatch.setattr(_checksums, "write_checksums", slow)
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "save", half)
+    before = signal.signal(signal.SIGINT, come)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            ours.fit(Numbers(), num_steps=8, checkpoint_every=2, callbacks=[At(4, interrupt_soon)], progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ours.step == 4 and not any("failed" in note for note in raised.value.__notes__)
+    assert float(resumed(tmp_path).model["w"]) == sum(range(8))
+
+
 @pytest.mark.parametrize("at", range(2, 8))
 def test_an_interrupt_while_the_position_is_asked_for(at: int, tmp_path: Any) -> None:
     ours = trainer(checkpoint_dir=tmp_path)
@@ -122,6 +164,35 @@ def test_a_callback_may_save(event: str, step: int, tmp_path: Any) -> None:
     again = Counts()
     assert float(resumed(tmp_path, callbacks=[again]).model["w"]) == sum(range(8))
     assert again.resumed_at == 4
+
+
+@pytest.mark.parametrize("event", ["on_train_end", "on_exception"])
+def test_a_callback_may_save_as_the_run_ends(event: str, tmp_path: Any) -> None:
+    def save(trainer: Any, *_: Any) -> None:
+        trainer.update({"w": trainer.model["w"]})
+        trainer.save()
+        trainer.checkpoints.wait()
+
+    ours, saves = trainer(checkpoint_dir=tmp_path), Callback()
+    setattr(saves, event, save)
+    with contextlib.suppress(ZeroDivisionError), ours.session(Numbers(), num_steps=8, callbacks=[saves]) as run:
+        next(each for each in run if each == ("step_end", 3, None))
+        if event == "on_exception":
+            raise ZeroDivisionError
+    assert float(resumed(tmp_path).model["w"]) == sum(range(8))
+
+
+def test_who_saves_at_the_last_records_saves_nothing_that_is_spoilt(tmp_path: Any) -> None:
+    """An interrupt came when two steps were sent, of which nobody had read the values."""
+    data = [np.float32(value) for value in (1, 1, np.nan, 1)]
+    ours = trainer(on_nan="roll_back", checkpoint_dir=tmp_path)
+    with pytest.raises(KeyboardInterrupt), ours.session(data, num_steps=4, on_record=lambda _: ours.save()) as run:
+        run._session.settle = lambda keep=0: iter(())  # pyright: ignore
+        next(event for event in run if event == ("step_end", 3, None))
+        raise KeyboardInterrupt
+    again = trainer(checkpoint_dir=tmp_path)
+    again.restore()
+    assert np.isfinite(again.model["w"])
 
 
 def test_a_state_that_is_no_number_is_not_kept(tmp_path: Any) -> None:

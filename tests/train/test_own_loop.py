@@ -79,12 +79,15 @@ def test_a_run_that_is_left_goes_on_in_the_next(live: bool) -> None:
 
 
 def test_leaving_the_loop_after_a_loss_that_is_no_number_raises() -> None:
-    ours = trainer()
-    with pytest.raises(NonFiniteError), ours.session([DATA[0], np.float32(np.nan)], num_steps=2) as run:
+    ours, counts = trainer(), Counting()
+    with (
+        pytest.raises(NonFiniteError),
+        ours.session([DATA[0], np.float32(np.nan)], num_steps=2, callbacks=[counts]) as run,
+    ):
         for event in run:
             if event == ("step_end", 2, None):
                 break
-    assert float(ours.model["w"]) == DATA[0]
+    assert float(ours.model["w"]) == DATA[0] and counts.steps == [1, 2]
 
 
 @pytest.mark.filterwarnings("ignore:step .* is not finite; back to")
@@ -245,9 +248,9 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "patience and min_delta cannot be negative"),  # type: ignore
-        (lambda: lt.train.EarlyStopping("loss", patience="3"), "patience and min_delta cannot be negative"),  # type: ignore
-        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "patience and min_delta cannot be negative"),
+        (lambda: lt.train.EarlyStopping("loss", patience=float("nan")), "min_delta are no numbers of 0 or more"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", patience="3"), "min_delta are no numbers of 0 or more"),  # type: ignore
+        (lambda: lt.train.EarlyStopping("loss", min_delta=float("nan")), "min_delta are no numbers of 0 or more"),
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, 2.5), "no batch can be filled"),  # type: ignore
         (lambda: lt.train.array_data({"x": np.ones((4, 2))}, True), "no batch can be filled"),
         (lambda: trainer(weight=0), "weight is no function"),
@@ -257,7 +260,8 @@ def test_a_callback_of_another_library_is_said_where_it_is_passed() -> None:
         (lambda: lt.train.ReduceOnPlateau(factor="x"), "could not be lowered"),
         (lambda: lt.train.EarlyStopping(patience=True), "patience and min_delta"),
         *((lambda v=v: lt.train.Profile("x", first=v), "no step would be profiled") for v in (float("nan"), "1")),
-        (lambda: trainer(checkpoint_dir=""), "checkpoint_dir is empty"),
+        (lambda: lt.train.EarlyStopping(3), "monitor is no name"),  # type: ignore
+        *((lambda v=v: trainer(checkpoint_dir=v), "checkpoint_dir is no folder") for v in ("", False, 0)),
         (lambda: trainer(rollback="no"), "rollback is no choice"),
     ],
 )
@@ -338,6 +342,22 @@ def test_who_saves_at_a_record_disturbs_no_order_and_saves_what_others_count(ord
     assert again.steps == [0, 1, 2, 3, 4, 4, 5, 5]
 
 
+def test_a_callback_that_fails_changes_neither_the_order_of_the_others_nor_what_is_saved_of_them(tmp_path: Any) -> None:
+    class Fails(Callback):
+        def on_record(self, trainer: Any, record: Any) -> None:
+            if record["step"] == 3:
+                raise ZeroDivisionError
+
+    ours, counts, again = trainer(checkpoint_dir=tmp_path), Counting(), Counting()
+    with pytest.raises(ZeroDivisionError):
+        ours.fit(DATA, num_steps=4, callbacks=[Fails(), SavesAtRecords(), counts], progress=False)
+    assert counts.steps == [1, 2, 3, 4]
+    resumed = trainer(checkpoint_dir=tmp_path)
+    assert resumed.restore() == 4
+    resumed.fit([*DATA, DATA[0]], num_steps=5, callbacks=[again], progress=False)
+    assert again.steps == [1, 2, 3, 4, 5]
+
+
 def test_callbacks_hear_the_end_of_a_run_that_is_left() -> None:
     ours, counts = trainer(), Counting()
     with ours.session(DATA, num_steps=4, callbacks=[counts]) as run:
@@ -367,12 +387,39 @@ def test_the_end_of_an_epoch_is_evaluated_once_over_two_runs(tmp_path: Any) -> N
     again.restore()
     for resumed in (again, ours):
         records = [*first, *resumed.fit(DATA, num_epochs=2, eval_data=DATA[:1], progress=False)]
-        assert [record["step"] for record in records if "eval_loss" in record] == [0, 4, 8]
+        assert evaluated(records) == [0, 4, 8]
+
+
+def evaluated(records: Any) -> list[int]:
+    return [record["step"] for record in records if "eval_loss" in record]
+
+
+def test_what_was_not_evaluated_yet_is() -> None:
+    ours, options, after = trainer(), {"eval_data": DATA[:1], "progress": False}, Counting()
+    for _ in range(2):
+        ours.step = 0
+        assert evaluated(ours.fit(DATA, num_steps=2, **options)) == [0, 2]
+    ours = trainer()
+    ours.fit(DATA, num_steps=4, **options)
+    ours.update({"w": jnp.ones(())})
+    assert evaluated(ours.fit(DATA, num_epochs=2, **options)) == [4, 8]
+    assert evaluated(ours.fit(DATA, num_epochs=3, **options)) == [12]
+    ours = trainer()
+    for _ in range(2):
+        assert evaluated(ours.fit(DATA, num_steps=0, **options)) == [0]
+        ours.update({"w": jnp.ones(())})
+    with ours.session(DATA, num_steps=2, eval_data=DATA[:1]) as run:
+        next(event for event in run if event.name == "record")
+    ours.fit(DATA, num_steps=2, callbacks=[after], **options)
+    assert after.steps == [0, 1, 2, 2]
 
 
 def test_a_run_that_was_left_is_neither_stopped_nor_settled() -> None:
-    with trainer().session(DATA, num_steps=4) as run:
+    ours = trainer()
+    with ours.session(DATA, num_steps=4) as run:
         pass
+    ours.stop()
+    assert not ours.is_stopped
     with pytest.raises(StateError, match="a run was stopped outside of its with block"):
         run.stop()
     with pytest.raises(StateError, match="a run was settled outside of its with block"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import signal
@@ -20,6 +21,7 @@ from lowtide.core import (
     NonFiniteError,
     OutOfMemoryError,
     OutputError,
+    SelectionError,
     StateError,
     StructureError,
 )
@@ -94,6 +96,79 @@ def test_the_step_may_be_set_for_weights_that_were_trained_elsewhere() -> None:
     for wrong in (-1, 1.5, True, 2**31):
         with pytest.raises(ConfigError, match=r"(?s)step is no number.*hint: step = 1000"):
             ours.step = wrong  # pyright: ignore
+
+
+def adam_trainer() -> lt.Trainer:
+    model = {"v": jnp.zeros(2), "w": jnp.zeros(2), "f": jnp.zeros(2)}
+    return lt.Trainer(model, loss_fn, optax.adam(0.1), wrt=["v", "w"])
+
+
+def with_state(ours: lt.Trainer, **parts: Any) -> Any:
+    adam, *rest = ours.state.opt_state
+    return dataclasses.replace(ours.state, opt_state=(adam._replace(**parts), *rest))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda ours: with_state(ours, mu=ours.state.opt_state[0].nu),
+            "opt_state/0/mu/v and state/opt_state/0/nu/v are the same",
+        ),
+        (lambda ours: with_state(ours, mu=ours.state.trainable), "trainable/v and state/opt_state/0/mu/v are the same"),
+        (
+            lambda ours: dataclasses.replace(ours.state, trainable={**ours.state.trainable, "w": ours.frozen["f"]}),
+            "frozen/f and state/trainable/w are the same array",
+        ),
+        (
+            lambda ours: dataclasses.replace(ours.state, opt_state=list(ours.state.opt_state)),
+            "state has its leaves in other containers",
+        ),
+        (lambda ours: dataclasses.replace(ours.state, step=jnp.int32(-1)), "step is no number of steps"),
+    ],
+)
+def test_a_state_with_which_no_step_runs_is_refused(change: Any, message: str) -> None:
+    ours = adam_trainer()
+    with pytest.raises((SelectionError, StructureError, ConfigError), match=f"(?s){message}.*hint:"):
+        ours.state = change(ours)
+    with pytest.raises(SelectionError, match=r"(?s)trainable/w and state/opt_state/0/mu/w are the same array.*hint:"):
+        ours.update({**ours.model, "w": ours.state.opt_state[0].mu["w"]})
+    assert len(ours.fit(BATCHES, num_steps=2, progress=False)) == 2
+
+
+@pytest.mark.parametrize("given", ["NumPy", "another device"])
+@pytest.mark.parametrize("is_hosted", [False, True])
+def test_a_state_goes_where_the_one_before_it_was(is_hosted: bool, given: str) -> None:
+    tx = lt.offload.optimizer(optax.adam(0.1)) if is_hosted else optax.adam(0.1)
+    model, batches = {"w": jnp.zeros((256, 2))}, [batch[:1, None] for batch in BATCHES]
+    ours, whole = (lt.Trainer(jax.tree.map(jnp.array, model), loss_fn, tx, on_nan="ignore") for _ in range(2))
+    ours.fit(batches, num_steps=2, progress=False)
+    before = jax.tree.map(lambda leaf: leaf.sharding, ours.state)
+    if given == "NumPy":
+        ours.state = jax.tree.map(np.asarray, ours.state)
+    else:
+        ours.state = jax.device_put(ours.state, jax.devices()[1])
+        ours.update(jax.device_put(ours.model, jax.devices()[1]))
+    assert jax.tree.map(lambda leaf: leaf.sharding, ours.state) == before
+    for each in (ours, whole):
+        each.fit(batches, num_steps=4, progress=False)
+    np.testing.assert_array_equal(ours.model["w"], whole.model["w"])
+
+
+def test_a_state_of_another_step_is_refused_while_a_run_counts() -> None:
+    def change(trainer: Any) -> None:
+        kept = jax.tree.map(jnp.array, trainer.state)
+        trainer.state = dataclasses.replace(kept, step=jnp.int32(2))
+        with pytest.raises(StateError, match=r"(?s)setting a state of another step.*hint: .*step=trainer\.state\.step"):
+            trainer.state = dataclasses.replace(kept, step=jnp.int32(0))
+
+    class Changes(Callback):
+        def on_step_end(self, trainer: Any, step: int) -> None:
+            if step == 2:
+                change(trainer)
+
+    records = trainer().fit(BATCHES, num_steps=4, callbacks=[Changes()], progress=False)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
 
 
 def test_a_fit_that_has_nothing_to_do_says_so() -> None:

@@ -208,10 +208,11 @@ class Listeners:
             try:
                 tell(*values)
             except BaseException as failure:
-                left, self._untold = self._untold, type(self._untold)()
-                for _, other, tell_other in left if event.name == "record" else ():  # the others count it, too
-                    with noted(failure, other):
-                        tell_other(*values)
+                while self._untold:  # the others count a record, too, and before what one of them has told meanwhile
+                    event, other, tell = self._untold.popleft()
+                    if event.name == "record":
+                        with noted(failure, other):
+                            tell(event.value)
                 raise
 
     def _told(self, event: str) -> Generator[tuple[str, Callable[..., None]]]:

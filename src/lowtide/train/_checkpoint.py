@@ -4,7 +4,8 @@ Orbax writes under a temporary name and renames what is complete. What a killed 
 the next one, when it saves for the first time and not before: who only reads may do so beside a run that writes.
 A checkpoint that is written anew is complete under a name of its own before it takes the place of the old one. One
 that is too old is renamed before it is deleted: a kill leaves no half of it under the name of a whole one. Its files
-have checksums (`_checksums`), and it is verified before it is restored.
+have checksums (`_checksums`), and it is verified before it is restored. Signals wait while a checkpoint is begun, and
+interrupt only the wait for one before it: interrupted anywhere, Orbax would lose track of what it writes.
 
 The state is stored as one flat dictionary from tree path to array, so a checkpoint does not depend on Python classes
 and its contents can be listed by name. Frozen leaves are never in it, nor leaves without elements, which Orbax refuses.
@@ -12,6 +13,7 @@ and its contents can be listed by name. Frozen leaves are never in it, nor leave
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import json
 import logging
@@ -29,8 +31,10 @@ from ..distributed import SHARED, in_any, of_first
 from ..memory import is_out_of_memory
 from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
+from ._events import level_of_user
 from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
+from ._signals import undisturbed
 from ._stored import check_arrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
@@ -96,6 +100,7 @@ class Checkpoints:
             todelete_subdir=_DELETED,
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=self._handlers())
+        self._waiter = concurrent.futures.ThreadPoolExecutor(1)
 
     def _handlers(self) -> dict[str, Any]:
         return {_STATE: self._ocp.StandardCheckpointHandler(), _NOTES: self._ocp.JsonCheckpointHandler()}
@@ -194,17 +199,18 @@ class Checkpoints:
         }
         args = self._ocp.args.Composite(**items)
         with self._writing():
-            self._refuse_other_run()
-            if not self._has_saved:
-                self._clear()
-                self._has_saved = True
-            self._retention.forget(step)
-            if is_there:
-                self._replace(step, args)
-                return True
-            self._manager.wait_until_finished()
-            self._delete_old()
-            is_begun = self._manager.save(step, args=args)
+            self._finish()
+            with undisturbed():  # what it has half begun Orbax can neither end nor begin again
+                self._refuse_other_run()
+                if not self._has_saved:
+                    self._clear()
+                    self._has_saved = True
+                self._retention.forget(step)
+                if is_there:
+                    self._replace(step, args)
+                    return True
+                self._delete_old()
+                is_begun = self._manager.save(step, args=args)
         if not is_begun:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
@@ -217,7 +223,6 @@ class Checkpoints:
     def _replace(self, step: int, args: Any) -> None:
         """Write a checkpoint anew: whatever happens, there is the one or the other."""
         here, new, old = (self.directory / f"{before}{step}" for before in ("", _NEW, _OLD))
-        self._manager.wait_until_finished()
         self._clear()
         handler = self._ocp.CompositeCheckpointHandler(**self._handlers())
         with self._ocp.Checkpointer(handler, temporary_path_class=self._folder) as checkpointer:
@@ -237,6 +242,12 @@ class Checkpoints:
             if here.name.isdigit() and not here.exists():
                 with contextlib.suppress(PermissionError):  # a folder for reading alone
                     new.rename(here)
+
+    def _finish(self) -> None:
+        """Wait until what was begun is written, in another thread: Orbax forgets what it is interrupted in."""
+        concurrent.futures.wait([self._waiter.submit(self._manager.wait_until_finished)])
+        with undisturbed():
+            self._manager.wait_until_finished()  # which raises, in each thread, what has failed
 
     @contextlib.contextmanager
     def _writing(self) -> Generator[None]:
@@ -408,10 +419,8 @@ class Checkpoints:
                 self._set_aside(damaged)
                 return found
             damaged.append(step)
-            hint = "there is none before it; all stay as they are"
-            if step != steps[-1]:
-                hint = "the one before it is used; this one is renamed, for you to delete"
-            warnings.warn(f"{said}\nhint: {hint}", UserWarning, stacklevel=3)
+            hint = "there is none before it" if step == steps[-1] else "the one before it is tried"
+            warnings.warn(f"{said}\nhint: {hint}", UserWarning, stacklevel=level_of_user())
         if steps:
             raise StateError(
                 f"{self.directory}: no checkpoint can be read",
@@ -428,15 +437,25 @@ class Checkpoints:
     def _set_aside(self, steps: list[int]) -> None:
         """Rename damaged checkpoints, so that their steps can be saved again."""
 
-        def rename() -> None:
+        def rename() -> list[str]:
+            names: list[str] = []
             for step in steps:
                 free = (self.directory / f"damaged-{step}{'+' * more}" for more in range(100))
                 with contextlib.suppress(PermissionError):  # a folder for reading alone
-                    (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+                    path = (self.directory / str(step)).rename(next(path for path in free if not path.exists()))
+                    names.append(path.name)
+            return names
 
-        if steps:
-            of_first(rename)
-            self._manager.reload()
+        if not steps:
+            return
+        names = of_first(rename)
+        self._manager.reload()
+        if names:
+            warnings.warn(
+                f"{self.directory}: damaged checkpoints were renamed: {', '.join(names)}\nhint: delete them",
+                UserWarning,
+                stacklevel=level_of_user(),
+            )
 
     def check(self, step: int, like: Tree) -> None:
         """Raise unless a checkpoint holds a state of this structure; reads no array.
@@ -481,6 +500,6 @@ class Checkpoints:
             OutputError: when one could not be written.
         """
         with self._writing():
-            self._manager.wait_until_finished()
+            self._finish()
         self._delete_old()
         self._deletion.end()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import jax
@@ -31,14 +30,19 @@ class _Monitor(Callback):
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         check_choice("unknown mode", mode, ("min", "max"), '"min" is for losses')
-        if not (_is_number(patience) and _is_number(min_delta)):
+        name: Any = monitor
+        if not isinstance(name, str):
             raise ConfigError(
-                "patience and min_delta cannot be negative",
+                "monitor is no name", expected="that of a value in the records", got=repr(name), hint='"eval_loss"'
+            )
+        self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, _number(patience), _number(min_delta)
+        if not (self.patience >= 0 and self.min_delta >= 0):
+            raise ConfigError(
+                "patience and min_delta are no numbers of 0 or more",
                 expected="a number of records, and a difference",
                 got=f"{patience!r}, {min_delta!r}",
                 hint="0 is the least",
             )
-        self.monitor, self.patience, self.min_delta, self.mode = monitor, patience, min_delta, mode
         self.best = math.inf if mode == "min" else -math.inf
         self.waited, self._num_seen = 0, 0
 
@@ -173,15 +177,14 @@ class ReduceOnPlateau(_Monitor):
         minimum: float = 0.0,
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
-        is_right = _is_number(factor) and 0 < factor < 1 and _is_number(minimum) and math.isfinite(minimum)
-        if not (is_right and is_count(cooldown, 0)):
+        self.factor, self.minimum, self.cooldown = _number(factor), _number(minimum), cooldown
+        if not (0 < self.factor < 1 and 0 <= self.minimum < math.inf and is_count(cooldown, 0)):
             raise ConfigError(
                 "the learning rate could not be lowered so",
                 expected="0 < factor < 1, cooldown a number of records, minimum >= 0",
                 got=f"factor={factor!r}, cooldown={cooldown!r}, minimum={minimum!r}",
                 hint="ReduceOnPlateau(factor=0.1)",
             )
-        self.factor, self.cooldown, self.minimum = factor, cooldown, minimum
         self._cooling = 0
 
     def state(self) -> dict[str, Any]:
@@ -220,9 +223,10 @@ class ReduceOnPlateau(_Monitor):
         self.waited, self._cooling = 0, self.cooldown
 
 
-def _is_number(given: Any) -> bool:
-    """Whether it is a number that is not negative, nor NaN."""
-    return type(given) is not bool and isinstance(given, Real) and given >= 0  # pyright: ignore[reportOperatorIssue]
+def _number(given: Any) -> float:
+    """Return a number, also one in an array; NaN for what is none."""
+    is_real = any(jnp.issubdtype(np.asarray(given).dtype, kind) for kind in (jnp.integer, jnp.floating))
+    return float(given) if is_real and np.ndim(given) == 0 else math.nan
 
 
 def _check_rates(opt_state: Tree) -> None:

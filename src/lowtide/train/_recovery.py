@@ -7,6 +7,7 @@ be read. So a copy is kept where it costs no device memory: in a checkpoint, and
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -213,8 +214,9 @@ def open_checkpoints(
     given: Any = rollback
     if not isinstance(given, bool):
         raise ConfigError("rollback is no choice", expected="True or False", got=repr(given), hint="rollback=False")
-    if directory is not None and not str(directory):
-        raise ConfigError("checkpoint_dir is empty", expected="a folder, or None", got=repr(directory), hint='"run"')
+    where: Any = directory
+    if not (where is None or (isinstance(where, str | os.PathLike) and str(where))):
+        raise ConfigError("checkpoint_dir is no folder", expected="a path, or None", got=repr(where), hint='"run"')
     if on_nan == "roll_back" and not rollback and directory is None:
         raise ConfigError(
             'on_nan="roll_back" has nothing to go back to',

@@ -51,12 +51,21 @@ class Run:
         return self._session.records
 
     def stop(self) -> None:
-        """End after the step that is running, as if its last one had come: evaluated and saved."""
+        """End after the step that is running, as if its last one had come: evaluated and saved.
+
+        Raises:
+            StateError: outside of its ``with`` block.
+        """
         self._refuse_closed("stopped")
         self._session.stop()
 
     def settle(self) -> None:
-        """Read the values of all steps so far; callbacks hear of them now, the loop of them next."""
+        """Read the values of all steps so far; callbacks hear of them now, the loop of them next.
+
+        Raises:
+            StateError: outside of its ``with`` block.
+            NonFiniteError: for a loss that is no number, as `on_nan` says.
+        """
         self._refuse_closed("settled")
         self._listeners.finish()
         for event in self._session.settle():

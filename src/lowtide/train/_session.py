@@ -126,7 +126,8 @@ class Session:
         self._wish = 0
         """The largest wish of all processes, as far as it is known: the same in all of them."""
         self._begun = step
-        self._evaluated_at: int | None = step if position.get("is_evaluated") else None
+        is_seen = position.get("evaluated_at") == step and not (is_first or self.live.is_edited)
+        self._evaluated_at: int | None = step if is_seen else None
         self._is_best = False
         """Whether the evaluation there was the best so far, and is not saved yet."""
         self._is_begun = False
@@ -154,8 +155,9 @@ class Session:
                     if self._unraised is not None:  # who iterates it has left at the record
                         raise self._unraised
                     if not self.is_over:  # who leaves early leaves a good state, too
-                        for event in (*self.settle(), *self._save_best()):
-                            tell(event)
+                        for events in (self.settle(), self._save_best()):
+                            for event in events:
+                                tell(event)
                         self._leave()
                         self.is_over = True
                         if self._is_begun:
@@ -177,7 +179,8 @@ class Session:
 
     def notes(self) -> Notes:
         """Return what belongs to the state: where the data is, and who hears of events."""
-        return Notes(self._position(), self.states() if self._has_resumed else self.copies.notes.callbacks)
+        position = self._position() if self.left is None else self.copies.notes.position
+        return Notes(position, self.states() if self._has_resumed else self.copies.notes.callbacks)
 
     # --- the run ---------------------------------------------------------------------------------------------------
 
@@ -322,6 +325,7 @@ class Session:
         record: Record = {"step": step, **{f"eval_{name}": value for name, value in values.items()}}
         checkpoints = self.copies.checkpoints
         self._is_best = checkpoints is not None and checkpoints.evaluated(step, record)
+        self.live.evaluated()
         self._evaluated_at = step  # before callbacks count it: after an interrupt in one they do not do so again
         yield self._recorded(record)
         yield from self._save_best()
@@ -360,7 +364,7 @@ class Session:
         step = self.live.step
         if self.eval_data is None:
             return self.feed.position(step)
-        seen = {"is_evaluated": True} if self._evaluated_at == step else {}
+        seen = {"evaluated_at": step} if self._evaluated_at == step and not self.live.is_edited else {}
         return {**self.feed.position(step), "evaluate": self._is_due(step), **seen}
 
     def _leave(self, error: BaseException | None = None) -> None:
@@ -406,14 +410,16 @@ class Session:
     def _read_last(self, error: BaseException, is_alone: bool) -> Iterator[Event]:
         """Give the records that nobody has read, and go back from a state that the last step has spoilt."""
         pending, self._pending = self._pending, []
+        events: list[Event] = []
         for sent in pending:
             try:
                 values = {name: float(value) for name, value in sent.metrics.items()}
             except Exception:  # the step failed on the device: there are none
-                return
+                break
             record = self._timed(sent, values)
             self.guard.go_back(error, sent.step, values, is_alone=is_alone)
-            yield self._recorded(record, error)
+            events.append(self._recorded(record, error))
+        yield from events  # last: who saves at a record saves a state that is judged
 
     def _is_worth_saving(self, error: BaseException) -> bool:
         is_lost = self.guard.is_spoilt or self.guard.is_back or self.is_over
@@ -432,14 +438,14 @@ class Session:
             hint="call it after the other has returned",
         )
 
-    def refuse(self, what: str) -> None:
+    def refuse(self, what: str, hint: str | None = None) -> None:
         """Raise while it takes steps."""
         if not self.is_over:
             raise StateError(
                 f"{what} was called while fit takes steps",
                 expected=f"{what} between two calls of fit, or in on_train_end or on_exception",
                 got="a callback of steps, whose data and records would no longer be those of the state",
-                hint=f"call trainer.stop() there, and {what} after fit has returned",
+                hint=hint or f"call trainer.stop() there, and {what} after fit has returned",
             )
 
     def _refuse(self) -> None:

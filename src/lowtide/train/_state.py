@@ -15,7 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..core import ConfigError, ModelObject, StateError, StructureError, Tree, combine, is_count, leaves_with_paths
+from ..core import (
+    ConfigError,
+    ModelObject,
+    SelectionError,
+    StateError,
+    StructureError,
+    Tree,
+    combine,
+    is_count,
+    leaves_with_paths,
+    shared_leaves,
+)
 from ..distributed import ShardingRules, put
 from ._ema import find_average
 from ._models import described
@@ -48,17 +59,15 @@ class LiveState:
         *,
         on_change: Callable[[int], None] | None,
     ) -> None:
-        state = _arrays(state)
-        if sharding is None:
-            state, frozen = _settled((state, frozen), None, None)
-        else:
-            state, frozen = sharding.settle((state, frozen))
+        state, frozen = (_own if sharding is None else sharding.settle)((_arrays(state), frozen))
         self._object: ModelObject | None = model if isinstance(model, ModelObject) else None
-        self._step, self._sharding, self._on_change = step, sharding, on_change
+        self._step, self._on_change = step, on_change
         self.state: TrainState = state
         """All that a step changes."""
         self.frozen: Tree = frozen
         """What no step changes."""
+        self.is_edited = False
+        """Whether somebody has put other weights in their place, which no run has evaluated."""
         self._is_lent = self._is_averaged = False
 
     @property
@@ -83,8 +92,8 @@ class LiveState:
         """Go on with the state after a step."""
         self.state = state
 
-    def replace(self, state: Any) -> None:
-        """Go on with a state of the user's; see `Trainer.state`."""
+    def replace(self, state: Any, refuse_step: Callable[[], None]) -> None:
+        """Go on with a state of the user's, unless it is of another step and that is refused; see `Trainer.state`."""
         self.refuse_averaged("setting state")
         if not isinstance(state, TrainState):
             raise StructureError(
@@ -94,17 +103,29 @@ class LiveState:
                 hint="dataclasses.replace(trainer.state, opt_state=...); other weights go into trainer.update(model)",
             )
         refuse_consumed(state)
-        _refuse_other_types("state", _arrays(state), self.state)
-        before, self.state = self.state, _settled(_arrays(state), self.state, self._sharding)
+        state, before = _arrays(state), self.state
+        _refuse_other_types("state", state, before)
+        if state.step is not before.step and (step := int(state.step)) != self.step:
+            refuse_step()
+            _check_step(step)
+        state = _settled(state, before)
+        _refuse_shared(state, self.frozen)
+        self.state = state
         pairs = zip(*(jax.tree.leaves((each.trainable, each.mutable)) for each in (state, before)), strict=True)
-        if self._on_change is not None and any(new is not old for new, old in pairs):
-            self._on_change(self.step)
+        if any(new is not old for new, old in pairs):
+            if not self._is_lent:
+                self._give()  # others in a mutable object would be taken for edits
+            self._changed()
 
     def hold(self, state: TrainState) -> None:
         """Go on with a copy; an object that has its arrays gets these: others there would be taken for edits."""
-        self.state = state
+        self.state, self.is_edited = state, False
         if not self._is_lent:
             self._give()
+
+    def evaluated(self) -> None:
+        """Note that a run has evaluated the weights."""
+        self.is_edited = False
 
     def count_from(self, number: int) -> None:
         """Say that the weights were trained for so many steps.
@@ -112,10 +133,7 @@ class LiveState:
         Raises:
             ConfigError: for what is no number of steps.
         """
-        if not is_count(number, 0) or number > _MAX_STEP:
-            raise ConfigError(
-                "step is no number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
-            )
+        _check_step(number)
         self.refuse_averaged("setting step")
         place = self.state.step.sharding
         self.state = dataclasses.replace(self.state, step=jax.device_put(jnp.int32(number), place))
@@ -145,9 +163,14 @@ class LiveState:
         ):
             _refuse_other_types(name, *pair)
         refuse_shared((trainable, mutable))
-        parts = _settled((trainable, mutable, frozen), self.parts, self._sharding)
-        self.state = dataclasses.replace(self.state, trainable=parts[0], mutable=parts[1])
-        self.frozen = parts[2]
+        trainable, mutable, frozen = _settled((trainable, mutable, frozen), self.parts)
+        state = dataclasses.replace(self.state, trainable=trainable, mutable=mutable)
+        _refuse_shared(state, frozen)
+        self.state, self.frozen = state, frozen
+        self._changed()
+
+    def _changed(self) -> None:
+        self.is_edited = True
         if self._on_change is not None:
             self._on_change(self.step)
 
@@ -161,6 +184,7 @@ class LiveState:
         now = self._object.arrays()
         if any(a is not b for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(now), strict=False)):
             self._put(*self._step.split(self._object))
+            self._object.give_back(combine(*self.parts))  # one that was moved would be taken for another edit
         if lend:
             with undisturbed():
                 self._is_lent = True  # first: what is left half lent is given back
@@ -261,6 +285,31 @@ def _refuse_other_types(name: str, new: Tree, old: Tree) -> None:
                 got=b or "no such leaf",
                 hint="the step is compiled for these shapes: make a new Trainer",
             )
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise StructureError(
+            f"{name} has its leaves in other containers than when the trainer was made",
+            expected="the same tuples, named tuples, lists and classes",
+            got="others, with leaves at the same paths",
+            hint="jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new)) puts them into those of the old",
+        )
+
+
+def _refuse_shared(state: TrainState, frozen: Tree) -> None:
+    """Raise when an array of the state stands in another place, too: a step consumes it."""
+    for other, *_, path in shared_leaves({"frozen": frozen, "state": state}):  # in this order
+        if path.startswith("state/"):
+            raise SelectionError(
+                f"{other} and {path} are the same array",
+                expected="an array of its own at each path of the state, because each is donated to the step",
+                hint="jnp.array(leaf, copy=True)",
+            )
+
+
+def _check_step(number: Any) -> None:
+    if not is_count(number, 0) or number > _MAX_STEP:
+        raise ConfigError(
+            "step is no number of steps", expected=f"0 to {_MAX_STEP}", got=repr(number), hint="step = 1000"
+        )
 
 
 def _arrays(tree: Tree) -> Tree:
@@ -268,9 +317,11 @@ def _arrays(tree: Tree) -> Tree:
     return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), tree)
 
 
-def _settled(parts: Tree, like: Tree, sharding: ShardingRules | None) -> Tree:
-    """Arrays of JAX, on the device or where those that they are like are."""
-    if sharding is None:
-        # NumPy arrays would be copied to the device in every step, and hold no shards to copy.
-        return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, parts)
-    return jax.tree.map(lambda x, old: put(x, old.sharding), parts, like)
+def _own(tree: Tree) -> Tree:
+    """Arrays of JAX: those of NumPy would be copied to the device in every step, and hold no shards to copy."""
+    return jax.tree.map(lambda x: jnp.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)
+
+
+def _settled(tree: Tree, like: Tree) -> Tree:
+    """Arrays of JAX on the devices, and in the memory, of those that they are like."""
+    return jax.tree.map(lambda x, old: put(x, old.sharding) if hasattr(old, "sharding") else x, tree, like)

@@ -155,14 +155,17 @@ class Trainer:
         """All that a step changes; may be set to another one with the same structure.
 
         Raises:
-            StructureError: when that has other leaves, shapes or dtypes.
-            StateError: inside of `averaged`, or for arrays that were consumed.
+            StructureError: when that has other leaves, shapes, dtypes or containers.
+            SelectionError: when one of its arrays is at two paths, or is a frozen one.
+            StateError: inside of `averaged`, for consumed arrays, or for one of another step while `fit` takes steps.
+            ConfigError: for a step that is no number of steps.
         """
         return self._live.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._live.replace(state)
+        hint = "dataclasses.replace(state, step=trainer.state.step)"
+        self._live.replace(state, lambda: self._refuse_running("setting a state of another step", hint))
 
     @property
     def frozen(self) -> Tree:
@@ -290,8 +293,7 @@ class Trainer:
         return self._compiled.run(batch)
 
     def stop(self) -> None:
-        """End `fit` after the step that is running, as if its last one had come. For callbacks."""
-        self._is_stopped = True
+        """End `fit` after the step that is running, as if its last one had come; without one it does nothing."""
         if (running := self._in_fit()) is not None:
             running[0].stop()
 
@@ -369,7 +371,8 @@ class Trainer:
         Leaving the loop early leaves the run where it is, with the values of all its steps seen to, and without a last
         evaluation or checkpoint; callbacks hear of its end, and another session or `fit` goes on there, in which they
         count anew. `Run.stop` ends it like its last step. What is raised in the ``with`` block is handled as what is
-        raised in `fit`.
+        raised in `fit`. A SIGTERM right before the loop is left is let through at the end of the block, without a
+        checkpoint: call `save` in the block where that matters.
 
         Args:
             data: as for `fit`.
@@ -477,7 +480,7 @@ class Trainer:
             StateError: when no checkpoint can be read; inside of `averaged`; in a callback while `fit` takes steps.
 
         Warns:
-            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then.
+            UserWarning: for each checkpoint that is damaged, whose predecessor is tried then, and for those renamed.
 
         Memory:
             The state's arrays are given up before those of the checkpoint are read: never two copies on the device.
@@ -488,9 +491,9 @@ class Trainer:
         with self.processes.watched():
             return self._copies.restore(step, best=best)
 
-    def _refuse_running(self, what: str) -> None:
+    def _refuse_running(self, what: str, hint: str | None = None) -> None:
         if (running := self._in_fit()) is not None:
-            running[0].refuse(what)
+            running[0].refuse(what, hint)
 
     def _in_fit(self) -> tuple[Session, Run] | None:
         """Return the run that has not ended."""
