@@ -39,7 +39,7 @@ from rich.table import Table
 
 from lowtide import models, target
 from lowtide.memory import analyze
-from lowtide.pipeline import StageReport, schedule, value_and_grad
+from lowtide.pipeline import Pipeline, StageReport, schedule, value_and_grad
 from lowtide.pipeline.program import _executor as executor
 
 Tree = Any
@@ -83,6 +83,8 @@ class Row:
     """Temporaries on one device."""
     device_bytes: int
     """All of the device's memory."""
+    time_over_ideal: float | None
+    """Of ranks in lockstep whose passes take as long as their FLOPs say, over the busiest one's work. Simulated."""
 
 
 def placed(tree: Tree, mesh: Mesh, spec: PartitionSpec) -> Tree:
@@ -156,7 +158,7 @@ def held(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..
 
         def _forward(self, state: Tree, cell: Tree, batch: Tree) -> Tree:
             state = super()._forward(state, cell, batch)
-            return {**state, "held": executor.put(state["held"], state["sent"][0], cell["microbatch"])}
+            return {**state, "held": executor.put(state["held"], state["F"][0], cell["microbatch"])}
 
         def totals(self, state: Tree, name: str) -> Tree:
             # Read at the end, as the caller of PyTorch's step could.
@@ -177,7 +179,7 @@ def held(num_microbatches: int, mesh: Mesh, *, remat: bool) -> tuple[Callable[..
 def measure(name: str, numbers: Sequence[int]) -> list[Row]:
     """Every program on one target."""
     mesh = Mesh(np.array(target(name).devices()[:RANKS]), ("stage",))
-    programs = {one: functools.partial(pipelined, one) for one in ("gpipe", "1f1b", "zb-h1", *TWO_STAGES)}
+    programs = {one: functools.partial(pipelined, one) for one in ("gpipe", "1f1b", "zb-h1", "auto", *TWO_STAGES)}
     programs |= {"zb-h1, held": held, "scan": scanned}
     rows = []
     for remat in (False, True):
@@ -185,7 +187,11 @@ def measure(name: str, numbers: Sequence[int]) -> list[Row]:
             # GPipe keeps all microbatches, and takes the longest to compile.
             for number in numbers if program != "gpipe" else numbers[:2]:
                 fn, weights = make(number, mesh, remat=remat)
-                report = analyze(fn, *weights, batch_of(number, mesh), target=name)
+                batch = batch_of(number, mesh)
+                report = analyze(fn, *weights, batch, target=name)
+                ratio = (number + RANKS - 1) / number if program == "scan" else None
+                if isinstance(fn, Pipeline):
+                    ratio = fn.report(*weights, batch).time_over_ideal
                 rows.append(
                     Row(
                         program=program,
@@ -194,6 +200,7 @@ def measure(name: str, numbers: Sequence[int]) -> list[Row]:
                         argument_bytes=report.device.argument_bytes,
                         temp_bytes=report.device.temp_bytes,
                         device_bytes=report.device_bytes,
+                        time_over_ideal=ratio,
                     )
                 )
     return rows
@@ -226,6 +233,7 @@ def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 409
         argument_bytes=report.device.argument_bytes,
         temp_bytes=report.device.temp_bytes,
         device_bytes=report.device_bytes,
+        time_over_ideal=None,
     )
     return row, pipeline.report(outer, layers, batch, memory=report)
 
@@ -238,7 +246,14 @@ def draw(name: str, rows: Sequence[Row], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
-    colors = {"scan": "#c44e52", "1f1b": "#4c72b0", "zb-h1": "#55a868", "v-half": "#8172b2", "v-min": "#937860"}
+    colors = {
+        "scan": "#c44e52",
+        "1f1b": "#4c72b0",
+        "zb-h1": "#55a868",
+        "auto": "#1f7a8c",
+        "v-half": "#8172b2",
+        "v-min": "#937860",
+    }
     for axis, remat in zip(axes, (False, True), strict=True):
         for program, color in colors.items():
             points = [
@@ -269,12 +284,15 @@ def table(name: str, rows: Sequence[Row]) -> Table:
     made = Table(title=f"Temporaries of a pipeline on {name}: MiB on one device, compiled")
     made.add_column("program")
     made.add_column("blocks")
+    made.add_column(f"time over ideal, m = {numbers[-1]}", justify="right")
     for number in numbers:
         made.add_column(f"m = {number}", justify="right")
     found = {(row.program, row.remat, row.num_microbatches): row.temp_bytes for row in rows}
     for program, remat in dict.fromkeys((row.program, row.remat) for row in rows):
         cells = (mib(found.get((program, remat, number))) for number in numbers)
-        made.add_row(program, "recomputed" if remat else "kept", *cells)
+        ratios = [row.time_over_ideal for row in rows if (row.program, row.remat) == (program, remat)]
+        time = f"{ratios[-1]:.2f}" if ratios[-1] is not None else ""
+        made.add_row(program, "recomputed" if remat else "kept", time, *cells)
     return made
 
 
