@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="of a schedule, such as 1f1b, zb-h1 or v-min; auto for the best; or a CSV file, as PyTorch writes them",
+        nargs="?",
+        default="auto",
+        help="of a schedule, such as 1f1b, zb-h1 or v-min, or a CSV file, as PyTorch writes them (default: auto, the "
+        "best for these costs)",
     )
     parser.add_argument("--stages", type=int, metavar="S", help="parts of the model")
     parser.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch")
@@ -61,7 +65,7 @@ def register(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    from ..pipeline import simulate
+    from ..pipeline import scan_makespan, simulate
 
     ending = None if args.draw is None else Path(args.draw).suffix
     if ending is not None and ending not in _PICTURES:
@@ -80,10 +84,12 @@ def run(args: argparse.Namespace) -> int:
     if ending is not None:
         getattr(drawn, _PICTURES[ending])(args.draw)
     if args.json:
-        sys.stdout.write(json.dumps({how: _figures(one) for how, one in found.items()}, indent=2) + "\n")
+        figures: dict[str, Any] = {how: _figures(one) for how, one in found.items()}
+        scan = {"makespan": scan_makespan(made, drawn.costs), "peaks": _kept_by_scan(drawn)}
+        sys.stdout.write(json.dumps({**figures, "a scan, differentiated": scan}, indent=2) + "\n")
         return 0
     console = wide_console(_WIDTH)
-    console.print(_table(found))
+    console.print(_table(found, scan_makespan(made, drawn.costs)))
     console.print(drawn)
     for path in (args.draw, args.csv):
         if path is not None:
@@ -139,22 +145,34 @@ def _figures(found: Any) -> dict[str, Any]:
     return {"schedule": made.name, **given, **{name: getattr(found, name) for name in names}}
 
 
-def _table(found: dict[str, Any]) -> Table:
+def _kept_by_scan(found: Any) -> list[float]:
+    return found.costs.by_rank(found.schedule.placement, found.schedule.num_microbatches)
+
+
+def _table(found: dict[str, Any], scan: float) -> Table:
     made = next(iter(found.values())).schedule
     title = f"{made.name}: {made.num_stages} stages on {made.num_ranks} ranks, {made.num_microbatches} microbatches"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="dim")
     table.add_column("ranks")
-    for name in ("time", "bubble", "in a row of batches", "computing", "kept at most, by rank"):
+    for name in ("time", "over the ideal", "bubble", "in a row of batches", "computing", "kept at most, by rank"):
         table.add_column(name, justify="right")
+
+    def kept(peaks: Sequence[float]) -> str:
+        texts = [f"{peak:g}" for peak in peaks]
+        return ", ".join(texts) if len(set(texts)) > 1 else f"{texts[0]} each"
+
     for how, one in found.items():
-        peaks = [f"{peak:g}" for peak in one.peaks]
-        kept = ", ".join(peaks) if len(set(peaks)) > 1 else f"{peaks[0]} each"
         table.add_row(
             how,
             f"{one.makespan:g}",
+            f"{one.makespan / max(one.busy):.2f}",
             f"{one.bubble:g}",
             f"{one.steady_bubble:g}",
             f"{100 * one.utilization:.1f} %",
-            kept,
+            kept(one.peaks),
         )
+    one = found["in lockstep"]
+    bubble, share = scan - max(one.busy), sum(one.busy) / (len(one.busy) * scan)
+    figures = (f"{scan:g}", f"{scan / max(one.busy):.2f}", f"{bubble:g}", f"{bubble:g}", f"{100 * share:.1f} %")
+    table.add_row("a scan, differentiated", *figures, kept(_kept_by_scan(one)), style="dim")
     return table

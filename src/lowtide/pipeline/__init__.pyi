@@ -10,6 +10,7 @@ from .schedules import Costs as Costs
 from .schedules import Kind as Kind
 from .schedules import Schedule as Schedule
 from .schedules import Simulation as Simulation
+from .schedules import scan_makespan as scan_makespan
 from .schedules import schedule as schedule
 from .schedules import simulate as simulate
 from .schedules import ticks as ticks

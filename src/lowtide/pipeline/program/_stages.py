@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from ...core import Tree, format_bytes
 from ...memory import MemoryReport
-from ..schedules import simulate
+from ..schedules import scan_makespan, simulate
 from ..split import PassFlops, Unsplit
 from ._executor import Held, total_dtype
 from ._layout import Layout
@@ -198,7 +198,6 @@ def stage_report(
 
     schedule = held.schedule
     run = simulate(schedule, held.costs, lockstep=True)
-    num_ticks = schedule.num_microbatches + schedule.num_ranks - 1
     per_rank = schedule.stages_per_rank * plan.longest
     kept = {name: room(shape, dtype) for name, (shape, dtype) in held.buffers.items()}
     messages = sum(room(shape, dtype) for shape, dtype in held.messages)
@@ -233,7 +232,7 @@ def stage_report(
         flops=held.flops,
         is_split=schedule.is_split,
         time_over_ideal=run.makespan / max(run.busy),
-        scan_over_ideal=num_ticks / schedule.num_microbatches,
+        scan_over_ideal=scan_makespan(schedule, held.costs) / max(run.busy),
         memory=memory,
     )
 

@@ -7,6 +7,7 @@ from ._make import SCHEDULES as SCHEDULES
 from ._make import schedule as schedule
 from ._schedule import Schedule as Schedule
 from ._simulate import Simulation as Simulation
+from ._simulate import scan_makespan as scan_makespan
 from ._simulate import simulate as simulate
 from ._tables import Tables as Tables
 from ._tables import Waiting as Waiting
@@ -22,6 +23,7 @@ __all__ = [
     "Simulation",
     "Tables",
     "Waiting",
+    "scan_makespan",
     "schedule",
     "simulate",
     "tables",

@@ -109,6 +109,32 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, lockstep: bool =
     )
 
 
+def scan_makespan(schedule: Schedule, costs: Costs) -> float:
+    """Time that the same ranks take for one loop over ticks that is differentiated, as most JAX trainers pipeline.
+
+    In a tick every rank takes all its stages' forward passes, on the way back their backward passes, of one microbatch;
+    each keeps what all microbatches leave.
+
+    Args:
+        schedule: its stages and microbatches; not its order.
+        costs: of its stages.
+
+    Examples:
+        >>> from lowtide.pipeline import schedule
+        >>> scan_makespan(schedule("1f1b", num_stages=4, num_microbatches=8), Costs())
+        33.0
+    """
+    num_ticks = schedule.num_microbatches + schedule.num_ranks - 1
+    sent = costs.communication if schedule.num_ranks > 1 else 0.0
+    total = 0.0
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        of_ranks = [0.0] * schedule.num_ranks
+        for stage, rank in enumerate(schedule.placement):
+            of_ranks[rank] += costs.of(Action(stage, kind, 0))
+        total += num_ticks * (max(of_ranks) + sent)
+    return total
+
+
 def _written(path: str | Path | None, content: bytes) -> bytes:
     if path is not None:
         write_files(Path(path).parent, {Path(path).name: content})
