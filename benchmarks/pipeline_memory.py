@@ -210,7 +210,7 @@ def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 409
     """A step of Llama-3-8B in eight stages."""
     mesh = Mesh(np.array(target(name).devices()[:8]), ("stage",))
     shapes = jax.eval_shape(lambda: models.init(LLAMA_3_8B, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
-    made = schedule("zb-h1", num_stages=8, num_microbatches=num_microbatches)
+    made = schedule(num_stages=8, num_microbatches=num_microbatches)
     pipeline = value_and_grad(shapes.stack, made, mesh=mesh, remat=True, arranged=True)
     outer, layers = placed(shapes.outer, mesh, PartitionSpec()), placed(shapes.layers, mesh, PartitionSpec("stage"))
     tx = optax.adamw(1e-4)
@@ -227,7 +227,7 @@ def large(name: str = "v5p:2x2x2", num_microbatches: int = 32, length: int = 409
     batch = batch_of(num_microbatches, mesh, 1, length)
     report = analyze(step, (outer, layers), state, batch, target=name, donate_argnums=(0, 1))
     row = Row(
-        program="Llama-3-8B, zb-h1",
+        program="Llama-3-8B, auto",
         num_microbatches=num_microbatches,
         remat=True,
         argument_bytes=report.device.argument_bytes,

@@ -23,6 +23,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="MESH",
         help="share the work among all devices of all processes: fsdp over all of them, or e.g. data=2,fsdp=4,tensor=2",
     )
+    group.add_argument(
+        "--pipeline",
+        type=int,
+        metavar="N",
+        help="divide the layers into N stages on devices of their own, through which microbatches flow: as many as "
+        "--num-microbatches, by default as a batch has rows for; fsdp takes the devices that stages leave",
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="where the first process listens")
     group.add_argument("--num-processes", type=int, metavar="N", help="how many processes there are")
     group.add_argument("--process-id", type=int, metavar="I", help="which of them this is, from 0")
@@ -42,11 +49,13 @@ def start(args: argparse.Namespace) -> Any:
     """
     given = {"--coordinator": args.coordinator, "--num-processes": args.num_processes, "--process-id": args.process_id}
     lacking = [name for name, value in given.items() if value is None]
+    if args.pipeline is not None and args.pipeline < 1:
+        raise ConfigError("--pipeline is out of range", expected="at least 1", got=args.pipeline, hint="--pipeline 4")
     if args.distributed is None:
         if len(lacking) < len(given):
             raise ConfigError("processes are only joined by --distributed", hint="add --distributed")
-        return None
-    sizes = _sizes(args.distributed)
+        return None if args.pipeline is None else _rules({"stage": args.pipeline})
+    sizes = _sizes(args.distributed) | ({} if args.pipeline is None else {"stage": args.pipeline})
     if lacking and len(lacking) < len(given):
         raise ConfigError(
             f"{', '.join(lacking)} is missing",
@@ -69,6 +78,10 @@ def start(args: argparse.Namespace) -> Any:
                 "the processes cannot be joined", got=error, hint="check --coordinator, --num-processes, --process-id"
             ) from error
         # No scheduler that JAX knows: one process, with all devices of this machine; the plan says so.
+    return _rules(sizes)
+
+
+def _rules(sizes: dict[str, Any]) -> Any:
     from ..train import ShardingRules, make_mesh
 
     return ShardingRules(mesh=make_mesh(**sizes))

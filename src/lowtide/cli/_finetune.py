@@ -176,6 +176,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _at_the_end(config),
         **_distributed.described(job.trainer.sharding),
+        **_pipeline(job.trainer.stages),
         "predicted": f"{format_bytes(table.ours.device_bytes)} on the device ({target.chip}"
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"
@@ -192,6 +193,15 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         )
     for problem in _shortages(config, table.ours, is_shared=job.trainer.sharding is not None):
         console.print(f"[bold yellow]warning[/] {problem}")
+
+
+def _pipeline(stages: Any) -> dict[str, str]:
+    """Write the line of the plan that says how long a pipeline takes, simulated."""
+    if stages is None:
+        return {}
+    sizes = f"{len(stages.ranks)} stages, {stages.num_microbatches} microbatches"
+    time = f"{stages.time_over_ideal:.2f} of the time without waiting, by FLOPs"
+    return {"pipeline": f"{sizes}: {time} (a scan that is differentiated: {stages.scan_over_ideal:.2f})"}
 
 
 def _how(config: Any, table: Any) -> dict[str, str]:

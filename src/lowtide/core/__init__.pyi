@@ -69,6 +69,7 @@ from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
 from ._stack import StackShapes as StackShapes
 from ._stack import dividing as dividing
+from ._stack import is_stacked as is_stacked
 from ._stack import num_layers as num_layers
 from ._tiles import is_row_major as is_row_major
 from ._tiles import most_tile_rows as most_tile_rows

@@ -171,6 +171,17 @@ def dividing(divide: Callable[[Any], Any]) -> Generator[None]:
         _divide.reset(token)
 
 
+def is_stacked(path: str, leaf: Any, num_rows: int) -> bool:
+    """Whether a leaf of a model, or of what mirrors one, has a row for each layer.
+
+    Args:
+        path: its path; below ``layers``, wherever that is.
+        leaf: an array, or its shape.
+        num_rows: of the layers.
+    """
+    return "layers" in path.split("/") and leaf.shape[:1] == (num_rows,)
+
+
 def num_layers(layers: Tree) -> int:
     """Return the common length of the leading axes of stacked layer parameters.
 

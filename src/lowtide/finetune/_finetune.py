@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -23,6 +24,7 @@ from .. import models
 from ..adapters import lora
 from ..core import (
     ConfigError,
+    LayerStack,
     ModelFileError,
     NonFiniteError,
     Tree,
@@ -32,9 +34,10 @@ from ..core import (
     tree_bytes,
     write_files,
 )
-from ..distributed import Processes, ShardingRules, of_first, refuse_other_folders
+from ..distributed import STAGE, Processes, ShardingRules, of_first, refuse_other_folders
 from ..memory import Target
 from ..offload import to_device
+from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
@@ -87,7 +90,7 @@ class Finetune:
                 "what is in host memory cannot be shared among devices yet",
                 expected="adapters, with everything on the devices",
                 got="full" if config.full else f"offload = {', '.join(config.offload or ())}",
-                hint="leave --distributed or --full and --offload out",
+                hint="leave --distributed and --pipeline, or --full and --offload out",
             )
         self._processes = Processes(sharding)
         self.config, self.out = config, Path(out)
@@ -112,6 +115,8 @@ class Finetune:
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
         options: dict[str, Any] = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
+        if sharding is not None and STAGE in sharding.mesh.shape:
+            options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
         if config.full:
             tx, options = full_step(config, self.base.stack, self.schedule, _num_targets), {}
         self.trainer = Trainer(
@@ -292,6 +297,15 @@ class Finetune:
         tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)
         tokens = np.asarray(tokens)
         return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
+
+
+def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:
+    """Divide the layers among ranks; of microbatches there are as many as said, or as rows."""
+    num_parts = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
+    number = config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_parts, 1)
+    made = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=number)
+    mesh, axes = sharding.mesh, sharding.batch_axes
+    return value_and_grad(stack, made, mesh=mesh, wrt=_WRT, weight=_num_targets, remat=config.remat, batch_axes=axes)
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:

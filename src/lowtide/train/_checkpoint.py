@@ -35,7 +35,7 @@ from ._events import level_of_user
 from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
 from ._signals import undisturbed
-from ._stored import check_arrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
+from ._stored import Rearrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 # What fails in its threads and tasks is raised, and not worth the traceback of each that was still under way.
@@ -344,12 +344,15 @@ class Checkpoints:
             notes = self.notes(step)
             if CHECKSUMS in notes and not is_verified:
                 raise FileNotFoundError(f"{CHECKSUMS} is missing")
-            check_arrangement(step, notes.get("arrangement"), given["arrangement"])
-            self.check(step, like)
+            saved, own = notes.get("arrangement"), given["arrangement"]
+            moved = None if saved == own else Rearrangement(saved, own, like)
+            stored = like if moved is None else moved.before()
+            self.check(step, stored)
             check_base(step, notes.get("base"), given["base"])
             check_random(step, notes.get("random"), given["random"])
             give_up()
-            state = self.restore(step, like)
+            state = self.restore(step, stored)
+            state = state if moved is None else moved.after(state)
         except (StructureError, MemoryError):
             raise
         except Exception as error:  # whatever Orbax, TensorStore and the file system say of a damaged file

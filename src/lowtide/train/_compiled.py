@@ -75,18 +75,24 @@ class CompiledStep:
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
         """Compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
-        batch = self._shapes(batch)
-        if target is None:
-            return self._report(self.compile(batch))
-        return analyze(self.step_fn, *self._arguments(batch), target=target, roles=_ROLES)
+        shapes = self._shapes(batch)
+        if target is not None:
+            return analyze(self.step_fn, *self._arguments(shapes), target=target, roles=_ROLES)
+        compiled = self.compile(shapes)
+        self._describe(compiled, shapes)
+        return self._report(compiled)
 
     def preflight(self, batch: Tree) -> MemoryReport:
         """Compile the step, and refuse it if the device is too small; see `Trainer.preflight`."""
         shapes = self._shapes(batch)
         compiled = self.compile(shapes)
+        self._describe(compiled, shapes)
+        return self._refuse_large(compiled, batch)
+
+    def _describe(self, compiled: Any, shapes: Tree) -> None:
+        """Say what each rank of a pipeline holds in this program."""
         if isinstance(self._step, PipelineStep):
             self.stages = self._step.report(combine(*self._live.parts), shapes, self._report(compiled))
-        return self._refuse_large(compiled, batch)
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """Make the error that says who owns the bytes of the step."""

@@ -201,7 +201,7 @@ class Copies:
     def _identity(self) -> dict[str, Any]:
         """Of what run a checkpoint is."""
         if self._hashed is None or self._hashed[0] is not self._live.frozen:  # `update` may have replaced it
-            self._hashed = self._live.frozen, fingerprint(self._live.frozen)
+            self._hashed = self._live.frozen, fingerprint(self._live.frozen, self._arrangement)
         keys = [str(jax.random.key_impl(leaf)) for leaf in jax.tree.leaves(self._live.state) if is_key(leaf)]
         random = {"keys": keys, "settings": {name: getattr(jax.config, name) for name in _RANDOM}}
         return {"base": self._hashed[1], "arrangement": self._arrangement, "random": random}

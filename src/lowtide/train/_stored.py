@@ -6,14 +6,15 @@ Leaves without elements are not in it, which Orbax refuses; they come back from 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import StructureError, Tree, leaves_with_paths, map_with_paths, on_host
+from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host
 
 
 def flat(state: Tree) -> dict[str, Any]:
@@ -69,20 +70,70 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
         )
 
 
-def check_arrangement(step: int, saved: list[int] | None, arrangement: list[int] | None) -> None:
-    """Raise unless the layers are stored in the order in which the trainer has them."""
-    if saved != arrangement:
-        names = (
-            "the order of the model" if rows is None else f"rows of layers {rows}" for rows in (arrangement, saved)
-        )
-        expected, got = names
-        raise StructureError(
-            f"the checkpoint of step {step} has its layers in another order than this trainer",
-            expected=expected,
-            got=got,
-            hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with its "
-            "weights, and with new optimizer state",
-        )
+class Rearrangement:
+    """Layers in the order in which a checkpoint has them, for a state that has them in another one.
+
+    Args:
+        saved: of the checkpoint, the layer of every row, -1 for padding; None for the order of the model.
+        own: likewise of the state.
+        like: the state.
+
+    Raises:
+        StructureError: where a leaf of the layers has no axis of them, which an optimizer has mixed, then.
+    """
+
+    def __init__(self, saved: Sequence[int] | None, own: Sequence[int] | None, like: Tree) -> None:
+        num_layers = 1 + max(saved if saved is not None else own or ())
+        before, self._own = (list(range(num_layers) if rows is None else rows) for rows in (saved, own))
+        self._num_rows, self._like = len(before), like
+        layers = [layer for layer in self._own if layer >= 0]
+        # Padding is a copy of some layer.
+        missing = next((layer for layer in layers if layer not in before), None)
+        for path, leaf in leaves_with_paths(like):
+            is_mixed = "layers" in path.split("/") and leaf.size > 1 and not self._is_stacked(path, leaf)
+            if missing is not None or is_mixed:
+                raise StructureError(
+                    f"{path}: a checkpoint with layers in another order cannot be brought into this one",
+                    expected=f"a row for each layer ({len(self._own)})",
+                    got=f"{list(leaf.shape)}" if missing is None else f"no layer {missing} in the checkpoint",
+                    hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with "
+                    "its weights, and with new optimizer state",
+                )
+        self._rows = np.array([before.index(layer if layer >= 0 else layers[0]) for layer in self._own])
+
+    def before(self) -> Tree:
+        """Return the shapes of the state that the checkpoint has, and where to read it."""
+
+        def one(path: str, leaf: Any) -> Any:
+            if not self._is_stacked(path, leaf):
+                return leaf
+            sharding, shape = leaf.sharding, (self._num_rows, *leaf.shape[1:])
+            if isinstance(sharding, NamedSharding) and sharding.spec:
+                try:
+                    sharding.shard_shape(shape)
+                except ValueError:  # its ranks do not divide the rows
+                    spec = PartitionSpec(None, *sharding.spec[1:])
+                    sharding = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+        return map_with_paths(one, self._like)
+
+    def after(self, state: Tree) -> Tree:
+        """Bring what was read into the order of the state, leaf by leaf."""
+        places = dict(leaves_with_paths(self._like))
+
+        def one(path: str, leaf: Any) -> Any:
+            like = places[path]
+            if not self._is_stacked(path, like):
+                return leaf
+            on_device = jax.device_put(leaf, jax.memory.Space.Device)
+            rows = jax.jit(lambda x: x[self._rows], out_shardings=like.sharding.with_memory_kind("device"))(on_device)
+            return jax.device_put(rows, like.sharding)
+
+        return map_with_paths(one, state)
+
+    def _is_stacked(self, path: str, leaf: Any) -> bool:
+        return is_stacked(path, leaf, len(self._own))
 
 
 def check_base(step: int, saved: str | None, base: str) -> None:

@@ -234,7 +234,7 @@ class Trainer:
 
     @property
     def stages(self) -> StageReport | None:
-        """Of a pipeline what each rank holds, from `preflight` on."""
+        """Of a pipeline what each rank holds, from `preflight` or `memory` on."""
         return self._compiled.stages
 
     @property

@@ -9,6 +9,7 @@ schedule with as many stages a rank is better.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -59,10 +60,14 @@ def best(
 
     makers = list(candidates)
     rated = [(*one, i) for i, make in enumerate(makers) if (one := within(make, telling)) is not None]
-    for _, _, made, i in sorted(rated, key=lambda one: (one[:2], one[3])):
-        found = (0, 0, made) if telling == num_microbatches else within(makers[i], num_microbatches)
-        if found is not None:
-            return found[-1]
+    rated.sort(key=lambda one: (one[:2], one[3]))
+    if telling == num_microbatches and rated:
+        return rated[0][2]
+    # What is short at the ends may be long in the middle: all microbatches tell the nearest apart.
+    found = (one for _, _, _, i in rated if (one := within(makers[i], num_microbatches)) is not None)
+    nearest = list(itertools.islice(found, 4))
+    if nearest:
+        return min(nearest, key=lambda one: one[:2])[2]
     raise ScheduleError(
         "no schedule keeps within the memory_limit",
         expected="a limit of at least one microbatch's residuals on each rank",

@@ -1,0 +1,54 @@
+"""`lowtide finetune --pipeline`: the losses of a run without one, also where it goes on without, or in other stages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.cli import main
+
+
+def losses(out: Path) -> list[float]:
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [value for record in records for name, value in record.items() if name in ("loss", "eval_loss")]
+
+
+@pytest.mark.slow
+def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_with_others(tmp_path: Path, capfd: Any) -> None:
+    small = ["--batch-size", "4", "--seq-len", "16", "--rank", "2", "--sample-tokens", "0", "--checkpoint-every", "2"]
+
+    def finetune(out: str, *flags: str) -> list[float]:
+        assert main(["finetune", "--out", str(tmp_path / out), *flags]) == 0
+        return losses(tmp_path / out)
+
+    plain = finetune("plain", *small, "--steps", "4")
+    begun = finetune("begun", *small, "--steps", "2", "--schedule-steps", "4", "--pipeline", "4")
+    assert "4 stages, 2 microbatches" in " ".join(capfd.readouterr().out.split())
+    assert begun[:3] == pytest.approx(plain[:3], abs=1e-5)
+    for flags in ((), ("--pipeline", "2"), ("--pipeline", "8")):
+        out = f"resumed{''.join(flags)}"
+        shutil.copytree(tmp_path / "begun", tmp_path / out)
+        resumed = finetune(out, "--resume", "--steps", "4", *flags)
+        assert resumed[-3:] == pytest.approx(plain[-3:], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--pipeline", "0"], "--pipeline is out of range"),
+        (["--pipeline", "3"], "stage 3"),
+        (["--pipeline", "4", "--full"], "leave --distributed and --pipeline"),
+        (["--pipeline", "2", "--batch-size", "3"], "a multiple of 4"),
+        (["--pipeline", "2", "--process-id", "0"], "add --distributed"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_before_anything_is_written(
+    tmp_path: Path, capfd: Any, flags: list[str], said: str
+) -> None:
+    assert main(["finetune", "--out", str(tmp_path / "run"), *flags]) == 2
+    assert said in " ".join(capfd.readouterr().err.split())
+    assert not (tmp_path / "run").exists()
