@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from lowtide import models
-from lowtide.core import LayerStack
+from lowtide.core import ConfigError, LayerStack
 from lowtide.memory import MemoryReport, analyze, target
-from lowtide.pipeline import Costs, Pipeline, StageReport, schedule, value_and_grad
+from lowtide.pipeline import Costs, Pipeline, StageReport, schedule, simulate, value_and_grad
 
 SMALL = models.LlamaConfig(
     vocab_size=1024,
@@ -176,6 +177,25 @@ def test_a_schedule_for_given_costs_stays() -> None:
     assert made.name == "auto" and made.fitted(Costs()) is made
     without = schedule(num_stages=2, num_microbatches=4)
     assert without.fitted(Costs(weight=3)) == made and without.truncated(2).fitted(Costs()).num_microbatches == 2
+    assert pickle.loads(pickle.dumps(without)).fitted(Costs(weight=np.array([3, 3]))) == made
+    # Stages stay where layers are already; a limit that was said stays, too.
+    for costs in (Costs(input=2), Costs(weight=[3, 1, 2, 1], communication=0.2)):
+        two = schedule(num_stages=4, num_microbatches=8, stages_per_rank=2, memory_limit=[3, 4])
+        assert two.fitted(costs, 100).placement == two.placement
+        assert [peak <= limit for peak, limit in zip(simulate(two.fitted(costs, 100)).peaks, (3, 4), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "words"),
+    [
+        ("gpipe", "1 GiB", "gpipe is made already"),
+        ("auto", 0, "memory_limit leaves nothing"),
+        ("auto", "1 byte", "is not a size"),
+    ],
+)
+def test_a_limit_that_chooses_nothing_is_refused(name: str, said: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        tiny(name, memory_limit=said)
 
 
 @pytest.mark.slow

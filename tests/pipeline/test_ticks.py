@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
-from lowtide.core import ScheduleError
-from lowtide.pipeline import Action, Costs, Kind, Schedule, schedule, simulate
+from lowtide.core import LayerStack, ScheduleError
+from lowtide.pipeline import Action, Costs, Kind, Schedule, scan_makespan, schedule, simulate, value_and_grad
 
 RATIOS = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
 """Of F, I and W; the last is what recomputation gives."""
@@ -41,6 +45,26 @@ def test_the_best_is_near_the_time_without_a_bubble(ratio: tuple[float, ...], co
         assert max(run.peaks) <= (limit or 15)
 
 
+@pytest.mark.parametrize("number", [8, 32])
+def test_the_best_is_never_slower_than_a_scan_where_the_last_stage_has_the_loss_and_weight_passes_cost_memory(
+    number: int,
+) -> None:
+    costs = Costs(
+        forward=1,
+        input=[1.2, 1.2, 1.2, 1.5],
+        weight=0.8,
+        input_residuals=0.8,
+        weight_residuals=0.2,
+        cotangents=0.3,
+    )
+    best = schedule(num_stages=4, num_microbatches=number, costs=costs)
+    run = simulate(best, costs, lockstep=True)
+    assert run.makespan <= scan_makespan(best, costs) == (number + 3) * 3.3
+    assert max(run.peaks) <= 7
+    if number == 32:
+        assert run.makespan <= 0.97 * scan_makespan(best, costs)
+
+
 def test_passes_of_one_tick_follow_one_another_while_results_are_sent() -> None:
     one = Schedule.from_text("- - 0F0 - - 0F1 - - - 0I0 0W0 - 0I1 0W1 -\n- - - - - 1F0 1I0 - 1F1 1I1 1W0 - - 1W1 -")
     assert one.ticks == ((0, 1, 3, 3, 4, 4), (1, 2, 2, 3, 3, 4))
@@ -57,7 +81,10 @@ def test_passes_of_one_tick_follow_one_another_while_results_are_sent() -> None:
         ("FWI", ((0, 2, 1),), "cannot run 0I0 in tick 1"),
         ("FIW", ((0, 0, 0),), "cannot run 0I0 in tick 0"),
         ("FIW", ((0, 1, 0),), "cannot run 0W0 in tick 0"),
-        ("FIW", ((0, -1, 1),), "cannot run 0I0 in tick -1"),
+        ("FIW", ((0, -1, 1),), "ticks are no numbers from 0 on"),
+        ("FIW", ((0.0, 1.5, 2),), "ticks are no numbers from 0 on"),
+        ("FIW", (("0", "1", "2"),), "ticks are no numbers from 0 on"),
+        ("FIW", ((0, 1, 10**9),), "in each of which some rank does something"),
         ("FIW", ((0, 1),), "ticks are not those of the orders"),
         ("FIW", ((0, 1, 1), (0,)), "ticks are not those of the orders"),
     ],
@@ -71,3 +98,25 @@ def test_ticks_in_which_passes_cannot_run_are_refused(order: str, ticks: Any, wo
             orders=(tuple(Action(0, Kind(kind), 0) for kind in order),),
             ticks=ticks,
         )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_is_fitted_to_the_costs_of_the_stack_runs_its_stages_in_order(remat: bool) -> None:
+    """Made for no costs, two stages a rank are in a loop; for real ones a V is better at times."""
+    stack = LayerStack(
+        first=lambda outer, batch: batch["x"],
+        block=lambda layer, h, batch: jnp.tanh(h @ layer["w"]),
+        last=lambda outer, h, batch: (jnp.mean((h @ outer["head"]) ** 2), {}),
+    )
+    made = schedule(num_stages=4, num_microbatches=8, stages_per_rank=2)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
+    pipeline = value_and_grad(stack, made, mesh=mesh, remat=remat)
+    draw = [
+        jax.random.normal(key, shape)
+        for key, shape in zip(jax.random.split(jax.random.key(0), 3), ((4, 64), (8, 4, 4), (16, 4)), strict=True)
+    ]
+    args = ({"head": draw[0]}, {"w": draw[1]}, {"x": draw[2]})
+    (loss, _), grads = jax.jit(pipeline)(*args)
+    wanted, of_plain = jax.value_and_grad(lambda *args: stack.apply(*args)[0], argnums=(0, 1))(*args)
+    assert jnp.allclose(loss, wanted, rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), grads, of_plain)

@@ -219,13 +219,39 @@ def test_padding_in_other_rows_is_no_other_model(tmp_path: Path) -> None:
     assert_near(second.model, first.model, 0)
 
 
-def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
-    save(pipelined("v-half", 8, model=decoder(8), checkpoint_dir=tmp_path))
-    other = pipelined("1f1b", 4, model=decoder(12), checkpoint_dir=tmp_path)
+@pytest.mark.parametrize(("written", "read"), [(("v-half", 8, 8), ("1f1b", 4, 12)), (("zb-v", 8, 8), ("zb-v", 8, 4))])
+def test_a_checkpoint_of_another_number_of_layers_is_refused(tmp_path: Path, written: Any, read: Any) -> None:
+    def trainer(name: str, num_stages: int, num_layers: int) -> Trainer:
+        return pipelined(name, num_stages, model=decoder(num_layers), fsdp=1, checkpoint_dir=tmp_path)
+
+    save(trainer(*written))
+    other = trainer(*read)
     before = jax.tree.map(np.asarray, other.model)
-    with pytest.raises(StructureError):
+    with pytest.raises(StructureError, match="another number of layers"):
         other.restore()
     assert_near(other.model, before, 0)
+
+
+def test_an_optimizer_that_mixes_layers_is_refused_in_another_order(tmp_path: Path) -> None:
+    tx = optax.flatten(optax.sgd(0.1, momentum=0.9))
+    save(pipelined("zb-v", 8, tx=tx, fsdp=1, checkpoint_dir=tmp_path))
+    with pytest.raises(StructureError, match="the optimizer mixes layers"):
+        pipelined("1f1b", 4, tx=tx, fsdp=1, checkpoint_dir=tmp_path).restore()
+
+
+def test_outer_leaves_of_any_name_stay_as_they_are(tmp_path: Path) -> None:
+    """Outer parameters called layers, of as many rows as there are layers, are none."""
+
+    def trainer(stages: int, scale: float = 1) -> Trainer:
+        model = {"outer": {**own()["outer"], "layers": jnp.arange(16.0).reshape(4, 4)}, "layers": own()["layers"]}
+        mesh = make_mesh(stage=2, devices=jax.devices()[:2])
+        made = schedule("zb-v" if stages == 4 else "1f1b", num_stages=stages, num_microbatches=4)
+        model = jax.tree.map(lambda leaf: scale * leaf, model)
+        return Trainer(model, None, sgd(), pipeline=value_and_grad(DROPOUT, made, mesh=mesh), checkpoint_dir=tmp_path)
+
+    save(first := trainer(4))
+    assert (second := trainer(2, scale=0)).restore() == 0
+    assert_near(second.model, first.model, 0)
 
 
 @pytest.mark.slow

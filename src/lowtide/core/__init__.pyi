@@ -71,6 +71,7 @@ from ._stack import StackShapes as StackShapes
 from ._stack import dividing as dividing
 from ._stack import is_stacked as is_stacked
 from ._stack import num_layers as num_layers
+from ._stack import side_of as side_of
 from ._tiles import is_row_major as is_row_major
 from ._tiles import most_tile_rows as most_tile_rows
 from ._tiles import slice_step as slice_step

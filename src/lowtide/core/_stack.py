@@ -171,15 +171,20 @@ def dividing(divide: Callable[[Any], Any]) -> Generator[None]:
         _divide.reset(token)
 
 
+def side_of(path: str) -> str | None:
+    """Return which side of a model a leaf of it, or of what mirrors it, is on: ``outer``, ``layers`` or neither."""
+    return next((part for part in path.split("/") if part in ("outer", "layers")), None)
+
+
 def is_stacked(path: str, leaf: Any, num_rows: int) -> bool:
     """Whether a leaf of a model, or of what mirrors one, has a row for each layer.
 
     Args:
-        path: its path; below ``layers``, wherever that is.
+        path: its path.
         leaf: an array, or its shape.
         num_rows: of the layers.
     """
-    return "layers" in path.split("/") and leaf.shape[:1] == (num_rows,)
+    return side_of(path) == "layers" and leaf.shape[:1] == (num_rows,)
 
 
 def num_layers(layers: Tree) -> int:

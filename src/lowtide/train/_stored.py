@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host
+from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host, side_of
 
 
 def flat(state: Tree) -> dict[str, Any]:
@@ -83,22 +83,33 @@ class Rearrangement:
     """
 
     def __init__(self, saved: Sequence[int] | None, own: Sequence[int] | None, like: Tree) -> None:
-        num_layers = 1 + max(saved if saved is not None else own or ())
-        before, self._own = (list(range(num_layers) if rows is None else rows) for rows in (saved, own))
+        num_rows = next(
+            leaf.shape[0] for path, leaf in leaves_with_paths(like) if side_of(path) == "layers" and leaf.ndim
+        )
+        self._own = list(range(num_rows) if own is None else own)
+        num_layers = 1 + max(self._own if saved is None else saved)
+        before = list(range(num_layers) if saved is None else saved)
         self._num_rows, self._like = len(before), like
         layers = [layer for layer in self._own if layer >= 0]
-        # Padding is a copy of some layer.
-        missing = next((layer for layer in layers if layer not in before), None)
+        if {layer for layer in before if layer >= 0} != {*layers}:
+            raise StructureError(
+                "the checkpoint has another number of layers than the model",
+                expected=str(len(layers)),
+                got=str(num_layers),
+                hint="resume with the model that wrote it",
+            )
         for path, leaf in leaves_with_paths(like):
-            is_mixed = "layers" in path.split("/") and leaf.size > 1 and not self._is_stacked(path, leaf)
-            if missing is not None or is_mixed:
+            is_whole = leaf.size > 1 and not self._is_stacked(path, leaf)
+            # Of weights on neither side, and of keys, nobody knows a row; what mirrors weights is on a side.
+            if is_whole and (side_of(path) == "layers" or (side_of(path) is None and path.startswith("opt_state"))):
                 raise StructureError(
-                    f"{path}: a checkpoint with layers in another order cannot be brought into this one",
+                    f"{path}: the optimizer mixes layers, which cannot be brought into another order",
                     expected=f"a row for each layer ({len(self._own)})",
-                    got=f"{list(leaf.shape)}" if missing is None else f"no layer {missing} in the checkpoint",
+                    got=f"{list(leaf.shape)}",
                     hint="restore it with the schedule that wrote it; a new Trainer of that trainer.model goes on with "
                     "its weights, and with new optimizer state",
                 )
+        # Padding is a copy of some layer.
         self._rows = np.array([before.index(layer if layer >= 0 else layers[0]) for layer in self._own])
 
     def before(self) -> Tree:

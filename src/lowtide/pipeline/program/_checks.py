@@ -52,6 +52,27 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
             )
 
 
+def refuse_useless_limit(schedule: Schedule, memory_limit: int | None) -> None:
+    """Raise for a limit of memory by which no schedule is chosen.
+
+    Raises:
+        ConfigError: for one that is 0, or said beside a schedule that is made already.
+    """
+    if memory_limit is None:
+        return
+    if memory_limit < 1:
+        raise ConfigError(
+            "memory_limit leaves nothing", expected="bytes", got=memory_limit, hint='memory_limit="4 GiB", or None'
+        )
+    if schedule.remake is None or schedule.remake.memory_limit is not None:
+        raise ConfigError(
+            f"memory_limit chooses among schedules, and {schedule.name} is made already",
+            expected='lt.pipeline.schedule("auto", ...) without costs and without a memory_limit of its own',
+            got=repr(schedule),
+            hint="say either: lt.pipeline.schedule(..., memory_limit=) counts in what a stage keeps of one microbatch",
+        )
+
+
 def refuse_other_stages(schedule: Schedule, layers_per_stage: Sequence[int] | None) -> None:
     """Raise for stages that one program cannot have."""
     if layers_per_stage is not None and len(layers_per_stage) != schedule.num_stages:

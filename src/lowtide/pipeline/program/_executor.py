@@ -198,7 +198,7 @@ class Held(NamedTuple):
     schedule: Schedule
     """What runs, made for the costs of the stages where it was made for none."""
     costs: Costs
-    """Of the stages: their FLOPs, and what waits, of which the forward passes of a rank leave 1 of a microbatch."""
+    """Of the stages: their FLOPs, and what waits, of which the forward pass of a stage leaves 1 of a microbatch."""
     flops: dict[str, PassFlops]
     """Arithmetic of the functions of the stack, of blocks that of a stage."""
 
@@ -360,6 +360,7 @@ class _Run(_Forward):
         self.costs = self._costs()
         limit = self.program.memory_limit
         self.schedule = self.program.schedule.fitted(self.costs, None if limit is None else limit / self._unit_bytes())
+        assert self.schedule.placement == self.program.schedule.placement, "layers are where they are"
         return tables(self.schedule, self.program.layout.layers_per_stage, waiting)
 
     def _costs(self) -> Costs:
@@ -386,10 +387,9 @@ class _Run(_Forward):
         )
 
     def _unit_bytes(self) -> int:
-        """Return the bytes that the forward pass of a rank's stages leaves of one microbatch."""
+        """Return the bytes that the forward pass of a stage leaves of one microbatch."""
         left = self.parts["blocks"].left_bytes
-        stage = left(Pass.FORWARD, Pass.INPUT) + left(Pass.FORWARD, Pass.WEIGHT)
-        return max(stage, 1) * self.program.schedule.stages_per_rank
+        return max(left(Pass.FORWARD, Pass.INPUT) + left(Pass.FORWARD, Pass.WEIGHT), 1)
 
     def _traced(self) -> Iterator[tuple[str, Any]]:
         yield from ((name, part.split.traced) for name, part in self.parts.items())

@@ -32,7 +32,13 @@ from ...core import (
 )
 from ...memory import MemoryReport
 from ..schedules import Schedule
-from ._checks import refuse_other_mesh, refuse_other_stages, refuse_wrong_types, warn_of_waiting_forever
+from ._checks import (
+    refuse_other_mesh,
+    refuse_other_stages,
+    refuse_useless_limit,
+    refuse_wrong_types,
+    warn_of_waiting_forever,
+)
 from ._executor import Held, Program
 from ._layout import Layout, layout
 from ._stages import StageReport, stage_report
@@ -72,9 +78,9 @@ def value_and_grad(
             `layers_per_stage` has to say how).
         batch_axes: along which other axes the rows of every microbatch are divided; by default ``data`` and ``fsdp``,
             where the mesh has them.
-        memory_limit: what may wait between passes on each device, in bytes or as text (``"4 GiB"``), for a schedule
-            that was made without costs; by default what forward passes of twice as many microbatches as ranks less one
-            leave.
+        memory_limit: for ``"auto"`` that was made without costs and limit, about what may wait between passes on each
+            device, in bytes or as text (``"4 GiB"``); by default what forward passes of twice as many microbatches as
+            ranks less one leave. What an input pass leaves to a weight pass right after it comes on top, and messages.
 
     Returns:
         The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
@@ -118,6 +124,7 @@ def value_and_grad(
     axes = tuple(one for one in ("data", "fsdp") if one in mesh.shape and one != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
+    refuse_useless_limit(schedule, limit)
     return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit)
 
 

@@ -33,6 +33,7 @@ def best(
     limits: Sequence[float],
     *,
     lockstep: bool,
+    placement: tuple[int, ...] | None = None,
 ) -> Schedule:
     """Of the candidates that keep within the limits, the one that ends soonest; of equals that which keeps least.
 
@@ -43,6 +44,7 @@ def best(
         costs: of actions.
         limits: memory of each rank.
         lockstep: how ranks run.
+        placement: where stages have to be; by default anywhere.
 
     Raises:
         ScheduleError: when there is none.
@@ -52,6 +54,8 @@ def best(
         try:
             made = make(number)
         except ScheduleError:
+            return None
+        if placement is not None and made.placement != placement:
             return None
         run = simulate(made, costs, lockstep=lockstep)
         if any(peak > limit * (1 + 1e-9) for peak, limit in zip(run.peaks, limits, strict=True)):

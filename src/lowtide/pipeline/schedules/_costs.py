@@ -43,7 +43,8 @@ class Costs:
             value: Any = getattr(self, field.name)
             if hasattr(value, "tolist"):  # measured ones are NumPy's
                 value = value.tolist()
-                object.__setattr__(self, field.name, value)
+            value = tuple(value) if isinstance(value, Sequence) else value
+            object.__setattr__(self, field.name, value)
             is_time = field.name in ("forward", "input", "weight")
             for one in value if isinstance(value, Sequence) else [value]:
                 if not (isinstance(one, int | float) and (one > 0 if is_time else one >= 0) and one < float("inf")):

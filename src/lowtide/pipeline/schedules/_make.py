@@ -18,7 +18,7 @@ from ._auto import Maker, best, greedy_orders
 from ._costs import Costs
 from ._listing import place_weights
 from ._named import NAMED, Named, placed
-from ._packing import packed
+from ._packing import Weights, packed
 from ._schedule import Schedule
 from ._simulate import simulate
 
@@ -77,48 +77,98 @@ def schedule(
     named = NAMED.get(name, _AUTO)
     chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
     num_ranks = num_stages // chunks
-    were_said, costs = costs is not None, costs or Costs()
+    if name == "auto":
+        limit: Any = memory_limit
+        limit = limit.tolist() if hasattr(limit, "tolist") else limit
+        limit = tuple(limit) if isinstance(limit, Sequence) else limit
+        how = _Auto(num_stages, num_microbatches, chunks, limit, lockstep)
+        made = how.best(costs or Costs(), limit, None)
+        return made if costs is not None else dataclasses.replace(made, remake=_Remake(how, made.placement))
+    costs = costs or Costs()
     costs.refuse_other(num_stages)
     placement = placed(num_ranks, chunks, is_v=named.is_v)
     limits = _limits(named, placement, chunks, costs, memory_limit)
-    if name == "auto":
-        limits = limits if memory_limit is not None else [max(limits)] * num_ranks
-        sizes = {"num_stages": num_stages, "stages_per_rank": chunks}
-
-        @functools.cache
-        def make(number: int, other: str) -> Schedule:
-            limit = memory_limit
-            return schedule(other, num_microbatches=number, **sizes, costs=costs, memory_limit=limit, lockstep=lockstep)
-
-        def pack(number: int, other: str, **how: bool) -> Schedule:
-            return packed(make(number, other), costs, limits, **how)
-
-        fitting = {other: one for other, one in NAMED.items() if chunks in one.chunks or not one.chunks}
-        candidates: list[Maker] = [partial(make, other=other) for other in fitting]
-        candidates += [
-            partial(pack, other=other, in_pairs=in_pairs, together=together)
-            for other, one in fitting.items()
-            for in_pairs, together in ((True, False), (False, False), (False, True))
-            if one.is_open
-        ]
-        if not lockstep or memory_limit is not None:  # named ones need what they need
-            candidates += greedy_orders(num_ranks, chunks, costs, limits)
-        telling = _telling(num_microbatches, num_ranks)
-        made = best(candidates, num_microbatches, telling, costs, limits, lockstep=lockstep)
-
-        @functools.cache
-        def remake(costs: Costs, other_limit: float | None) -> Schedule:
-            limit = other_limit if memory_limit is None else memory_limit
-            of_stages: Any = {**sizes, "num_microbatches": num_microbatches, "lockstep": lockstep}
-            return schedule(name, **of_stages, costs=costs, memory_limit=limit)
-
-        return dataclasses.replace(made, name="auto", remake=None if were_said else remake)
     job = _Job(name, named, num_ranks, chunks, num_microbatches, placement, costs, lockstep)
     if memory_limit is None:
         return _roomy(job, limits)
     made = job.best(limits)
     _refuse_too_much(made, costs, limits)
     return made
+
+
+_PACKINGS: tuple[tuple[bool, Weights], ...] = (
+    (True, "free"),
+    (True, "together"),
+    (True, "at once"),  # with twice as many microbatches as ranks it takes as long as a scan
+    (False, "free"),
+    (False, "together"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Auto:
+    """What the best schedule is looked for among, and how."""
+
+    num_stages: int
+    num_microbatches: int
+    chunks: int
+    memory_limit: float | tuple[float, ...] | None
+    lockstep: bool
+
+    def best(
+        self, costs: Costs, memory_limit: float | tuple[float, ...] | None, placement: tuple[int, ...] | None
+    ) -> Schedule:
+        """Choose for costs and a limit, of a placement or of any."""
+        costs.refuse_other(self.num_stages)
+        num_ranks = self.num_stages // self.chunks
+        limits = _limits(_AUTO, placed(num_ranks, self.chunks, is_v=False), self.chunks, costs, memory_limit)
+        limits = limits if memory_limit is not None else [max(limits)] * num_ranks
+
+        @functools.cache
+        def make(number: int, other: str) -> Schedule:
+            sizes: Any = {"num_stages": self.num_stages, "stages_per_rank": self.chunks, "num_microbatches": number}
+            return schedule(other, **sizes, costs=costs, memory_limit=memory_limit, lockstep=self.lockstep)
+
+        def pack(number: int, other: str, in_pairs: bool, weights: Weights) -> Schedule:
+            return packed(make(number, other), costs, limits, in_pairs=in_pairs, weights=weights)
+
+        chunks = self.chunks
+        fitting = {n: one for n, one in NAMED.items() if chunks in one.chunks or (not one.chunks and chunks > 1)}
+        candidates: list[Maker] = [partial(make, other=other) for other in fitting]
+        candidates += [
+            partial(pack, other=other, in_pairs=in_pairs, weights=weights)
+            for other, one in fitting.items()
+            for in_pairs, weights in _PACKINGS
+            if one.is_open
+        ]
+        if not self.lockstep or memory_limit is not None:  # named ones need what they need
+            candidates += greedy_orders(num_ranks, self.chunks, costs, limits)
+        number = self.num_microbatches
+        telling = _telling(number, num_ranks)
+        made = best(candidates, number, telling, costs, limits, lockstep=self.lockstep, placement=placement)
+        return dataclasses.replace(made, name="auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remake:
+    """Makes a schedule for other costs, with its stages where they are: layers are in place before costs are known."""
+
+    how: _Auto
+    placement: tuple[int, ...]
+
+    @property
+    def memory_limit(self) -> float | tuple[float, ...] | None:
+        """That was said."""
+        return self.how.memory_limit
+
+    def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None) -> Schedule:
+        limit: Any = tuple(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit
+        return _remade(self, costs, limit if self.memory_limit is None else self.memory_limit)
+
+
+@functools.lru_cache(maxsize=32)
+def _remade(one: _Remake, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
+    return one.how.best(costs, memory_limit, one.placement)
 
 
 def _roomy(job: _Job, limits: list[float]) -> Schedule:

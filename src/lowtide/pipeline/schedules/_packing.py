@@ -17,6 +17,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 from ...core import ScheduleError
 from ._actions import Action, Kind
@@ -27,7 +28,11 @@ from ._ticks import Cell, sent_to, spans
 _TOLERANCE = 1e-9
 
 
-def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, together: bool) -> Schedule:
+Weights = Literal["free", "together", "at once"]
+"""When ticks become longer by weight passes: never unless memory asks for it; where all ranks have one; always."""
+
+
+def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weights: Weights) -> Schedule:
     """Lay a schedule into ticks, with its weight passes where they cost least.
 
     Args:
@@ -35,12 +40,12 @@ def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pair
         costs: of actions.
         limits: memory of each rank.
         in_pairs: whether a rank runs an input and a forward pass in one tick, where its order has them in a row.
-        together: whether all ranks run a weight pass in a tick in which all have one, though it makes the tick longer.
+        weights: when ticks become longer by weight passes.
 
     Raises:
         ScheduleError: when a limit is too small for the order.
     """
-    table = _Packer(schedule, costs, limits, in_pairs=in_pairs, together=together).run()
+    table = _Packer(schedule, costs, limits, in_pairs=in_pairs, weights=weights).run()
     ranks = range(schedule.num_ranks)
     return dataclasses.replace(
         schedule,
@@ -51,10 +56,10 @@ def packed(schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pair
 
 class _Packer:
     def __init__(
-        self, schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, together: bool
+        self, schedule: Schedule, costs: Costs, limits: Sequence[float], *, in_pairs: bool, weights: Weights
     ) -> None:
         self.placement, self.costs, self.limits = schedule.placement, costs, limits
-        self.in_pairs, self.together = in_pairs, together
+        self.in_pairs, self.when = in_pairs, weights
         self.left = [deque(action for action in order if action.kind is not Kind.WEIGHT) for order in schedule.orders]
         self.weights: list[deque[Action]] = [deque() for _ in schedule.orders]
         """Weight passes that may run."""
@@ -117,10 +122,10 @@ class _Packer:
     def _longer(self, *, is_empty: bool) -> set[int]:
         """Return the ranks for whose weight passes a tick is as long as it takes, though nothing makes them run one."""
         having = {rank for rank, pending in enumerate(self.weights) if pending}
-        if is_empty:
+        if is_empty or self.when == "at once":
             return having
         forwards = [any(action.kind is Kind.FORWARD for action in left) for left in self.left]
-        if self.together and all(forwards) and len(having) == len(self.left):
+        if self.when == "together" and all(forwards) and len(having) == len(self.left):
             return having
         if self.in_pairs and not any(forwards):
             # At the end what an input pass gives is sent while its weight pass runs, as long as nobody has more left.

@@ -12,17 +12,26 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from ...core import ConfigError, ScheduleError, write_files
+from ...core import ConfigError, ScheduleError, is_count, write_files
 from ._actions import Action, Kind, parse_actions
 from ._costs import Costs
 
 Order = tuple[Action, ...]
-Remake = Callable[[Costs, float | None], "Schedule"]
-"""Of costs and a limit of memory."""
 Ends = dict[tuple[Kind, int, int], float]
 """When actions have ended, under what `gives` returns."""
+
+
+class Remake(Protocol):
+    """What makes a schedule for costs and a limit of memory."""
+
+    @property
+    def memory_limit(self) -> float | Sequence[float] | None:
+        """That was said for it, and stays."""
+        ...
+
+    def __call__(self, costs: Costs, memory_limit: float | Sequence[float] | None, /) -> Schedule: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +58,9 @@ class Schedule:
     ticks: tuple[tuple[int, ...], ...] | None = None
     """For ranks in lockstep, of each action the tick in which it runs, from 0 on; with several actions of a rank in one
     tick, an input pass comes before a weight pass before a forward pass. None: each has one of its own."""
-    remake: Callable[[Costs, float | None], Schedule] | None = dataclasses.field(
-        default=None, compare=False, repr=False
-    )
-    """Makes it for other costs, where those that it was made for were not said; files do not keep it."""
+    remake: Remake | None = dataclasses.field(default=None, compare=False, repr=False)
+    """Makes it for other costs, with its stages where they are, if those that it was made for were not said; files do
+    not keep it."""
 
     def __post_init__(self) -> None:
         validate(self)
@@ -86,17 +94,11 @@ class Schedule:
         return tuple(stage for stage, where in enumerate(self.placement) if where == rank)
 
     def truncated(self, num_microbatches: int) -> Schedule:
-        """Return the schedule of the first microbatches alone, in the same order."""
-        kept = [[i for i, action in enumerate(order) if action.microbatch < num_microbatches] for order in self.orders]
+        """Return the schedule of the first microbatches alone, in the same order, an action a tick."""
+        orders = tuple(tuple(a for a in order if a.microbatch < num_microbatches) for order in self.orders)
+        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=orders, ticks=None, remake=None)
 
-        def taken(table: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
-            return tuple(tuple(row[i] for i in numbers) for row, numbers in zip(table, kept, strict=True))
-
-        ticks = None if self.ticks is None else taken(self.ticks)
-        orders = taken(self.orders)
-        return dataclasses.replace(self, num_microbatches=num_microbatches, orders=orders, ticks=ticks, remake=None)
-
-    def fitted(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
+    def fitted(self, costs: Costs, memory_limit: float | Sequence[float] | None = None) -> Schedule:
         """Return the schedule for these costs, if it was made without any; else as it is.
 
         Args:
@@ -209,7 +211,7 @@ class Schedule:
             return [[str(action) for action in order] for order in self.orders]
         rows: list[list[str]] = []
         for order, numbers in zip(self.orders, self.ticks, strict=True):
-            row = [""] * (len(_PLACES) * (1 + max(numbers)))
+            row = [""] * (len(_PLACES) * (1 + max(numbers, default=-1)))
             for action, tick in zip(order, numbers, strict=True):
                 row[len(_PLACES) * tick + place(action)] = str(action)
             rows.append(row)
@@ -332,6 +334,15 @@ def _refuse_impossible(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -
             got=f"{sum(map(len, ticks))} ticks for {sum(map(len, schedule.orders))} actions",
             hint="ticks=None runs each action in one of its own",
         )
+    seen = {tick for numbers in ticks for tick in numbers}
+    given: Any = next((tick for tick in seen if not is_count(tick, 0)), None)
+    if given is not None or seen != set(range(len(seen))):
+        raise ScheduleError(
+            f"{schedule.name}: ticks are no numbers from 0 on, in each of which some rank does something",
+            expected=f"0 to {len(seen) - 1}",
+            got=repr(given) if given is not None else f"up to {max(seen)}",
+            hint="count the ticks without those in which nobody does anything",
+        )
     begins: Ends = {}
     for order, numbers in zip(schedule.orders, ticks, strict=True):
         for action, tick in zip(order, numbers, strict=True):
@@ -344,7 +355,7 @@ def _refuse_impossible(schedule: Schedule, ticks: tuple[tuple[int, ...], ...]) -
             early = number > 0 and moments[number] <= taken[number - 1]
             inputs = [begins[kind, stage, action.microbatch] for kind, stage in needs(action, schedule.num_stages)]
             known = max(inputs, default=-1) + (action.kind is not Kind.WEIGHT)
-            if tick < 0 or early or known > tick:
+            if early or known > tick:
                 raise ScheduleError(
                     f"{schedule.name}: rank {rank} cannot run {action} in tick {tick}",
                     expected=f"a tick from {int(known)} on" if known > tick else "after what it does before",
