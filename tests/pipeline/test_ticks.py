@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from lowtide.core import LayerStack, ScheduleError
@@ -63,6 +65,26 @@ def test_the_best_is_never_slower_than_a_scan_where_the_last_stage_has_the_loss_
     assert max(run.peaks) <= 7
     if number == 32:
         assert run.makespan <= 0.97 * scan_makespan(best, costs)
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(num_ranks=st.integers(1, 6), number=st.integers(1, 16), data=st.data())
+def test_the_best_of_one_stage_a_rank_is_never_slower_than_a_scan_whatever_it_costs(
+    num_ranks: int, number: int, data: st.DataObject
+) -> None:
+    each = st.lists(st.floats(0.2, 3), min_size=num_ranks, max_size=num_ranks)
+    share = data.draw(st.floats(0, 1))
+    costs = Costs(
+        forward=data.draw(each),
+        input=data.draw(each),
+        weight=data.draw(each),
+        communication=data.draw(st.floats(0, 1)),
+        input_residuals=share,
+        weight_residuals=1 - share,
+        cotangents=data.draw(st.floats(0, 5)),
+    )
+    best = schedule(num_stages=num_ranks, num_microbatches=number, costs=costs)
+    assert simulate(best, costs, lockstep=True).makespan <= scan_makespan(best, costs) * (1 + 1e-9)
 
 
 def test_passes_of_one_tick_follow_one_another_while_results_are_sent() -> None:

@@ -239,15 +239,18 @@ def test_an_optimizer_that_mixes_layers_is_refused_in_another_order(tmp_path: Pa
         pipelined("1f1b", 4, tx=tx, fsdp=1, checkpoint_dir=tmp_path).restore()
 
 
-def test_outer_leaves_of_any_name_stay_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrt", ["**", "outer/**"])
+def test_outer_leaves_stay_as_they_are_whatever_their_name_and_where_they_train_alone(tmp_path: Path, wrt: str) -> None:
     """Outer parameters called layers, of as many rows as there are layers, are none."""
 
     def trainer(stages: int, scale: float = 1) -> Trainer:
-        model = {"outer": {**own()["outer"], "layers": jnp.arange(16.0).reshape(4, 4)}, "layers": own()["layers"]}
+        outer = {**own()["outer"], "layers": jnp.arange(16.0).reshape(4, 4)}
+        layers = own()["layers"] if wrt != "**" else jax.tree.map(lambda leaf: scale * leaf, own()["layers"])
+        model = {"outer": jax.tree.map(lambda leaf: scale * leaf, outer), "layers": layers}
         mesh = make_mesh(stage=2, devices=jax.devices()[:2])
         made = schedule("zb-v" if stages == 4 else "1f1b", num_stages=stages, num_microbatches=4)
-        model = jax.tree.map(lambda leaf: scale * leaf, model)
-        return Trainer(model, None, sgd(), pipeline=value_and_grad(DROPOUT, made, mesh=mesh), checkpoint_dir=tmp_path)
+        pipeline = value_and_grad(DROPOUT, made, mesh=mesh, wrt=wrt)
+        return Trainer(model, None, sgd(), pipeline=pipeline, checkpoint_dir=tmp_path)
 
     save(first := trainer(4))
     assert (second := trainer(2, scale=0)).restore() == 0

@@ -83,9 +83,9 @@ class Rearrangement:
     """
 
     def __init__(self, saved: Sequence[int] | None, own: Sequence[int] | None, like: Tree) -> None:
-        num_rows = next(
-            leaf.shape[0] for path, leaf in leaves_with_paths(like) if side_of(path) == "layers" and leaf.ndim
-        )
+        stacked = (leaf.shape[0] for path, leaf in leaves_with_paths(like) if side_of(path) == "layers" and leaf.ndim)
+        # Where no layer trains none is in the state, and the other order says how many there are.
+        num_rows = next(stacked, 1 + max(saved or own or ()))
         self._own = list(range(num_rows) if own is None else own)
         num_layers = 1 + max(self._own if saved is None else saved)
         before = list(range(num_layers) if saved is None else saved)
