@@ -1,5 +1,7 @@
-"""The schedule for given costs and memory: the best of the named ones, of these in ticks of several passes (`_packing`),
-and, where they are not for ranks in lockstep or memory is limited, of greedy ones.
+"""The schedule for given costs and memory: the best of the named ones, packed ones and greedy ones.
+
+Packed are the named ones in ticks of several passes (`_packing`); greedy ones are tried for ranks that run by
+themselves, and where memory is limited, since named ones need what they need.
 
 A greedy rank does the first thing that it can: an input pass, which the rank before waits for; then a forward pass, if
 memory allows; and a weight pass where it would wait otherwise. It is the list scheduling of `_listing`, whose order of
