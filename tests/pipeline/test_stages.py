@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from lowtide import models
-from lowtide.core import ConfigError, LayerStack
+from lowtide.core import ConfigError, LayerStack, ScheduleError
 from lowtide.memory import MemoryReport, analyze, target
 from lowtide.pipeline import Costs, Pipeline, StageReport, schedule, simulate, value_and_grad
 
@@ -183,6 +183,19 @@ def test_a_schedule_for_given_costs_stays() -> None:
         two = schedule(num_stages=4, num_microbatches=8, stages_per_rank=2, memory_limit=[3, 4])
         assert two.fitted(costs, 100).placement == two.placement
         assert [peak <= limit for peak, limit in zip(simulate(two.fitted(costs, 100)).peaks, (3, 4), strict=True)]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_waits_keeps_within_the_limit_in_every_slot(remat: bool) -> None:
+    of: Any = {"num_layers": 32, "num_classes": 2, "remat": remat}
+    usual = tiny("auto", **of).waiting_bytes
+    sizes = [int(usual * part) for part in (3, 1, 0.8, 0.6)]
+    found = [tiny("auto", **of, memory_limit=size) for size in sizes]
+    assert [report.waiting_bytes <= size for report, size in zip(found, sizes, strict=True)] == [True] * 4
+    assert [report.limit_bytes for report in found] == sizes
+    assert found[0].time_over_ideal <= found[-1].time_over_ideal
+    with pytest.raises(ScheduleError, match=r"(?s)memory_limit is less than what waits.*about \d.* B.*hint: raise"):
+        tiny("auto", **of, memory_limit=usual // 10)
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,19 @@ from ..core import (
     parse_bytes,
 )
 from ..distributed import Processes, ShardingRules, abstract
-from ..memory import MemoryReport, Target, analyze, analyze_compiled, check_donation, compile, shortage
+from ..memory import (
+    MemoryReport,
+    Target,
+    analyze,
+    analyze_compiled,
+    check_donation,
+    compile,
+    is_out_of_memory,
+    shortage,
+)
 from ..pipeline import StageReport
 from ._pipelined import PipelineStep
+from ._room import fitting
 from ._signals import undisturbed
 from ._state import LiveState
 from ._step import DONATED, STEP_ARGUMENTS, TrainingStep, TrainState, flat, spread
@@ -61,26 +71,37 @@ class CompiledStep:
         self.stages: StageReport | None = None
         """Of a pipeline what each rank holds, from `preflight` on."""
         self._programs: dict[Any, Any] = {}
+        self._steps: dict[Any, TrainingStep] = {}  # whose they are
         self._reports: dict[int, MemoryReport] = {}
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
         """The jitted step; see `Trainer.step_fn`."""
+        return self._jitted(next(reversed(self._steps.values()), self._step))
+
+    def _jitted(self, step: TrainingStep) -> Any:
         places = None
         if self._sharding is not None:
             kept = self._arguments(None)[: len(DONATED)]
             # On an abstract mesh: the devices are those of the arguments, which `memory` moves to a target's.
             places = *jax.tree.map(lambda leaf: abstract(leaf.sharding), kept), abstract(self._sharding.replicated())
-        return jax.jit(flat(self._step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
+        return jax.jit(flat(step), donate_argnums=DONATED, keep_unused=True, out_shardings=places)
 
     def memory(self, batch: Tree, target: Target | str | None) -> MemoryReport:
         """Compiled bytes of the step for a batch or shapes of one; see `Trainer.memory`."""
         shapes = self._shapes(batch)
-        if target is not None:
-            return analyze(self.step_fn, *self._arguments(shapes), target=target, roles=_ROLES)
-        compiled = self.compile(shapes)
-        self._describe(compiled, shapes)
-        return self._report(compiled)
+        if target is None:
+            compiled = self.compile(shapes)
+            self._describe(compiled, shapes)
+            return self._report(compiled)
+        reports: dict[int, MemoryReport] = {}
+
+        def analyzed(step: TrainingStep) -> MemoryReport:
+            if id(step) not in reports:
+                reports[id(step)] = analyze(self._jitted(step), *self._arguments(shapes), target=target, roles=_ROLES)
+            return reports[id(step)]
+
+        return analyzed(self._fitting(analyzed, shapes))
 
     def preflight(self, batch: Tree) -> MemoryReport:
         """Compile the step, and refuse it if the device is too small; see `Trainer.preflight`."""
@@ -91,13 +112,25 @@ class CompiledStep:
 
     def _describe(self, compiled: Any, shapes: Tree) -> None:
         """Say what each rank of a pipeline holds in this program."""
-        if isinstance(self._step, PipelineStep):
-            self.stages = self._step.report(combine(*self._live.parts), shapes, self._report(compiled))
+        if isinstance(step := self._step_for(shapes), PipelineStep):
+            self.stages = step.report(combine(*self._live.parts), shapes, self._report(compiled))
+
+    def _fitting(self, compiled: Callable[[PipelineStep], MemoryReport], shapes: Tree) -> TrainingStep:
+        """Choose the schedule of a pipeline for what the device has left."""
+        if not isinstance(self._step, PipelineStep):
+            return self._step
+        arrays = jax.tree.map(_struct, combine(*self._live.parts))
+        return fitting(self._step, compiled, self._left, arrays, shapes)
+
+    def _left(self, report: MemoryReport) -> int | None:
+        """Return the bytes that a device has beside a step; negative where the step is too large."""
+        usable = report.target.device_bytes if (budget := self._budget()) is None else budget
+        return None if usable is None else usable - report.device_bytes
 
     def shortage(self, batch: Tree, when: str) -> OutOfMemoryError:
         """Make the error that says who owns the bytes of the step."""
         batch = self._shapes(batch)
-        program = compile(self.step_fn, *self._arguments(batch))
+        program = compile(self._jitted(self._step_for(batch)), *self._arguments(batch))
         return shortage(program, when=when, roles=_ROLES, budget_bytes=self._budget(), hint=self._step.remedies)
 
     def run(self, batch: Tree, sent: Callable[[Tree], None] = lambda metrics: None) -> Tree:
@@ -133,18 +166,43 @@ class CompiledStep:
 
     def compile(self, batch: Tree) -> Any:
         """Compile the step for batches of this shape, and check that it reuses every donated buffer."""
-        leaves, structure = jax.tree.flatten(batch)
-        shapes = structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
-        if shapes not in self._programs:
-            with warnings.catch_warnings():
-                # JAX only warns, and without a path; _refuse_copies raises, with one.
-                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                lowered = self.step_fn.lower(*self._arguments(batch))  # pyright: ignore[reportFunctionMemberAccess]
-                self._processes.agree_on_program(lowered)
-                compiled = lowered.compile()
+        key = _key(batch)
+        if key not in self._programs:
+            made: dict[int, Any] = {}
+
+            def reported(step: TrainingStep) -> MemoryReport:
+                if id(step) not in made:
+                    made[id(step)] = self._compiled(step, batch)
+                program = made[id(step)]
+                if not isinstance(program, Exception):
+                    return self._report(program)
+                return analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
+
+            step = self._fitting(reported, batch)
+            compiled = made.get(id(step)) or self._compiled(step, batch)
+            if isinstance(compiled, Exception):
+                raise compiled
             _refuse_copies(compiled)
-            self._programs[shapes] = compiled
-        return self._programs[shapes]
+            self._programs[key], self._steps[key] = compiled, step
+        return self._programs[key]
+
+    def _compiled(self, step: TrainingStep, batch: Tree) -> Any:
+        """Compile a step: the program, or the compiler's error for one that does not fit."""
+        with warnings.catch_warnings():
+            # JAX only warns, and without a path; _refuse_copies raises, with one.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            lowered = self._jitted(step).lower(*self._arguments(batch))
+            self._processes.agree_on_program(lowered)
+            try:
+                return lowered.compile()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return error
+
+    def _step_for(self, shapes: Tree) -> TrainingStep:
+        """Return the step that runs for batches of these shapes."""
+        return self._steps.get(_key(shapes), self._step)
 
     def _shapes(self, batch: Tree) -> Tree:
         """Of what is not on the device yet the shapes that it will have there."""
@@ -165,10 +223,19 @@ class CompiledStep:
 
     def _refuse_large(self, compiled: Any, batch: Tree) -> MemoryReport:
         report = self._report(compiled)
-        usable = report.target.device_bytes if (budget := self._budget()) is None else budget
-        if usable is not None and report.device_bytes > usable:
+        if (self._left(report) or 0) < 0:
             raise self.shortage(batch, "before its first step")
         return report
+
+
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _key(batch: Tree) -> Any:
+    """Tell the shapes of a batch apart."""
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
 
 
 def _refuse_copies(compiled: Any) -> None:

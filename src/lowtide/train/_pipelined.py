@@ -6,6 +6,7 @@ model that the user sees has them in its own. Everything else is a `WholeStep`, 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,19 @@ class PipelineStep:
             self.arrangement = None
         arguments = (model, self._evaluated, tx, pipeline.wrt, 1, pipeline.weight)
         self._whole = WholeStep(*arguments, gradients=self._gradients)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its schedule may be made anew for what the device has left."""
+        made = self._concrete.schedule.remake
+        return made is not None and made.memory_limit is None and self._concrete.memory_limit is None
+
+    def within(self, memory_limit: int) -> PipelineStep:
+        """Return the step with another limit of what waits on each device, in bytes; state and layers are the same."""
+        other = copy.copy(self)
+        other._pipeline, other._concrete = (one.within(memory_limit) for one in (self._pipeline, self._concrete))
+        other._whole = self._whole.with_gradients(other._gradients)
+        return other
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `TrainingStep`; the model is arranged and on the mesh.
@@ -152,13 +166,13 @@ class PipelineStep:
         """See `TrainingStep`."""
         return self._natural(self._whole.model(*parts))
 
-    def report(self, arrays: Tree, batch: Tree, memory: MemoryReport) -> StageReport:
+    def report(self, arrays: Tree, batch: Tree, memory: MemoryReport | None) -> StageReport:
         """Report what each rank holds.
 
         Args:
             arrays: the model's, arranged.
             batch: shapes of one.
-            memory: of the compiled step.
+            memory: of the compiled step, if there is one.
         """
         return self._concrete.report(*sides(arrays, _WHAT), batch, memory=memory)
 

@@ -7,6 +7,7 @@ For a pipeline see `_pipelined`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -190,6 +191,12 @@ class WholeStep:
     def guard(self, is_guarded: bool) -> None:
         """See `TrainingStep`."""
         self._is_guarded = is_guarded
+
+    def with_gradients(self, gradients: Callable[[TrainState, Tree, Tree], Gradients]) -> WholeStep:
+        """Make the same step with gradients that are computed otherwise."""
+        other = copy.copy(self)
+        other._gradients = gradients
+        return other
 
     def init(self, model: Tree) -> tuple[TrainState, Tree]:
         """See `TrainingStep`."""

@@ -28,9 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ...core import LayerStack, StackShapes, Tree, combine
+from ...core import LayerStack, ScheduleError, StackShapes, Tree, combine, format_bytes
 from ...jaxprs import jaxpr_flops, make_jaxpr
-from ..schedules import Costs, Schedule, Tables, tables
+from ..schedules import Costs, Schedule, Tables, simulate, tables
 from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
 from ._checks import refuse_collectives, refuse_undivided_calls
 from ._inplace import InPlace, empty_buffer
@@ -40,6 +40,8 @@ State = dict[str, Any]
 Came = dict[str, list[Any]]
 """What comes, by the column of a table that says where it is put."""
 HERE = "from_here"
+_NUM_FITTING = 4
+"""Of how many schedules within a limit of memory the best is taken: with less of it they need not be slower."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,12 +358,59 @@ class _Run(_Forward):
         self.hoisted["blocks"] = tuple(
             jnp.concatenate([jnp.atleast_1d(one) for one in ones]) for ones in zip(*each, strict=True)
         )
-        waiting = [one for part in self.parts.values() for one in part.waiting()]
         self.costs = self._costs()
-        limit = self.program.memory_limit
-        self.schedule = self.program.schedule.fitted(self.costs, None if limit is None else limit / self._unit_bytes())
+        self.schedule, made = self._fitted()
         assert self.schedule.placement == self.program.schedule.placement, "layers are where they are"
-        return tables(self.schedule, self.program.layout.layers_per_stage, waiting)
+        return made
+
+    def _fitted(self) -> tuple[Schedule, Tables]:
+        """Choose the schedule for the costs of the stages, so that what waits keeps within the limit in every slot.
+
+        What a schedule counts is residuals; messages, cotangents of the pass that runs, and slots that only the fullest
+        rank uses come on top. So the limit that it is given is lowered until all of them are within ours, and of some
+        that are the soonest to end is taken.
+
+        Raises:
+            ScheduleError: when none was found.
+        """
+        waiting = [one for part in self.parts.values() for one in part.waiting()]
+        lengths, limit = self.program.layout.layers_per_stage, self.program.memory_limit
+        if limit is None:
+            made = self.program.schedule.fitted(self.costs)
+            return made, tables(made, lengths, waiting)
+        num_ranks, chunks = self.program.schedule.num_ranks, self.program.schedule.stages_per_rank
+        telling = (chunks * (2 * num_ranks - 1), chunks * num_ranks)  # limits at which the order changes
+        left, least = limit / self._unit_bytes(), 0
+        found: list[tuple[float, int, Schedule, Tables]] = []
+        while len(found) < _NUM_FITTING:
+            try:
+                made = self.program.schedule.fitted(self.costs, left)
+            except ScheduleError:
+                break
+            table = tables(made, lengths, waiting)
+            least = self._waiting_bytes(table)
+            if least <= limit:
+                found.append((simulate(made, self.costs, lockstep=True).makespan, least, made, table))
+            lower = left * min(limit / least, 0.9)
+            left = next((one for one in telling if lower < one < left), lower)
+        if found:
+            return min(found, key=lambda one: one[:2])[2:]
+        if not least:  # less than residuals of one microbatch, of which room for as many as ranks is always enough
+            least = self._waiting_bytes(tables(self.program.schedule.fitted(self.costs, telling[1]), lengths, waiting))
+        raise ScheduleError(
+            "memory_limit is less than what waits in any schedule that was found",
+            expected=f"about {format_bytes(least)}, of all devices of a rank",
+            got=format_bytes(limit),
+            hint="raise it, or have smaller microbatches, more stages or remat=True",
+        )
+
+    def _waiting_bytes(self, made: Tables) -> int:
+        """Return the bytes on the devices of a rank of all that waits: buffers and messages."""
+        sizes = {one.buffer: one.num_bytes for part in self.parts.values() for one in part.residuals}
+        hosted = {one.buffer for part in self.parts.values() for one in part.residuals if one.is_on_host}
+        h = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.shapes.h))
+        kept = sum(made.num_slots[name] * size for name, size in sizes.items() if name not in hosted)
+        return kept + made.num_messages * h
 
     def _costs(self) -> Costs:
         """Return what the stages cost, of which the first has the first function, and the last the last, too."""

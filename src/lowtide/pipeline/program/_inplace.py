@@ -37,6 +37,11 @@ class Residual:
     buffer: str
     """Shared by all of this shape that the pass leaves."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Of one microbatch, on all devices of a rank."""
+        return math.prod(self.shape.shape) * self.shape.dtype.itemsize
+
 
 class InPlace:
     """The passes of one part of the model."""
@@ -68,7 +73,7 @@ class InPlace:
     def left_bytes(self, made: Pass, last: Pass) -> int:
         """Return the bytes on the device that one pass of a microbatch leaves and another one frees."""
         chosen = (one for one in self.residuals if (one.made, one.last, one.is_on_host) == (made, last, False))
-        return sum(math.prod(one.shape.shape) * one.shape.dtype.itemsize for one in chosen)
+        return sum(one.num_bytes for one in chosen)
 
     def forward(
         self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree

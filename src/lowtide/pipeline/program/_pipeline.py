@@ -78,9 +78,11 @@ def value_and_grad(
             `layers_per_stage` has to say how).
         batch_axes: along which other axes the rows of every microbatch are divided; by default ``data`` and ``fsdp``,
             where the mesh has them.
-        memory_limit: for ``"auto"`` that was made without costs and limit, about what may wait between passes on each
-            device, in bytes or as text (``"4 GiB"``); by default what forward passes of twice as many microbatches as
-            ranks less one leave. What an input pass leaves to a weight pass right after it comes on top, and messages.
+        memory_limit: for ``"auto"`` that was made without costs and limit, what may wait between passes on each device,
+            in bytes or as text (``"4 GiB"``): messages and what passes leave to later ones, in every slot that the
+            fullest rank needs. By default what forward passes of twice as many microbatches as ranks less one leave,
+            beside messages and what an input pass leaves to a weight pass right after it; a `lowtide.Trainer` chooses
+            by what its device has left.
 
     Returns:
         The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
@@ -154,6 +156,17 @@ class Pipeline:
     """Along which the rows of microbatches are divided."""
     memory_limit: int | None = None
     """What may wait on each device, in bytes."""
+
+    def within(self, memory_limit: int) -> Pipeline:
+        """Return the pipeline with another limit of what may wait on each device, in bytes.
+
+        Stages stay where they are, so layers that are arranged for one are arranged for the other.
+
+        Raises:
+            ConfigError: for a limit of 0, or a schedule that is made already.
+        """
+        refuse_useless_limit(self.schedule, memory_limit)
+        return dataclasses.replace(self, memory_limit=memory_limit)
 
     def __call__(self, outer: Tree, layers: Tree, batch: Tree) -> tuple[tuple[Any, Tree], tuple[Tree, Tree]]:
         """Compute the loss, the metrics and the gradients.
@@ -271,6 +284,7 @@ class Pipeline:
             rows=rows,
             num_parts=self._num_parts,
             num_devices=self.mesh.size // self.mesh.shape[self.axis],
+            memory_limit=self.memory_limit,
             memory=memory,
         )
 

@@ -79,6 +79,8 @@ class StageReport:
     computes alone. Simulated; transfers are not counted."""
     scan_over_ideal: float
     """The same of one loop over ticks that is differentiated, which keeps what all microbatches leave."""
+    limit_bytes: int | None = None
+    """What waits was limited to when the schedule was chosen, if it was (`value_and_grad`'s ``memory_limit``)."""
     memory: MemoryReport | None = None
     """Of the compiled program, if there is one."""
 
@@ -137,6 +139,7 @@ class StageReport:
         table.add_row("room", "", "", *map(format_bytes, room))
         table.add_section()
         rows = {"made of weights once": self.hoisted_bytes, "of what waits, on the host": self.host_bytes}
+        rows["limit of what waits"] = self.limit_bytes or 0
         if self.memory is not None and self.other_bytes is not None:
             rows["everything else (compiled)"] = self.other_bytes
             rows["one device (compiled)"] = self.memory.device_bytes
@@ -164,6 +167,7 @@ def stage_report(
     rows: int,
     num_parts: int,
     num_devices: int,
+    memory_limit: int | None,
     memory: MemoryReport | None,
 ) -> StageReport:
     """Report what a program holds.
@@ -177,6 +181,7 @@ def stage_report(
         rows: of a microbatch.
         num_parts: into which its rows are divided.
         num_devices: of a rank.
+        memory_limit: of what waits on a device.
         memory: of the compiled program.
     """
 
@@ -233,6 +238,7 @@ def stage_report(
         is_split=schedule.is_split,
         time_over_ideal=run.makespan / max(run.busy),
         scan_over_ideal=scan_makespan(schedule, held.costs) / max(run.busy),
+        limit_bytes=memory_limit,
         memory=memory,
     )
 

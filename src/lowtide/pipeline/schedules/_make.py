@@ -166,7 +166,7 @@ class _Remake:
         return _remade(self, costs, limit if self.memory_limit is None else self.memory_limit)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=128)
 def _remade(one: _Remake, costs: Costs, memory_limit: float | tuple[float, ...] | None) -> Schedule:
     return one.how.best(costs, memory_limit, one.placement)
 
