@@ -303,6 +303,13 @@ class Processes:
         """Whether something happened in any of the processes; all of them have to ask."""
         return happened if self.count == 1 else in_any(happened, self._rules.timeout_seconds)
 
+    def least(self, number: int | None) -> int | None:
+        """Return the least number of all processes, which all of them have to ask for; None where any has none."""
+        if self.count == 1:
+            return number
+        numbers = [said["number"] for said in self._exchange({"number": number})]
+        return None if None in numbers else min(numbers)
+
     def in_turn(self, results: Tree) -> Tree:
         """Results, on CPUs of several processes when they are there.
 

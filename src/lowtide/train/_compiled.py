@@ -120,7 +120,8 @@ class CompiledStep:
         if not isinstance(self._step, PipelineStep):
             return self._step
         arrays = jax.tree.map(_struct, combine(*self._live.parts))
-        return fitting(self._step, compiled, self._left, arrays, shapes)
+        # Devices of other processes may have less: all choose the same.
+        return fitting(self._step, compiled, lambda report: self._processes.least(self._left(report)), arrays, shapes)
 
     def _left(self, report: MemoryReport) -> int | None:
         """Return the bytes that a device has beside a step; negative where the step is too large."""
