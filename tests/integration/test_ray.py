@@ -1,0 +1,199 @@
+"""The example for Ray Train on a local cluster of two nodes: it survives a killed worker, and one node less."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray: install the ray extra"),
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "launch" / "ray_train.py"
+STEPS, EVERY = 12, 3
+MINUTE = 60
+SMALL = {"steps": STEPS, "checkpoint_every": EVERY, "seq_len": 32, "batch_size": 8, "learning_rate": 5e-3}
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster()
+nodes = [cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=2**27, temp_dir=sys.argv[1])
+         for _ in range(2)]
+print("at", cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(nodes.pop(), allow_graceful=False)
+    print("removed", flush=True)
+cluster.shutdown()
+"""
+
+ALONE = """
+import json, runpy, sys
+
+example, config = runpy.run_path(sys.argv[1]), json.loads(sys.argv[2])
+model, data = example["model_and_data"](config)
+records = example["make_trainer"](config, model).fit(data, num_steps=config["steps"], progress=False)
+print(json.dumps([record["loss"] for record in records]))
+"""
+
+
+def environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"],
+        "PYTHONUNBUFFERED": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+
+class Cluster:
+    def __init__(self, folder: str) -> None:
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**environment(), **token}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER, folder],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.environment["RAY_ADDRESS"] = self._read("at ")
+
+    def _read(self, word: str) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word).strip()
+        raise AssertionError("the cluster has ended")
+
+    def remove_a_node(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("remove\n")
+        self._process.stdin.flush()
+        self._read("removed")
+
+    def close(self) -> None:
+        self._process.communicate(timeout=MINUTE)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = tempfile.mkdtemp(prefix="ray-")  # a short path, for the names of sockets
+    made = Cluster(folder)
+    yield made
+    made.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    """Losses of the uninterrupted run: `lt.Trainer` on one device, without Ray."""
+    config = json.dumps({**SMALL, "pipeline": None})
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, EXAMPLE, config], env=environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Run:
+    """The example, started as a user does."""
+
+    def __init__(self, cluster: Cluster, out: Path, *flags: str) -> None:
+        self.out, self.log = out, out.with_suffix(".log")
+        settings = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        command = [sys.executable, str(EXAMPLE), "--out", str(out), "--report-every", "4", *settings, *flags]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """What each worker said when it began: its attempts are told apart by their processes."""
+        said = r"worker (\d) of (\d), process (\d+): (.*); goes on from step (\d+)"
+        found = dict.fromkeys(re.findall(said, self.log.read_text()))
+        return [
+            {"rank": int(rank), "of": int(of), "pid": int(pid), "mesh": mesh, "step": int(step)}
+            for rank, of, pid, mesh, step in found
+        ]
+
+    def wait_until(self, condition: Any) -> None:
+        until = time.monotonic() + 3 * MINUTE
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()
+            time.sleep(0.05)
+
+    def wait_for_checkpoint(self) -> None:
+        self.wait_until(lambda: len(self.attempts()) == 2 and (self.out / "checkpoints" / str(EVERY)).is_dir())
+
+    def finish(self, alone: list[float]) -> list[dict[str, Any]]:
+        """Compare what was written with the uninterrupted run; return the attempts."""
+        assert self.process.wait(timeout=5 * MINUTE) == 0, self.log.read_text()
+        records = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        losses = {record["step"]: record["loss"] for record in records}  # the last, where a step was taken again
+        assert sorted(losses) == [*range(1, STEPS + 1)]
+        np.testing.assert_allclose([record["loss"] for record in records], [alone[r["step"] - 1] for r in records],
+                                   rtol=0, atol=1e-5)
+        print("largest difference", max(abs(losses[step] - alone[step - 1]) for step in losses))
+        return self.attempts()
+
+
+@pytest.mark.parametrize(
+    ("flags", "mesh"),
+    [
+        ([], "data 1, fsdp 2, tensor 1"),
+        (["--pipeline", "2", "--devices", "2"], "stage 2, data 1, fsdp 2, tensor 1"),
+    ],
+    ids=["fsdp", "pipeline"],
+)
+def test_a_killed_worker_costs_no_more_than_the_steps_since_the_checkpoint(
+    flags: list[str], mesh: str, cluster: Cluster, alone: list[float], tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path / "run", *flags)
+    run.wait_for_checkpoint()
+    killed = next(attempt["pid"] for attempt in run.attempts() if attempt["rank"] == 1)
+    os.kill(killed, signal.SIGKILL)
+    died = time.monotonic()
+    run.wait_until(lambda: len(run.attempts()) == 4)
+    waited = time.monotonic() - died
+    print("from the kill to the next attempt", waited)
+    attempts = run.finish(alone)
+    assert {attempt["mesh"] for attempt in attempts} == {mesh}
+    assert [attempt["step"] for attempt in attempts[:2]] == [0, 0]
+    assert len({attempt["pid"] for attempt in attempts}) == 4 and len(attempts) == 4
+    (step,) = {attempt["step"] for attempt in attempts[2:]}
+    assert EVERY <= step < STEPS and step % EVERY == 0
+    assert waited < MINUTE
+
+
+def test_with_a_node_less_an_elastic_run_goes_on_with_one_worker(
+    cluster: Cluster, alone: list[float], tmp_path: Path
+) -> None:
+    run = Run(cluster, tmp_path / "run", "--min-workers", "1")
+    run.wait_for_checkpoint()
+    cluster.remove_a_node()  # the last test: it does not come back
+    died = time.monotonic()
+    run.wait_until(lambda: len(run.attempts()) == 3)
+    print("from the kill to the next attempt", time.monotonic() - died)
+    *before, after = run.finish(alone)
+    assert {attempt["of"] for attempt in before} == {2}
+    assert after["of"] == 1 and EVERY <= after["step"] < STEPS
