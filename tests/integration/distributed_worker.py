@@ -92,6 +92,7 @@ def make_trainer(model, rules):
         model,
         small_loss if ARGS.get("small") else None if "stage" in ARGS else lt.models.loss,
         optax.adamw(1e-2),
+        wrt="**/lora_*" if ARGS.get("adapters") else None,
         sharding=rules,
         **how,
         checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
@@ -113,6 +114,8 @@ def main():
         for path in Path(ARGS["checkpoints"]).glob("6/state/**/*"):
             if path.is_file():
                 path.write_bytes(b"")
+    if ARGS.get("adapters"):
+        model = lt.lora.add(rules.place(model), lt.lora.Config(rank=2, targets="*"), key=jax.random.key(1))
     trainer = make_trainer(model, rules)
     if rules.local_batches:
         shard, count = rules.data_shard
