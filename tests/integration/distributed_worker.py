@@ -131,6 +131,8 @@ def main():
     if ARGS.get("odd") == "data" and ARGS["process"]:
         data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
     resumed = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
+    if ARGS.get("adapters"):
+        trainer.step = resumed or 0  # a new array, which copies and checkpoints have to read, too
     num_steps = ARGS["num_steps"] + (ARGS.get("odd") == "steps") * ARGS["process"]
     callbacks = [Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")]
     if ARGS.get("odd") == "callbacks" and ARGS["process"]:
