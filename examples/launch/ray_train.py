@@ -157,7 +157,7 @@ def main():
         flags = f"--xla_force_host_platform_device_count={args.devices} {os.environ.get('XLA_FLAGS', '')}"
         environment["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false"
     elif args.device == "gpu":
-        environment["JAX_PLATFORMS"] = "cuda,cpu"  # as `lowtide` has it: what Ray looks for is cuda
+        environment["JAX_PLATFORMS"] = "cuda,cpu"  # Ray looks for cuda in it
     trainer = JaxTrainer(
         train_loop_per_worker,
         train_loop_config={**vars(args), "out": str(Path(args.out).resolve())},
