@@ -117,9 +117,13 @@ def alone() -> list[float]:
 class Run:
     """The example, started as a user does."""
 
-    def __init__(self, cluster: Cluster, out: Path, *flags: str) -> None:
-        self.out, self.log = out, out.with_suffix(".log")
-        settings = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    def __init__(self, cluster: Cluster, out: Path, *flags: str, steps: int = STEPS) -> None:
+        self.out, self.log, self.steps = out, out.with_suffix(".log"), steps
+        settings = [
+            part
+            for name, value in {**SMALL, "steps": steps}.items()
+            for part in (f"--{name.replace('_', '-')}", str(value))
+        ]
         command = [sys.executable, str(EXAMPLE), "--out", str(out), "--report-every", "4", *settings, *flags]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, env=cluster.environment, stdout=log, stderr=subprocess.STDOUT)
@@ -158,7 +162,7 @@ class Run:
         assert self.process.wait(timeout=5 * MINUTE) == 0, self.log.read_text()
         records = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
         losses = {record["step"]: record["loss"] for record in records}
-        assert sorted(losses) == [*range(1, STEPS + 1)]
+        assert sorted(losses) == [*range(1, self.steps + 1)]
         expected = [alone[record["step"] - 1] for record in records]
         np.testing.assert_allclose([record["loss"] for record in records], expected, rtol=0, atol=1e-5)
         print(f"losses differ by at most {max(abs(losses[step] - alone[step - 1]) for step in losses):.1e}")
@@ -169,11 +173,11 @@ def test_a_pipeline_over_two_workers_survives_one_that_is_killed(
     cluster: Cluster, alone: list[float], tmp_path: Path
 ) -> None:
     cluster.set_nodes(2)
-    run = Run(cluster, tmp_path / "run", "--pipeline", "2", "--devices", "2")
+    run = Run(cluster, tmp_path / "run", "--pipeline", "2", "--devices", "2", steps=9)
     run.kill_a_worker()
     *before, first, second = run.finish(alone)
     assert {attempt["mesh"] for attempt in (*before, first, second)} == {"stage 2, data 1, fsdp 2, tensor 1"}
-    assert len(before) == 2 and EVERY <= first["step"] == second["step"] < STEPS
+    assert len(before) == 2 and EVERY <= first["step"] == second["step"] < run.steps
 
 
 def test_fsdp_survives_a_killed_worker_and_then_goes_on_with_a_node_less(
