@@ -71,7 +71,7 @@ format: $(VENV)/.installed-dev ## Let ruff rewrite what it can.
 docs: $(VENV)/.installed-docs ## Build the documentation into site/; every warning is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-peers: $(VENV)/.installed-peers ## Compare with torch, transformers and PEFT.
+peers: $(VENV)/.installed-peers ## Compare with torch, transformers and PEFT; train on Ray.
 	$(BIN)/python -m pytest -m peers $(PYTEST_ARGS)
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).

@@ -92,6 +92,7 @@ def make_trainer(model, rules):
         model,
         small_loss if ARGS.get("small") else None if "stage" in ARGS else lt.models.loss,
         optax.adamw(1e-2),
+        wrt="**/lora_*" if ARGS.get("adapters") else None,
         sharding=rules,
         **how,
         checkpoint_dir=ARGS["checkpoints"] + str(ARGS["process"] if ARGS.get("odd") == "folder" else ""),
@@ -113,6 +114,8 @@ def main():
         for path in Path(ARGS["checkpoints"]).glob("6/state/**/*"):
             if path.is_file():
                 path.write_bytes(b"")
+    if ARGS.get("adapters"):
+        model = lt.lora.add(rules.place(model), lt.lora.Config(rank=2, targets="*"), key=jax.random.key(1))
     trainer = make_trainer(model, rules)
     if rules.local_batches:
         shard, count = rules.data_shard
@@ -128,6 +131,8 @@ def main():
     if ARGS.get("odd") == "data" and ARGS["process"]:
         data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
     resumed = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
+    if ARGS.get("adapters"):
+        trainer.step = resumed or 0  # a new array, which copies and checkpoints have to read, too
     num_steps = ARGS["num_steps"] + (ARGS.get("odd") == "steps") * ARGS["process"]
     callbacks = [Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")]
     if ARGS.get("odd") == "callbacks" and ARGS["process"]:

@@ -97,10 +97,19 @@ def test_a_pipeline_runs_across_processes_and_is_resumed(alone, tmp_path):
     np.testing.assert_allclose(resumed["predicted"], alone["predicted"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("who", [1, 0])
-def test_a_killed_process_is_an_error_in_the_other_within_a_minute(who, tmp_path):
+def test_adapters_train_and_are_resumed_where_each_process_has_one_device(tmp_path):
+    for steps, resumed in ((2, None), (4, 2)):
+        how = {"devices": 1, "fsdp": 2, "tensor": 1, "adapters": True, "num_steps": steps, **SMALL}
+        assert run(tmp_path / "run", tmp_path / "checkpoints", **how) == [{"resumed": resumed}] * 2
+
+
+OF_TWO_STAGES = {"devices": 1, "stage": 2, "fsdp": 1, "tensor": 1, "schedule": "1f1b", "stages": 2}
+
+
+@pytest.mark.parametrize(("who", "model"), [(1, SMALL), (0, SMALL), (1, OF_TWO_STAGES)], ids=["1", "0", "pipeline"])
+def test_a_killed_process_is_an_error_in_the_other_within_a_minute(who, model, tmp_path):
     processes = start(
-        tmp_path / "run", tmp_path / "checkpoints", at=6, how="kill", who=who, num_steps=10**6, heartbeat=10, **SMALL
+        tmp_path / "run", tmp_path / "checkpoints", at=6, how="kill", who=who, num_steps=10**6, heartbeat=10, **model
     )
     codes = [processes[who].wait(timeout=300)]
     died = time.monotonic()

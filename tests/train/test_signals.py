@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -103,6 +104,16 @@ def test_nothing_is_set_in_other_threads() -> None:
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+def test_a_run_in_another_thread_trains_and_saves(tmp_path: Path) -> None:
+    """As workers of Ray do, whose main thread is Ray's."""
+    made = lt.Trainer(jnp.zeros(3), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), checkpoint_dir=tmp_path)
+    x = np.ones(3, np.float32)
+    thread = threading.Thread(target=lambda: made.fit([x] * 3, num_steps=3, eval_data=[x], checkpoint_every=2))
+    thread.start()
+    thread.join()
+    assert made.step == 3 and (tmp_path / "3").is_dir()
 
 
 @pytest.mark.parametrize("replaced", [False, True])

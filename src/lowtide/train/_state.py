@@ -136,7 +136,7 @@ class LiveState:
         _check_step(number)
         self.refuse_averaged("setting step")
         place = self.state.step.sharding
-        self.state = dataclasses.replace(self.state, step=jax.device_put(jnp.int32(number), place))
+        self.state = dataclasses.replace(self.state, step=put(jnp.int32(number), place))
 
     def update(self, model: Tree) -> None:
         """Go on with other weights; see `Trainer.update`."""
