@@ -130,6 +130,8 @@ def main():
         data = array_data(arrays, 16, seed=0).repeat()
     if ARGS.get("odd") == "data" and ARGS["process"]:
         data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
+    if "room" in ARGS:  # of the bytes that a step needs by default, another part in each process
+        trainer.budget_bytes = int(make_trainer(model, rules).preflight(data[0]).device_bytes * ARGS["room"][ARGS["process"]])
     resumed = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
     if ARGS.get("adapters"):
         trainer.step = resumed or 0  # a new array, which copies and checkpoints have to read, too
@@ -156,6 +158,7 @@ def main():
             {
                 "resumed": resumed,
                 "step": trainer.step,
+                "limit": trainer.stages and trainer.stages.limit_bytes,
                 "losses": [record["loss"] for record in records if "loss" in record],
                 "eval": [record["eval_loss"] for record in records if "eval_loss" in record],
                 "spec": str(weight.sharding.spec),

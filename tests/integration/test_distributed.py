@@ -97,6 +97,14 @@ def test_a_pipeline_runs_across_processes_and_is_resumed(alone, tmp_path):
     np.testing.assert_allclose(resumed["predicted"], alone["predicted"], rtol=0, atol=1e-4)
 
 
+def test_processes_whose_devices_have_different_room_choose_one_schedule(alone, tmp_path):
+    """Each for itself would choose another one: the second has less than the default needs."""
+    how = {"devices": 1, "stage": 2, "fsdp": 1, "tensor": 1, "schedule": "auto", "stages": 2, "num_steps": 2}
+    both = run(tmp_path / "both", tmp_path / "checkpoints", room=[2, 0.97], **how)
+    assert both[0] == both[1] and both[0]["limit"]
+    np.testing.assert_allclose(both[0]["losses"], alone["losses"][:2], rtol=0, atol=1e-5)
+
+
 def test_adapters_train_and_are_resumed_where_each_process_has_one_device(tmp_path):
     for steps, resumed in ((2, None), (4, 2)):
         how = {"devices": 1, "fsdp": 2, "tensor": 1, "adapters": True, "num_steps": steps, **SMALL}
