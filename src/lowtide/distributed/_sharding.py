@@ -37,8 +37,9 @@ from ..core import (
 
 STAGE = "stage"
 """The axis of pipelines."""
-_BATCH_AXES = ("data", "fsdp", "expert")
-"""The axes that rows of batches are divided along, where the mesh has them and nobody says otherwise."""
+_BATCH_AXES = ("expert", "data", "fsdp")
+"""The axes that rows of batches are divided along, where the mesh has them and nobody says otherwise. Experts come
+first: a block that is mapped over them alone, by `jax.shard_map`, divides its rows so, and moves none."""
 # PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
 _COLUMN = r"(?:.*/)?(?:[qkv]_proj|gate_proj|up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
 _ROW = r"(?:.*/)?(?:o_proj|out_proj|down_proj|fc2|c_proj)"
@@ -122,7 +123,7 @@ class ShardingRules:
     rules: Mapping[str, jax.P] = dataclasses.field(default_factory=dict[str, jax.P])
     """Regular expressions for whole paths, and how what they match is divided."""
     batch_axes: str | Sequence[str] = ()
-    """The axes that the leading axis of batches is divided along; by default ``data``, ``fsdp`` and ``expert``."""
+    """The axes that the leading axis of batches is divided along; by default ``expert``, ``data`` and ``fsdp``."""
     min_bytes: int = 2**16
     """Leaves with fewer bytes are replicated where no rule matches, layers but for ``stage``."""
     local_batches: bool = False

@@ -49,7 +49,7 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
                 f"batch_axes: rows cannot be divided along {one!r}",
                 expected=" or ".join(repr(other) for other in mesh.shape if other != axis) or "no axis",
                 got=", ".join(map(repr, batch_axes or ())),
-                hint="leave it out to divide them along data, fsdp and expert",
+                hint="leave it out to divide them along expert, data and fsdp",
             )
 
 
@@ -194,8 +194,8 @@ def explained(error: Exception, mesh: Any, axis: str) -> StructureError | None:
             "a function of the stack gives jax.shard_map a mesh of its own",
             expected=f"none: it is traced where the pipeline has divided {axis!r}, and takes that mesh",
             got=text,
-            hint="leave mesh= out and name its axes: jax.shard_map(part, in_specs=..., out_specs=..., axis_names={...}); "
-            "without a pipeline run it under jax.set_mesh(mesh)",
+            hint="leave mesh= out: jax.shard_map(part, in_specs=..., out_specs=..., axis_names=...); without a "
+            "pipeline run it under jax.set_mesh(mesh)",
         )
     if isinstance(error, TypeError) and re.search(rf"V:[^}}]*\b{re.escape(axis)}\b", text):
         return _of_specs(axis, "", text.splitlines()[0])

@@ -312,7 +312,8 @@ class _Forward:
         h = self.program.running(self.program.blocks)(layers, h, batch, cell["num_layers"])
 
         def last(state: State, given: tuple[Tree, Tree]) -> State:
-            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *self.program.running(stack.last)(outer, *given))
+            found = self.program.running(stack.last)(outer, *given)
+            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *found)
 
         return {**_when(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
 

@@ -78,8 +78,8 @@ def value_and_grad(
         arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
             moved between ranks. That is of use where a rank has several stages, or stages are uneven (then
             `layers_per_stage` has to say how).
-        batch_axes: along which other axes the rows of every microbatch are divided; by default ``data``, ``fsdp`` and
-            ``expert``, where the mesh has them.
+        batch_axes: along which other axes the rows of every microbatch are divided; by default ``expert``, ``data``
+            and ``fsdp``, where the mesh has them.
         memory_limit: for ``"auto"`` that was made without costs and limit, about what may wait between passes on each
             device, in bytes or as text (``"4 GiB"``); by default what forward passes of twice as many microbatches as
             ranks less one leave. What an input pass leaves to a weight pass right after it comes on top, and messages.
@@ -123,7 +123,7 @@ def value_and_grad(
     refuse_other_mesh(schedule, mesh, axis, batch_axes)
     refuse_other_stages(schedule, layers_per_stage)
     warn_of_waiting_forever(mesh, axis)
-    axes = tuple(one for one in ("data", "fsdp", "expert") if one in mesh.shape and one != axis)
+    axes = tuple(one for one in ("expert", "data", "fsdp") if one in mesh.shape and one != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     refuse_useless_limit(schedule, limit)
