@@ -157,6 +157,24 @@ def laid_out(x: Any, order: tuple[int, ...]) -> Any:
     return with_layout_constraint(x, Layout(order))
 
 
+def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
+    """`laid_out` in programs for TPUs: of a divided array XLA's other compilers gather all parts to do so."""
+    return _on_tpus().bind(x, order=order)
+
+
+@functools.cache
+def _on_tpus() -> Any:
+    from jax.extend.core import Primitive
+    from jax.interpreters import mlir
+
+    primitive = Primitive("laid_out_on_tpus")
+    primitive.def_impl(lambda x, order: x)
+    primitive.def_abstract_eval(lambda x, order: x)
+    mlir.register_lowering(primitive, lambda ctx, x, order: [x])
+    mlir.register_lowering(primitive, mlir.lower_fun(laid_out, multiple_results=False), platform="tpu")
+    return primitive
+
+
 def find_ptxas() -> str | None:
     """NVIDIA's assembler, which XLA starts for every kernel; one that XLA would miss is put on PATH.
 

@@ -1,10 +1,11 @@
-"""Which device holds which part of an array: rules by path over a mesh of ``stage``, ``data``, ``fsdp``, ``tensor``.
+"""Which device holds which part of an array: rules by path over a mesh of ``data``, ``fsdp``, ``tensor`` and others.
 
 Every array is sharded by `jax.sharding.NamedSharding`; XLA puts the collectives in. Along ``data`` the model is
 replicated and the batch divided, along ``fsdp`` both are divided (the weights of a block are gathered where they are
 used), along ``tensor`` the weights and the activations between a column-parallel and a row-parallel projection are,
 as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv.org/abs/1910.02054, stage 3. Along
-``stage``, the axis of a pipeline, the layers of a stack are divided.
+``stage``, the axis of a pipeline, the layers of a stack are divided. Along ``expert`` the batch is divided, and what
+rules say: the experts of a mixture, between which a block exchanges tokens itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from ..core import (
 
 STAGE = "stage"
 """The axis of pipelines."""
-_AXES = ("data", "fsdp", "tensor")
+_BATCH_AXES = ("expert", "data", "fsdp")
+"""The axes that rows of batches are divided along, where the mesh has them and nobody says otherwise. Experts come
+first: a block that is mapped over them alone, by `jax.shard_map`, divides its rows so, and moves none."""
 # PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
 _COLUMN = r"(?:.*/)?(?:[qkv]_proj|gate_proj|up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
 _ROW = r"(?:.*/)?(?:o_proj|out_proj|down_proj|fc2|c_proj)"
@@ -53,15 +56,18 @@ def make_mesh(
     stage: int | None = None,
     data: int = 1,
     fsdp: int | None = None,
+    expert: int | None = None,
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, and for a pipeline ``stage`` before them.
+    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, ``stage`` for a pipeline, ``expert`` for a mixture.
 
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
         data: copies of the model that train on parts of the batch.
         fsdp: parts that weights, optimizer state and batch are divided into; by default what the others leave.
+        expert: parts that batches and, where rules say so, experts are divided into; by default the mesh has no such
+            axis.
         tensor: parts that each projection is divided into; keep it within one host, whose links are fast.
         devices: by default all, of all processes.
 
@@ -76,9 +82,9 @@ def make_mesh(
         {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    rest = 1 if -1 in (stage, data, tensor) else -1
-    sizes = {} if stage is None else {STAGE: stage}
-    sizes |= {"data": data, "fsdp": rest if fsdp is None else fsdp, "tensor": tensor}
+    rest = 1 if -1 in (stage, data, expert, tensor) else -1
+    given = {STAGE: stage, "data": data, "fsdp": rest if fsdp is None else fsdp, "expert": expert, "tensor": tensor}
+    sizes = {name: size for name, size in given.items() if size is not None}
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(free) == 1 and known > 0 and len(devices) % known == 0:
@@ -117,7 +123,7 @@ class ShardingRules:
     rules: Mapping[str, jax.P] = dataclasses.field(default_factory=dict[str, jax.P])
     """Regular expressions for whole paths, and how what they match is divided."""
     batch_axes: str | Sequence[str] = ()
-    """The axes that the leading axis of batches is divided along; by default ``data`` and ``fsdp``."""
+    """The axes that the leading axis of batches is divided along; by default ``expert``, ``data`` and ``fsdp``."""
     min_bytes: int = 2**16
     """Leaves with fewer bytes are replicated where no rule matches, layers but for ``stage``."""
     local_batches: bool = False
@@ -136,7 +142,7 @@ class ShardingRules:
                 hint="lowtide.train.make_mesh makes such a mesh",
             )
         given = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
-        chosen = given or tuple(name for name in _AXES[:2] if name in axes)
+        chosen = given or tuple(name for name in _BATCH_AXES if name in axes)
         object.__setattr__(self, "batch_axes", chosen)
         used = {name: "batch_axes" for name in chosen}
         for pattern, spec in self.rules.items():
@@ -150,7 +156,7 @@ class ShardingRules:
         if not chosen and STAGE not in axes:
             raise ConfigError(
                 "it is not known how batches are divided",
-                expected='batch_axes, or mesh axes named "data" or "fsdp"',
+                expected='batch_axes, or mesh axes named "data", "fsdp" or "expert"',
                 got=f"a mesh with the axes {', '.join(axes)}",
                 hint=f"ShardingRules(mesh=mesh, batch_axes=({axes[0]!r},))",
             )

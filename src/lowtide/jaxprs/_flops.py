@@ -20,7 +20,17 @@ _FREE = {
     *("dynamic_update_slice", "concatenate", "pad", "convert_element_type", "bitcast_convert_type", "copy"),
     *("name", "device_put", "iota", "split", "stop_gradient", "optimization_barrier", "sharding_constraint"),
     *("get", "swap", "masked_load", "masked_swap", "program_id", "num_programs"),  # of Pallas kernels
-    *("pcast", "pvary", "reshard", "layout_constraint", "ppermute", "all_gather", "all_gather_invariant", "all_to_all"),
+    *(
+        "pcast",
+        "pvary",
+        "reshard",
+        "layout_constraint",
+        "laid_out_on_tpus",
+        "ppermute",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+    ),
 }
 
 

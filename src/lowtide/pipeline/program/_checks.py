@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,7 +49,7 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
                 f"batch_axes: rows cannot be divided along {one!r}",
                 expected=" or ".join(repr(other) for other in mesh.shape if other != axis) or "no axis",
                 got=", ".join(map(repr, batch_axes or ())),
-                hint="leave it out to divide them along data and fsdp",
+                hint="leave it out to divide them along expert, data and fsdp",
             )
 
 
@@ -129,6 +130,10 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
     """
     for eqn, where in _with_lines(jaxpr):
         collective = eqn.primitive.name
+        if kind_of(eqn) is Kind.SHARD_MAP:
+            specs = (*eqn.params["in_specs"], *eqn.params["out_specs"])
+            if any(axis in (entry if isinstance(entry, tuple) else (entry,)) for spec in specs for entry in spec):
+                raise _of_specs(axis, where, f"one of {', '.join(map(str, specs))}")
         if axis in _axes(eqn):
             raise StructureError(
                 f"{name}: {collective} along {axis!r}{where and f' at {where}'}, the axis of the pipeline",
@@ -145,6 +150,65 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
             hint=f"decide for all, as by jax.lax.psum(score, {axes[0]!r}) > 0; or give it weights that all devices "
             f"have alike as jax.lax.pcast(w, {axes[0]!r}, to='varying'), whose gradients are added up outside",
         )
+
+
+def explained(error: Exception, mesh: Any, axis: str) -> StructureError | None:
+    """Say what JAX's error about a `shard_map`, or a collective, in a function of the stack means here.
+
+    Args:
+        error: of tracing the functions.
+        mesh: of the pipeline.
+        axis: of the pipeline.
+
+    Returns:
+        The error to raise in its place; None of any other.
+    """
+    text = str(error)
+    others = [name for name in mesh.axis_names if name != axis]
+    there = ", ".join(map(repr, others)) or "there is none"
+    unbound = re.search(r"unbound axis name: (\w+)", text) if isinstance(error, NameError) else None
+    if unbound and unbound[1] in others:
+        return StructureError(
+            f"a function of the stack has a collective along {unbound[1]!r} outside of a shard_map over it",
+            expected="jax.shard_map around it: along axes beside the pipeline's the compiler divides arrays by itself",
+            got=text,
+            hint=f"jax.shard_map(part, in_specs=..., out_specs=..., axis_names={{{unbound[1]!r}}})(h, weights)",
+        )
+    named = re.search(r"refers to '(\w+)'", text) or re.search(r"axis_names=frozenset\(\{(.*?)\}\) to be", text)
+    of_map = isinstance(error, ValueError) and "shard_map" in text
+    names = [unbound[1]] if unbound else re.findall(r"\w+", named[1]) if named and of_map else []
+    if axis in names:
+        return _of_specs(axis, "", text.splitlines()[0])
+    missing = [name for name in names if name not in others]
+    if missing:
+        return StructureError(
+            f"a function of the stack names an axis that the mesh does not have: {', '.join(missing)}",
+            expected=f"axes of the mesh beside {axis!r}: {there}",
+            got=text.splitlines()[0],
+            hint=f"make_mesh({axis}=..., {missing[0]}=...), or another name in the function"
+            if missing[0] in ("data", "fsdp", "expert", "tensor")
+            else "name an axis of the mesh, or add it: jax.sharding.Mesh(devices, axis_names)",
+        )
+    if isinstance(error, ValueError) and "should match the mesh passed to shard_map" in text:
+        return StructureError(
+            "a function of the stack gives jax.shard_map a mesh of its own",
+            expected=f"none: it is traced where the pipeline has divided {axis!r}, and takes that mesh",
+            got=text,
+            hint="leave mesh= out: jax.shard_map(part, in_specs=..., out_specs=..., axis_names=...); without a "
+            "pipeline run it under jax.set_mesh(mesh)",
+        )
+    if isinstance(error, TypeError) and re.search(rf"V:[^}}]*\b{re.escape(axis)}\b", text):
+        return _of_specs(axis, "", text.splitlines()[0])
+    return None
+
+
+def _of_specs(axis: str, where: str, got: str) -> StructureError:
+    return StructureError(
+        f"a jax.shard_map{where and f' at {where}'} divides something along {axis!r}, the axis of the pipeline",
+        expected="in_specs and out_specs of other axes of the mesh",
+        got=got,
+        hint=f"leave {axis!r} out of them: a block is given what its own stage has",
+    )
 
 
 def _with_lines(jaxpr: Any) -> Iterator[tuple[Any, str]]:

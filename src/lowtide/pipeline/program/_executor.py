@@ -35,6 +35,7 @@ from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace
 from ._checks import refuse_collectives, refuse_undivided_calls
 from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
+from ._permutes import permuting_nothing, without_permutes
 
 State = dict[str, Any]
 Came = dict[str, list[Any]]
@@ -139,8 +140,8 @@ class Program:
         rows = [jax.tree.map(self.stage_shape, tree) for tree in rows]
         count = jax.ShapeDtypeStruct((), jnp.int32)
         return {
-            "first": trace_split(first, *outer, (), self.batch),
-            "blocks": trace_split(self.blocks, *rows, h, self.batch, count),
+            "first": trace_split(first, *outer, (), self.batch, rewrite=self.sendable),
+            "blocks": trace_split(self.blocks, *rows, h, self.batch, count, rewrite=self.sendable),
         }
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
@@ -163,6 +164,14 @@ class Program:
             return jax.tree.map(choose, self.divided(block(layer, given, batch)), h), None
 
         return lax.scan(body, self.divided(h), (layers, jnp.arange(self.layout.longest)))[0]
+
+    def sendable(self, jaxpr: Any) -> Any:
+        """Return a jaxpr whose collectives other ranks need not take part in."""
+        return without_permutes(jaxpr, self.axis) if self.platform == "cpu" else jaxpr
+
+    def running(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the stack whose collectives other ranks need not take part in."""
+        return permuting_nothing(fn, self.axis) if self.platform == "cpu" else fn
 
     def divided(self, tree: Tree) -> Tree:
         """Arrays whose rows are divided: else XLA may gather them, and divide them along weights' axes."""
@@ -295,17 +304,18 @@ class _Forward:
         stack, outer = self.program.stack, self.weights.outer
 
         def first(_: Tree, batch: Tree) -> Tree:
-            return self.program.divided(stack.first(outer, batch))
+            return self.program.divided(self.program.running(stack.first)(outer, batch))
 
         h = _when(cell["is_first"] == 1, first, self._message(state, cell), batch)
         layers = jax.tree.map(
             lambda rows: lax.dynamic_slice_in_dim(rows.array, rows.begin, self.program.layout.longest),
             self.weights.of(cell["chunk"]),
         )
-        h = self.program.blocks(layers, h, batch, cell["num_layers"])
+        h = self.program.running(self.program.blocks)(layers, h, batch, cell["num_layers"])
 
         def last(state: State, given: tuple[Tree, Tree]) -> State:
-            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *stack.last(outer, *given))
+            found = self.program.running(stack.last)(outer, *given)
+            return self._add_loss(state, at(self.loss_weights, cell["microbatch"]), *found)
 
         return {**_when(cell["is_last"] == 1, last, state, (h, batch)), "F": jax.tree.leaves(h)}
 
@@ -499,7 +509,7 @@ class _Run(_Forward):
     def _last(self, state: State, h: Tree, loss_weight: Any, batch: Tree) -> tuple[Tree, State]:
         """Compute the loss and its gradients, in one go: nothing of a microbatch's logits ever waits."""
         trainable, frozen = self.weights.trainable["outer"], self.weights.frozen["outer"]
-        value, metrics, grads, dh = self.program.last(trainable, frozen, h, loss_weight, batch)
+        value, metrics, grads, dh = self.program.running(self.program.last)(trainable, frozen, h, loss_weight, batch)
         buffers = dict(state["buffers"])
         for i, grad in enumerate(jax.tree.leaves(grads)):
             buffers[f"outer/{i}"] += grad.astype(buffers[f"outer/{i}"].dtype)

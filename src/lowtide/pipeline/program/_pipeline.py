@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ...core import (
     ConfigError,
     LayerStack,
+    LowtideError,
     StructureError,
     Tree,
     Where,
@@ -33,6 +34,7 @@ from ...core import (
 from ...memory import MemoryReport
 from ..schedules import Schedule
 from ._checks import (
+    explained,
     refuse_other_mesh,
     refuse_other_stages,
     refuse_useless_limit,
@@ -76,8 +78,8 @@ def value_and_grad(
         arranged: whether layers come, and gradients go, in the order of `Pipeline.arrange`, in which nothing has to be
             moved between ranks. That is of use where a rank has several stages, or stages are uneven (then
             `layers_per_stage` has to say how).
-        batch_axes: along which other axes the rows of every microbatch are divided; by default ``data`` and ``fsdp``,
-            where the mesh has them.
+        batch_axes: along which other axes the rows of every microbatch are divided; by default ``expert``, ``data``
+            and ``fsdp``, where the mesh has them.
         memory_limit: for ``"auto"`` that was made without costs and limit, what may wait between passes on each device,
             in bytes or as text (``"4 GiB"``): messages and what passes leave to later ones, in every slot that the
             fullest rank needs. By default what forward passes of twice as many microbatches as ranks less one leave,
@@ -123,7 +125,7 @@ def value_and_grad(
     refuse_other_mesh(schedule, mesh, axis, batch_axes)
     refuse_other_stages(schedule, layers_per_stage)
     warn_of_waiting_forever(mesh, axis)
-    axes = tuple(one for one in ("data", "fsdp") if one in mesh.shape and one != axis)
+    axes = tuple(one for one in ("expert", "data", "fsdp") if one in mesh.shape and one != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     refuse_useless_limit(schedule, limit)
@@ -191,7 +193,7 @@ class Pipeline:
         plan, trainable, frozen = self._prepared(outer, layers)
         check_differentiable(trainable)
         self._refuse_undivided(batch)
-        with _saying_what_there_is(outer=outer, batch=batch):
+        with self._saying_what_there_is(outer=outer, batch=batch):
             batches, weights = self._microbatches(batch, self.schedule.num_microbatches)
             program = self._program(plan, trainable, frozen, batches)
             run = self._mapped(program.gradients, (PartitionSpec(), PartitionSpec(), self._weight_specs))
@@ -213,7 +215,7 @@ class Pipeline:
         size = max(1, min(math.ceil(rows / (self.schedule.num_microbatches * self._num_parts)) * self._num_parts, rows))
         even = rows - rows % size
         prepared = self._prepared(outer, layers)
-        with _saying_what_there_is(outer=outer, batch=batch):
+        with self._saying_what_there_is(outer=outer, batch=batch):
             means, weights = self._evaluated(prepared, batch, slice(0, even), even // size, 0)
             if even == rows:
                 return _with_gradients_of_its_own(means)
@@ -269,7 +271,7 @@ class Pipeline:
         def run(*arguments: Any) -> None:
             found.append(program.held(*arguments))
 
-        with _saying_what_there_is(outer=outer, batch=batch):
+        with self._saying_what_there_is(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
             program = self._program(plan, trainable, frozen, batches)
@@ -381,6 +383,25 @@ class Pipeline:
             platform=_platform(self.mesh),
         )
 
+    @contextlib.contextmanager
+    def _saying_what_there_is(self, **trees: Tree) -> Generator[None]:
+        """Of a name, or an axis, that a function of the stack, or `weight`, does not find: which there are."""
+        try:
+            yield
+        except KeyError as error:
+            for name, tree in trees.items():
+                error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
+            raise
+        except AssertionError as error:  # JAX's, of an axis that a shard_map with types does not have
+            if not error.args:
+                error.add_note(f"axes of the mesh: {', '.join(map(str, self.mesh.axis_names))}")
+            raise
+        except (NameError, TypeError, ValueError) as error:
+            meant = None if isinstance(error, LowtideError) else explained(error, self.mesh, self.axis)
+            if meant is None:
+                raise
+            raise meant from error
+
     @property
     def _weight_specs(self) -> dict[str, PartitionSpec]:
         return {"outer": PartitionSpec(), "layers": PartitionSpec(self.axis)}
@@ -435,17 +456,6 @@ def _with_gradients_of_its_own(results: Tree) -> Tree:
         return primals[0], linear_call(lambda _, tangent: tangent, refuse, (), tangents[0])
 
     return jax.tree.map(lambda leaf: given(leaf) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf, results)
-
-
-@contextlib.contextmanager
-def _saying_what_there_is(**trees: Tree) -> Generator[None]:
-    """Of a name that a function of the stack, or `weight`, does not find: which there are."""
-    try:
-        yield
-    except KeyError as error:
-        for name, tree in trees.items():
-            error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
-        raise
 
 
 def _refuse_different_rows(batch: Tree) -> None:

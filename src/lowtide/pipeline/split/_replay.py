@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from ...core import tile_axes
-from ...core._compat import laid_out
+from ...core._compat import laid_out, laid_out_on_tpus
 from ._cut import Assignment, Pass, Sink
 from ._graph import Atom, Carry, Graph, Loop, Op, Value, operations, repeated
 
@@ -317,6 +317,8 @@ def put(buffer: Any, value: Any, index: Any) -> Any:
 def _fixed(value: Any) -> Any:
     """Store an entry in one way whoever reads it: else the compiler may turn the whole buffer around for a reader.
 
+    Where the compiler divides arrays, only that for TPUs does so without gathering them first (jaxlib 0.10.2).
+
     In the way in which a TPU needs least padding; tiles of a single row are for arguments, XLA computes in larger ones.
     """
     if value.ndim < 2 or not value.size or not jnp.issubdtype(value.dtype, jnp.number):
@@ -324,7 +326,10 @@ def _fixed(value: Any) -> Any:
     long = [axis for axis, size in enumerate(value.shape) if size > 1]
     axes = long if len(long) > 1 else range(value.ndim)
     inner = [axes[at] for at in tile_axes([value.shape[axis] for axis in axes], value.dtype)]
-    return laid_out(value, (*(axis for axis in range(value.ndim) if axis not in inner), *inner))
+    order = (*(axis for axis in range(value.ndim) if axis not in inner), *inner)
+    mesh = jax.sharding.get_abstract_mesh()
+    is_divided = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    return laid_out_on_tpus(value, order) if is_divided else laid_out(value, order)
 
 
 def _add_row(total: Any, index: Any, row: Any) -> Any:

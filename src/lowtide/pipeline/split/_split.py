@@ -276,6 +276,7 @@ def trace_split(
     x: Tree,
     *extras: Tree,
     has_aux: bool = False,
+    rewrite: Callable[[Any], Any] = lambda jaxpr: jaxpr,
 ) -> TracedSplit:
     """As `StageSplit.trace`, of weights that are told apart already.
 
@@ -286,6 +287,7 @@ def trace_split(
         x: what the stage before gives.
         extras: constants.
         has_aux: whether the stage returns ``(y, aux)``.
+        rewrite: gives the jaxpr that is split in place of that of both passes, of the same inputs and outputs.
 
     Returns:
         The passes.
@@ -312,6 +314,7 @@ def trace_split(
     passes = _both_passes(stage, has_aux, (is_trainable, moves, dy_at), x_tree)
     dy = [dy_shape[i] for i in dy_at]
     closed, shapes = make_jaxpr(passes)(weights, x_leaves, extras, dy)
+    closed = rewrite(closed)
     both = graph(closed)
     # Values of a graph are never put into the user's containers, which may look at what they hold.
     inputs, outputs = iter(both.inputs), iter(both.outputs)
