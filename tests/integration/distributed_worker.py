@@ -99,6 +99,20 @@ def make_trainer(model, rules):
     )
 
 
+def restored(trainer):
+    step = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
+    if ARGS.get("adapters"):
+        trainer.step = step or 0  # a new array, which copies and checkpoints have to read, too
+    return step
+
+
+def budget(model, rules, batch):
+    """Of the bytes that a step needs by default a part, another one in each process."""
+    if "room" not in ARGS:
+        return None
+    return int(make_trainer(model, rules).preflight(batch).device_bytes * ARGS["room"][ARGS["process"]])
+
+
 def main():
     make = small if ARGS.get("small") else decoder
     model, arrays = make(jax.random.key(0))
@@ -130,11 +144,8 @@ def main():
         data = array_data(arrays, 16, seed=0).repeat()
     if ARGS.get("odd") == "data" and ARGS["process"]:
         data = [jax.tree.map(lambda leaf: leaf[:8], data[0])] * 99
-    if "room" in ARGS:  # of the bytes that a step needs by default, another part in each process
-        trainer.budget_bytes = int(make_trainer(model, rules).preflight(data[0]).device_bytes * ARGS["room"][ARGS["process"]])
-    resumed = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
-    if ARGS.get("adapters"):
-        trainer.step = resumed or 0  # a new array, which copies and checkpoints have to read, too
+    trainer.budget_bytes = budget(model, rules, data[0])
+    resumed = restored(trainer)
     num_steps = ARGS["num_steps"] + (ARGS.get("odd") == "steps") * ARGS["process"]
     callbacks = [Misbehave(), JsonlLogger(ARGS["out"] + ".jsonl")]
     if ARGS.get("odd") == "callbacks" and ARGS["process"]:
