@@ -185,6 +185,9 @@ class CompiledStep:
                 raise compiled
             _refuse_copies(compiled)
             self._programs[key], self._steps[key] = compiled, step
+            for other in made.values():
+                if other is not compiled:  # another program may be where this one was
+                    self._reports.pop(id(other), None)
         return self._programs[key]
 
     def _compiled(self, step: TrainingStep, batch: Tree) -> Any:
