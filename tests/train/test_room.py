@@ -14,7 +14,7 @@ import optax
 import pytest
 from rich.console import Console
 
-from lowtide.core import LayerStack, OutOfMemoryError
+from lowtide.core import LayerStack, OutOfMemoryError, ScheduleError
 from lowtide.memory import target
 from lowtide.pipeline import schedule, value_and_grad
 from lowtide.train import Trainer, make_mesh
@@ -28,7 +28,15 @@ STACK = LayerStack(
 )
 
 
-def trainer(*, name: str = "auto", remat: bool = False, **options: Any) -> Trainer:
+def trainer(
+    *,
+    name: str = "auto",
+    remat: bool = False,
+    stack: LayerStack = STACK,
+    wrt: str = "**",
+    memory_limit: Any = None,
+    **options: Any,
+) -> Trainer:
     keys = jax.random.split(jax.random.key(0), 3)
     model = {
         "outer": jax.random.normal(keys[0], (WIDTH, WIDTH)) / 8,
@@ -38,7 +46,8 @@ def trainer(*, name: str = "auto", remat: bool = False, **options: Any) -> Train
         },
     }
     mesh = make_mesh(stage=4, devices=jax.devices()[:4])
-    pipeline = value_and_grad(STACK, schedule(name, num_stages=4, num_microbatches=16), mesh=mesh, remat=remat)
+    made = schedule(name, num_stages=4, num_microbatches=16)
+    pipeline = value_and_grad(stack, made, mesh=mesh, remat=remat, wrt=wrt, memory_limit=memory_limit)
     return Trainer(model, None, optax.sgd(0.1), pipeline=pipeline, **options)
 
 
@@ -88,6 +97,27 @@ def test_what_fits_in_no_schedule_is_an_error_as_without_a_choice() -> None:
     made = trainer(budget=usual(False)[0] // 8)
     with pytest.raises(OutOfMemoryError, match=r"(?s)out of memory before its first step.*hint:.*more microbatches"):
         made.preflight(BATCH)
+
+
+def test_another_budget_chooses_again() -> None:
+    device_bytes = usual(False)[0]
+    made = trainer()
+    assert made.preflight(BATCH).device_bytes == device_bytes
+    made.budget_bytes = int(0.75 * device_bytes)
+    with pytest.warns(UserWarning, match="for which the device has no room"):
+        assert made.preflight(BATCH).device_bytes <= made.budget_bytes
+    made.budget_bytes = None
+    assert made.preflight(BATCH).device_bytes == device_bytes and len(losses(made)) == 2
+
+
+def test_stages_that_leave_nothing_have_one_schedule() -> None:
+    """Frozen linear blocks: in no schedule anything waits but messages, so there is nothing to choose among."""
+    linear = LayerStack(STACK.first, lambda layer, h, batch: h + h @ layer["up"] @ layer["down"], STACK.last)
+    device_bytes = trainer(stack=linear, wrt="outer").preflight(BATCH).device_bytes
+    with pytest.raises(OutOfMemoryError, match="before its first step"):
+        trainer(stack=linear, wrt="outer", budget=int(0.98 * device_bytes)).preflight(BATCH)
+    with pytest.raises(ScheduleError, match="memory_limit is less than what waits"):
+        trainer(stack=linear, wrt="outer", memory_limit=1000).preflight(BATCH)
 
 
 @pytest.mark.slow

@@ -307,7 +307,7 @@ class Processes:
         """Return the least number of all processes, which all of them have to ask for; None where any has none."""
         if self.count == 1:
             return number
-        numbers = [said["number"] for said in self._exchange({"number": number})]
+        numbers = [said["bytes left"] for said in self._exchange({"bytes left": number})]
         return None if None in numbers else min(numbers)
 
     def in_turn(self, results: Tree) -> Tree:

@@ -37,7 +37,7 @@ from ..memory import (
 )
 from ..pipeline import StageReport
 from ._pipelined import PipelineStep
-from ._room import fitting
+from ._room import Tried, choose_schedule
 from ._signals import undisturbed
 from ._state import LiveState
 from ._step import DONATED, STEP_ARGUMENTS, TrainingStep, TrainState, flat, spread
@@ -94,14 +94,14 @@ class CompiledStep:
             compiled = self.compile(shapes)
             self._describe(compiled, shapes)
             return self._report(compiled)
-        reports: dict[int, MemoryReport] = {}
 
-        def analyzed(step: TrainingStep) -> MemoryReport:
-            if id(step) not in reports:
-                reports[id(step)] = analyze(self._jitted(step), *self._arguments(shapes), target=target, roles=_ROLES)
-            return reports[id(step)]
+        def tried(step: TrainingStep) -> Tried:
+            report = analyze(self._jitted(step), *self._arguments(shapes), target=target, roles=_ROLES)
+            return Tried(step, None, report, self._left(report))
 
-        return analyzed(self._fitting(analyzed, shapes))
+        found = self._chosen(tried, shapes).report
+        assert found is not None
+        return found
 
     def preflight(self, batch: Tree) -> MemoryReport:
         """Compile the step, and refuse it if the device is too small; see `Trainer.preflight`."""
@@ -115,13 +115,12 @@ class CompiledStep:
         if isinstance(step := self._step_for(shapes), PipelineStep):
             self.stages = step.report(combine(*self._live.parts), shapes, self._report(compiled))
 
-    def _fitting(self, compiled: Callable[[PipelineStep], MemoryReport], shapes: Tree) -> TrainingStep:
-        """Choose the schedule of a pipeline for what the device has left."""
-        if not isinstance(self._step, PipelineStep):
-            return self._step
-        arrays = jax.tree.map(_struct, combine(*self._live.parts))
-        # Devices of other processes may have less: all choose the same.
-        return fitting(self._step, compiled, lambda report: self._processes.least(self._left(report)), arrays, shapes)
+    def _chosen(self, tried: Callable[[TrainingStep], Tried], shapes: Tree) -> Tried:
+        """Compile the step, of a pipeline that may be scheduled anew with what the device has room for."""
+        step = self._step
+        if not isinstance(step, PipelineStep) or not step.can_reschedule:
+            return tried(step)
+        return choose_schedule(step, tried, jax.tree.map(_struct, combine(*self._live.parts)), shapes)
 
     def _left(self, report: MemoryReport) -> int | None:
         """Return the bytes that a device has beside a step; negative where the step is too large."""
@@ -167,28 +166,28 @@ class CompiledStep:
 
     def compile(self, batch: Tree) -> Any:
         """Compile the step for batches of this shape, and check that it reuses every donated buffer."""
-        key = _key(batch)
+        key = self._key(batch)
         if key not in self._programs:
-            made: dict[int, Any] = {}
-
-            def reported(step: TrainingStep) -> MemoryReport:
-                if id(step) not in made:
-                    made[id(step)] = self._compiled(step, batch)
-                program = made[id(step)]
-                if not isinstance(program, Exception):
-                    return self._report(program)
-                return analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
-
-            step = self._fitting(reported, batch)
-            compiled = made.get(id(step)) or self._compiled(step, batch)
-            if isinstance(compiled, Exception):
-                raise compiled
-            _refuse_copies(compiled)
-            self._programs[key], self._steps[key] = compiled, step
-            for other in made.values():
-                if other is not compiled:  # another program may be where this one was
-                    self._reports.pop(id(other), None)
+            chosen = self._chosen(lambda step: self._tried(step, batch), batch)
+            if isinstance(chosen.program, Exception):
+                raise chosen.program
+            _refuse_copies(chosen.program)
+            self._programs[key], self._steps[key] = chosen.program, chosen.step
+            if chosen.report is not None:
+                self._reports[id(chosen.program)] = chosen.report
         return self._programs[key]
+
+    def _tried(self, step: TrainingStep, batch: Tree) -> Tried:
+        """Compile a step for here; its bytes are asked for where a schedule is chosen by them."""
+        program = self._compiled(step, batch)
+        if not self._may_reschedule:
+            return Tried(step, program, None, None)
+        if isinstance(program, Exception):  # of a TPU's compiler there is a report also then
+            report = analyze(self._jitted(step), *self._arguments(batch), roles=_ROLES)
+        else:
+            report = analyze_compiled(program, roles=_ROLES)
+        # Devices of other processes may have less: all choose the same.
+        return Tried(step, program, report, self._processes.least(self._left(report)))
 
     def _compiled(self, step: TrainingStep, batch: Tree) -> Any:
         """Compile a step: the program, or the compiler's error for one that does not fit."""
@@ -206,7 +205,17 @@ class CompiledStep:
 
     def _step_for(self, shapes: Tree) -> TrainingStep:
         """Return the step that runs for batches of these shapes."""
-        return self._steps.get(_key(shapes), self._step)
+        return self._steps.get(self._key(shapes), self._step)
+
+    @property
+    def _may_reschedule(self) -> bool:
+        return isinstance(self._step, PipelineStep) and self._step.can_reschedule
+
+    def _key(self, batch: Tree) -> Any:
+        """Tell programs apart: by the shapes of batches, and the budget where a schedule is chosen by it."""
+        leaves, structure = jax.tree.flatten(batch)
+        budget = self._budget() if self._may_reschedule else None
+        return structure, budget, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
 
     def _shapes(self, batch: Tree) -> Tree:
         """Of what is not on the device yet the shapes that it will have there."""
@@ -234,12 +243,6 @@ class CompiledStep:
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-
-
-def _key(batch: Tree) -> Any:
-    """Tell the shapes of a batch apart."""
-    leaves, structure = jax.tree.flatten(batch)
-    return structure, *[(leaf.shape, leaf.dtype, spread(leaf)) for leaf in leaves]
 
 
 def _refuse_copies(compiled: Any) -> None:

@@ -81,7 +81,7 @@ class PipelineStep:
         self._whole = WholeStep(*arguments, gradients=self._gradients)
 
     @property
-    def is_open(self) -> bool:
+    def can_reschedule(self) -> bool:
         """Whether its schedule may be made anew for what the device has left."""
         made = self._concrete.schedule.remake
         return made is not None and made.memory_limit is None and self._concrete.memory_limit is None

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from ..core import ScheduleError, Tree, format_bytes
 from ..memory import MemoryReport
 from ._pipelined import PipelineStep
+from ._step import TrainingStep
 
 _TRIES = 3
 """How often less is tried: what a pass needs while it runs is another amount in each program."""
@@ -20,46 +22,78 @@ _WORTH = 0.99
 """Of the time, that more memory has to come below: another compilation takes minutes."""
 
 
-def fitting(
-    step: PipelineStep,
-    compiled: Callable[[PipelineStep], MemoryReport],
-    left: Callable[[MemoryReport], int | None],
-    arrays: Tree,
-    batch: Tree,
-) -> PipelineStep:
+class Tried(NamedTuple):
+    """A step that was compiled."""
+
+    step: TrainingStep
+    """What was compiled."""
+    program: Any
+    """What came of it, for whom compiled it."""
+    report: MemoryReport | None
+    """Its bytes, where anybody asked."""
+    left: int | None
+    """What a device has beside it, negative where it is too large; None where nobody knows. All processes say the
+    same."""
+
+
+def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], arrays: Tree, batch: Tree) -> Tried:
     """Choose the schedule that the device has room for.
 
     Args:
-        step: with the schedule of the pipeline.
-        compiled: compiles a step, and reports its bytes.
-        left: bytes that a device has beside a compiled step, negative where it is too large; None where nobody knows.
+        step: with the schedule of the pipeline, which may be made anew.
+        tried: compiles a step.
         arrays: the model's, arranged; arrays or shapes.
         batch: shapes of one.
 
     Returns:
-        The step itself where there is nothing to choose, or nothing to win; else one with less that waits, where it
-        did not fit, or one that ends sooner, where memory is left. The one that needs least, if none fits.
+        The step itself where there is nothing to win; else one with less that waits, where it did not fit, or one that
+        ends sooner, where memory is left. Of several that do not fit, the smallest.
     """
-    if not step.is_open or (rest := left(memory := compiled(step))) is None:
-        return step
-    if rest >= 0:
-        return _faster(step, compiled, left, arrays, batch, memory)
-    usual = step
+    best = usual = tried(step)
+    if usual.left is None:
+        return usual
+    if usual.left >= 0:
+        more = _within(usual, usual.left, arrays, batch)
+        if more is None or _time(more, arrays, batch) > _WORTH * _time(step, arrays, batch):
+            return usual
+        return usual if ((found := tried(more)).left or 0) < 0 else found
     for _ in range(_TRIES):
-        less = _within(step, rest, arrays, batch, memory)
-        if less is None or (found := compiled(less)).device_bytes >= memory.device_bytes:
+        # Where all of it cannot be spared, a part may do: what passes need while they run becomes less, too.
+        spared = (_within(best, int(part * (best.left or 0)), arrays, batch) for part in (1, 0.5, 0.25))
+        less = next((one for one in spared if one is not None), None)
+        if less is None or ((found := tried(less)).left or 0) <= (best.left or 0):
             break
-        step, memory, rest = less, found, left(found) or 0
-        if rest >= 0:
+        best = found
+        if (best.left or 0) >= 0:
+            _tell(usual, best, arrays, batch)
             break
-    if rest >= 0:
-        _tell(usual, step, arrays, batch)
-    return step
+    return best
 
 
-def _tell(usual: PipelineStep, less: PipelineStep, arrays: Tree, batch: Tree) -> None:
+def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> PipelineStep | None:
+    """Make the step that may keep so many bytes more between passes than this one, or so many less; None for none."""
+    assert isinstance(one.step, PipelineStep)
+    counted, there = (one.step.report(arrays, batch, memory).waiting_bytes for memory in (None, one.report))
+    # What the compiler divides by itself counts whole where a schedule is chosen.
+    limit = int((there + rest) * counted / there) if there else 0
+    if limit < 1:
+        return None
+    other = one.step.within(limit)
+    try:
+        other.report(arrays, batch, None)
+    except ScheduleError:
+        return None
+    return other
+
+
+def _time(step: PipelineStep, arrays: Tree, batch: Tree) -> float:
+    return step.report(arrays, batch, None).time_over_ideal
+
+
+def _tell(usual: Tried, less: Tried, arrays: Tree, batch: Tree) -> None:
     """Warn of the time that a step takes which keeps less."""
-    before, after = (one.report(arrays, batch, None) for one in (usual, less))
+    steps: list[Any] = [usual.step, less.step]
+    before, after = (one.report(arrays, batch, None) for one in steps)
     if after.time_over_ideal > before.time_over_ideal / _WORTH:
         warnings.warn(
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
@@ -69,35 +103,3 @@ def _tell(usual: PipelineStep, less: PipelineStep, arrays: Tree, batch: Tree) ->
             UserWarning,
             stacklevel=2,
         )
-
-
-def _faster(
-    step: PipelineStep,
-    compiled: Callable[[PipelineStep], MemoryReport],
-    left: Callable[[MemoryReport], int | None],
-    arrays: Tree,
-    batch: Tree,
-    memory: MemoryReport,
-) -> PipelineStep:
-    more = _within(step, left(memory) or 0, arrays, batch, memory)
-    if more is None:
-        return step
-    before, after = (one.report(arrays, batch, None).time_over_ideal for one in (step, more))
-    if after > _WORTH * before or (left(compiled(more)) or 0) < 0:
-        return step
-    return more
-
-
-def _within(step: PipelineStep, rest: int, arrays: Tree, batch: Tree, memory: MemoryReport) -> PipelineStep | None:
-    """Make the step that may keep so many bytes more between passes than this one, or so many less; None for none."""
-    counted, there = (step.report(arrays, batch, one).waiting_bytes for one in (None, memory))
-    # What the compiler divides by itself counts whole where a schedule is chosen.
-    limit = int((there + rest) * counted / there) if there else 0
-    if limit < 1:
-        return None
-    other = step.within(limit)
-    try:
-        other.report(arrays, batch, None)
-    except ScheduleError:
-        return None
-    return other

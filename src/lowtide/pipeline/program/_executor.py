@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,6 +41,8 @@ State = dict[str, Any]
 Came = dict[str, list[Any]]
 """What comes, by the column of a table that says where it is put."""
 HERE = "from_here"
+_NO_RESIDUALS = 0.5
+"""Of what a forward pass leaves: a limit below it is met by no schedule."""
 _NUM_FITTING = 4
 """Of how many schedules within a limit of memory the best is taken: with less of it they need not be slower."""
 
@@ -276,13 +278,13 @@ class _Forward:
             kind, _, column = name.partition("/")
             cells.setdefault(kind, {})[column] = number
         back = self._given("I", state) if "I" in state else {}
-        state = self._run(self._forward, state, cells["F"])
+        state = self._run(self._forward, _after(back, state, "F"), cells["F"])
         state["F"], back = lax.optimization_barrier((state["F"], back))
         came = self._given("F", state)
         state = self._stored(state, cells["I"], back)
         state = self._stored(state, cells["F"], {name: came.pop(name) for name in [*came] if name == HERE})
-        state = self._backward(state, cells)
         if "I" in state:
+            state = self._backward(_after(came, state, "I"), cells)
             state["I"], came = lax.optimization_barrier((state["I"], came))
         return self._stored(state, cells["F"], came), None
 
@@ -390,29 +392,40 @@ class _Run(_Forward):
             return made, tables(made, lengths, waiting)
         num_ranks, chunks = self.program.schedule.num_ranks, self.program.schedule.stages_per_rank
         telling = (chunks * (2 * num_ranks - 1), chunks * num_ranks)  # limits at which the order changes
-        left, least = limit / self._unit_bytes(), 0
+        sizes: list[int] = []
         found: list[tuple[float, int, Schedule, Tables]] = []
-        while len(found) < _NUM_FITTING:
+
+        def tried(left: float) -> int | None:
             try:
                 made = self.program.schedule.fitted(self.costs, left)
             except ScheduleError:
-                break
+                return None
             table = tables(made, lengths, waiting)
-            least = self._waiting_bytes(table)
-            if least <= limit:
-                found.append((simulate(made, self.costs, lockstep=True).makespan, least, made, table))
-            lower = left * min(limit / least, 0.9)
+            sizes.append(self._waiting_bytes(table))
+            if sizes[-1] <= limit:
+                found.append((simulate(made, self.costs, lockstep=True).makespan, sizes[-1], made, table))
+            return sizes[-1]
+
+        left = min(limit / self._unit_bytes(), 2 * self._most_residuals())
+        while len(found) < _NUM_FITTING and left > _NO_RESIDUALS and (size := tried(left)) is not None:
+            lower = left * min(limit / max(size, 1), 0.9)
             left = next((one for one in telling if lower < one < left), lower)
+        for left in () if found else (chunks, telling[1]):
+            tried(left)  # also of stages that leave nothing; room for as many microbatches as ranks is always enough
         if found:
             return min(found, key=lambda one: one[:2])[2:]
-        if not least:  # less than residuals of one microbatch, of which room for as many as ranks is always enough
-            least = self._waiting_bytes(tables(self.program.schedule.fitted(self.costs, telling[1]), lengths, waiting))
         raise ScheduleError(
             "memory_limit is less than what waits in any schedule that was found",
-            expected=f"about {format_bytes(least)}, of all devices of a rank",
+            expected=f"about {format_bytes(min(sizes))}, of all devices of a rank",
             got=format_bytes(limit),
             hint="raise it, or have smaller microbatches, more stages or remat=True",
         )
+
+    def _most_residuals(self) -> float:
+        """Return what a rank keeps of all microbatches at once, in the unit of `_costs`."""
+        parts = (self.costs.input_residuals, self.costs.weight_residuals, self.costs.cotangents)
+        each = sum(max(part) if isinstance(part, Sequence) else part for part in parts)
+        return each * self.program.schedule.stages_per_rank * self.program.schedule.num_microbatches
 
     def _waiting_bytes(self, made: Tables) -> int:
         """Return the bytes on the devices of a rank of all that waits: buffers and messages."""
@@ -568,6 +581,33 @@ def _when(flag: Any, run: Callable[[Any, Any], Any], state: Any, given: Any) -> 
         return run(state, lax.optimization_barrier((i, given))[1])
 
     return lax.fori_loop(0, flag.astype(jnp.int32), body, state)
+
+
+def _after(came: Came, state: State, name: str) -> State:
+    """Have a pass begin after what is sent has come, on CPUs, by way of the results that it overwrites.
+
+    There each device starts whatever has its arguments, and barriers are gone by then: of devices that share a stage
+    one might wait in a collective of a pass for others, which wait for it where something is sent. Other platforms run
+    a program in its order, which is the same on all devices.
+    """
+    columns = [leaves for one, leaves in came.items() if one != HERE]
+
+    def tied(results: list[Any], columns: list[list[Any]]) -> list[Any]:
+        for leaves in columns:
+            results = [jnp.where(_never(leaf), leaf, result) for leaf, result in zip(leaves, results, strict=True)]
+        return results
+
+    if not columns:
+        return state
+    results = lax.platform_dependent(state[name], columns, cpu=tied, default=lambda results, _: results)
+    return {**state, name: results}
+
+
+def _never(leaf: Any) -> Any:
+    """Return False for every entry, which no compiler sees."""
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.isnan(leaf) & (leaf == leaf)
+    return (leaf.astype(jnp.int32) & 1) == 2
 
 
 def _filled(tree: Tree, others: Tree) -> Tree:
