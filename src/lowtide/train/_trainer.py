@@ -69,13 +69,16 @@ class Trainer:
         best: name of a value in the records of evaluations, such as ``"eval_loss"``. When an evaluation finds a better
             one than all before, a checkpoint is written there, and it is kept beside the newest.
         best_mode: whether less (``"min"``) or more (``"max"``) is better.
-        budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all. Larger steps are refused.
+        budget: bytes that a step may use on a device, such as ``"14 GiB"``; by default all. Larger steps are refused;
+            a pipeline's schedule is chosen within it.
         sharding: how arrays and batches are divided among devices, of one process or of many. By default arrays stay
             where they are, and batches go to the default device; with a pipeline, rows are divided along other axes.
         pipeline: for a model of ``outer`` and ``layers``, the schedule by which layers are trained in stages, along the
             mesh's axis ``stage``; or for a model without a ``stack`` of its own, or with more options, what
             `lowtide.pipeline.value_and_grad` made. The loss is that of the stack, and `loss_fn` None; the schedule says
-            the number of microbatches. Without `sharding`, FSDP along the devices that are left.
+            the number of microbatches. Without `sharding`, FSDP along the devices that are left. ``"auto"`` without
+            costs and limits of its own is made for what the device has left: less waits, with a warning, where the
+            step would not fit, and more where that ends sooner.
 
     Raises:
         SelectionError: when `wrt` or `mutable` selects nothing, or one array stands at two trainable paths.
@@ -239,7 +242,10 @@ class Trainer:
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
-        """The jitted step: a function of `STEP_ARGUMENTS` that donates the first four, and returns them and metrics."""
+        """The jitted step: a function of `STEP_ARGUMENTS` that donates the first four, and returns them and metrics.
+
+        Of a pipeline whose schedule was chosen, that of the batches that were compiled for last.
+        """
         return self._compiled.step_fn
 
     def memory(self, batch: Tree, *, target: Target | str | None = None) -> MemoryReport:
@@ -267,7 +273,7 @@ class Trainer:
             OutOfMemoryError: for a step that needs more than `budget`, with the owners of its bytes and remedies.
 
         Memory:
-            Compiles; a step that is refused is compiled twice.
+            Compiles; a step that is refused is compiled twice, a pipeline whose schedule is chosen up to four times.
         """
         return self._compiled.preflight(batch)
 
