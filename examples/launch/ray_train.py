@@ -134,7 +134,12 @@ def parse(argv=None):
     parser.add_argument("--min-workers", type=int, help="elastic: go on with as few as these when nodes are gone")
     parser.add_argument("--pipeline", type=int, metavar="N", help="cut the layers into N stages")
     parser.add_argument("--device", choices=["cpu", "gpu", "tpu"], default="cpu", help="what workers train on (cpu)")
-    parser.add_argument("--devices", type=int, default=1, help="devices of each worker (1)")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        default=1,
+        help="devices of each worker (1); GPUs: one worker a host, with all of them, for each worker sees 0 to N-1",
+    )
     parser.add_argument("--topology", help="of TPUs, such as 4x4")
     parser.add_argument("--accelerator-type", help="of TPUs, such as TPU-V6E")
     parser.add_argument("--max-failures", type=int, default=3, help="restarts before Ray gives up (3)")
@@ -144,20 +149,40 @@ def parse(argv=None):
     parser.add_argument("--learning-rate", type=float, default=5e-3, help="of AdamW (5e-3)")
     parser.add_argument("--checkpoint-every", type=int, default=50, help="steps between checkpoints (50)")
     parser.add_argument("--report-every", type=int, default=10, help="steps between reports to Ray (10)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.pipeline is not None:
+        devices = args.workers * args.devices
+        if args.pipeline < 1 or devices % args.pipeline:
+            parser.error(f"--pipeline {args.pipeline}: has to divide the {devices} devices (--workers × --devices)")
+        parts = devices // args.pipeline
+        if args.batch_size < 1 or args.batch_size % parts:
+            parser.error(
+                f"--batch-size {args.batch_size}: has to be a multiple of {parts}, "
+                f"the parts that a stage's rows are divided into (--workers × --devices / --pipeline)"
+            )
+    return args
+
+
+def environment_of(args):
+    """Say what the workers find in their environment."""
+    environment = {}
+    if args.device == "cpu":
+        environment["JAX_PLATFORMS"] = "cpu"
+        flags = [
+            os.environ.get("XLA_FLAGS", ""),  # first: of a flag that is there twice the last one counts
+            f"--xla_force_host_platform_device_count={args.devices}",
+            # Collectives in one order on every device: else those of a pipeline with FSDP may wait for one another.
+            "--xla_cpu_enable_concurrency_optimized_scheduler=false",
+        ]
+        environment["XLA_FLAGS"] = " ".join(flags).strip()
+    elif args.device == "gpu":
+        environment["JAX_PLATFORMS"] = "cuda,cpu"  # Ray looks for cuda in it
+    return environment
 
 
 def main():
     args = parse()
     kind = {"gpu": "GPU", "tpu": "TPU"}.get(args.device, "CPU")
-    environment = {}
-    if args.device == "cpu":
-        environment["JAX_PLATFORMS"] = "cpu"
-        # Collectives in one order on every device: else those of a pipeline with FSDP may wait for one another.
-        flags = f"--xla_force_host_platform_device_count={args.devices} {os.environ.get('XLA_FLAGS', '')}"
-        environment["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_concurrency_optimized_scheduler=false"
-    elif args.device == "gpu":
-        environment["JAX_PLATFORMS"] = "cuda,cpu"  # Ray looks for cuda in it
     trainer = JaxTrainer(
         train_loop_per_worker,
         train_loop_config={**vars(args), "out": str(Path(args.out).resolve())},
@@ -172,7 +197,7 @@ def main():
         run_config=RunConfig(
             storage_path=str(Path(args.out).resolve() / "ray"),  # Ray's own records; checkpoints are Lowtide's
             failure_config=FailureConfig(max_failures=args.max_failures),
-            worker_runtime_env={"env_vars": environment},
+            worker_runtime_env={"env_vars": environment_of(args)},
         ),
     )
     trainer.fit()

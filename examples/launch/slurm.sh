@@ -22,8 +22,21 @@ resume="--model /shared/model --data /shared/text --batch-size 32"
 srun --kill-on-bad-exit=1 lowtide finetune --out "$out" $resume --distributed fsdp=8,data=-1
 status=$?
 
-# Slurm itself puts the job back when a node fails; what ends otherwise, at most ten times.
-if [ "$status" -ne 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 10 ]; then
+# Slurm itself puts the job back when a node fails. The end of its time does it any number of times, other failures ten
+# times in all, a mistake in the command (2) never. SIGTERM (143) may come up to a minute early, and tasks that are ended
+# because another one has died have that status, too: those count as failures.
+failures="$out.failures.$SLURM_JOB_ID" # beside the folder: a line for each
+if [ "$status" -eq 143 ] && [ "$(date +%s)" -ge $((${SLURM_JOB_END_TIME:-0} - 180)) ]; then
     scontrol requeue "$SLURM_JOB_ID"
+elif [ "$status" -eq 2 ]; then
+    echo "not put into the queue again: status 2, a mistake in the command" >&2
+elif [ "$status" -ne 0 ]; then
+    mkdir -p "${out%/*}"
+    echo "$(date) status $status" >>"$failures"
+    if [ "$(wc -l <"$failures")" -le 10 ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "not put into the queue again: more than ten failures, see $failures" >&2
+    fi
 fi
 exit "$status"

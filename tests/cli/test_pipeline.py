@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.cli import main
+from lowtide.cli import _distributed, main
+from lowtide.core import ConfigError
 
 
 def losses(out: Path) -> list[float]:
@@ -40,7 +41,9 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_with_others(t
     ("flags", "said"),
     [
         (["--pipeline", "0"], "--pipeline is out of range"),
-        (["--pipeline", "3"], "stage 3"),
+        (["--pipeline", "3"], "--pipeline 3: 8 devices do not divide among 3 stages expected: 1, 2, 4, 8: with"),
+        (["--pipeline", "3"], "hint: --pipeline 4"),
+        (["--pipeline", "16"], "hint: --pipeline 8"),
         (["--pipeline", "4", "--full"], "leave --distributed and --pipeline"),
         (["--pipeline", "2", "--batch-size", "3"], "a multiple of 4"),
         (["--pipeline", "2", "--process-id", "0"], "add --distributed"),
@@ -52,3 +55,25 @@ def test_stages_that_cannot_be_are_refused_before_anything_is_written(
     assert main(["finetune", "--out", str(tmp_path / "run"), *flags]) == 2
     assert said in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("stages", "distributed", "said"),
+    [
+        (4, "fsdp=4", r"--pipeline 4: 8 devices .* beside --distributed fsdp=4.*multiplies to 8.*hint: --pipeline 2"),
+        (4, "tensor=4", r"expected: 1, 2: .*divides 8.*hint: --pipeline 2"),
+        (2, "fsdp=3", r"--distributed fsdp=3: 8 devices cannot be.*got: fsdp 3 × stage 2.*hint: --distributed alone"),
+        (None, "data=-1,fsdp=-1", r"at most one of them -1.*got: data -1 × fsdp -1"),
+        (None, "tensor=0", r"--distributed tensor=0"),
+    ],
+)
+def test_a_mesh_that_the_devices_do_not_make_is_said_in_flags(stages: Any, distributed: str, said: str) -> None:
+    sizes = _distributed._sizes(distributed) | ({} if stages is None else {"stage": stages})
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        _distributed._rules(sizes, distributed)
+
+
+@pytest.mark.parametrize(("stages", "distributed"), [(2, "fsdp=4"), (2, "tensor=2"), (8, ""), (2, "data=-1,fsdp=2")])
+def test_a_mesh_that_the_devices_make_is_made(stages: int, distributed: str) -> None:
+    rules = _distributed._rules(_distributed._sizes(distributed) | {"stage": stages}, distributed)
+    assert rules.mesh.size == 8 and rules.mesh.shape["stage"] == stages

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import runpy
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import yaml
@@ -50,7 +54,9 @@ def pod_of(jobset: Any) -> Any:
     return jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
-def run(name: str, folder: Path, lowtide: str = STAND_INS["lowtide"]) -> subprocess.CompletedProcess[str]:
+def run(
+    name: str, folder: Path, lowtide: str = STAND_INS["lowtide"], **settings: str
+) -> subprocess.CompletedProcess[str]:
     """Run its script, with `folder` as the shared one."""
     programs = folder / "venv" / "bin"
     programs.mkdir(parents=True, exist_ok=True)
@@ -58,7 +64,7 @@ def run(name: str, folder: Path, lowtide: str = STAND_INS["lowtide"]) -> subproc
     for program, text in (STAND_INS | {"lowtide": lowtide}).items():
         (programs / program).write_text(f"#!/bin/bash\n{text}\n")
         (programs / program).chmod(0o755)
-    environment = {"PATH": f"{programs}:{os.environ['PATH']}", **SETTINGS}
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", **SETTINGS, **settings}
     script = script_of(name).replace("/shared", str(folder))
     subprocess.run(["bash", "-n", "-c", script], check=True)
     return subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
@@ -85,9 +91,62 @@ def test_its_command_is_one_that_lowtide_takes(
     assert [args.model, args.data, args.batch_size] == ([None, None, None] if resumes else fresh)
 
 
-def test_slurm_puts_a_job_that_failed_into_the_queue_again(tmp_path: Path) -> None:
-    done = run("slurm.sh", tmp_path, lowtide="exit 143")
-    assert (done.returncode, done.stderr) == (143, "scontrol requeue 7\n")
+@pytest.mark.parametrize("left", [0, 150, None])
+def test_slurm_puts_a_job_whose_time_is_up_into_the_queue_again_and_again(left: int | None, tmp_path: Path) -> None:
+    """Slurm before 22.05 does not say when that is."""
+    for count in range(12):
+        end = {} if left is None else {"SLURM_JOB_END_TIME": str(int(time.time()) + left)}
+        done = run("slurm.sh", tmp_path, lowtide="exit 143", SLURM_RESTART_COUNT=str(count), **end)
+        assert (done.returncode, done.stderr) == (143, "scontrol requeue 7\n")
+
+
+@pytest.mark.parametrize("status", [1, 143])
+def test_slurm_puts_a_job_that_failed_into_the_queue_ten_times(status: int, tmp_path: Path) -> None:
+    """Also one whose tasks were ended because another had died, long before the time was up."""
+    end = str(int(time.time()) + 3600)
+    for _ in range(10):
+        done = run("slurm.sh", tmp_path, lowtide=f"exit {status}", SLURM_JOB_END_TIME=end)
+        assert (done.returncode, done.stderr) == (status, "scontrol requeue 7\n")
+    done = run("slurm.sh", tmp_path, lowtide=f"exit {status}", SLURM_JOB_END_TIME=end)
+    assert done.returncode == status and "not put into the queue again: more than ten failures" in done.stderr
+    assert "requeue" not in done.stderr and not (tmp_path / "runs" / "mine").exists()
+
+
+def test_slurm_does_not_put_a_mistake_in_the_command_into_the_queue_again(tmp_path: Path) -> None:
+    done = run("slurm.sh", tmp_path, lowtide="exit 2")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "a mistake in the command" in done.stderr
+
+
+@pytest.fixture
+def ray_example(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    for name in ("ray", "ray.train", "ray.train.v2", "ray.train.v2.jax"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    return runpy.run_path(str(FOLDER / "ray_train.py"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--workers 4 --devices 2 --pipeline 2 --batch-size 2", "--batch-size 2: has to be a multiple of 4"),
+        ("--workers 4 --pipeline 3", "--pipeline 3: has to divide the 4 devices"),
+    ],
+)
+def test_ray_refuses_what_a_pipeline_cannot_be(
+    ray_example: dict[str, Any], flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        ray_example["parse"](["--out", "x", *flags.split()])
+    assert said in capsys.readouterr().err
+    assert ray_example["parse"](["--out", "x", "--workers", "4", "--pipeline", "2"]).batch_size == 8
+
+
+def test_the_devices_of_a_ray_worker_are_those_that_were_asked_for(
+    ray_example: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0")
+    flags = ray_example["environment_of"](ray_example["parse"](["--out", "x", "--devices", "2"]))["XLA_FLAGS"].split()
+    assert [flag for flag in flags if "device_count" in flag][-1] == "--xla_force_host_platform_device_count=2"
+    assert "--xla_backend_optimization_level=0" in flags
 
 
 def test_jobset_has_as_many_pods_as_processes_and_restarts_all_of_them() -> None:

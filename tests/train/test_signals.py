@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 
 import lowtide as lt
 from lowtide.train import Callback
-from lowtide.train._signals import _Shut, _Valve, undisturbed, valves
+from lowtide.train._signals import Terminated, _Shut, _Valve, undisturbed, valves
 
 
 class Ended(Exception):
@@ -91,6 +93,70 @@ def test_a_failure_in_the_block_opens_the_valves() -> None:
             raise ValueError("planted")
         with pytest.raises(Ended):
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SIGTERM without a handler, as Linux drops it for the first process of a container."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    raised = signal.raise_signal
+    monkeypatch.setattr(
+        signal, "raise_signal", lambda number: signal.getsignal(number) == signal.SIG_DFL or raised(number)
+    )
+    yield
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("how", [Terminated, undisturbed])
+def test_nothing_goes_on_after_a_signal_that_the_system_drops(how: Any, dropped: None) -> None:
+    reached = []
+    with pytest.raises(SystemExit) as raised:
+        with how():
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached.append("end of the block")
+        reached.append("after the block")
+    assert reached == ["end of the block"] and raised.value.code == 128 + signal.SIGTERM
+
+
+def test_a_run_whose_signal_the_system_drops_has_saved(dropped: None, tmp_path: Path) -> None:
+    made = lt.Trainer(jnp.zeros(3), lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), checkpoint_dir=tmp_path)
+
+    def data() -> Iterator[Any]:
+        for number in range(9):
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield np.ones(3, np.float32)
+
+    with pytest.raises(SystemExit):
+        made.fit(data(), num_steps=9, progress=False)
+    assert made.step < 9 and (tmp_path / str(made.step)).is_dir()
+
+
+def test_a_signal_that_is_ignored_ends_nothing() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with Terminated() as terminated:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert terminated.has_come and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_first_process_of_a_container_ends_with_the_status_of_the_signal() -> None:
+    apart = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    try:
+        subprocess.run([*apart, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs unshare(1) and namespaces of one's own")
+    code = """
+import os, signal
+from lowtide.train._signals import Terminated
+assert os.getpid() == 1
+with Terminated():
+    os.kill(1, signal.SIGTERM)
+print("went on")
+"""
+    done = subprocess.run([*apart, sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (143, ""), done.stderr
 
 
 def test_nothing_is_set_in_other_threads() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from ..core import ConfigError
@@ -54,7 +55,7 @@ def start(args: argparse.Namespace) -> Any:
     if args.distributed is None:
         if len(lacking) < len(given):
             raise ConfigError("processes are only joined by --distributed", hint="add --distributed")
-        return None if args.pipeline is None else _rules({"stage": args.pipeline})
+        return None if args.pipeline is None else _rules({"stage": args.pipeline}, "")
     sizes = _sizes(args.distributed) | ({} if args.pipeline is None else {"stage": args.pipeline})
     if lacking and len(lacking) < len(given):
         raise ConfigError(
@@ -78,13 +79,45 @@ def start(args: argparse.Namespace) -> Any:
                 "the processes cannot be joined", got=error, hint="check --coordinator, --num-processes, --process-id"
             ) from error
         # No scheduler that JAX knows: one process, with all devices of this machine; the plan says so.
-    return _rules(sizes)
+    return _rules(sizes, args.distributed)
 
 
-def _rules(sizes: dict[str, Any]) -> Any:
+def _rules(sizes: dict[str, Any], distributed: str) -> Any:
+    import jax
+
     from ..train import ShardingRules, make_mesh
 
+    _refuse_mesh(sizes, distributed, jax.device_count())
     return ShardingRules(mesh=make_mesh(**sizes))
+
+
+def _refuse_mesh(sizes: dict[str, Any], distributed: str, count: int) -> None:
+    """Raise ConfigError when the devices do not make the mesh, in the words of the flags."""
+    others = {name: size for name, size in sizes.items() if name != "stage"}
+    known = math.prod(size for size in others.values() if size != -1)
+    takes_rest = "fsdp" not in others or -1 in others.values()
+    fitting: list[int] = []
+    if known > 0 and [*others.values()].count(-1) < 2:
+        fitting = [n for n in range(1, count + 1) if (count % (n * known) == 0 if takes_rest else n * known == count)]
+    stages = sizes.get("stage", 1)
+    if stages in fitting:
+        return
+    flag = f"--distributed {distributed}"
+    if fitting and "stage" in sizes:
+        beside = f" beside {flag}" if distributed else ""
+        raise ConfigError(
+            f"--pipeline {stages}: {count} devices do not divide among {stages} stages{beside}",
+            expected=f"{', '.join(map(str, fitting))}: with the axes of --distributed it "
+            f"{'divides' if takes_rest else 'multiplies to'} {count}",
+            got=stages,
+            hint=f"--pipeline {min(fitting, key=lambda n: (abs(n - stages), -n))}",
+        )
+    raise ConfigError(
+        f"{flag}: {count} devices cannot be divided like this",
+        expected=f"sizes that multiply to {count}, at most one of them -1 for the rest",
+        got=" × ".join(f"{name} {size}" for name, size in sizes.items()),
+        hint="--distributed alone divides along fsdp, over all devices",
+    )
 
 
 def described(sharding: Any) -> dict[str, str]:

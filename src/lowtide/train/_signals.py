@@ -21,6 +21,20 @@ _handler: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal"
 """`signal.getsignal` without its search among the names of handlers, which Python 3.11 does for functions, too."""
 
 
+def _raise(number: int) -> None:
+    """Let a signal do what its handler does; where that is the default one, nothing goes on after it.
+
+    Linux drops a signal without a handler that comes to the first process of a container, as `exec lowtide` is one:
+    who went on from here would end with status 0, and whatever had started it would take the run for completed.
+
+    Raises:
+        SystemExit: with the status that a shell gives a process that a signal has ended.
+    """
+    signal.raise_signal(number)
+    if signal.getsignal(number) == signal.SIG_DFL:
+        raise SystemExit(128 + number)
+
+
 class _Valve:
     """A signal handler that passes signals on to the one before it, or keeps them while it is shut."""
 
@@ -45,7 +59,7 @@ class _Valve:
             self.before(number, frame)
         elif self.before == signal.SIG_DFL:
             signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            _raise(number)
 
 
 @contextlib.contextmanager
@@ -134,7 +148,7 @@ class Terminated:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
             if self.has_come:
-                signal.raise_signal(signal.SIGTERM)
+                _raise(signal.SIGTERM)
 
     def come(self) -> None:
         """Note that it has come to another process, with which this one ends."""

@@ -74,11 +74,18 @@ def schedule(
         raise ConfigError(
             "costs are no costs", expected="lowtide.pipeline.Costs", got=repr(given), hint="Costs(forward=1, input=1.2)"
         )
+    limit: Any = memory_limit
+    if isinstance(limit, (str, bytes)):
+        raise ConfigError(
+            "memory_limit is text, and a schedule knows no bytes",
+            expected="a number in the unit of Costs.weight_residuals, or a list of numbers, one a rank",
+            got=repr(limit),
+            hint="bytes belong in lowtide.pipeline.value_and_grad(memory_limit=...), which measures the stages",
+        )
     named = NAMED.get(name, _AUTO)
     chunks = _chunks(name, named, num_stages, num_microbatches, stages_per_rank)
     num_ranks = num_stages // chunks
     if name == "auto":
-        limit: Any = memory_limit
         limit = limit.tolist() if hasattr(limit, "tolist") else limit
         limit = tuple(limit) if isinstance(limit, Sequence) else limit
         how = _Auto(num_stages, num_microbatches, chunks, limit, lockstep)
@@ -253,7 +260,9 @@ def _chunks(name: str, named: Named, num_stages: int, num_microbatches: int, sta
     """Stages a rank."""
     for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
         if not is_count(number, 1):
-            raise ConfigError(f"{what} has to be at least 1", expected="an integer", got=repr(number), hint=f"{what}=4")
+            raise ConfigError(
+                f"{what} has to be an integer of at least 1", expected="an int", got=repr(number), hint=f"{what}=4"
+            )
     chunks = stages_per_rank
     if chunks is None:
         chunks = 1 if named is _AUTO else (named.chunks or (2,))[0]
@@ -301,7 +310,7 @@ def _limits(
         if len(given) != num_ranks or not all(isinstance(one, Real) and float(one) > 0 for one in given):
             raise ConfigError(
                 "memory_limit is no limit for each rank",
-                expected=f"a number above 0, or {num_ranks}",
+                expected=f"a number above 0, or a list of {num_ranks} numbers, one a rank",
                 got=repr(memory_limit),
                 hint="in the unit of Costs.weight_residuals",
             )
