@@ -80,9 +80,10 @@ def test_bad_rules_are_errors():
 
 def test_batches_that_cannot_be_divided_are_errors():
     rules = ShardingRules(mesh=mesh())
-    with pytest.raises(DataError, match=r"(?s)batch leaf x: .*expected: a multiple of 4.*got: 6 rows.*hint: choose"):
+    message = r"(?s)batch leaf x: .*expected: a multiple of 4 \(fsdp 4\).*got: 6 rows.*hint: choose"
+    with pytest.raises(DataError, match=message):
         rules.batch({"x": np.ones((6, 2))})
-    with pytest.raises(DataError, match=r"(?s)multiple of 8 \(4 parts × 2 microbatches\).*got: 12 rows"):
+    with pytest.raises(DataError, match=r"(?s)multiple of 8 \(fsdp 4 × 2 microbatches\).*got: 12 rows"):
         rules.batch({"x": np.ones((12, 2))}, num_microbatches=2)
     placed = rules.batch({"x": np.ones((8, 2)), "scale": np.float32(2)})
     assert placed["x"].sharding.spec == P(("data", "fsdp")) and placed["scale"].sharding.is_fully_replicated

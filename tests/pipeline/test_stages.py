@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 from typing import Any
 
 import jax
@@ -113,7 +114,15 @@ def test_uneven_stages_have_the_room_of_the_longest() -> None:
     assert report.gradient_bytes == 2 * report.weight_bytes  # float32
     assert report.memory is None and report.other_bytes is None and report.host_bytes == 0
     assert report.num_padding_rows == 2 and "2 rows of padding" in text_of(report)
+    assert "without a layer" not in text_of(report)
     assert tiny(num_layers=8).num_padding_rows == 0 and "padding" not in text_of(tiny(num_layers=8))
+
+
+def test_ranks_without_a_layer_are_named() -> None:
+    report = tiny(num_layers=3, layers_per_stage=[1, 0, 2, 0])
+    assert [rank.layers for rank in report.ranks] == [(0,), (), (1, 2), ()]
+    assert re.search(r"ranks without a layer +1, 3 *\n", text_of(report))
+    assert "ranks without a layer" in text_of(tiny(num_layers=3))
 
 
 def test_what_waits_is_what_the_schedule_has_in_use() -> None:
@@ -204,6 +213,10 @@ def test_what_waits_keeps_within_the_limit_in_every_slot(remat: bool) -> None:
         ("gpipe", "1 GiB", "gpipe is made already"),
         ("auto", 0, "memory_limit leaves nothing"),
         ("auto", "1 byte", "is not a size"),
+        *(
+            ("auto", one, r"(?s)memory_limit is no size.*a whole number of bytes, or text.*hint: memory_limit=")
+            for one in (1.5, 2.0, float("nan"), True)
+        ),
     ],
 )
 def test_a_limit_that_chooses_nothing_is_refused(name: str, said: Any, words: str) -> None:

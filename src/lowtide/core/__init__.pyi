@@ -56,6 +56,9 @@ from ._paths import leaves_with_paths as leaves_with_paths
 from ._paths import map_with_paths as map_with_paths
 from ._paths import path_str as path_str
 from ._paths import tree_bytes as tree_bytes
+from ._placing import BATCH_AXES as BATCH_AXES
+from ._placing import canonical as canonical
+from ._placing import put as put
 from ._running import RunningGradient as RunningGradient
 from ._running import add_running as add_running
 from ._running import if_active as if_active

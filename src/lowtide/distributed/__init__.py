@@ -1,5 +1,6 @@
 """Several devices and several processes: sharding rules, what processes agree on, fingerprints."""
 
+from ..core import put as put
 from ._fingerprint import fingerprint as fingerprint
 from ._processes import SHARED as SHARED
 from ._processes import Processes as Processes
@@ -12,7 +13,6 @@ from ._sharding import STAGE as STAGE
 from ._sharding import ShardingRules as ShardingRules
 from ._sharding import abstract as abstract
 from ._sharding import make_mesh as make_mesh
-from ._sharding import put as put
 
 __all__ = [
     "Processes",

@@ -22,24 +22,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core import (
+    BATCH_AXES,
     ConfigError,
     DataError,
     SelectionError,
     StructureError,
     Tree,
+    canonical,
     is_array_like,
     is_key,
-    key_numbers,
     leaves_with_paths,
     map_with_paths,
+    put,
     refuse_objects,
 )
 
 STAGE = "stage"
 """The axis of pipelines."""
-_BATCH_AXES = ("expert", "data", "fsdp")
-"""The axes that rows of batches are divided along, where the mesh has them and nobody says otherwise. Experts come
-first: a block that is mapped over them alone, by `jax.shard_map`, divides its rows so, and moves none."""
 # PyTorch stores a projection as ``weight`` [out, in], Flax and Keras as ``kernel`` [in, out].
 _COLUMN = r"(?:.*/)?(?:[qkv]_proj|gate_proj|up_proj|fc1|c_fc|embed|embed_tokens|lm_head)"
 _ROW = r"(?:.*/)?(?:o_proj|out_proj|down_proj|fc2|c_proj)"
@@ -142,7 +141,7 @@ class ShardingRules:
                 hint="lowtide.train.make_mesh makes such a mesh",
             )
         given = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
-        chosen = given or tuple(name for name in _BATCH_AXES if name in axes)
+        chosen = given or tuple(name for name in BATCH_AXES if name in axes)
         object.__setattr__(self, "batch_axes", chosen)
         used = {name: "batch_axes" for name in chosen}
         for pattern, spec in self.rules.items():
@@ -366,10 +365,11 @@ class ShardingRules:
             return (rows, *shape[1:]), self._rows()
         if num_microbatches is None and not (self._is_local(leaf) and jax.process_count() > 1):
             return shape, self.replicated()
-        parts = f" ({self.num_batch_shards} parts × {num_microbatches} microbatches)"
+        parts = [f"{name} {self.mesh.shape[name]}" for name in self.batch_axes if self.mesh.shape[name] > 1]
+        parts += [f"{num_microbatches} microbatches"] if (num_microbatches or 1) > 1 else []
         raise DataError(
             f"batch leaf {path or '(root)'}: its rows cannot be divided among the devices",
-            expected=f"a multiple of {each}" + (parts if (num_microbatches or 1) > 1 else ""),
+            expected=f"a multiple of {each} ({' × '.join(parts)})",
             got=f"{rows} rows",
             hint="choose another batch size, or drop the remainder",
         )
@@ -419,12 +419,6 @@ def is_whole(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 
-def canonical(leaf: Any) -> np.ndarray:
-    """Make an array NumPy's, of a dtype that JAX has."""
-    array = np.asarray(leaf)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-
-
 def _check_rule(pattern: str, spec: Any) -> None:
     try:
         re.compile(pattern)
@@ -447,19 +441,3 @@ def _check_rule(pattern: str, spec: Any) -> None:
 
 def _names(spec: Any) -> list[str]:
     return [name for entry in spec for name in ((entry,) if isinstance(entry, str) else entry or ())]
-
-
-def put(leaf: Any, sharding: Any) -> Any:
-    """Put an array of which each process has the whole, or that is divided already, where a sharding says."""
-    if getattr(leaf, "sharding", None) == sharding:
-        return leaf
-    if jax.process_count() == 1:
-        # On a CPU JAX may share NumPy's buffer: what is written there later would be in the weights.
-        return jax.device_put(np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, sharding)
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        return jax.device_put(leaf, sharding)
-    if is_key(leaf):
-        return jax.random.wrap_key_data(put(key_numbers(leaf), sharding), impl=jax.random.key_impl(leaf))
-    whole = canonical(leaf)
-    # Copies: on a CPU JAX may share NumPy's buffers, and what trains is consumed by the next step.
-    return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))

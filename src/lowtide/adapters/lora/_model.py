@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...core import ConfigError, ExternalNames, StructureError, Tree
+from ...core import ConfigError, ExternalNames, StructureError, Tree, put
 from ._config import Config
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites
 from ._weight import LoRAWeight
@@ -175,11 +175,7 @@ def _start(site: Site, config: Config, key: Array) -> LoRAWeight:
 def _place(factor: Any, sharding: jax.sharding.NamedSharding) -> Any:
     if isinstance(factor, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(factor.shape, factor.dtype, sharding=sharding)
-    if jax.process_count() > 1 and (isinstance(factor, np.ndarray) or factor.is_fully_addressable):
-        # Where each process has one device, JAX (to 0.12 at least) would make an array whose shards cannot be read.
-        whole = np.asarray(factor)
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: np.array(whole[index]))
-    return jax.device_put(factor, sharding)
+    return put(factor, sharding)
 
 
 def _fold(node: LoRAWeight) -> Any:

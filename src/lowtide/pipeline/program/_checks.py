@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ...core import ConfigError, LayerStack, StructureError
+from ...core import BATCH_AXES, ConfigError, LayerStack, StructureError, is_count
 from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
@@ -49,7 +49,7 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
                 f"batch_axes: rows cannot be divided along {one!r}",
                 expected=" or ".join(repr(other) for other in mesh.shape if other != axis) or "no axis",
                 got=", ".join(map(repr, batch_axes or ())),
-                hint="leave it out to divide them along expert, data and fsdp",
+                hint=f"leave it out to divide them along {', '.join(BATCH_AXES[:-1])} and {BATCH_AXES[-1]}",
             )
 
 
@@ -154,6 +154,8 @@ def refuse_collectives(name: str, jaxpr: Any, axis: str) -> None:
 
 def explained(error: Exception, mesh: Any, axis: str) -> StructureError | None:
     """Say what JAX's error about a `shard_map`, or a collective, in a function of the stack means here.
+
+    It knows JAX's messages by their words, those of 0.10.2 and 0.12.0; an error of other words stays JAX's own.
 
     Args:
         error: of tracing the functions.
@@ -266,7 +268,15 @@ def warn_of_waiting_forever(mesh: Mesh, axis: str) -> None:
 
 
 def refuse_wrong_types(
-    stack: Any, schedule: Any, mesh: Any, axis: Any, weight: Any, remat: Any, layers_per_stage: Any, batch_axes: Any
+    stack: Any,
+    schedule: Any,
+    mesh: Any,
+    axis: Any,
+    weight: Any,
+    remat: Any,
+    layers_per_stage: Any,
+    batch_axes: Any,
+    memory_limit: Any,
 ) -> None:
     """Raise for arguments of `value_and_grad` of another type."""
     if not isinstance(stack, LayerStack):
@@ -318,6 +328,11 @@ def refuse_wrong_types(
             batch_axes is None or is_names(batch_axes),
             ("batch_axes is no list of names", "names of axes", batch_axes),
             f"batch_axes=[{batch_axes!r}]" if isinstance(batch_axes, str) else 'batch_axes=["fsdp"]',
+        ),
+        (
+            memory_limit is None or isinstance(memory_limit, str) or is_count(memory_limit, 0),
+            ("memory_limit is no size", "a whole number of bytes, or text", memory_limit),
+            'memory_limit="4 GiB", or None',
         ),
     ]
     for is_right, (message, expected, got), hint in checks:

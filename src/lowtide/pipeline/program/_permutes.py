@@ -77,7 +77,9 @@ def _axes(eqn: Any) -> tuple[Any, ...]:
 
 def _gathering(eqn: Any, around: Any) -> list[Any]:
     """Return the operations that take the place of a permutation, traced as in the `shard_map` around it."""
-    axes, pairs, mesh = _axes(eqn), eqn.params["perm"], around["mesh"]
+    names, pairs, mesh = _axes(eqn), eqn.params["perm"], around["mesh"]
+    # A permute numbers devices as the mesh does, in whatever order it names axes; gathers, as their names are ordered.
+    axes = tuple(one for one in mesh.axis_names if one in names)
     size = int(np.prod([mesh.shape[one] for one in axes]))
     source = np.full(size, -1)
     source[[to for _, to in pairs]] = [begin for begin, _ in pairs]
@@ -88,7 +90,7 @@ def _gathering(eqn: Any, around: Any) -> list[Any]:
         return sent if source.min() >= 0 else jnp.where(mine >= 0, sent, jnp.zeros_like(sent))
 
     def move(x: Any) -> Any:
-        return lax.platform_dependent(x, cpu=gather, default=lambda x: lax.ppermute(x, axes, pairs))
+        return lax.platform_dependent(x, cpu=gather, default=lambda x: lax.ppermute(x, names, pairs))
 
     aval = eqn.invars[0].aval
     varying = tuple(sorted(varying_axes(aval) & around["newly_manual_axes"]))
@@ -99,9 +101,9 @@ def _gathering(eqn: Any, around: Any) -> list[Any]:
         return jnp.zeros(())
 
     specs = jax.sharding.PartitionSpec()
-    names, check = around["newly_manual_axes"], around["check_vma"]
+    manual, check = around["newly_manual_axes"], around["check_vma"]
     with jax.sharding.use_abstract_mesh(mesh):
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=names, check_vma=check)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs, axis_names=manual, check_vma=check)
         jax.eval_shape(mapped, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     (closed,) = found
     return _inlined(closed, eqn)

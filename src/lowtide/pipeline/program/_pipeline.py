@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.custom_derivatives import linear_call
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ...core import (
+    BATCH_AXES,
     ConfigError,
     LayerStack,
     LowtideError,
@@ -121,11 +123,11 @@ def value_and_grad(
         Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024. Narayanan et al., "Efficient Large-Scale Language
         Model Training on GPU Clusters Using Megatron-LM", SC 2021.
     """
-    refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes)
+    refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes, memory_limit)
     refuse_other_mesh(schedule, mesh, axis, batch_axes)
     refuse_other_stages(schedule, layers_per_stage)
     warn_of_waiting_forever(mesh, axis)
-    axes = tuple(one for one in ("expert", "data", "fsdp") if one in mesh.shape and one != axis)
+    axes = tuple(one for one in BATCH_AXES if one in mesh.shape and one != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     refuse_useless_limit(schedule, limit)
@@ -393,7 +395,7 @@ class Pipeline:
                 error.add_note(f"leaves of {name}: {', '.join(path for path, _ in leaves_with_paths(tree)) or 'none'}")
             raise
         except AssertionError as error:  # JAX's, of an axis that a shard_map with types does not have
-            if not error.args:
+            if not error.args and _is_of_jax(error):
                 error.add_note(f"axes of the mesh: {', '.join(map(str, self.mesh.axis_names))}")
             raise
         except (NameError, TypeError, ValueError) as error:
@@ -493,6 +495,13 @@ def _struct(leaf: Any) -> Any:
 
 def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jax.dtypes.prng_key) and leaf.ndim == 0
+
+
+def _is_of_jax(error: BaseException) -> bool:
+    """Whether JAX raised an error itself, and no function that it called; it may have taken its own frames out."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return frame.f_globals.get("__name__", "").split(".")[0] == "jax" or not line.startswith(("assert", "raise"))
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:

@@ -146,6 +146,9 @@ class StageReport:
         for name, size in rows.items():
             if size:
                 table.add_row(name, "", "", "", "", format_bytes(size))
+        empty = tuple(number for number, rank in enumerate(self.ranks) if not rank.layers)
+        if empty:
+            table.add_row("ranks without a layer", "", "", "", "", _runs(empty))
         table.add_row("time over the ideal", "", "", "", "", f"{self.time_over_ideal:.2f}")
         table.add_row("of a scan that is differentiated", "", "", "", "", f"{self.scan_over_ideal:.2f}")
         if self.num_padding_rows:
