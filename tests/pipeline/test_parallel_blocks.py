@@ -342,8 +342,10 @@ def abstract_program(kind: str, name: str, number: int, remat: bool, width: int 
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(("name", "remat"), [("zb-h1", False), ("zb-v", True)])
-@pytest.mark.parametrize("kind", ["expert", "sequence", "ring"])
+@pytest.mark.parametrize(
+    ("kind", "name", "remat"),
+    [("expert", "zb-h1", False), ("expert", "zb-v", True), ("sequence", "zb-h1", False), ("ring", "zb-v", True)],
+)
 def test_memory_is_flat_in_microbatches(kind: str, name: str, remat: bool) -> None:
     few, many = (
         analyze(*abstract_program(kind, name, number, remat), target="v5p:2x2x2").device.temp_bytes

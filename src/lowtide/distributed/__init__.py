@@ -1,6 +1,5 @@
 """Several devices and several processes: sharding rules, what processes agree on, fingerprints."""
 
-from ..core import put as put
 from ._fingerprint import fingerprint as fingerprint
 from ._processes import SHARED as SHARED
 from ._processes import Processes as Processes
@@ -25,7 +24,6 @@ __all__ = [
     "make_mesh",
     "of_first",
     "placed",
-    "put",
     "refuse_other_folders",
     "same_in_all",
 ]

@@ -70,14 +70,13 @@ class CompiledStep:
         self._num_microbatches, self._budget = num_microbatches, budget
         self.stages: StageReport | None = None
         """Of a pipeline what each rank holds, from `preflight` on."""
-        self._programs: dict[Any, Any] = {}
-        self._steps: dict[Any, TrainingStep] = {}  # whose they are
+        self._programs: dict[Any, Tried] = {}
         self._reports: dict[int, MemoryReport] = {}
 
     @property
     def step_fn(self) -> Callable[..., tuple[Tree, Tree, Tree, Any, Tree]]:
         """The jitted step; see `Trainer.step_fn`."""
-        return self._jitted(next(reversed(self._steps.values()), self._step))
+        return self._jitted([self._step, *(kept.step for kept in self._programs.values())][-1])
 
     def _jitted(self, step: TrainingStep) -> Any:
         places = None
@@ -172,10 +171,10 @@ class CompiledStep:
             if isinstance(chosen.program, Exception):
                 raise chosen.program
             _refuse_copies(chosen.program)
-            self._programs[key], self._steps[key] = chosen.program, chosen.step
+            self._programs[key] = chosen
             if chosen.report is not None:
                 self._reports[id(chosen.program)] = chosen.report
-        return self._programs[key]
+        return self._programs[key].program
 
     def _tried(self, step: TrainingStep, batch: Tree) -> Tried:
         """Compile a step for here; its bytes are asked for where a schedule is chosen by them."""
@@ -205,7 +204,8 @@ class CompiledStep:
 
     def _step_for(self, shapes: Tree) -> TrainingStep:
         """Return the step that runs for batches of these shapes."""
-        return self._steps.get(self._key(shapes), self._step)
+        key = self._key(shapes)
+        return self._programs[key].step if key in self._programs else self._step
 
     @property
     def _may_reschedule(self) -> bool:

@@ -25,9 +25,10 @@ from ..core import (
     leaves_with_paths,
     num_layers,
     on_host,
+    put,
     split_static,
 )
-from ..distributed import STAGE, ShardingRules, make_mesh, put
+from ..distributed import STAGE, ShardingRules, make_mesh
 from ..memory import MemoryReport
 from ..pipeline import Pipeline, Schedule, StageReport, value_and_grad
 from ._models import keywords, parse_loss, sides, with_sides

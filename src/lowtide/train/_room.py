@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core import ScheduleError, Tree, format_bytes
 from ..memory import MemoryReport
+from ..pipeline import StageReport
 from ._pipelined import PipelineStep
 from ._step import TrainingStep
 
@@ -32,8 +33,8 @@ class Tried(NamedTuple):
     report: MemoryReport | None
     """Its bytes, where anybody asked."""
     left: int | None
-    """What a device has beside it, negative where it is too large; None where nobody knows. All processes say the
-    same."""
+    """What a device has beside it, negative where it is too large; None where nobody knows. Of a run all
+    processes say the same."""
 
 
 def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], arrays: Tree, batch: Tree) -> Tried:
@@ -52,25 +53,26 @@ def choose_schedule(step: PipelineStep, tried: Callable[[PipelineStep], Tried], 
     best = usual = tried(step)
     if usual.left is None:
         return usual
+    before = step.report(arrays, batch, None)
     if usual.left >= 0:
         more = _within(usual, usual.left, arrays, batch)
-        if more is None or _time(more, arrays, batch) > _WORTH * _time(step, arrays, batch):
+        if more is None or more[1].time_over_ideal > _WORTH * before.time_over_ideal:
             return usual
-        return usual if ((found := tried(more)).left or 0) < 0 else found
+        return usual if ((found := tried(more[0])).left or 0) < 0 else found
     for _ in range(_TRIES):
         # Where all of it cannot be spared, a part may do: what passes need while they run becomes less, too.
         spared = (_within(best, int(part * (best.left or 0)), arrays, batch) for part in (1, 0.5, 0.25))
         less = next((one for one in spared if one is not None), None)
-        if less is None or ((found := tried(less)).left or 0) <= (best.left or 0):
+        if less is None or ((found := tried(less[0])).left or 0) <= (best.left or 0):
             break
         best = found
         if (best.left or 0) >= 0:
-            _tell(usual, best, arrays, batch)
+            _tell(before, less[1])
             break
     return best
 
 
-def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> PipelineStep | None:
+def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> tuple[PipelineStep, StageReport] | None:
     """Make the step that may keep so many bytes more between passes than this one, or so many less; None for none."""
     assert isinstance(one.step, PipelineStep)
     counted, there = (one.step.report(arrays, batch, memory).waiting_bytes for memory in (None, one.report))
@@ -80,20 +82,13 @@ def _within(one: Tried, rest: int, arrays: Tree, batch: Tree) -> PipelineStep | 
         return None
     other = one.step.within(limit)
     try:
-        other.report(arrays, batch, None)
+        return other, other.report(arrays, batch, None)
     except ScheduleError:
         return None
-    return other
 
 
-def _time(step: PipelineStep, arrays: Tree, batch: Tree) -> float:
-    return step.report(arrays, batch, None).time_over_ideal
-
-
-def _tell(usual: Tried, less: Tried, arrays: Tree, batch: Tree) -> None:
+def _tell(before: StageReport, after: StageReport) -> None:
     """Warn of the time that a step takes which keeps less."""
-    steps: list[Any] = [usual.step, less.step]
-    before, after = (one.report(arrays, batch, None) for one in steps)
     if after.time_over_ideal > before.time_over_ideal / _WORTH:
         warnings.warn(
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "

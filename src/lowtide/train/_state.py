@@ -25,9 +25,10 @@ from ..core import (
     combine,
     is_count,
     leaves_with_paths,
+    put,
     shared_leaves,
 )
-from ..distributed import ShardingRules, put
+from ..distributed import ShardingRules
 from ._ema import find_average
 from ._models import described
 from ._signals import undisturbed

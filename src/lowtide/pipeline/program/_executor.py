@@ -416,7 +416,7 @@ class _Run(_Forward):
             return min(found, key=lambda one: one[:2])[2:]
         raise ScheduleError(
             "memory_limit is less than what waits in any schedule that was found",
-            expected=f"about {format_bytes(min(sizes))}, of all devices of a rank",
+            expected=f"about {format_bytes(min(sizes))}, of all devices of a rank" if sizes else "more",
             got=format_bytes(limit),
             hint="raise it, or have smaller microbatches, more stages or remat=True",
         )
