@@ -138,7 +138,7 @@ class Run:
         ]
 
     def wait_until(self, condition: Any) -> None:
-        until = time.monotonic() + 3 * MINUTE
+        until = time.monotonic() + 5 * MINUTE
         while not condition():
             assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()
             time.sleep(0.05)
