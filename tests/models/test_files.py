@@ -130,8 +130,8 @@ def test_unknown_models_are_refused(directory):
     _edit_config(directory, architectures=["LlamaForCausalLM"], hidden_act="gelu")
     with pytest.raises(ModelFileError, match=r"unknown activation 'gelu'(.|\n)*hint:"):
         load(directory)
-    _edit_config(directory, hidden_act="silu", rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    with pytest.raises(ModelFileError, match=r"unknown RoPE scaling 'yarn'(.|\n)*hint:"):
+    _edit_config(directory, hidden_act="silu", rope_scaling={"rope_type": "spiral", "factor": 2.0})
+    with pytest.raises(ModelFileError, match=r"unknown RoPE scaling 'spiral'(.|\n)*hint:"):
         load(directory)
 
 

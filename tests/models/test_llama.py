@@ -9,8 +9,8 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError, StructureError
-from lowtide.models import LlamaConfig, RopeScaling, _llama, generate, init, logits, loss
-from lowtide.models._llama import _attention_implementation
+from lowtide.models import LlamaConfig, RopeScaling, _attention, generate, init, logits, loss
+from lowtide.models._attention import attention_implementation
 
 CONFIG = LlamaConfig(
     vocab_size=50,
@@ -163,19 +163,19 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
         lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
     )
     cpu = jax.devices("cpu")[0]
-    monkeypatch.setattr(_llama, "has_cudnn", lambda: True)
+    monkeypatch.setattr(_attention, "has_cudnn", lambda: True)
 
     def chosen(dtype, capability, head_dim=8):
         gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
         monkeypatch.setattr(jax, "devices", lambda platform=None: [gpu])
-        return _attention_implementation(jnp.dtype(dtype), head_dim)
+        return attention_implementation(jnp.dtype(dtype), head_dim)
 
     assert chosen("bfloat16", "9.0") == chosen("float16", "8.0") == "cudnn"
     assert chosen("float32", "9.0") == chosen("bfloat16", "9.0", 12) == "xla"
     assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "xla"
     with jax.default_device(cpu):
         assert chosen("bfloat16", "9.0") == "xla"
-    monkeypatch.setattr(_llama, "has_cudnn", lambda: False)
+    monkeypatch.setattr(_attention, "has_cudnn", lambda: False)
     assert chosen("bfloat16", "9.0") == "xla"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, _batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"
@@ -185,8 +185,8 @@ def test_attention_in_blocks_of_queries_is_attention(monkeypatch: pytest.MonkeyP
     # 9 tokens in blocks of 4: the last block is not full.
     model, batch = init(CONFIG, key=jax.random.key(0)), _batch()
     plain = jax.value_and_grad(lambda m: loss(m, batch)[0])(model)
-    monkeypatch.setattr(_llama, "_MAX_QUERIES", 8)
-    monkeypatch.setattr(_llama, "_QUERY_BLOCK", 4)
+    monkeypatch.setattr(_attention, "_MAX_QUERIES", 8)
+    monkeypatch.setattr(_attention, "_QUERY_BLOCK", 4)
     blocks = jax.value_and_grad(lambda m: loss(m, batch)[0])(model)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain, blocks)
 

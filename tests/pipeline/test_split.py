@@ -380,8 +380,8 @@ def test_frozen_weights_have_no_gradient() -> None:
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_decoder_is_split_with_its_loops_over_queries(remat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.models._llama._MAX_QUERIES", 4)
-    monkeypatch.setattr("lowtide.models._llama._QUERY_BLOCK", 2)
+    monkeypatch.setattr("lowtide.models._attention._MAX_QUERIES", 4)
+    monkeypatch.setattr("lowtide.models._attention._QUERY_BLOCK", 2)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
     )

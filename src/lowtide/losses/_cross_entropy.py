@@ -34,6 +34,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     chunk_size: int = 1024,
     reduction: Literal["mean", "sum"] = "mean",
+    soft_cap: float | None = None,
 ) -> Float[Array, ""]:
     """Softmax cross-entropy of ``h @ head.T`` with integer labels, in chunks.
 
@@ -46,6 +47,7 @@ def chunked_cross_entropy(
         chunk_size: how many tokens (over all batch axes) have logits at the same time; at least one position of
             every sequence.
         reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
+        soft_cap: logits are squashed into this range, ``soft_cap * tanh(logits / soft_cap)``; None leaves them.
 
     Returns:
         The loss, a float32 scalar. Logits are formed and reduced in float32.
@@ -68,29 +70,33 @@ def chunked_cross_entropy(
     References:
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
     """
-    _check(h, head, labels, chunk_size, reduction)
+    _check(h, head, labels, chunk_size, reduction, soft_cap)
     num_sequences = max(1, labels.size // labels.shape[-1])
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
-        total: Array = _running_cross_entropy((ignore_index, chunk), h, head, labels)  # pyright: ignore[reportAssignmentType]
+        total: Array = _running_cross_entropy((ignore_index, chunk, soft_cap), h, head, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)
-        total = _sum_cross_entropy((treedef, ignore_index, chunk), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
+        total = _sum_cross_entropy((treedef, ignore_index, chunk, soft_cap), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_cross_entropy(static: tuple[Any, int, int], h: Array, leaves: tuple[Array, ...], labels: Array) -> Array:
-    treedef, ignore_index, chunk = static
-    return _sum_of_chunks(h, treedef.unflatten(leaves), labels, ignore_index, chunk)
+def _sum_cross_entropy(
+    static: tuple[Any, int, int, float | None], h: Array, leaves: tuple[Array, ...], labels: Array
+) -> Array:
+    treedef, ignore_index, chunk, soft_cap = static
+    return _sum_of_chunks(h, treedef.unflatten(leaves), labels, ignore_index, chunk, soft_cap)
 
 
-def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
+def _forward(
+    static: tuple[Any, int, int, float | None], h: Any, leaves: tuple[Any, ...], labels: Any
+) -> tuple[Array, Any]:
     """Compute the sum, and its gradients for inputs that are being differentiated, scaled later by the cotangent."""
-    treedef, ignore_index, chunk = static
+    treedef, ignore_index, chunk, soft_cap = static
     wants_h, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
 
@@ -100,7 +106,7 @@ def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labe
 
         def loss(h_BCD: Array, trained: tuple[Array | None, ...]) -> Array:
             head = treedef.unflatten([old if new is None else new for old, new in zip(leaves, trained, strict=True)])
-            return _chunk_loss(h_BCD, head, labels_BC, ignore_index)
+            return _chunk_loss(h_BCD, head, labels_BC, ignore_index, soft_cap)
 
         if wants_h:
             value, (grad_h, grads) = jax.value_and_grad(loss, argnums=(0, 1))(h_BCD, trained)
@@ -115,7 +121,7 @@ def _forward(static: tuple[Any, int, int], h: Any, leaves: tuple[Any, ...], labe
     return total, (dh, dleaves, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, shape=(0,)), trained))
 
 
-def _backward(static: tuple[Any, int, int], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+def _backward(static: tuple[Any, int, int, float | None], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
     dh, dleaves, dtypes = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         cotangent = jnp.float32(0)
@@ -129,17 +135,21 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _running_cross_entropy(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Array:
+def _running_cross_entropy(
+    static: tuple[int, int, float | None], h: Array, head: RunningGradient, labels: Array
+) -> Array:
     """Compute the sum for a `RunningGradient` head: its gradient starts from `total`, and waits for the scale."""
     return _sum_of_chunks(h, head.weight, labels, *static)
 
 
-def _running_forward(static: tuple[int, int], h: Array, head: RunningGradient, labels: Array) -> Any:
+def _running_forward(static: tuple[int, int, float | None], h: Array, head: RunningGradient, labels: Array) -> Any:
     return _running_cross_entropy(static, h, head, labels), (h, head, labels)
 
 
-def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array) -> tuple[Array, RunningGradient, None]:
-    ignore_index, chunk = static
+def _running_backward(
+    static: tuple[int, int, float | None], residuals: Any, cotangent: Array
+) -> tuple[Array, RunningGradient, None]:
+    ignore_index, chunk, soft_cap = static
     h, head, labels = residuals
     h, cotangent = if_active(head.active, h), if_active(head.active, cotangent)
 
@@ -147,7 +157,7 @@ def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array)
         dh, total = carry
 
         def loss(h_BCD: Array, weight: Array) -> Array:
-            return _chunk_loss(h_BCD, weight, _slice(labels, start, size, -1), ignore_index)
+            return _chunk_loss(h_BCD, weight, _slice(labels, start, size, -1), ignore_index, soft_cap)
 
         _, vjp = jax.vjp(loss, _slice(h, start, size, -2), head.weight)
         grad_h, grad = vjp(cotangent)
@@ -161,20 +171,22 @@ def _running_backward(static: tuple[int, int], residuals: Any, cotangent: Array)
 _running_cross_entropy.defvjp(_running_forward, _running_backward)
 
 
-def _sum_of_chunks(h: Array, head: Any, labels: Array, ignore_index: int, chunk: int) -> Array:
+def _sum_of_chunks(h: Array, head: Any, labels: Array, ignore_index: int, chunk: int, soft_cap: float | None) -> Array:
     def body(start: Any, size: int, total: Array) -> Array:
         h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
-        return total + _chunk_loss(h_BCD, head, labels_BC, ignore_index)
+        return total + _chunk_loss(h_BCD, head, labels_BC, ignore_index, soft_cap)
 
     return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
 
 
-def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int) -> Array:
+def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, soft_cap: float | None) -> Array:
     if isinstance(head, LinearWeight):
         logits_BCV = linear(h_BCD, head).astype(jnp.float32)
     else:
         contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
         logits_BCV = jax.lax.dot_general(h_BCD, head.astype(h_BCD.dtype), contract, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
     keep_BC = labels_BC != ignore_index
     safe_BC = jnp.where(keep_BC, labels_BC, 0)
     gold_BC = jnp.take_along_axis(logits_BCV, safe_BC[..., None], axis=-1, mode="fill")[..., 0]
@@ -194,7 +206,7 @@ def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim + axis)
 
 
-def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str) -> None:
+def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str, soft_cap: float | None) -> None:
     if not isinstance(head, LinearWeight) and (head.ndim != 2 or head.shape[1] != h.shape[-1]):
         raise StructureError(
             "activations and head do not fit together",
@@ -211,6 +223,8 @@ def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str) 
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
     if chunk_size < 1 or reduction not in ("mean", "sum"):
         raise ConfigError(
             "chunked_cross_entropy got an unusable option",

@@ -1,19 +1,25 @@
-"""The reference decoder, its files, and sampling."""
+"""Decoders of many families, their files, and sampling."""
 
+from ._config import DecoderConfig as DecoderConfig
+from ._config import Experts as Experts
 from ._config import LlamaConfig as LlamaConfig
 from ._config import RopeScaling as RopeScaling
+from ._decoder import Decoder as Decoder
+from ._decoder import Llama as Llama
+from ._decoder import init as init
+from ._decoder import logits as logits
+from ._decoder import loss as loss
 from ._files import base_path as base_path
 from ._files import load as load
 from ._files import load_config as load_config
 from ._files import save as save
 from ._generate import generate as generate
-from ._llama import Llama as Llama
-from ._llama import init as init
-from ._llama import logits as logits
-from ._llama import loss as loss
 from ._tokenizer import load_tokenizer as load_tokenizer
 
 __all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Experts",
     "Llama",
     "LlamaConfig",
     "RopeScaling",

@@ -1,28 +1,21 @@
-"""Sizes of a Llama decoder, and their spelling in a Hugging Face `config.json`."""
+"""What a decoder computes: sizes, and switches for what families of models do differently."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Literal
 
-from ..core import ConfigError, ModelFileError, shortened, shown, validate
+from ..core import ConfigError
 
-if TYPE_CHECKING:
-    from ._schema import ConfigFile, RopeEntry
-
-ARCHITECTURES = ("LlamaForCausalLM",)
-_SILU = ("silu", "swish")
-_AGAIN = "a Llama config.json has the sizes of the model; copy it from the model's source again"
+RopeType = Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the length a model was pretrained on."""
 
-    rope_type: str
-    """``"linear"`` or ``"llama3"``."""
+    rope_type: RopeType
+    """``"linear"``, ``"dynamic"`` (NTK by the length at hand), ``"llama3"``, ``"yarn"`` or ``"longrope"``."""
     factor: float
     """How many times longer than pretraining."""
     low_freq_factor: float = 1.0
@@ -30,28 +23,83 @@ class RopeScaling:
     high_freq_factor: float = 4.0
     """llama3: wavelengths shorter than ``original_max_position_embeddings / high_freq_factor`` are kept."""
     original_max_position_embeddings: int = 8192
-    """llama3: the length of pretraining, in tokens."""
+    """llama3, yarn, longrope: the length of pretraining, in tokens."""
+    beta_fast: float = 32.0
+    """yarn: frequencies that turn more often than this over the length of pretraining are kept."""
+    beta_slow: float = 1.0
+    """yarn: frequencies that turn less often than this are fully stretched."""
+    truncate: bool = True
+    """yarn: whether the bounds between are rounded to whole dimensions."""
+    attention_factor: float | None = None
+    """yarn, longrope: what queries and keys are multiplied by; None for what the rule says."""
+    short_factor: tuple[float, ...] = ()
+    """longrope: of each frequency, for sequences up to the length of pretraining."""
+    long_factor: tuple[float, ...] = ()
+    """longrope: of each frequency, for longer sequences."""
 
     def __post_init__(self) -> None:
-        if not self.factor > 0 or not self.high_freq_factor > self.low_freq_factor > 0:
+        for good, expected, got in (
+            (self.factor > 0, "factor > 0", self.factor),
+            (
+                self.high_freq_factor > self.low_freq_factor > 0,
+                "high_freq_factor > low_freq_factor > 0",
+                (self.high_freq_factor, self.low_freq_factor),
+            ),
+            (self.beta_fast >= self.beta_slow > 0, "beta_fast >= beta_slow > 0", (self.beta_fast, self.beta_slow)),
+            (self.rope_type != "dynamic" or self.factor >= 1, "factor >= 1", self.factor),
+            (self.original_max_position_embeddings > 1, "more than 1 token", self.original_max_position_embeddings),
+            (all(x > 0 for x in (*self.short_factor, *self.long_factor)), "factors > 0", "one that is not"),
+        ):
+            if not good:
+                raise ConfigError(
+                    "RoPE scaling is out of range",
+                    expected=expected,
+                    got=got,
+                    hint="copy the values of config.json's rope_scaling",
+                )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the MLP of every block."""
+
+    num_experts: int
+    """Experts of a layer, E."""
+    num_experts_per_token: int
+    """Experts that compute each token."""
+    intermediate_size: int
+    """Width of the hidden layer of one expert, F."""
+    normalize: bool = True
+    """Whether the chosen experts' shares are made to add up to one (``norm_topk_prob``)."""
+    clamped: bool = False
+    """gpt-oss: gate and up in one interleaved matrix, all with biases, clamped, a sigmoid of its own."""
+    limit: float = 7.0
+    """gpt-oss: what gate and up are clamped to (``swiglu_limit``)."""
+    router_loss_coef: float = 0.0
+    """What the load-balancing loss (of Switch Transformer, arXiv:2101.03961) is multiplied by; 0 computes none."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_experts_per_token", "intermediate_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} has to be at least 1", got=getattr(self, name), hint="check config.json")
+        if self.num_experts_per_token > self.num_experts:
             raise ConfigError(
-                "RoPE scaling is out of range",
-                expected="factor > 0, high_freq_factor > low_freq_factor > 0",
-                got=f"{self.factor}, {self.high_freq_factor}, {self.low_freq_factor}",
-                hint="copy the values of config.json's rope_scaling",
+                "a token cannot choose more experts than there are",
+                got=f"num_experts={self.num_experts}, num_experts_per_token={self.num_experts_per_token}",
+                hint="check config.json",
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
-    """Sizes and constants of a Llama decoder; names as in Hugging Face where it has one."""
+class DecoderConfig:
+    """Sizes and switches of a decoder; names as in Hugging Face where it has one. The defaults are Llama's."""
 
     vocab_size: int
     """Rows of the embedding."""
     hidden_size: int
     """Width of the residual stream, D."""
     intermediate_size: int
-    """Width of the SwiGLU hidden layer, F."""
+    """Width of the gated hidden layer, F."""
     num_layers: int
     """Blocks (``num_hidden_layers``)."""
     num_heads: int
@@ -69,7 +117,7 @@ class LlamaConfig:
     tie_embeddings: bool = False
     """Whether the head is the embedding (``tie_word_embeddings``)."""
     attention_bias: bool = False
-    """Whether the attention projections have a bias."""
+    """Whether the query, key and value projections have a bias."""
     mlp_bias: bool = False
     """Whether the MLP projections have a bias."""
     max_position_embeddings: int = 2048
@@ -78,6 +126,42 @@ class LlamaConfig:
     """Token that begins a document, if any."""
     eos_token_id: int | tuple[int, ...] | None = None
     """Token or tokens that end a document, if any."""
+    family: str = "llama"
+    """``model_type`` of the Hugging Face family whose names and files these are."""
+    attention_out_bias: bool | None = None
+    """Whether the output projection has a bias; None: as `attention_bias` says."""
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    """Of the gate."""
+    qk_norm: Literal["none", "head", "width"] = "none"
+    """RMSNorm of queries and keys before rotation: of each head, or of all heads together."""
+    pre_norm: bool = True
+    """Whether attention and MLP read a normed residual stream."""
+    post_norm: bool = False
+    """Whether what attention and MLP return is normed before it is added."""
+    norm_offset: float = 0.0
+    """Added to the weights of all norms (Gemma: 1)."""
+    scale_embedding: bool = False
+    """Whether embeddings are multiplied by ``sqrt(hidden_size)``."""
+    attention_scale: float | None = None
+    """What scores are multiplied by; None: ``head_dim ** -0.5``."""
+    rotary_fraction: float = 1.0
+    """Part of each head that is rotated (``partial_rotary_factor``)."""
+    sliding_window: int | None = None
+    """Tokens that a query sees in layers with sliding attention, itself included; None: all before it."""
+    sliding_layers: tuple[bool, ...] | None = None
+    """Which layers have sliding attention; None: all, if there is a window."""
+    local_rope_theta: float | None = None
+    """Base of the rotary frequencies of layers with sliding attention, unscaled; None: as all others."""
+    attention_soft_cap: float | None = None
+    """Scores are squashed into this range by tanh, or None."""
+    final_soft_cap: float | None = None
+    """Logits are squashed into this range by tanh, or None."""
+    attention_sinks: bool = False
+    """Whether each head has a score that takes part in the softmax without a key."""
+    fused_projections: bool = False
+    """Whether query, key and value are one matrix, and gate and up another one (Phi-3)."""
+    experts: Experts | None = None
+    """A mixture of experts in place of the MLPs, or None."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -93,195 +177,60 @@ class LlamaConfig:
             raise ConfigError(
                 "head_dim has to be even", got=self.head_dim, hint="rotary embeddings turn pairs of dimensions"
             )
-
-
-def config_from_hf(raw: Mapping[str, Any], where: str) -> LlamaConfig:
-    """Read the contents of a Hugging Face `config.json`.
-
-    Args:
-        raw: the parsed file.
-        where: the file's name, for messages.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ModelFileError: for an unknown architecture, activation or RoPE type, a missing or impossible entry, or a
-            field that asks for what Lowtide does not compute.
-    """
-    from ._schema import ConfigFile, unhandled
-
-    _refuse_other_models(raw, where)
-    file = validate(ConfigFile, raw, where, hint=_AGAIN)
-    rope = _rope(file, where)
-    unknown = unhandled(file)
-    if unknown:
-        name = next(iter(unknown))
-        raise ModelFileError(
-            f"{where}: {shown(name)} is nothing that Lowtide computes",
-            expected="the fields of a Llama model; others have to be null, false or absent",
-            got=shortened(", ".join(f"{name}={shown(value)}" for name, value in unknown.items())),
-            hint=f"if {shortened(name, 80)} changes nothing that the model computes, remove it from the file",
-        )
-    if file.attention_dropout:
-        warnings.warn(
-            f"{where}: attention_dropout {file.attention_dropout} is not applied; training goes on without dropout",
-            stacklevel=3,
-        )
-    heads = file.num_attention_heads
-    ends = _token_ids(file, "eos_token_id", where)
-    try:
-        return LlamaConfig(
-            vocab_size=file.vocab_size,
-            hidden_size=file.hidden_size,
-            intermediate_size=file.intermediate_size,
-            num_layers=file.num_hidden_layers,
-            num_heads=heads,
-            num_kv_heads=file.num_key_value_heads or heads,
-            head_dim=file.head_dim or file.hidden_size // heads,
-            rope_theta=rope.rope_theta or file.rope_theta or 10000.0,
-            rope_scaling=_rope_scaling(rope, where),
-            rms_norm_eps=file.rms_norm_eps,
-            tie_embeddings=bool(file.tie_word_embeddings),
-            attention_bias=bool(file.attention_bias),
-            mlp_bias=bool(file.mlp_bias),
-            max_position_embeddings=file.max_position_embeddings,
-            bos_token_id=_token_ids(file, "bos_token_id", where)[0],
-            eos_token_id=ends if len(ends) > 1 else next(iter(ends)),  # pyright: ignore[reportArgumentType]
-        )
-    except ConfigError as error:
-        raise ModelFileError(
-            f"{where}: {error.message}", expected=error.expected, got=error.got, hint=error.hint
-        ) from error
-
-
-def config_to_hf(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """Return the contents of a Hugging Face `config.json`, which `transformers` 4 and 5 read alike.
-
-    Args:
-        config: the sizes.
-        dtype: the dtype of the stored weights, such as ``"bfloat16"``.
-
-    Returns:
-        A dictionary ready for JSON.
-    """
-    scaling = config.rope_scaling
-    rope: dict[str, Any] | None = None
-    if scaling is not None:
-        rope = {"rope_type": scaling.rope_type, "factor": scaling.factor}
-        if scaling.rope_type == "llama3":
-            rope |= {k: v for k, v in dataclasses.asdict(scaling).items() if k not in rope}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": rope,
-        "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "attention_bias": config.attention_bias,
-        "mlp_bias": config.mlp_bias,
-        "max_position_embeddings": config.max_position_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": list(config.eos_token_id) if isinstance(config.eos_token_id, tuple) else config.eos_token_id,
-        "torch_dtype": dtype,
-    }
-
-
-def _refuse_other_models(raw: Mapping[str, Any], where: str) -> None:
-    """Say of another model that it is one, not which of its fields are strange."""
-    named, kind = raw.get("architectures") or [], raw.get("model_type")
-    architectures: list[Any] = named if isinstance(named, list) else [named]  # pyright: ignore[reportUnknownVariableType]
-    known = any(name in ARCHITECTURES for name in architectures)
-    if kind not in (None, "llama") or not (known or (kind and not architectures)):
-        names = [shown(kind)] if known or not architectures else [shown(name) for name in architectures]
-        raise ModelFileError(
-            f"{where}: unknown architecture {shortened(', '.join(names))}",
-            expected=f"one of {', '.join(ARCHITECTURES)}, with model_type 'llama'",
-            hint="Lowtide reads Llama decoders; check that --model names the right folder",
-        )
-    if raw.get("hidden_act") not in (None, *_SILU):
-        raise ModelFileError(
-            f"{where}: unknown activation {shown(raw['hidden_act'])}", expected="silu", hint="Llama's MLP is SwiGLU"
-        )
-    if raw.get("quantization_config"):
-        raise ModelFileError(
-            f"{where}: the checkpoint is quantised",
-            got=f"quantization_config={shown(raw['quantization_config'])}",
-            hint="load the unquantised checkpoint; Lowtide reads float32, float16 and bfloat16 weights",
-        )
-
-
-def _rope(file: ConfigFile, where: str) -> RopeEntry:
-    """Read what the file says about rotary embeddings, which it may say in two places and two spellings."""
-    from ._schema import RopeEntry, unhandled
-
-    given = [
-        entry for entry in (file.rope_parameters, file.rope_scaling) if entry is not None and entry.model_fields_set
-    ]
-    rope = given[0] if given else RopeEntry()
-    other = given[-1] if given else rope
-    for entry in given:
-        rest = unhandled(entry)
-        if rest:
-            raise ModelFileError(
-                f"{where}: rope_scaling has {shown(next(iter(rest)))}, which Lowtide does not compute",
-                got=shortened(rest),
-                hint="computing with another frequency rule would give wrong logits, so nothing was loaded",
+        if not 0 < self.rotary_fraction <= 1 or self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise ConfigError(
+                "the rotated part of a head has to be even",
+                got=f"{self.rotary_dim} of {self.head_dim} dimensions",
+                hint="rotary embeddings turn pairs of dimensions; check partial_rotary_factor",
             )
-    said = {
-        "rope_parameters and rope_scaling": (
-            rope.model_dump(exclude={"rope_theta"}),
-            other.model_dump(exclude={"rope_theta"}),
-        ),
-        "rope_type and type": (rope.rope_type or rope.type, rope.type or rope.rope_type),
-        "rope_theta": (rope.rope_theta or file.rope_theta, file.rope_theta or rope.rope_theta),
-    }
-    for what, (one, two) in said.items():
-        if one != two:
-            raise ModelFileError(
-                f"{where}: it says two things about {what}",
-                got=shortened(f"{one} and {two}"),
-                hint="keep the one that the model was trained with",
+        self._check_rope()
+        self._check_windows()
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of each head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def windows(self) -> int | tuple[int | None, ...] | None:
+        """The window of all layers, or where they differ that of each; None is no window."""
+        if self.sliding_window is None or self.sliding_layers is None or all(self.sliding_layers):
+            return self.sliding_window
+        if not any(self.sliding_layers):
+            return None
+        return tuple(self.sliding_window if slides else None for slides in self.sliding_layers)
+
+    def _check_rope(self) -> None:
+        scaling = self.rope_scaling
+        if scaling is None or scaling.rope_type != "longrope":
+            return
+        sizes = (len(scaling.short_factor), len(scaling.long_factor))
+        if sizes != (self.rotary_dim // 2,) * 2:
+            raise ConfigError(
+                "longrope has another number of factors than there are frequencies",
+                expected=f"{self.rotary_dim // 2} in short_factor and long_factor",
+                got=f"{sizes[0]} and {sizes[1]}",
+                hint="copy config.json again",
             )
-    return rope
 
-
-def _rope_scaling(rope: RopeEntry, where: str) -> RopeScaling | None:
-    rope_type = rope.rope_type or rope.type or "default"
-    if rope_type == "default":
-        return None
-    if rope_type not in ("linear", "llama3"):
-        raise ModelFileError(
-            f"{where}: unknown RoPE scaling {shown(rope_type)}",
-            expected="default, linear or llama3",
-            hint="computing with another frequency rule would give wrong logits, so nothing was loaded",
-        )
-    if rope.factor is None:
-        got = shortened(rope.model_dump(exclude_none=True))
-        raise ModelFileError(f"{where}: rope_scaling has no factor", got=got, hint="copy config.json again")
-    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    rest = {name: getattr(rope, name) for name in names if getattr(rope, name) is not None}
-    return RopeScaling(rope_type=rope_type, factor=rope.factor, **rest)
-
-
-def _token_ids(file: ConfigFile, name: str, where: str) -> tuple[int | None, ...]:
-    """Read the ids of a special token, which may be absent, a number or a list; each inside the vocabulary."""
-    value: Any = getattr(file, name)
-    ids: list[int] = value if isinstance(value, list) else [] if value is None else [value]
-    for each in ids:
-        if each >= file.vocab_size:
-            raise ModelFileError(
-                f"{where}: {name} is no token",
-                expected=f"0 to {file.vocab_size - 1}",
-                got=each,
+    def _check_windows(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ConfigError("sliding_window has to be at least 1", got=self.sliding_window, hint="check config.json")
+        layers = self.sliding_layers
+        if layers is None:
+            return
+        if len(layers) != self.num_layers:
+            raise ConfigError(
+                "layer_types says another number of layers",
+                expected=self.num_layers,
+                got=len(layers),
                 hint="check config.json",
             )
-    return tuple(ids) or (None,)
+        if any(layers) and self.sliding_window is None:
+            raise ConfigError(
+                "layers with sliding attention need a sliding_window", got="none", hint="check config.json"
+            )
+
+
+LlamaConfig = DecoderConfig
+"""The former name of `DecoderConfig`."""

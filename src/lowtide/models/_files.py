@@ -39,8 +39,10 @@ from ..core import (
     shown,
     validate,
 )
-from ._config import LlamaConfig, config_from_hf, config_to_hf
-from ._llama import EXTERNAL, Llama, parameter_shapes
+from ._config import DecoderConfig
+from ._config_file import config_from_hf, config_to_hf
+from ._decoder import Decoder, parameter_shapes, with_windows, without_windows
+from .families import family_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
@@ -55,8 +57,8 @@ def load(
     compute_dtype: Any = "float32",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
-) -> Llama:
-    """Read a Llama model from a Hugging Face directory.
+) -> Decoder:
+    """Read a decoder from a Hugging Face directory.
 
     Args:
         directory: the folder with `config.json` and safetensors weights.
@@ -108,10 +110,10 @@ def load(
             place = place.with_memory_kind("pinned_host") if on_the_host else place
             leaves.append(jax.make_array_from_callback(shape, place, _once(read)))
     params = treedef.unflatten(leaves)
-    return Llama(params["outer"], params["layers"], config, jnp.dtype(compute_dtype).name)
+    return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
-def load_config(directory: str | Path) -> LlamaConfig:
+def load_config(directory: str | Path) -> DecoderConfig:
     """Read only the sizes of a model directory.
 
     Args:
@@ -121,7 +123,7 @@ def load_config(directory: str | Path) -> LlamaConfig:
         The configuration.
 
     Raises:
-        ModelFileError: when `config.json` is missing, malformed, or not of a Llama decoder.
+        ModelFileError: when `config.json` is missing, malformed, or not of a decoder that Lowtide knows.
     """
     path = input_file(
         directory,
@@ -138,7 +140,7 @@ def base_path() -> Path:
 
 
 def save(
-    model: Llama, directory: str | Path, *, tokenizer: str | Path | None = None, max_shard_bytes: int = 5 * 1024**3
+    model: Decoder, directory: str | Path, *, tokenizer: str | Path | None = None, max_shard_bytes: int = 5 * 1024**3
 ) -> None:
     """Write a model as a Hugging Face directory that `transformers` loads.
 
@@ -157,7 +159,7 @@ def save(
     """
     directory = Path(directory)
     expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
-    params = {"outer": model.outer, "layers": model.layers}
+    params = {"outer": model.outer, "layers": without_windows(model.layers)}
     got = {path: tuple(leaf.shape) for path, leaf in leaves_with_paths(params)}
     if got != expected:
         wrong = sorted(set(got.items()) ^ set(expected.items()))[0]
@@ -181,9 +183,9 @@ def save(
         ) from error
 
 
-def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_bytes: int) -> set[str]:
+def _write_shards(params: Tree, config: DecoderConfig, directory: Path, max_shard_bytes: int) -> set[str]:
     """Write the weights; returns the files' names."""
-    shards: list[list[tuple[str, Any, int | None]]] = [[]]
+    shards: list[list[tuple[str, Any, Any]]] = [[]]
     size = total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = _tensor_names(path, config)
@@ -192,7 +194,13 @@ def _write_shards(params: Tree, config: LlamaConfig, directory: Path, max_shard_
             if size and size + tensor_bytes > max_shard_bytes:
                 shards.append([])
                 size = 0
-            shards[-1].append((name, leaf, index if _is_stacked(path) else None))
+            shards[-1].append(
+                (
+                    name,
+                    leaf,
+                    np.unravel_index(index, stacked) if (stacked := _stacked_shape(path, len(names), config)) else None,
+                )
+            )
             size, total = size + tensor_bytes, total + tensor_bytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
@@ -213,12 +221,14 @@ def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, in
     index = (*index, *(slice(None) for _ in shape[len(index) :]))
     if len(shape) == len(tensors[0][1].get_slice(tensors[0][0]).get_shape()):
         return np.asarray(tensors[0][1].get_slice(tensors[0][0])[index]).astype(dtype)
-    layers, rest = range(shape[0])[index[0]], index[1:]
-    sizes = [len(range(size)[part]) for size, part in zip(shape[1:], rest, strict=True)]
-    part = np.empty((len(layers), *sizes), dtype)
-    for at, layer in enumerate(layers):
-        name, file = tensors[layer]
-        part[at] = file.get_slice(name)[rest]
+    one = len(tensors[0][1].get_slice(tensors[0][0]).get_shape())
+    grid = np.arange(len(tensors)).reshape(shape[: len(shape) - one])[index[: len(shape) - one]]
+    rest = index[len(shape) - one :]
+    sizes = [len(range(size)[part]) for size, part in zip(shape[len(shape) - one :], rest, strict=True)]
+    part = np.empty((*grid.shape, *sizes), dtype)
+    for at, number in np.ndenumerate(grid):
+        name, file = tensors[number]
+        part[at] = file.get_slice(name)[tuple(rest)]
     return part
 
 
@@ -239,26 +249,40 @@ def _host_memory() -> jax.sharding.Sharding:
     return jnp.zeros(()).sharding.with_memory_kind("pinned_host")
 
 
-def _layer(leaf: Any, index: int) -> Any:
-    """One layer of a stack, wherever the stack is."""
+def _layer(leaf: Any, index: tuple[int, ...]) -> Any:
+    """One layer of a stack, or one expert of one, wherever the stack is."""
     return leaf[index] if isinstance(leaf, np.ndarray) else _layer_on_device(leaf, index)
 
 
 @jax.jit
 def _layer_on_device(leaf: Any, index: Any) -> Any:
     # Of a whole array in host memory NumPy would keep a second copy there.
-    return jax.device_put(jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), jax.memory.Space.Device)
+    for each in index:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, each, keepdims=False)
+    return jax.device_put(leaf, jax.memory.Space.Device)
+
+
+def _stacked_shape(path: Any, num_tensors: int, config: DecoderConfig) -> tuple[int, ...]:
+    """Shape of the grid of tensors that a leaf is a stack of: none, [layers], or [layers, experts]."""
+    if not _is_stacked(path):
+        return ()
+    layers = config.num_layers
+    return (layers,) if num_tensors == layers else (layers, num_tensors // layers)
 
 
 def _is_stacked(path: Any) -> bool:
     return path[0].key == "layers"
 
 
-def _tensor_names(path: Any, config: LlamaConfig) -> list[str]:
-    """Hugging Face names of the tensors of one leaf, in stacking order."""
+def _tensor_names(path: Any, config: DecoderConfig) -> list[str]:
+    """Hugging Face names of the tensors of one leaf, in stacking order: layers, and experts of each."""
+    names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
-    template = f"{EXTERNAL['/'.join(module)]}.{leaf}"
-    return [template.format(layer=i) for i in range(config.num_layers if _is_stacked(path) else 1)]
+    whole = "/".join([*module, leaf])
+    template = names[whole] if whole in names else f"{names['/'.join(module)]}.{leaf}"
+    layers = range(config.num_layers if _is_stacked(path) else 1)
+    experts = range(config.experts.num_experts if config.experts is not None and "{expert}" in template else 1)
+    return [template.format(layer=layer, expert=expert) for layer in layers for expert in experts]
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -310,11 +334,12 @@ def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None,
         yield tensors
 
 
-def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: LlamaConfig, directory: Path) -> None:
+def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: DecoderConfig, directory: Path) -> None:
     expected = {
-        name: leaf.shape[1:] if _is_stacked(path) else leaf.shape
+        name: leaf.shape[len(_stacked_shape(path, len(names), config)) :]
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))
-        for name in _tensor_names(path, config)
+        for names in [_tensor_names(path, config)]
+        for name in names
     }
     missing = [name for name in expected if name not in tensors]
     if missing:

@@ -15,17 +15,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from ..core import ConfigError, Tree
-from ._llama import Llama, head_logits
+from ._decoder import Decoder, activations, head_logits
 
 
 def generate(
-    model: Llama,
+    model: Decoder,
     prompt: Int[Array, "P"],
     num_tokens: int,
     *,
     key: Array,
     temperature: float = 0.8,
-    hidden: Callable[[Llama, Tree], Array] | None = None,
+    hidden: Callable[[Decoder, Tree], Array] | None = None,
 ) -> Int[Array, "P+num_tokens"]:
     """Continue a prompt.
 
@@ -58,14 +58,14 @@ def generate(
     return _run(hidden or _hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
 
 
-def _hidden(model: Llama, batch: Tree) -> Array:
+def _hidden(model: Decoder, batch: Tree) -> Array:
     return model.stack.hidden(model.outer, model.layers, batch)
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(hidden: Any, model: Llama, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
+def _run(hidden: Any, model: Decoder, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
     def step(i: Any, tokens: Array) -> Array:
-        h_BTD = hidden(model, {"tokens": tokens[None]})
+        h_BTD = activations(hidden(model, {"tokens": tokens[None]}))
         last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]
         noise = jax.random.gumbel(jax.random.fold_in(key, i), last_V.shape)
         sampled = jnp.argmax(last_V + temperature * noise)

@@ -2,9 +2,9 @@
 
 A field of `config.json` that Lowtide does not know is refused by its name when it is switched on (any value but null,
 false, zero, an empty text, list or object): the logits would silently be those of another model. Three tables say which
-fields are known: those of `ConfigFile` are read, those of `HARMLESS` say nothing about what a forward pass computes
-(metadata, text generation, training losses, output switches; from `LlamaConfig` and `PretrainedConfig` of transformers
-4 and 5), and those of `NEUTRAL` may only have the value with which they do nothing.
+fields are known: those of a family (`families`) are read, by the types of `ConfigFile`; those of `HARMLESS` say nothing
+about what a forward pass computes (metadata, text generation, training losses, output switches; from `LlamaConfig` and
+`PretrainedConfig` of transformers 4 and 5); those of `NEUTRAL` may only have the value with which they do nothing.
 
 This module needs pydantic, which takes a quarter of a second to import: only functions that read files import it.
 """
@@ -12,9 +12,12 @@ This module needs pydantic, which takes a quarter of a second to import: only fu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from .families import Family
 
 _MOST_LAYERS = 10_000
 _MOST_TOKENS = 2**24
@@ -22,6 +25,8 @@ _MOST_TOKENS = 2**24
 Size = Annotated[int, Field(ge=1, le=2**22)]
 TokenId = Annotated[int, Field(ge=0, lt=_MOST_TOKENS)]
 Length = Annotated[int, Field(ge=1, le=2**40)]
+Count = Annotated[int, Field(ge=1, le=2**16)]
+Dropout = Annotated[float, Field(ge=0, lt=1)]
 Stretch = Annotated[float, Field(ge=1e-3, le=1e6)]
 
 
@@ -41,6 +46,13 @@ class RopeEntry(_File):
     low_freq_factor: Stretch | None = None
     high_freq_factor: Stretch | None = None
     original_max_position_embeddings: Length | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    beta_fast: Stretch | None = None
+    beta_slow: Stretch | None = None
+    truncate: bool | None = None
+    attention_factor: Stretch | None = None
+    short_factor: Annotated[list[Stretch], Field(max_length=2**16)] | None = None
+    long_factor: Annotated[list[Stretch], Field(max_length=2**16)] | None = None
 
 
 class ConfigFile(_File):
@@ -59,15 +71,43 @@ class ConfigFile(_File):
     rope_theta: Annotated[float, Field(ge=1, le=1e15)] | None = None
     rope_scaling: RopeEntry | None = None
     rope_parameters: RopeEntry | None = None
+    local_rope: RopeEntry = RopeEntry()
+    rope_local_base_freq: Annotated[float, Field(ge=1, le=1e15)] | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
+    original_max_position_embeddings: Length | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, le=1)] = 1e-6
     tie_word_embeddings: bool | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
-    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    attention_dropout: Dropout | None = None
+    resid_pdrop: Dropout | None = None
+    embd_pdrop: Dropout | None = None
     max_position_embeddings: Length = 2048
     bos_token_id: TokenId | list[TokenId] | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     quantization_config: Any = None
+    query_pre_attn_scalar: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    attn_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    final_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    sliding_window: Size | None = None
+    use_sliding_window: bool | None = None
+    max_window_layers: Annotated[int, Field(ge=0, le=_MOST_LAYERS)] | None = None
+    sliding_window_pattern: Annotated[int, Field(ge=1, le=_MOST_LAYERS)] | None = None
+    old_sliding_window_pattern: Annotated[int, Field(ge=1, le=_MOST_LAYERS)] | None = Field(
+        default=None, alias="_sliding_window_pattern"
+    )
+    layer_types: (
+        Annotated[list[Literal["full_attention", "sliding_attention"]], Field(max_length=_MOST_LAYERS)] | None
+    ) = None
+    num_experts: Count | None = None
+    num_local_experts: Count | None = None
+    num_experts_per_tok: Count | None = None
+    experts_per_token: Count | None = None
+    moe_intermediate_size: Size | None = None
+    norm_topk_prob: bool | None = None
+    output_router_logits: bool | None = None
+    router_aux_loss_coef: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    swiglu_limit: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
 
 HARMLESS = frozenset(
@@ -106,25 +146,39 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def unhandled(file: _File) -> dict[str, Any]:
-    """Name the fields that are switched on and would compute something else than Lowtide does."""
-    others: Mapping[str, Any] = file.model_extra or {}
-    harmless = HARMLESS
-    if others.get("use_sliding_window") is False:  # the sizes of a window that is off
+def unhandled(file: _File, family: Family | None = None) -> dict[str, Any]:
+    """Name the fields that are switched on and would compute something else than Lowtide does.
+
+    Args:
+        file: what was read.
+        family: of a `config.json` whose fields it knows; None for a part of one, whose fields are all known.
+    """
+    given: dict[str, Any] = {**(file.model_extra or {})}
+    harmless, neutral = HARMLESS, NEUTRAL
+    if family is not None:
+        fields = type(file).model_fields
+        given |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
+        harmless, neutral = harmless | (family.known - set(family.neutral)), {**neutral, **family.neutral}
+    if given.get("use_sliding_window") is False:  # the sizes of a window that is off
         harmless = harmless | {"sliding_window", "max_window_layers"}
     return {
         name: value
-        for name, value in others.items()
-        if name not in harmless and not name.startswith("_") and not _is_off(name, value)
+        for name, value in given.items()
+        if name not in harmless
+        and name != "local_rope"
+        and not (name.startswith("_") and name not in _READ_ALL_THE_SAME)
+        and not _is_off(name, value, neutral)
     }
 
 
-def _is_off(name: str, value: Any) -> bool:
-    if name in NEUTRAL:
-        neutral = NEUTRAL[name]
-        return value is None or any(value == each and (value is True) == (each is True) for each in neutral)
+_READ_ALL_THE_SAME = ("_sliding_window_pattern",)
+
+
+def _is_off(name: str, value: Any, neutral: Mapping[str, tuple[Any, ...]]) -> bool:
+    if name in neutral:
+        return value is None or any(value == each and (value is True) == (each is True) for each in neutral[name])
     if name == "layer_types":
-        return not value or (isinstance(value, list) and all(each == "full_attention" for each in value))  # pyright: ignore[reportUnknownVariableType]
+        return not value or all(each == "full_attention" for each in value)
     return not value
 
 

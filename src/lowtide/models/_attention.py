@@ -1,0 +1,172 @@
+"""Attention: which keys a query sees, and the kernel that computes it.
+
+`jax.nn.dot_product_attention` where it can: cuDNN's fused kernel on a GPU in half precision, XLA elsewhere, which holds
+[B, N, T, T] scores for one layer (beyond 2048 tokens, of 1024 queries at a time). It has no soft cap and no sinks;
+models with those compute their scores here, in the same blocks.
+
+Shapes: B batch, T queries, S keys, C block of queries, N query heads, K key/value heads, G = N / K, H head.
+
+Known limits: segments and windows that differ between layers are a mask, which cuDNN takes as a bias [B, 1, T, T].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ..core._compat import has_cudnn
+
+# XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks.
+_MAX_QUERIES = 2048
+_QUERY_BLOCK = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Which keys a query sees: those before it and itself, in its window, of its segment."""
+
+    window: int | Array | None = None
+    """How many, itself included; a traced number where layers differ."""
+    segments: tuple[Array, Array] | None = None
+    """Integers of queries [B, T] and of keys [B, S]; those that are equal see each other."""
+    start: int | Array = 0
+    """Index of the first query among the keys."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether kernels know by themselves what is seen."""
+        return self.segments is None and not isinstance(self.window, jax.Array) and isinstance(self.start, int)
+
+    def mask(self, queries_C: Array, first: Any, num_keys: int) -> Array:
+        """Booleans of shape [B or 1, 1, C, S].
+
+        Args:
+            queries_C: indices of queries among all queries.
+            first: the first of them, where segments are cut.
+            num_keys: S.
+        """
+        keys_S = jnp.arange(num_keys)
+        distance_CS = (queries_C + self.start)[:, None] - keys_S[None]
+        seen = distance_CS >= 0
+        if self.window is not None:
+            seen &= distance_CS < self.window
+        seen = seen[None, None]
+        if self.segments is not None:
+            of_queries, of_keys = self.segments
+            of_queries = jax.lax.dynamic_slice_in_dim(of_queries, first, len(queries_C), axis=1)
+            seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
+        return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys."""
+
+    scale: float
+    """What they are multiplied by."""
+    soft_cap: float | None = None
+    """The range that tanh squashes them into."""
+    sinks: Array | None = None
+    """Of each head a score without a key, shape [N]."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `jax.nn.dot_product_attention` computes them."""
+        return self.soft_cap is None and self.sinks is None
+
+
+def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
+    implementation = attention_implementation(q_BTNH.dtype, q_BTNH.shape[-1]) if scores.is_plain else "xla"
+    length = q_BTNH.shape[1]
+    if implementation == "xla" and length > _MAX_QUERIES:
+        return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    if scores.is_plain and sight.is_static and sight.start == 0:
+        window: Any = sight.window
+        return jax.nn.dot_product_attention(
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            is_causal=True,
+            scale=scores.scale,
+            local_window_size=None if window is None or window >= length else (window - 1, 0),
+            implementation=implementation,
+        )
+    mask = sight.mask(jnp.arange(length), 0, k_BSKH.shape[1])
+    return _attend_masked(q_BTNH, k_BSKH, v_BSKH, mask, scores, implementation)
+
+
+def _attend_masked(
+    q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores, implementation: Literal["cudnn", "xla"]
+) -> Array:
+    if not scores.is_plain:
+        return _attend_by_scores(q_BCNH, k_BSKH, v_BSKH, mask, scores)
+    return jax.nn.dot_product_attention(
+        q_BCNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
+    )
+
+
+def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend with scores of one block of queries at a time, forward and backward."""
+    batch, length, heads, dim = q_BTNH.shape
+    num_blocks = -(-length // _QUERY_BLOCK)
+    rest = num_blocks * _QUERY_BLOCK - length
+    q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, rest), (0, 0), (0, 0)))
+    blocks = jnp.moveaxis(q_BTNH.reshape(batch, num_blocks, _QUERY_BLOCK, heads, dim), 1, 0)
+    if sight.segments is not None:
+        of_queries, of_keys = sight.segments
+        sight = dataclasses.replace(sight, segments=(jnp.pad(of_queries, ((0, 0), (0, rest))), of_keys))
+
+    def attend(block: tuple[Array, Array]) -> Array:
+        start, q_BCNH = block
+        mask = sight.mask(start + jnp.arange(_QUERY_BLOCK), start, k_BSKH.shape[1])
+        return _attend_masked(q_BCNH, k_BSKH, v_BSKH, mask, scores, "xla")
+
+    starts = _QUERY_BLOCK * jnp.arange(num_blocks)
+    out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (starts, blocks))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, num_blocks * _QUERY_BLOCK, heads, dim)[:, :length]
+
+
+def _attend_by_scores(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores) -> Array:
+    batch, length, heads, dim = q_BCNH.shape
+    q_BCKGH = q_BCNH.reshape(batch, length, k_BSKH.shape[2], -1, dim)
+    s_BKGCS = jnp.einsum("bckgh,bskh->bkgcs", q_BCKGH, k_BSKH, preferred_element_type=jnp.float32) * scores.scale
+    if scores.soft_cap is not None:
+        s_BKGCS = scores.soft_cap * jnp.tanh(s_BKGCS / scores.soft_cap)
+    s_BKGCS = jnp.where(mask[:, :, None], s_BKGCS, -jnp.inf)
+    # A sink is a key more without a value; without sinks, one that counts nothing.
+    sinks = jnp.full((heads,), -jnp.inf) if scores.sinks is None else scores.sinks.astype(jnp.float32)
+    sinks = sinks.reshape(1, k_BSKH.shape[2], -1, 1, 1)
+    highest = jnp.maximum(jnp.max(s_BKGCS, axis=-1, keepdims=True), sinks)
+    highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.finfo(jnp.float32).min))
+    p_BKGCS = jnp.exp(s_BKGCS - highest)
+    total = jnp.sum(p_BKGCS, axis=-1, keepdims=True) + jnp.exp(sinks - highest)
+    total = jnp.where(total == 0, 1.0, total)  # of what fills up the last block, and may see nothing
+    p_BKGCS = (p_BKGCS / total).astype(v_BSKH.dtype)
+    return jnp.einsum("bkgcs,bskh->bckgh", p_BKGCS, v_BSKH).reshape(batch, length, heads, dim)
+
+
+def attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
+    """cuDNN's kernel, where it is: for half precision, heads up to 128 in multiples of 8, NVIDIA from Ampere on."""
+    device = traced_device()
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    modern = device.platform == "gpu" and capability is not None and int(capability[1]) >= 8
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    takes = modern and half and head_dim <= 128 and head_dim % 8 == 0
+    # Without the library (a GPU that is not here, compiled for without cuDNN) XLA's own operations stand in; they keep
+    # the scores of a layer, so a report counts more bytes for attention than cuDNN needs.
+    return "cudnn" if takes and has_cudnn() else "xla"
+
+
+def traced_device() -> Any:
+    """Return a device of the kind that the program is traced for."""
+    # `jax.default_device` says so where that is not the default backend, as in a memory report for a TPU on a machine
+    # with a GPU. It is a device, the name of a platform, or None.
+    config: Any = jax.config
+    chosen = config.jax_default_device
+    return chosen if hasattr(chosen, "platform") else jax.devices(chosen)[0]

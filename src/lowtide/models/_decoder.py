@@ -1,0 +1,413 @@
+"""The decoder: one set of pure functions over a pytree with stacked layers, for many families of models.
+
+RMSNorm, rotary positions, grouped-query attention, a gated MLP or a mixture of experts; `DecoderConfig` has the
+switches between families. Every matrix is stored as [out, in], the orientation of Hugging Face checkpoints, and
+multiplied through `lowtide.core.linear`, so an adapter or a quantised weight can stand in its place. Layers of
+different kinds are one stack: how far each of them sees is a leaf of integers, ``layers/attn/window``, which no file
+holds.
+
+Shapes: B batch, T sequence, D model, N query heads, K key/value heads, H head, F MLP, V vocabulary, L layers,
+E experts.
+
+Sources: Touvron et al., "Llama 2" (arXiv:2307.09288); "Gemma 2" (arXiv:2408.00118), for soft caps, norms after each
+part and layers of two kinds; Yang et al., "Qwen3" (arXiv:2505.09388), for norms of queries and keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from ..core import LayerStack, LinearWeight, StructureError, Tree, linear
+from ..losses import chunked_cross_entropy
+from ._attention import Scores, Sight, attend
+from ._config import DecoderConfig
+from ._experts import balance_loss, mixture
+from ._rope import rotary, rotate
+from .families import family_of
+
+EVERYTHING = 2**30
+"""The window of a layer without one, where layers differ."""
+
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class Routed(NamedTuple):
+    """Activations between blocks, and of routers what their loss is made of."""
+
+    h: Array
+    """[B, T, D]."""
+    probs: Array
+    """Of each expert, added up over tokens and layers so far, [B, E]."""
+    counts: Array
+    """How often it was chosen, [B, E]."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["outer", "layers"],
+    meta_fields=["config", "compute_dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder: two parameter trees and its static description; itself a pytree.
+
+    Parameters keep the dtype they are stored in; `compute_dtype` is chosen separately.
+    """
+
+    outer: Tree
+    """``embed/weight`` [V, D], ``norm/weight`` [D] and, unless tied, ``lm_head/weight`` [V, D]."""
+    layers: Tree
+    """The blocks' parameters, every leaf with a leading axis of length L."""
+    config: DecoderConfig
+    """Sizes and constants (static)."""
+    compute_dtype: str = "float32"
+    """Dtype of activations and of products (static); norms, rotary angles, softmax and loss use float32."""
+
+    @property
+    def stack(self) -> LayerStack:
+        """The decoder as ``first``, ``block``, ``last``.
+
+        A batch has ``tokens`` and ``labels``, integers [B, T]; of packed documents ``segment_ids``, too, which see only
+        those equal to them, and ``positions``, by default 0 to T - 1.
+        """
+        return _stack(self.config, self.compute_dtype)
+
+    def external_name(self, path: str) -> str:
+        """Return the Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
+
+        Args:
+            path: a module's path, such as ``layers/attn/q_proj``.
+
+        Returns:
+            For instance ``model.layers.{layer}.self_attn.q_proj``.
+        """
+        return family_of(self.config).names[path]
+
+
+def loss(
+    model: Decoder, batch: Tree, *, remat: bool | Callable[..., bool] = False
+) -> tuple[Float[Array, ""], dict[str, Array]]:
+    """Mean next-token cross-entropy of a batch, and of a mixture with a `router_loss_coef` the loss of its routers.
+
+    Args:
+        model: the decoder, with or without adapters.
+        batch: ``tokens`` and ``labels``, integers of shape [B, T]; the label -100 is ignored. Optional of the same
+            shape: ``segment_ids``, of which tokens see only their own (0 is padding), and ``positions``.
+        remat: as in `LayerStack.hidden`.
+
+    Returns:
+        The loss in nats per token; ``router_loss`` among the metrics where there is one.
+
+    Memory:
+        Never logits of all tokens: see `lowtide.losses.chunked_cross_entropy`.
+    """
+    return model.stack.apply(model.outer, model.layers, batch, remat=remat)
+
+
+def logits(
+    model: Decoder,
+    tokens: Int[Array, "B T"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    positions: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Next-token logits at every position, in float32.
+
+    Args:
+        model: the decoder, with or without adapters.
+        tokens: token ids, shape [B, T].
+        segment_ids: of which document each token is; tokens see those of their own. None: one document a row.
+        positions: where in its document each token is; None: 0 to T - 1.
+
+    Returns:
+        Shape [B, T, V].
+
+    Memory:
+        ``B * T * V * 4`` bytes; training uses `loss`, which never holds them all.
+    """
+    given = {"tokens": tokens, "segment_ids": segment_ids, "positions": positions}
+    batch = {name: value for name, value in given.items() if value is not None}
+    return head_logits(model, model.stack.hidden(model.outer, model.layers, batch))
+
+
+def activations(h: Any) -> Float[Array, "B T D"]:
+    """Take the activations out of what blocks hand on, which may be `Routed`."""
+    return h.h if isinstance(h, Routed) else h
+
+
+def head_logits(model: Decoder, h: Any) -> Float[Array, "B T V"]:
+    """Logits of what leaves the last block, in float32; [B, T, D], or `Routed` ones, to [B, T, V]."""
+    config = model.config
+    h_BTD = rms_norm(activations(h), model.outer["norm"]["weight"], config)
+    return _soft_capped(linear(h_BTD, _head(model.outer)).astype(jnp.float32), config.final_soft_cap)
+
+
+def init(config: DecoderConfig, *, key: Array, dtype: Any = jnp.float32, compute_dtype: Any = jnp.float32) -> Decoder:
+    """Make a decoder with random weights: normal with standard deviation 0.02, norms at one.
+
+    Projections that write into the residual stream are scaled down by sqrt(2 L), as in GPT-2.
+
+    Args:
+        config: the sizes.
+        key: a JAX random key.
+        dtype: dtype of the parameters.
+        compute_dtype: dtype of activations and products.
+
+    Returns:
+        The decoder. Under `jax.eval_shape` it allocates nothing.
+
+    Examples:
+        >>> config = DecoderConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2,
+        ...                      num_kv_heads=1, head_dim=4)
+        >>> init(config, key=jax.random.key(0)).layers["attn"]["q_proj"]["weight"].shape
+        (2, 8, 8)
+    """
+    shapes = parameter_shapes(config)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(key, len(leaves))
+
+    def make(path: Any, shape: tuple[int, ...], key: Array) -> Array:
+        module = path[-2].key
+        if path[-1].key == "bias":
+            return jnp.zeros(shape, dtype)
+        if module.endswith("norm"):
+            return jnp.full(shape, 1 - config.norm_offset, dtype)
+        std = 0.02 / math.sqrt(2 * config.num_layers) if module in ("o_proj", "down_proj", "down") else 0.02
+        return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+    params = treedef.unflatten([make(path, leaf.shape, k) for (path, leaf), k in zip(leaves, keys, strict=True)])
+    return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, Any]:
+    """Shapes of all parameters as a tree ``{"outer": ..., "layers": ...}``, in float32."""
+    c, n = config, config.num_layers
+    d, q, kv = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    out_bias = c.attention_bias if c.attention_out_bias is None else c.attention_out_bias
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def dense(out: int, inner: int, bias: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        return {"weight": array(n, out, inner), **({"bias": array(n, out)} if bias else {})}
+
+    outer: dict[str, Any] = {"embed": {"weight": array(c.vocab_size, d)}, "norm": {"weight": array(d)}}
+    if not c.tie_embeddings:
+        outer["lm_head"] = {"weight": array(c.vocab_size, d)}
+    sizes = {"qkv_proj": q + 2 * kv} if c.fused_projections else {"q_proj": q, "k_proj": kv, "v_proj": kv}
+    attn: dict[str, Any] = {name: dense(size, d, c.attention_bias) for name, size in sizes.items()}
+    attn["o_proj"] = dense(d, q, out_bias)
+    if c.qk_norm != "none":
+        widths = (c.head_dim, c.head_dim) if c.qk_norm == "head" else (q, kv)
+        attn |= {f"{name}_norm": {"weight": array(n, width)} for name, width in zip("qk", widths, strict=True)}
+    if c.attention_sinks:
+        attn["sinks"] = {"weight": array(n, c.num_heads)}
+    norms = ["attn_norm", "mlp_norm"] * c.pre_norm + ["attn_post_norm", "mlp_post_norm"] * c.post_norm
+    layers = {"attn": attn, "mlp": _mlp_shapes(c, array, dense), **{name: {"weight": array(n, d)} for name in norms}}
+    return {"outer": outer, "layers": layers}
+
+
+def _mlp_shapes(c: DecoderConfig, array: Callable[..., Any], dense: Callable[..., Any]) -> dict[str, Any]:
+    n, d = c.num_layers, c.hidden_size
+    if c.experts is None:
+        f = c.intermediate_size
+        wide = {"gate_up_proj": 2 * f} if c.fused_projections else {"gate_proj": f, "up_proj": f}
+        return {**{k: dense(size, d, c.mlp_bias) for k, size in wide.items()}, "down_proj": dense(d, f, c.mlp_bias)}
+    e, f = c.experts.num_experts, c.experts.intermediate_size
+    router = dense(e, d, c.experts.clamped)
+    if not c.experts.clamped:
+        shapes = {"gate": (f, d), "up": (f, d), "down": (d, f)}
+        return {"router": router, "experts": {name: {"weight": array(n, e, *s)} for name, s in shapes.items()}}
+    sizes = {"gate_up": (d, 2 * f), "down": (f, d)}
+    both = {name: {"weight": array(n, e, *s), "bias": array(n, e, s[1])} for name, s in sizes.items()}
+    return {"router": router, "experts": both}
+
+
+def with_windows(layers: Tree, config: DecoderConfig) -> Tree:
+    """Add the leaf that says how far each layer sees, where layers differ."""
+    if not isinstance(config.windows, tuple):
+        return layers
+    windows = [EVERYTHING if window is None else window for window in config.windows]
+    return {**layers, "attn": {**layers["attn"], "window": jnp.asarray(np.asarray(windows, np.int32))}}
+
+
+def without_windows(layers: Tree) -> Tree:
+    """Take that leaf away, which is no parameter."""
+    return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
+
+
+@functools.cache
+def _stack(config: DecoderConfig, compute_dtype: str) -> LayerStack:
+    dtype = jnp.dtype(compute_dtype)
+    experts = config.experts
+    routed = experts if experts is not None and experts.router_loss_coef > 0 else None
+
+    def first(outer: Tree, batch: Tree) -> Any:
+        table = outer["embed"]["weight"]
+        if isinstance(table, LinearWeight):
+            raise StructureError(
+                "outer/embed: an embedding looks rows up, and cannot be adapted or factored like a matrix",
+                expected="an array [vocabulary, model]",
+                got=type(table).__name__,
+                hint='leave it out of the targets, for instance with the pattern "!outer/embed"',
+            )
+        h_BTD = jnp.take(table, batch["tokens"], axis=0).astype(dtype)
+        if config.scale_embedding:
+            h_BTD = h_BTD * jnp.asarray(math.sqrt(config.hidden_size), dtype)
+        if routed is None:
+            return h_BTD
+        zeros = jnp.zeros((h_BTD.shape[0], routed.num_experts), jnp.float32)
+        return Routed(h_BTD, zeros, zeros)
+
+    def block(layer: Tree, h: Any, batch: Tree) -> Any:
+        h_BTD = activations(h)
+        positions = batch.get("positions")
+        if positions is None:
+            positions = jnp.arange(h_BTD.shape[1])[None]
+        segments = batch.get("segment_ids")
+        sight = Sight(_window(layer, config), None if segments is None else (segments, segments))
+        mixed, _ = attention(layer["attn"], _before(layer, "attn", h_BTD, config), positions, sight, config)
+        h_BTD = h_BTD + _after(layer, "attn", mixed, config)
+        out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
+        h_BTD = h_BTD + _after(layer, "mlp", out_BTD, config)
+        return h_BTD if routed is None else _routed(h, h_BTD, routing, segments)
+
+    def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
+        h_BTD = rms_norm(activations(h), outer["norm"]["weight"], config)
+        labels = batch["labels"]
+        value = chunked_cross_entropy(h_BTD, _head(outer), labels, soft_cap=config.final_soft_cap)
+        if routed is None:
+            return value, {}
+        extra = balance_loss(h.probs, h.counts, _tokens(batch), routed, config.num_layers)
+        return value + routed.router_loss_coef * extra, {"router_loss": extra}
+
+    return LayerStack(first, block, last, running=("embed/weight", "lm_head/weight"))
+
+
+def _routed(h: Routed, h_BTD: Array, routing: tuple[Array, Array] | None, segments: Array | None) -> Routed:
+    assert routing is not None
+    probs_BTE, counts_BTE = routing
+    if segments is not None:  # padding chooses experts, too, and is no token
+        probs_BTE, counts_BTE = (jnp.where((segments > 0)[..., None], each, 0.0) for each in (probs_BTE, counts_BTE))
+    return Routed(h_BTD, h.probs + jnp.sum(probs_BTE, axis=1), h.counts + jnp.sum(counts_BTE, axis=1))
+
+
+def _tokens(batch: Tree) -> Array:
+    """Tokens of each row that are no padding."""
+    segments = batch.get("segment_ids")
+    keep_BT = jnp.ones(batch["tokens"].shape, bool) if segments is None else segments > 0
+    return jnp.sum(keep_BT, axis=1).astype(jnp.float32)
+
+
+def _window(layer: Tree, config: DecoderConfig) -> Any:
+    windows = config.windows
+    return layer["attn"]["window"] if isinstance(windows, tuple) else windows
+
+
+def _head(outer: Tree) -> Any:
+    return outer["lm_head" if "lm_head" in outer else "embed"]["weight"]
+
+
+def _soft_capped(x: Array, cap: float | None) -> Array:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def _dense(module: Tree, x: Array) -> Array:
+    y = linear(x, module["weight"])
+    if "bias" not in module:
+        return y
+    bias = module["bias"].astype(y.dtype)
+    return y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
+
+
+def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:
+    """Norm the last axis, in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + config.rms_norm_eps)
+    weight = jnp.expand_dims(weight_D, tuple(range(x.ndim - 1)))
+    if config.norm_offset:  # weights near zero, which half precision keeps better than those near one
+        return (x32 * (config.norm_offset + weight.astype(jnp.float32))).astype(x.dtype)
+    return x32.astype(x.dtype) * weight.astype(x.dtype)
+
+
+def _before(layer: Tree, part: str, h_BTD: Array, config: DecoderConfig) -> Array:
+    return rms_norm(h_BTD, layer[f"{part}_norm"]["weight"], config) if config.pre_norm else h_BTD
+
+
+def _after(layer: Tree, part: str, x_BTD: Array, config: DecoderConfig) -> Array:
+    return rms_norm(x_BTD, layer[f"{part}_post_norm"]["weight"], config) if config.post_norm else x_BTD
+
+
+def attention(
+    attn: Tree,
+    x_BTD: Array,
+    positions_BT: Array,
+    sight: Sight,
+    config: DecoderConfig,
+    store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
+) -> tuple[Array, tuple[Array, Array]]:
+    """Attention of one layer.
+
+    Args:
+        attn: its parameters.
+        x_BTD: what it reads, normed.
+        positions_BT: where in its document each token is, [B or 1, T].
+        sight: which keys each query sees.
+        config: sizes and switches.
+        store: takes the keys and values of these tokens [B, T, K, H] and returns those to attend to [B, S, K, H], such
+            as a cache with these in it.
+
+    Returns:
+        What is added to the residual stream, and what `store` returned.
+    """
+    batch, length, _ = x_BTD.shape
+    q_BTW, k_BTW, v_BTW = _projected(attn, x_BTD, config)
+    if config.qk_norm == "width":
+        q_BTW, k_BTW = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTW, "k")))
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(batch, length, -1, config.head_dim) for x in (q_BTW, k_BTW, v_BTW))
+    if config.qk_norm == "head":
+        q_BTNH, k_BTKH = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTNH, "q"), (k_BTKH, "k")))
+    slides = attn["window"] < EVERYTHING if "window" in attn else sight.window is not None
+    cos, sin = rotary(config, positions_BT, slides)
+    keys, values = store(rotate(k_BTKH, cos, sin), v_BTKH)
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    scores = Scores(scale, config.attention_soft_cap, attn["sinks"]["weight"] if config.attention_sinks else None)
+    out_BTNH = attend(rotate(q_BTNH, cos, sin), keys, values, sight, scores)
+    return _dense(attn["o_proj"], out_BTNH.reshape(batch, length, -1)), (keys, values)
+
+
+def _projected(attn: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, Array, Array]:
+    if not config.fused_projections:
+        return _dense(attn["q_proj"], x_BTD), _dense(attn["k_proj"], x_BTD), _dense(attn["v_proj"], x_BTD)
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    q_BTW, k_BTW, v_BTW = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
+    return q_BTW, k_BTW, v_BTW
+
+
+def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:
+    activation = _ACTIVATIONS[config.activation]
+    if config.experts is not None:
+        out_BTD, probs_BTE, counts_BTE = mixture(mlp, x_BTD, config.experts, activation)
+        return out_BTD, (probs_BTE, counts_BTE)
+    if config.fused_projections:
+        gate_BTF, up_BTF = jnp.split(_dense(mlp["gate_up_proj"], x_BTD), 2, axis=-1)
+    else:
+        gate_BTF, up_BTF = _dense(mlp["gate_proj"], x_BTD), _dense(mlp["up_proj"], x_BTD)
+    return _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF), None
+
+
+Llama = Decoder
+"""The former name of `Decoder`."""

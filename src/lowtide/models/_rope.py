@@ -1,0 +1,111 @@
+"""Rotary positions: frequencies, their stretching beyond the length of pretraining, and the rotation.
+
+Shapes: B batch, T sequence, N heads, H head, R the rotated part of a head.
+
+Sources: Su et al., "RoFormer" (arXiv:2104.09864); llama3 as in Llama 3.1's reference code; Peng et al., "YaRN"
+(arXiv:2309.00071), whose section 3.1 has the dynamic rule, too; Ding et al., "LongRoPE" (arXiv:2402.13753).
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._config import DecoderConfig, RopeScaling
+
+
+def rotary(
+    config: DecoderConfig, positions_BT: Int[Array, "B T"], slides: Array | bool = False
+) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
+    """Cosines and sines for queries and keys, in float32.
+
+    Args:
+        config: sizes and rules.
+        positions_BT: the position of each token in its document.
+        slides: whether the layer has sliding attention, which may have frequencies of its own.
+
+    Returns:
+        Two arrays of shape [B, T, 1, R/2].
+    """
+    freq, scale = frequencies(config, jnp.max(positions_BT) + 1 if _asks_for_length(config) else None)
+    factor: Array | float = scale
+    if config.local_rope_theta is not None:
+        local = _plain(config.local_rope_theta, config.rotary_dim)
+        freq, factor = jnp.where(slides, local, freq), jnp.where(slides, 1.0, scale)
+    angles = positions_BT.astype(jnp.float32)[:, :, None, None] * freq[None, None, None]
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
+    """Rotate the first R dimensions of each head, in float32."""
+    rotated = 2 * cos.shape[-1]
+    x32 = x_BTNH[..., :rotated].astype(jnp.float32)
+    first, second = jnp.split(x32, 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
+    return turned if rotated == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., rotated:]], axis=-1)
+
+
+def frequencies(config: DecoderConfig, length: Array | None) -> tuple[Float[Array, "R/2"], float]:
+    """Rotary frequencies as the configuration stretches them, and what cosines and sines are multiplied by.
+
+    Args:
+        config: sizes and rules.
+        length: one more than the largest position, for the rules that ask for it.
+    """
+    scaling, dim = config.rope_scaling, config.rotary_dim
+    freq = _plain(config.rope_theta, dim)
+    if scaling is None:
+        return freq, 1.0
+    match scaling.rope_type:
+        case "linear":
+            return freq / scaling.factor, 1.0
+        case "dynamic":
+            return _dynamic(config, scaling, length), 1.0
+        case "llama3":
+            turns = scaling.original_max_position_embeddings * freq / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            smooth = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+            return (1 - smooth) * freq / scaling.factor + smooth * freq, 1.0
+        case "yarn":
+            kept = _kept_by_yarn(scaling, config.rope_theta, dim)
+            default = 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+            return freq / scaling.factor * (1 - kept) + freq * kept, scaling.attention_factor or default
+        case "longrope":
+            original = scaling.original_max_position_embeddings
+            short, long = (jnp.asarray(each, jnp.float32) for each in (scaling.short_factor, scaling.long_factor))
+            assert length is not None
+            default = math.sqrt(1 + math.log(scaling.factor) / math.log(original)) if scaling.factor > 1 else 1.0
+            return freq / jnp.where(length > original, long, short), scaling.attention_factor or default
+
+
+def _asks_for_length(config: DecoderConfig) -> bool:
+    return config.rope_scaling is not None and config.rope_scaling.rope_type in ("dynamic", "longrope")
+
+
+def _plain(theta: float | Array, dim: int) -> Array:
+    return theta ** -(jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+def _dynamic(config: DecoderConfig, scaling: RopeScaling, length: Array | None) -> Array:
+    """Raise the base with the length beyond that of pretraining."""
+    assert length is not None
+    most, dim = config.max_position_embeddings, config.rotary_dim
+    longest = jnp.maximum(length, most).astype(jnp.float32)
+    grown = scaling.factor * longest / most - (scaling.factor - 1)
+    return _plain(config.rope_theta * grown ** (dim / (dim - 2)), dim)
+
+
+def _kept_by_yarn(scaling: RopeScaling, theta: float, dim: int) -> Array:
+    """How much of each frequency is kept: 1 for those that turn often, 0 for those that turn seldom."""
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high = high + 0.001 if low == high else high
+    return 1 - jnp.clip((jnp.arange(dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
