@@ -1,5 +1,6 @@
 """Decoders of many families, their files, and sampling."""
 
+from ._cache import cache_bytes as cache_bytes
 from ._config import DecoderConfig as DecoderConfig
 from ._config import Experts as Experts
 from ._config import LlamaConfig as LlamaConfig
@@ -13,18 +14,26 @@ from ._files import base_path as base_path
 from ._files import load as load
 from ._files import load_config as load_config
 from ._files import save as save
+from ._generate import Completion as Completion
 from ._generate import generate as generate
+from ._generate import generate_batch as generate_batch
+from ._generate import stream as stream
+from ._sampling import Sampling as Sampling
 from ._tokenizer import load_tokenizer as load_tokenizer
 
 __all__ = [
+    "Completion",
     "Decoder",
     "DecoderConfig",
     "Experts",
     "Llama",
     "LlamaConfig",
     "RopeScaling",
+    "Sampling",
     "base_path",
+    "cache_bytes",
     "generate",
+    "generate_batch",
     "init",
     "load",
     "load_config",
@@ -32,4 +41,5 @@ __all__ = [
     "logits",
     "loss",
     "save",
+    "stream",
 ]

@@ -278,11 +278,8 @@ def _stack(config: DecoderConfig, compute_dtype: str) -> LayerStack:
         if positions is None:
             positions = jnp.arange(h_BTD.shape[1])[None]
         segments = batch.get("segment_ids")
-        sight = Sight(_window(layer, config), None if segments is None else (segments, segments))
-        mixed, _ = attention(layer["attn"], _before(layer, "attn", h_BTD, config), positions, sight, config)
-        h_BTD = h_BTD + _after(layer, "attn", mixed, config)
-        out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
-        h_BTD = h_BTD + _after(layer, "mlp", out_BTD, config)
+        sees = None if segments is None else (segments, segments)
+        h_BTD, routing, _ = layer_forward(layer, h_BTD, positions, Sight(segments=sees), config)
         return h_BTD if routed is None else _routed(h, h_BTD, routing, segments)
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
@@ -349,6 +346,34 @@ def _before(layer: Tree, part: str, h_BTD: Array, config: DecoderConfig) -> Arra
 
 def _after(layer: Tree, part: str, x_BTD: Array, config: DecoderConfig) -> Array:
     return rms_norm(x_BTD, layer[f"{part}_post_norm"]["weight"], config) if config.post_norm else x_BTD
+
+
+def layer_forward(
+    layer: Tree,
+    h_BTD: Array,
+    positions_BT: Array,
+    sight: Sight,
+    config: DecoderConfig,
+    store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
+) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
+    """One layer: attention, then the MLP or the mixture.
+
+    Args:
+        layer: its parameters.
+        h_BTD: the residual stream.
+        positions_BT: as in `attention`.
+        sight: as in `attention`; the window is the layer's own.
+        config: sizes and switches.
+        store: as in `attention`.
+
+    Returns:
+        The residual stream, what routers are judged by (None without experts), and what `store` returned.
+    """
+    sight = dataclasses.replace(sight, window=_window(layer, config))
+    mixed, stored = attention(layer["attn"], _before(layer, "attn", h_BTD, config), positions_BT, sight, config, store)
+    h_BTD = h_BTD + _after(layer, "attn", mixed, config)
+    out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
+    return h_BTD + _after(layer, "mlp", out_BTD, config), routing, stored
 
 
 def attention(

@@ -1,21 +1,69 @@
-"""Sampling text from the decoder, to see what it learned.
+"""Continuing prompts: prompts of different lengths in one batch, a cache, and a loop that ends when all have ended.
 
-One compiled loop that runs the whole prefix for every new token: no key/value cache. That is the right trade for a
-sample of a hundred tokens before and after a run; serving belongs to other software.
+One compiled program reads prompts and one takes steps. Lengths are rounded up to a few sizes, and what may change from
+call to call (temperatures, how many tokens) is data, so that the programs are used again.
+
+A token is chosen by the random key of its row and its position, so what a row becomes does not depend on the rows
+beside it, nor on how far it was padded.
+
+Shapes: B rows, P columns of prompts, S columns in all, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import ConfigError, Tree
+from ._cache import Cache, empty_cache, prefill, step
 from ._decoder import Decoder, activations, head_logits
+from ._sampling import Knobs, Sampling, Ways, choose, knobs_of
+
+_STEPS_AT_ONCE = 32  # between two looks at signals
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What followed a prompt."""
+
+    prompt: int
+    """Index of the prompt."""
+    sample: int
+    """Which of its samples this is."""
+    tokens: tuple[int, ...]
+    """The new tokens, without the one that ended them."""
+    is_ended: bool
+    """Whether an end token came, and not the limit."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cache", "tokens", "lengths", "counts", "is_done", "seen", "keys"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """Where a batch is."""
+
+    cache: Cache
+    tokens: Int[Array, "B S"]
+    """Of columns up to the cache's, and one more."""
+    lengths: Int[Array, "B"]
+    """Tokens of a row so far, its prompt included: the next one's position."""
+    counts: Int[Array, "B"]
+    """New tokens of a row."""
+    is_done: Array
+    seen: Array | None
+    """Which tokens a row has, [B, V], where a penalty asks."""
+    keys: Array
 
 
 def generate(
@@ -27,7 +75,7 @@ def generate(
     temperature: float = 0.8,
     hidden: Callable[[Decoder, Tree], Array] | None = None,
 ) -> Int[Array, "P+num_tokens"]:
-    """Continue a prompt.
+    """Continue one prompt by a number of tokens; `generate_batch` takes many, and more settings.
 
     Args:
         model: the decoder, with or without adapters.
@@ -36,7 +84,8 @@ def generate(
         key: a JAX random key.
         temperature: divides the logits; 0 takes the most likely token.
         hidden: ``hidden(model, batch)``: the activations [B, T, D] that leave the last block, for a model whose layers
-            are not all on the device; a function, the same object for each call. By default ``model.stack.hidden``.
+            are not all on the device; a function, the same object for each call. It is called for all tokens again
+            with each new one. By default a cache is used.
 
     Returns:
         The prompt followed by the new tokens.
@@ -45,7 +94,8 @@ def generate(
         ConfigError: for an empty prompt, or a negative length or temperature.
 
     Memory:
-        Logits of one position and one layer's attention scores over P + num_tokens positions.
+        A cache of one row (`cache_bytes`), logits of one position, and one layer's attention scores over the prompt.
+        With `hidden` no cache, and one layer's scores over P + num_tokens positions.
     """
     if prompt.shape[0] < 1 or num_tokens < 0 or temperature < 0:
         raise ConfigError(
@@ -54,16 +104,258 @@ def generate(
             got=f"{prompt.shape[0]} tokens, num_tokens={num_tokens}, temperature={temperature}",
             hint="begin with the token of a newline when there is no prompt",
         )
-    padded = jnp.concatenate([prompt, jnp.zeros((num_tokens,), prompt.dtype)])
-    return _run(hidden or _hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
+    if num_tokens == 0:
+        return prompt
+    if hidden is not None:
+        padded = jnp.concatenate([prompt, jnp.zeros((num_tokens,), prompt.dtype)])
+        return _run_uncached(hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
+    rows = [[int(token) for token in np.asarray(prompt)]]
+    *_, (state, first) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
+    new = jax.lax.dynamic_slice_in_dim(state.tokens[0], first, num_tokens)
+    return jnp.concatenate([prompt, new.astype(prompt.dtype)])
 
 
-def _hidden(model: Decoder, batch: Tree) -> Array:
-    return model.stack.hidden(model.outer, model.layers, batch)
+def generate_batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    *,
+    key: Array,
+    sampling: Sampling | None = None,
+    end_tokens: Iterable[int] = (),
+    num_samples: int = 1,
+    batch_size: int = 8,
+) -> Iterator[Completion]:
+    """Continue prompts, several at once.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+        prompts: token ids of each prompt, at least one.
+        num_tokens: the most new tokens.
+        key: a JAX random key. With the same key a prompt of the same index gets the same samples in any batches.
+        sampling: how tokens are chosen; None: `Sampling()`.
+        end_tokens: tokens that end an answer.
+        num_samples: answers to each prompt.
+        batch_size: rows at once; a row is a sample of a prompt.
+
+    Returns:
+        An iterator of completions, in the order of prompts and their samples, as each batch is done.
+
+    Raises:
+        ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
+
+    Memory:
+        The keys and values of a batch, `cache_bytes`, of prompt and answer rounded up by at most a quarter; logits
+        [B, V] in float32, and one layer's attention scores over the longest prompt. Nothing grows with the number of
+        prompts.
+
+    Examples:
+        >>> from lowtide.models import DecoderConfig, init
+        >>> config = DecoderConfig(vocab_size=32, hidden_size=8, intermediate_size=16, num_layers=1, num_heads=2,
+        ...                        num_kv_heads=1, head_dim=4)
+        >>> model = init(config, key=jax.random.key(0))
+        >>> [len(c.tokens) for c in generate_batch(model, [[1, 2, 3], [4]], 5, key=jax.random.key(1))]
+        [5, 5]
+    """
+    sampling = Sampling() if sampling is None else sampling
+    _check(model, prompts, num_tokens, num_samples, batch_size)
+    ends = tuple(end_tokens)
+    rows = [(index, sample) for index in range(len(prompts)) for sample in range(num_samples)]
+    return _completions(model, prompts, num_tokens, key, sampling, ends, rows, batch_size)
+
+
+def stream(
+    model: Decoder,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    key: Array,
+    sampling: Sampling | None = None,
+    end_tokens: Iterable[int] = (),
+) -> Iterator[int]:
+    """Continue one prompt, and hand out each token as it comes.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+        prompt: token ids, at least one.
+        num_tokens: the most new tokens.
+        key: a JAX random key; `generate_batch` gives the first prompt the same tokens for it.
+        sampling: how tokens are chosen; None: `Sampling()`.
+        end_tokens: tokens that end the answer; they are not handed out.
+
+    Returns:
+        An iterator of token ids.
+
+    Raises:
+        ConfigError: as in `generate_batch`.
+
+    Memory:
+        As in `generate_batch`, with one row.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    _check(model, [prompt], num_tokens, 1, 1)
+    return _tokens(model, prompt, num_tokens, key, sampling, tuple(end_tokens))
+
+
+def _tokens(
+    model: Decoder, prompt: Sequence[int], num_tokens: int, key: Array, sampling: Sampling, ends: tuple[int, ...]
+) -> Iterator[int]:
+    keys = _keys(key, [(0, 0)])
+    for count, (state, first) in enumerate(_batch(model, [prompt], num_tokens, keys, sampling, ends, at_once=1)):
+        if state.counts[0] <= count:
+            return
+        yield int(state.tokens[0, first + count])
+
+
+def _completions(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    key: Array,
+    sampling: Sampling,
+    ends: tuple[int, ...],
+    rows: list[tuple[int, int]],
+    batch_size: int,
+) -> Iterator[Completion]:
+    size = min(batch_size, len(rows))
+    for start in range(0, len(rows), size):
+        here = rows[start : start + size]
+        keys = _keys(key, [*here, *[(0, 0)] * (size - len(here))])
+        given: list[Sequence[int]] = [prompts[index] for index, _ in here]
+        *_, (state, first) = _batch(model, given, num_tokens, keys, sampling, ends)
+        tokens, counts = np.asarray(state.tokens), np.asarray(state.counts)
+        for at, (index, sample) in enumerate(here):
+            count = int(counts[at])
+            new = tuple(int(token) for token in tokens[at, first : first + count])
+            yield Completion(index, sample, new, bool(state.is_done[at]) and count < num_tokens)
+
+
+def _batch(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    keys_B: Array,
+    sampling: Sampling,
+    ends: tuple[int, ...],
+    at_once: int = _STEPS_AT_ONCE,
+) -> Iterator[tuple[_State, int]]:
+    """Continue a batch; hands out its state now and then, and the column of the first new token.
+
+    Prompts may be fewer than keys; the other rows are padding. A state is gone when the next one is asked for.
+    """
+    width = _rounded(max(map(len, prompts)))
+    size = _rounded(width + num_tokens)
+    tokens_BS = np.zeros((len(keys_B), size), np.int32)
+    segments_BS = np.zeros((len(keys_B), size), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens_BS[row, width - len(prompt) : width] = prompt
+        segments_BS[row, width - len(prompt) :] = 1
+    ways, knobs = knobs_of(sampling)
+    ends_E = jnp.asarray([*ends, *[-1] * (-len(ends) % 8)] or [-1] * 8, jnp.int32)
+    limit = width + num_tokens
+    state = _start(model, jnp.asarray(tokens_BS), jnp.asarray(segments_BS), keys_B, ends_E, knobs, ways, width)
+    column = width + 1
+    while True:
+        yield state, width
+        if column >= limit or bool(jnp.all(state.is_done)):
+            return
+        column = min(column + at_once, limit)
+        state = _advance(model, state, ends_E, knobs, jnp.int32(column), ways)
+
+
+@partial(jax.jit, static_argnames=("ways", "width"))
+def _start(
+    model: Decoder,
+    tokens_BS: Array,
+    segments_BS: Array,
+    keys_B: Array,
+    ends_E: Array,
+    knobs: Knobs,
+    ways: Ways,
+    width: int,
+) -> _State:
+    segments_BP = segments_BS[:, :width]
+    lengths_B = jnp.sum(segments_BP, axis=1)
+    positions_BP = jnp.maximum(jnp.cumsum(segments_BP, axis=1) - 1, 0)
+    logits_BV, cache = prefill(model, tokens_BS[:, :width], positions_BP, empty_cache(model, segments_BS))
+    seen_BV = None
+    if ways.penalises:
+        rows_B1 = jnp.arange(len(tokens_BS))[:, None]
+        seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
+    state = _State(cache, tokens_BS, lengths_B, jnp.zeros_like(lengths_B), lengths_B == 0, seen_BV, keys_B)
+    return _append(state, logits_BV, ends_E, ways, knobs)
+
+
+@partial(jax.jit, static_argnames="ways", donate_argnames="state")
+def _advance(model: Decoder, state: _State, ends_E: Array, knobs: Knobs, until: Array, ways: Ways) -> _State:
+    """Take steps until a column, or until all rows have ended."""
+
+    def goes_on(state: _State) -> Array:
+        return (state.cache.column + 1 < until) & ~jnp.all(state.is_done)
+
+    def one(state: _State) -> _State:
+        last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
+        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, state.cache)
+        return _append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
+
+    return jax.lax.while_loop(goes_on, one, state)
+
+
+def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> _State:
+    """Choose the token of the cache's next column."""
+    keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
+    new_B = choose(logits_BV, keys_B, state.seen, ways, knobs)
+    is_done = state.is_done | jnp.any(new_B[:, None] == ends_E[None], axis=1)
+    new_B = jnp.where(is_done, 0, new_B)
+    seen_BV = state.seen
+    if seen_BV is not None:
+        seen_BV = seen_BV.at[jnp.arange(len(new_B)), new_B].max(~is_done)
+    return dataclasses.replace(
+        state,
+        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, new_B[:, None], state.cache.column, axis=1),
+        lengths=state.lengths + 1,
+        counts=state.counts + ~is_done,
+        is_done=is_done,
+        seen=seen_BV,
+    )
+
+
+def _keys(key: Array, rows: Sequence[tuple[int, int]]) -> Array:
+    prompts, samples = (jnp.asarray(column, jnp.uint32) for column in zip(*rows, strict=True))
+    return jax.vmap(lambda p, s: jax.random.fold_in(jax.random.fold_in(key, p), s))(prompts, samples)
+
+
+def _rounded(length: int) -> int:
+    """Round a length up, by a quarter at most beyond 16, so that few lengths are compiled for."""
+    unit = max(16, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // unit) * unit
+
+
+def _check(
+    model: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, num_samples: int, batch_size: int
+) -> None:
+    for name, value in (("num_tokens", num_tokens), ("num_samples", num_samples), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(f"{name}: too small", expected="at least 1", got=value, hint="ask for one at least")
+    size = model.config.vocab_size
+    for index, prompt in enumerate(prompts):
+        if len(prompt) < 1:
+            raise ConfigError(
+                f"prompt {index} is empty",
+                expected="at least one token",
+                hint="begin with the token of a newline when there is no prompt",
+            )
+        if min(prompt) < 0 or max(prompt) >= size:
+            raise ConfigError(
+                f"prompt {index} has a token that is not in the vocabulary",
+                expected=f"ids from 0 to {size - 1}",
+                got=next(token for token in prompt if not 0 <= token < size),
+                hint="the tokenizer is of another model",
+            )
 
 
 @partial(jax.jit, static_argnums=0)
-def _run(hidden: Any, model: Decoder, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
+def _run_uncached(hidden: Any, model: Decoder, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
     def step(i: Any, tokens: Array) -> Array:
         h_BTD = activations(hidden(model, {"tokens": tokens[None]}))
         last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]

@@ -1,0 +1,121 @@
+"""How the next token is chosen from logits.
+
+Shapes: B rows, V vocabulary.
+
+Sources: Holtzman et al., "The Curious Case of Neural Text Degeneration" (arXiv:1904.09751), for top-p; Nguyen et al.,
+"Turning Up the Heat: Min-p Sampling" (arXiv:2407.01082); Keskar et al., "CTRL" (arXiv:1909.05858), for the repetition
+penalty. The order is that of transformers: penalty, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ..core import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Raises:
+        ConfigError: for a value outside of its range.
+
+    Examples:
+        >>> Sampling(temperature=0).is_greedy
+        True
+    """
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_k: int = 0
+    """Only so many of the most likely tokens; 0: all."""
+    top_p: float = 1.0
+    """Only the most likely tokens that together have this probability; the one that reaches it is among them."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the most likely one's probability."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits, and multiplies negative ones, of tokens that are in the prompt or the answer so far."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (0 <= self.temperature < math.inf, "a finite number >= 0"),
+            "top_k": (self.top_k >= 0, "an integer >= 0, 0 for all tokens"),
+            "top_p": (0 < self.top_p <= 1, "a number above 0, at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "a number from 0 to 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "a finite number above 0"),
+        }
+        for name, (is_right, expected) in checks.items():
+            if not is_right:
+                raise ConfigError(
+                    f"{name}: out of its range",
+                    expected=expected,
+                    got=getattr(self, name),
+                    hint="temperature 0 takes the most likely token, whatever the other settings",
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken."""
+        return self.temperature == 0
+
+
+class Knobs(NamedTuple):
+    """A `Sampling` as arrays, so that other values need no other program."""
+
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition_penalty: Array
+
+
+class Ways(NamedTuple):
+    """What a program has to compute (static): sorting a vocabulary costs more than a small model's layer."""
+
+    filters: bool
+    """Whether some tokens are left out."""
+    penalises: bool
+    """Whether tokens so far count."""
+
+
+def knobs_of(sampling: Sampling) -> tuple[Ways, Knobs]:
+    """Divide a sampling into what a program depends on and what it reads."""
+    s = sampling
+    filters = not s.is_greedy and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
+    knobs = Knobs(*(jnp.float32(getattr(s, name)) for name in Knobs._fields))
+    return Ways(filters, s.repetition_penalty != 1), knobs._replace(top_k=jnp.int32(s.top_k))
+
+
+def choose(
+    logits_BV: Float[Array, "B V"], keys_B: Array, seen_BV: Bool[Array, "B V"] | None, ways: Ways, knobs: Knobs
+) -> Int[Array, "B"]:
+    """Choose a token for each row, by the random key of each row."""
+    if seen_BV is not None:
+        penalty = knobs.repetition_penalty
+        logits_BV = jnp.where(seen_BV, jnp.where(logits_BV < 0, logits_BV * penalty, logits_BV / penalty), logits_BV)
+    if ways.filters:
+        logits_BV = _filtered(logits_BV, knobs)
+    noise_BV = jax.vmap(lambda key: jax.random.gumbel(key, logits_BV.shape[1:]))(keys_B)
+    return jnp.argmax(logits_BV + knobs.temperature * noise_BV, axis=-1).astype(jnp.int32)
+
+
+def _filtered(logits_BV: Array, knobs: Knobs) -> Array:
+    """Set the logits of tokens that are left out to minus infinity."""
+    size = logits_BV.shape[-1]
+    sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+    rank_V = jnp.arange(size)[None]
+    most = jnp.where(knobs.top_k > 0, knobs.top_k, size)
+    scaled_BV = jnp.where(rank_V < most, sorted_BV, -jnp.inf) / knobs.temperature
+    probs_BV = jax.nn.softmax(scaled_BV, axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    kept_BV = (rank_V < most) & (before_BV < knobs.top_p) & (probs_BV >= knobs.min_p * probs_BV[:, :1])
+    kept_BV = kept_BV | (rank_V == 0)  # rounding may never leave none
+    least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)

@@ -1,0 +1,181 @@
+"""Generation: a cache changes no logits, rows do not see each other, sampling follows its settings."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide import lora, models
+from lowtide.core import ConfigError
+from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling
+from lowtide.models._cache import empty_cache, prefill, step
+from lowtide.models._sampling import choose, knobs_of
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_layers": 3,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+MIXTURE = Experts(num_experts=4, num_experts_per_token=2, intermediate_size=12)
+CASES = {
+    "plain": {},
+    "window": {"sliding_window": 4, "attention_bias": True},
+    "kinds of layers": {
+        "sliding_window": 4,
+        "sliding_layers": (True, False, True),
+        "local_rope_theta": 100.0,
+        "qk_norm": "head",
+        "scale_embedding": True,
+    },
+    "soft caps": {"attention_soft_cap": 2.0, "final_soft_cap": 3.0, "post_norm": True, "norm_offset": 1.0},
+    "fused, norms of the whole width": {"fused_projections": True, "qk_norm": "width"},
+    "norms after": {"pre_norm": False, "post_norm": True},
+    "mixture": {"experts": MIXTURE, "sliding_window": 4},
+    "sinks": {"attention_sinks": True, "sliding_window": 4, "sliding_layers": (True, False, True)},
+    "yarn": {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)},
+}
+PROMPTS = [[5, 9, 2], [7, 1, 3, 3, 8, 20, 11]]
+
+
+def _model(seed=0, **switches):
+    config = DecoderConfig(**{**SIZES, **switches})
+    model = models.init(config, key=jax.random.key(seed))
+    if config.attention_sinks:  # at first zero, which a mistake might not show
+        model.layers["attn"]["sinks"]["weight"] = jax.random.normal(jax.random.key(3), (3, 4))
+    return jax.tree.map(lambda x: 8 * x if x.ndim > 2 else x, model)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case):
+    model = _model(**CASES[case])
+    ids = np.random.default_rng(0).integers(0, 61, (2, 14)).astype(np.int32)
+    pad, width = 3, 7
+    segments = jnp.ones((2, 16), jnp.int32).at[1, :pad].set(0)
+    positions = jnp.maximum(jnp.cumsum(segments, axis=1) - 1, 0)
+    got, cache = jax.jit(prefill)(model, ids[:, :width], positions[:, :width], empty_cache(model, segments))
+    steps = [got]
+    for column in range(width, 13):
+        at = slice(column, column + 1)
+        got, cache = jax.jit(step)(model, ids[:, at], positions[:, at], cache)
+        steps.append(got)
+    got = jnp.stack(steps, axis=1)
+    assert float(jnp.std(got)) > 1e-3
+    for row, start in ((0, 0), (1, pad)):
+        want = models.logits(model, ids[row : row + 1, start:13])[0, width - 1 - start :]
+        np.testing.assert_allclose(got[row], want, atol=2e-5)
+
+
+def test_rows_are_what_they_are_alone_and_end_where_they_ended():
+    model = _model()
+    options = {"key": jax.random.key(4), "sampling": Sampling(temperature=0.7, top_k=20)}
+    free = list(models.generate_batch(model, PROMPTS, 12, num_samples=3, batch_size=4, **options))
+    assert [(c.prompt, c.sample) for c in free] == [(p, s) for p in range(2) for s in range(3)]
+    assert all(len(c.tokens) == 12 and not c.is_ended for c in free)
+    assert len({c.tokens for c in free}) == 6
+    end = free[0].tokens[4]
+    ended = list(models.generate_batch(model, PROMPTS, 12, num_samples=3, batch_size=6, end_tokens=[end], **options))
+    for one, other in zip(free, ended, strict=True):
+        at = one.tokens.index(end) if end in one.tokens else 12
+        assert other.tokens == one.tokens[:at]
+        assert other.is_ended == (end in one.tokens)
+    assert tuple(models.stream(model, PROMPTS[0], 12, **options)) == free[0].tokens
+    assert tuple(models.stream(model, PROMPTS[0], 12, end_tokens=[end], **options)) == ended[0].tokens
+
+
+def test_the_same_shapes_compile_once(compilations):
+    model = _model()
+
+    def once(prompts, temperature):
+        options = {"key": jax.random.key(1), "sampling": Sampling(temperature=temperature), "end_tokens": [60]}
+        list(models.generate_batch(model, prompts, 6, **options))
+
+    once(PROMPTS, 0.5)
+    with compilations.none():
+        once([[1], [4, 5]], 0.0)
+
+
+def test_one_prompt_equals_what_is_computed_without_a_cache():
+    model = lora.add(_model(), lora.Config(rank=2, targets="**/{q,v}_proj"), key=jax.random.key(2))
+    model = jax.tree.map(lambda x: x + 0.1, model)
+    prompt = jnp.asarray(PROMPTS[1], jnp.int32)
+
+    def hidden(model, batch):
+        return model.stack.hidden(model.outer, model.layers, batch)
+
+    for temperature in (0.0, 0.9):
+        options = {"key": jax.random.key(6), "temperature": temperature}
+        want = models.generate(model, prompt, 9, hidden=hidden, **options)
+        np.testing.assert_array_equal(models.generate(model, prompt, 9, **options), want)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_p": 0.6}, [1, 3]),
+        ({"top_p": 0.35}, [3]),
+        ({"min_p": 0.3}, [0, 1, 3]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
+        ({"top_p": 0.5, "temperature": 0.5}, [3]),
+    ],
+)
+def test_samples_have_the_distribution_asked_for(settings, kept):
+    probs = np.array([0.15, 0.3, 0.1, 0.4, 0.05])
+    sampling = Sampling(**settings)
+    ways, knobs = knobs_of(sampling)
+    num = 4000
+    keys = jax.random.split(jax.random.key(0), num)
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(probs, jnp.float32)) + 3, (num, 5))
+    drawn = jax.jit(choose, static_argnums=3)(logits, keys, None, ways, knobs)
+    found = np.bincount(np.asarray(drawn), minlength=5) / num
+    want = np.where(np.isin(np.arange(5), kept), probs ** (1 / sampling.temperature), 0)
+    np.testing.assert_allclose(found, want / want.sum(), atol=0.03)
+    assert set(np.flatnonzero(found)) == {*kept}
+
+
+def test_a_penalty_keeps_from_repeating():
+    model = _model()
+    tokens = {}
+    for penalty in (1.0, 1000.0):
+        sampling = Sampling(temperature=0, repetition_penalty=penalty)
+        (done,) = models.generate_batch(model, [[1, 2]], 15, key=jax.random.key(0), sampling=sampling)
+        tokens[penalty] = done.tokens
+    assert len({*tokens[1.0]}) < 10
+    assert len({*tokens[1000.0], 1, 2}) == 17
+
+
+def test_bytes_of_a_cache():
+    model = _model()
+    cache = empty_cache(model, jnp.ones((3, 32), jnp.int32))
+    assert models.cache_bytes(model.config, 3, 32) == cache.keys.nbytes + cache.values.nbytes
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompts": [[1], []]}, "prompt 1 is empty"),
+        ({"prompts": [[61]]}, "not in the vocabulary"),
+        ({"num_tokens": 0}, "num_tokens: too small"),
+        ({"batch_size": 0}, "batch_size: too small"),
+        ({"num_samples": 0}, "num_samples: too small"),
+    ],
+)
+def test_bad_input(given, message):
+    arguments = {"prompts": [[1]], "num_tokens": 3, **given}
+    with pytest.raises(ConfigError, match=message):
+        models.generate_batch(_model(), key=jax.random.key(0), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1), ("temperature", float("nan")), ("top_k", -1), ("top_p", 0), ("min_p", 2)],
+)
+def test_a_sampling_out_of_range(name, value):
+    with pytest.raises(ConfigError, match=f"{name}: out of its range"):
+        Sampling(**{name: value})
