@@ -25,7 +25,6 @@ from ..adapters import lora
 from ..core import (
     ConfigError,
     LayerStack,
-    ModelFileError,
     NonFiniteError,
     Tree,
     combine,
@@ -39,6 +38,7 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
+from ._base import open_base
 from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
 from ._runs import (
@@ -309,30 +309,13 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:
-    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
-    on_cpu = jax.default_backend() == "cpu"
-    stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
-    compute = ("float32" if on_cpu else "bfloat16") if config.compute_dtype == "auto" else config.compute_dtype
-    if on_cpu and compute == "float16":
-        raise ConfigError(
-            "compute_dtype is float16, in which a CPU does not multiply",
-            expected="auto, float32 or bfloat16 on a CPU",
-            got="float16",
-            hint="bfloat16 takes as many bytes, and has the range of float32",
-        )
-    sizes = models.load_config(directory)
-    tokenizer = models.load_tokenizer(directory)
-    largest = max(tokenizer.get_vocab().values(), default=0)
-    if largest >= sizes.vocab_size:
-        raise ModelFileError(
-            f"{directory}: tokenizer.json has more tokens than the model has embeddings",
-            expected=f"ids below {sizes.vocab_size}",
-            got=f"ids up to {largest}",
-            hint="tokenizer.json and config.json are of different models",
-        )
-    stored = "float32" if config.full else stored  # what trains, as adapters do
-    base = models.load(directory, dtype=stored, compute_dtype=compute, host=is_hosted(config), sharding=sharding)
-    return base, tokenizer
+    return open_base(
+        directory,
+        param_dtype="float32" if config.full else config.param_dtype,  # what trains, as adapters do
+        compute_dtype=config.compute_dtype,
+        host=is_hosted(config),
+        sharding=sharding,
+    )
 
 
 def _device_bytes(tree: Tree) -> int:

@@ -1,0 +1,91 @@
+"""What commands on a model's directory have in common: their flags, the model, and one adapter after another."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..core import ConfigError, ModelFileError, input_file, parse_json, read_input, shown
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name a model and its adapters."""
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face directory (default: the embedded model)")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="PEFT adapter; again for another, which is used on the same base after it (default: none)",
+    )
+    for name, what in (("param", "parameters"), ("compute", "activations")):
+        parser.add_argument(
+            f"--{name}-dtype", choices=DTYPES, default="auto", help=f"dtype of {what} (default: %(default)s)"
+        )
+
+
+def check_named(args: argparse.Namespace) -> None:
+    """Refuse empty paths, which scripts give where a variable is unset, and adapters that are named twice.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    for flag, values in (("model", [args.model]), ("adapter", args.adapter)):
+        if "" in values:
+            raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
+    if twice := {name for name in args.adapter if args.adapter.count(name) > 1}:
+        raise ConfigError(f"--adapter {min(twice)} is given twice", hint="name each adapter once")
+
+
+def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
+    """Read the model and the tokenizer that the arguments name."""
+    with console.status("reading the model"):
+        from ..finetune import open_base
+
+        return open_base(args.model, param_dtype=args.param_dtype, compute_dtype=args.compute_dtype)
+
+
+def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
+    """Hand out the base with each adapter, and the base alone where there are none; one adapter at a time."""
+    from ..adapters import lora
+
+    for name in adapters:
+        yield name, lora.load(base, name)
+    if not adapters:
+        yield None, base
+
+
+def check_adapters(base: Any, adapters: Sequence[str]) -> None:
+    """Read all adapters once when there are several: the last should not fail after hours of the first."""
+    for _ in with_each(base, adapters) if len(adapters) > 1 else ():
+        pass
+
+
+def end_tokens(directory: str | None, base: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of `config.json`, and of `generation_config.json` where there is one.
+
+    Raises:
+        ModelFileError: when that file has others than the vocabulary.
+    """
+    found: list[Any] = [base.config.eos_token_id]
+    name = "generation_config.json"
+    if directory is not None and os.path.lexists(Path(directory) / name):
+        path = input_file(directory, name, hint="copy it from the model's source again")
+        found.append(parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id"))
+    ends = [end for each in found for end in (each if isinstance(each, tuple | list) else [each]) if end is not None]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < base.config.vocab_size:
+            raise ModelFileError(
+                f"{directory}: eos_token_id is no token",
+                expected=f"0 to {base.config.vocab_size - 1}",
+                got=shown(end),
+                hint=f"check {name}",
+            )
+    return tuple(dict.fromkeys(ends))

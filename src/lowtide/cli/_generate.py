@@ -1,0 +1,296 @@
+"""``lowtide generate``: answers of a model, with each of its adapters."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ..core import ConfigError, DataError, OutputError, format_bytes, shortened
+from ._answers import add_model_arguments, check_adapters, check_named, end_tokens, open_named, with_each
+from ._chat import messages_to_ids
+from ._console import errors
+from ._explain import positive
+
+_MOST_PROMPTS_BYTES = 1024**3
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "generate",
+        help="let a model continue prompts",
+        description="Continue prompts with a model of Hugging Face's layout, several at once, and with each of several "
+        "adapters on one base. A single answer is printed as it comes.",
+    )
+    add_model_arguments(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    source.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='a prompt a line of a .txt file, or an object a line of a .jsonl file with "prompt" or "messages"',
+    )
+    source.add_argument("--chat", action="store_true", help="talk, by the model's chat template; an empty line ends it")
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="most tokens of an answer (default: 128)"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, help="divides the logits; 0: the most likely token (default: 0.8)"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the most likely tokens, so much (default: 1.0)")
+    parser.add_argument("--top-k", type=int, default=0, help="only so many of the most likely (default: 0, all)")
+    parser.add_argument("--min-p", type=float, default=0.0, help="least share of the most likely's (default: 0.0)")
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="makes tokens so far less likely (default: 1.0)"
+    )
+    parser.add_argument(
+        "--num-samples", type=positive, default=1, metavar="N", help="answers to each prompt (default: 1)"
+    )
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="answers at once (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
+    parser.add_argument("--output", metavar="FILE", help="write an object a line to a new .jsonl file (default: print)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    check_named(args)
+    if args.chat and (args.output or args.num_samples > 1 or len(args.adapter) > 1):
+        raise ConfigError(
+            "--chat is one conversation", hint="leave out --output, --num-samples and all adapters but one"
+        )
+    prompts = [] if args.chat else _prompts(args)
+    console = errors()  # answers alone are on standard output
+    with _writer(args.output) as file:
+        from ..models import Sampling
+
+        fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        sampling = Sampling(**{name: getattr(args, name) for name in fields})
+        base, tokenizer = open_named(args, console)
+        check_adapters(base, args.adapter)
+        if args.chat:
+            _chat(args, base, tokenizer, sampling)
+            return 0
+        ids = [_ids(args, base, tokenizer, prompt) for prompt in prompts]
+        _say_plan(console, args, base, ids)
+        _answer_all(console, args, base, tokenizer, sampling, prompts, ids, file)
+    return 0
+
+
+def _answer_all(
+    console: Console,
+    args: argparse.Namespace,
+    base: Any,
+    tokenizer: Any,
+    sampling: Any,
+    prompts: list[dict[str, Any]],
+    ids: list[list[int]],
+    file: TextIO | None,
+) -> None:
+    import jax
+
+    from ..models import generate_batch
+
+    key, ends = jax.random.key(args.seed), end_tokens(args.model, base)
+    num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
+    if file is None and num_answers == 1:
+        for _, model in with_each(base, args.adapter):
+            _stream(args, model, tokenizer, sampling, ids[0], console)
+        return
+    done = num_tokens = 0
+    start = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    try:
+        with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
+            task = progress.add_task("generating", total=num_answers)
+            for adapter, model in with_each(base, args.adapter):
+                for answer in generate_batch(
+                    model,
+                    ids,
+                    args.max_new_tokens,
+                    key=key,
+                    sampling=sampling,
+                    end_tokens=ends,
+                    num_samples=args.num_samples,
+                    batch_size=args.batch_size,
+                ):
+                    text = tokenizer.decode(answer.tokens)
+                    record = {**prompts[answer.prompt], "adapter": adapter, "sample": answer.sample, "text": text}
+                    _hand_out(file, {**record, "num_tokens": len(answer.tokens), "ended": answer.is_ended})
+                    done, num_tokens = done + 1, num_tokens + len(answer.tokens)
+                    rate = num_tokens / (time.monotonic() - start)
+                    progress.update(task, completed=done, description=f"generating  {rate:,.0f} tokens/s")
+    finally:
+        seconds = max(time.monotonic() - start, 1e-9)
+        where = f" in {args.output}" if args.output else ""
+        console.print(
+            f"{done:,} of {num_answers:,} answers{where}, {num_tokens:,} tokens in {seconds:.1f} s "
+            f"({num_tokens / seconds:,.0f} tokens/s, compilation included)",
+            markup=False,
+        )
+
+
+def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
+    if file is not None:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()  # what an interrupt, or a kill, leaves is whole lines
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    prompt = record["prompt"] if "prompt" in record else record["messages"][-1]["content"]
+    names = [record["adapter"], f"sample {record['sample']}" if record["sample"] else None]
+    if label := ", ".join(filter(None, names)):
+        console.print(Text(label, style="bold"))
+    console.print(Text(prompt, style="dim") + Text(record["text"]))
+    console.rule()
+
+
+def _stream(
+    args: argparse.Namespace, model: Any, tokenizer: Any, sampling: Any, ids: list[int], console: Console
+) -> str:
+    """Print one answer as it comes, and return it."""
+    import jax
+    from tokenizers.decoders import DecodeStream
+
+    from ..models import stream
+
+    decode: Any = DecodeStream(ids=[], skip_special_tokens=True)
+    printed, ids_so_far = "", list[int]()
+    start = time.monotonic()
+    ends = end_tokens(args.model, model)
+    for token in stream(
+        model, ids, args.max_new_tokens, key=jax.random.key(args.seed), sampling=sampling, end_tokens=ends
+    ):
+        ids_so_far.append(token)
+        part = decode.step(tokenizer, token) or ""
+        printed += part
+        sys.stdout.write(part)
+        sys.stdout.flush()
+    whole = tokenizer.decode(ids_so_far)
+    # What is held back until it is a whole character, and never became one.
+    sys.stdout.write(whole.removeprefix(printed) + "\n" if whole.startswith(printed) else "\n")
+    sys.stdout.flush()
+    seconds = max(time.monotonic() - start, 1e-9)
+    rate = f"{len(ids_so_far) / seconds:,.0f} tokens/s, compilation included"
+    console.print(f"{len(ids_so_far)} tokens in {seconds:.1f} s ({rate})", style="dim", markup=False)
+    return whole
+
+
+def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) -> None:
+    ((_, model),) = with_each(base, args.adapter)
+    messages: list[dict[str, str]] = []
+    while text := _asked():
+        messages.append({"role": "user", "content": text})
+        answer = _stream(args, model, tokenizer, sampling, messages_to_ids(args.model, tokenizer, messages), errors())
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _asked() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
+    if "messages" in prompt:
+        return messages_to_ids(args.model, tokenizer, prompt["messages"])
+    ids = tokenizer.encode(prompt["prompt"]).ids
+    begin = base.config.bos_token_id
+    if not ids and begin is not None:
+        return [begin]
+    if not ids:
+        raise ConfigError("a prompt is empty", expected="at least one token", hint="begin with a word or a newline")
+    return ids
+
+
+def _say_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[list[int]]) -> None:
+    from ..models import cache_bytes
+
+    longest = max(map(len, ids)) + args.max_new_tokens
+    rows = min(args.batch_size, len(ids) * args.num_samples)
+    size = format_bytes(cache_bytes(base.config, rows, longest, base.compute_dtype))
+    console.print(f"{len(ids):,} prompts, {rows} at once; keys and values take {size}", style="dim")
+    if longest > base.config.max_position_embeddings:
+        console.print(
+            f"[bold yellow]warning[/] prompt and answer may have {longest:,} tokens, more than the "
+            f"{base.config.max_position_embeddings:,} positions that the model was made for"
+        )
+
+
+def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.prompt is not None:
+        return [{"prompt": args.prompt}]
+    path = Path(args.prompts)
+    if path.suffix not in (".txt", ".jsonl"):
+        raise DataError(f"{path}: unknown kind of file", expected="a .txt or .jsonl file", hint="rename or convert it")
+    try:
+        content = path.read_bytes() if path.stat().st_size <= _MOST_PROMPTS_BYTES else None
+        lines = None if content is None else content.decode("utf-8").removeprefix("\ufeff").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read", got=str(error), hint="give a UTF-8 file that is yours") from error
+    if lines is None:
+        raise DataError(f"{path}: too large", expected=format_bytes(_MOST_PROMPTS_BYTES), hint="split the file")
+    lines = [(number, line.rstrip("\r")) for number, line in enumerate(lines, 1) if line.strip()]
+    if not lines:
+        raise DataError(f"{path}: no prompt in it", expected="a prompt a line", hint="check --prompts")
+    if path.suffix == ".txt":
+        return [{"prompt": line} for _, line in lines]
+    return [_record(f"{path}:{number}", line) for number, line in lines]
+
+
+def _record(where: str, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: not JSON", got=shortened(error), hint="one JSON object a line") from error
+    found = record if isinstance(record, dict) else {}
+    prompt, messages = found.get("prompt"), found.get("messages")
+    if isinstance(prompt, str) and messages is None:
+        return {"prompt": prompt}
+    if prompt is None and isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return {"messages": messages}
+    raise DataError(
+        f"{where}: no prompt",
+        expected='an object with "prompt", a text, or "messages", a list of objects with "role" and "content"',
+        got=shortened(line),
+        hint="one object a line; other fields are not read",
+    )
+
+
+def _is_message(message: Any) -> bool:
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+
+
+@contextlib.contextmanager
+def _writer(name: str | None) -> Generator[TextIO | None]:
+    """Open the file of answers, which may not be there yet: hours may have gone into the old one."""
+    if name is None:
+        yield None
+        return
+    if not name.endswith(".jsonl"):
+        raise ConfigError(f"--output {name!r} is no .jsonl file", hint="the answers are JSON, an object a line")
+    path = Path(name)
+    try:
+        file = open(path, "x", encoding="utf-8", errors="backslashreplace")
+    except FileExistsError as error:
+        raise OutputError(f"{path} is there already", hint="name a new file, or delete that one") from error
+    except OSError as error:
+        raise OutputError(
+            f"{path}: cannot be written", got=str(error), hint="name a file in a folder of yours"
+        ) from error
+    with file:
+        try:
+            yield file
+        finally:
+            if file.tell() == 0:
+                path.unlink(missing_ok=True)

@@ -1,0 +1,65 @@
+"""Open the directory of a model and its tokenizer, which have to fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from tokenizers import Tokenizer
+
+from .. import models
+from ..core import ConfigError, ModelFileError, Where
+
+
+def open_base(
+    directory: str | Path | None,
+    *,
+    param_dtype: str = "auto",
+    compute_dtype: str = "auto",
+    host: Where | None = None,
+    sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
+) -> tuple[models.Decoder, Tokenizer]:
+    """Read a model and its tokenizer.
+
+    Args:
+        directory: of Hugging Face's layout; None: the embedded model.
+        param_dtype: dtype of the parameters: auto (as stored; float32 on a CPU), or a dtype's name.
+        compute_dtype: dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), or a dtype's name.
+        host: as in `lowtide.models.load`.
+        sharding: as in `lowtide.models.load`.
+
+    Returns:
+        The model and the tokenizer.
+
+    Raises:
+        ModelFileError: for an unusable directory, or a tokenizer of another model.
+        ConfigError: for float16 on a CPU.
+
+    Memory:
+        As `lowtide.models.load`.
+    """
+    directory = Path(directory) if directory is not None else models.base_path()
+    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
+    on_cpu = jax.default_backend() == "cpu"
+    stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
+    compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
+    if on_cpu and compute == "float16":
+        raise ConfigError(
+            "compute_dtype is float16, in which a CPU does not multiply",
+            expected="auto, float32 or bfloat16 on a CPU",
+            got="float16",
+            hint="bfloat16 takes as many bytes, and has the range of float32",
+        )
+    sizes = models.load_config(directory)
+    tokenizer = models.load_tokenizer(directory)
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= sizes.vocab_size:
+        raise ModelFileError(
+            f"{directory}: tokenizer.json has more tokens than the model has embeddings",
+            expected=f"ids below {sizes.vocab_size}",
+            got=f"ids up to {largest}",
+            hint="tokenizer.json and config.json are of different models",
+        )
+    return models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding), tokenizer

@@ -1,0 +1,158 @@
+"""`lowtide generate` from arguments to answers, and every way to call it wrongly."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+
+from lowtide import lora, models
+from lowtide.cli import _generate, main
+from lowtide.models import _generate as generation
+
+
+@pytest.fixture
+def generate(tiny_model_dir, capfd):
+    """Run the command on a tiny model; returns exit status, standard output and standard error."""
+
+    def run(*flags, model=tiny_model_dir):
+        status = main(["generate", "--model", str(model), *map(str, flags)])
+        return (status, *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def adapters(tiny_model_dir, tmp_path):
+    base = models.load(tiny_model_dir)
+    for name in "ab":
+        adapted = lora.add(base, lora.Config(rank=2, targets="**/{q,v}_proj"), key=jax.random.key(ord(name)))
+        lora.save(jax.tree.map(lambda x: x + 0.3 if x.ndim == 3 else x, adapted), tmp_path / name)
+    return [tmp_path / name for name in "ab"]
+
+
+def _records(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_adapters_answer_the_same_prompts_into_a_file(generate, adapters, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text('{"prompt": "the tide"}\n\n{"prompt": "out", "other": 1}\n')
+    flags = [flag for adapter in adapters for flag in ("--adapter", adapter)]
+    sizes = ["--max-new-tokens", 6, "--num-samples", 2, "--batch-size", 3, "--output", out]
+    status, printed, said = generate("--prompts", prompts, *flags, *sizes)
+    assert (status, printed) == (0, "")
+    assert "8 of 8 answers" in said and "tokens/s" in said and "keys and values take" in said
+    records = _records(out)
+    cases = [(str(a), p, s) for a in adapters for p in ("the tide", "out") for s in (0, 1)]
+    assert [(r["adapter"], r["prompt"], r["sample"]) for r in records] == cases
+    assert len({r["text"] for r in records}) > 2
+    assert all(r["ended"] or r["num_tokens"] == 6 for r in records)
+    again, _, _ = generate("--prompts", prompts, *flags, *sizes)
+    assert again == 2 and _records(out) == records
+
+
+def test_one_answer_is_printed_as_it_comes_and_equals_the_batched_one(generate, tmp_path):
+    flags = ["--max-new-tokens", 7, "--seed", 3]
+    status, streamed, said = generate("--prompt", "the tide", *flags)
+    assert status == 0 and "tokens in" in said
+    (tmp_path / "p.txt").write_text("the tide\r\n")
+    generate("--prompts", tmp_path / "p.txt", *flags, "--output", tmp_path / "a.jsonl")
+    assert _records(tmp_path / "a.jsonl")[0]["text"] == streamed[:-1]
+    status, printed, _ = generate("--prompt", "the tide", *flags, "--num-samples", 2)
+    assert status == 0 and streamed[:-1] in printed and "sample 1" in printed
+
+
+def test_end_tokens_of_both_files_end_an_answer(generate, tiny_model_dir, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    flags = ["--prompt", "the tide", "--temperature", 0, "--max-new-tokens", 6]
+    out = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    generate(*flags, "--output", out[0], model=model)
+    tokenizer = models.load_tokenizer(model)
+    text = _records(out[0])[0]["text"]
+    end = models.generate(models.load(model), _ids(tokenizer, "the tide"), 1, key=jax.random.key(0), temperature=0)[-1]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [int(end)]}))
+    generate(*flags, "--output", out[1], model=model)
+    assert text and _records(out[1])[0] | {"text": ""} == _records(out[1])[0]
+    assert _records(out[1])[0]["ended"] and _records(out[1])[0]["num_tokens"] == 0
+
+
+def _ids(tokenizer, text):
+    return jax.numpy.asarray(tokenizer.encode(text).ids)
+
+
+def test_an_interrupt_keeps_what_was_written(generate, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text("the\ntide\n")
+    whole = generation._batch
+    calls = []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return whole(*args, **options)
+
+    monkeypatch.setattr(generation, "_batch", interrupted)
+    monkeypatch.setattr("lowtide.cli._main._end_quietly", lambda: None)
+    out = tmp_path / "a.jsonl"
+    flags = ["--batch-size", 1, "--max-new-tokens", 3, "--output", out]
+    status, _, said = generate("--prompts", tmp_path / "p.txt", *flags)
+    assert status == 130 and "1 of 2 answers" in said and "interrupted" in said
+    assert [r["prompt"] for r in _records(out)] == ["the"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt", ""], "a prompt is empty"),
+        (["--prompt", "x", "--adapter", ""], "--adapter is empty"),
+        (["--prompt", "x", "--adapter", "a", "--adapter", "a"], "given twice"),
+        (["--prompt", "x", "--adapter", "none"], "no such file"),
+        (["--prompt", "x", "--top-p", "0"], "top_p: out of its range"),
+        (["--prompt", "x", "--output", "a.txt"], "is no .jsonl file"),
+        (["--prompt", "x", "--output", "none/a.jsonl"], "cannot be written"),
+        (["--prompts", "none.txt"], "cannot be read"),
+        (["--prompts", "none.csv"], "unknown kind of file"),
+        (["--chat", "--num-samples", "2"], "--chat is one conversation"),
+    ],
+)
+def test_bad_arguments(generate, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, _, said = generate(*flags)
+    assert status == 2 and message in " ".join(said.split())
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no prompt in it"),
+        ("{", "not JSON"),
+        ("[1]", "no prompt"),
+        ('{"text": "a"}', "no prompt"),
+        ('{"prompt": "a", "messages": []}', "no prompt"),
+        ('{"messages": [{"role": "user"}]}', "no prompt"),
+    ],
+)
+def test_bad_prompts(generate, text, message, tmp_path):
+    (tmp_path / "p.jsonl").write_text(text)
+    status, _, said = generate("--prompts", tmp_path / "p.jsonl")
+    assert status == 2 and message in said
+
+
+def test_a_conversation_ends_with_an_empty_line(generate, monkeypatch):
+    asked = iter(["hello", "more", ""])
+    seen = []
+
+    def rendered(directory, tokenizer, messages):
+        seen.append([dict(message) for message in messages])
+        return tokenizer.encode(messages[-1]["content"]).ids
+
+    monkeypatch.setattr(_generate, "messages_to_ids", rendered)
+    monkeypatch.setattr("builtins.input", lambda _: next(asked))
+    status, printed, _ = generate("--chat", "--max-new-tokens", 3)
+    assert status == 0
+    assert [[m["role"] for m in messages] for messages in seen] == [["user"], ["user", "assistant", "user"]]
+    assert printed.startswith(seen[1][1]["content"])
