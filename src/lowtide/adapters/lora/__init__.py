@@ -3,6 +3,7 @@
 Use it as a namespace: ``lt.lora.Config``, ``lt.lora.add``, ``lt.lora.merge``, ``lt.lora.save``, ``lt.lora.load``.
 """
 
+from ._combine import combine as combine
 from ._config import Config as Config
 from ._files import load as load
 from ._files import save as save
@@ -10,4 +11,4 @@ from ._model import add as add
 from ._model import merge as merge
 from ._weight import LoRAWeight as LoRAWeight
 
-__all__ = ["Config", "LoRAWeight", "add", "load", "merge", "save"]
+__all__ = ["Config", "LoRAWeight", "add", "combine", "load", "merge", "save"]

@@ -1,0 +1,61 @@
+"""``lowtide merge``: adapters folded into their base, as a directory that other software loads."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from rich.console import Console
+
+from ..core import ConfigError, format_bytes, parse_bytes, tree_bytes
+from ._answers import DTYPES
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "merge",
+        help="fold adapters into their model, and write all of it",
+        description="Fold one or several adapters into the weights of their base, in float32 and rounded once, and "
+        "write a directory of Hugging Face's layout: sharded weights, tokenizer, chat template and a model card.",
+    )
+    parser.add_argument("--model", metavar="DIR", help="the base's directory (default: the embedded model)")
+    parser.add_argument(
+        "--adapter", action="append", required=True, metavar="DIR", help="PEFT adapter; again for another, added to it"
+    )
+    parser.add_argument(
+        "--weight", action="append", type=_factor, metavar="W", help="factor of each adapter, in order (default: 1)"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may not have anything in it")
+    parser.add_argument("--dtype", choices=DTYPES[1:], help="dtype of the weights (default: that of the base)")
+    parser.add_argument("--max-shard-size", default="5 GB", metavar="SIZE", help="most bytes of a file (default: 5 GB)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    console = Console(highlight=False)
+    for flag, values in (("model", [args.model]), ("adapter", args.adapter), ("out", [args.out])):
+        if "" in values:
+            raise ConfigError(f"--{flag} is empty", hint="look whether a variable of your script is unset")
+    most = parse_bytes(args.max_shard_size)
+    with console.status("merging"):
+        from ..finetune import write_merged
+
+        model = write_merged(
+            args.model, args.adapter, args.out, weights=args.weight, dtype=args.dtype, max_shard_bytes=most
+        )
+    size = format_bytes(tree_bytes(model))
+    console.print(f"{len(args.adapter)} merged into {args.out}, {size}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
+    return value

@@ -1,0 +1,167 @@
+"""A model with its adapters folded in, as a directory that other software loads.
+
+It is written into a folder beside the one that was asked for, whose name says that it is not whole, and renamed at
+the end: a kill leaves nothing under the name that was asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import __version__, models
+from ..adapters import lora
+from ..core import ConfigError, OutputError, input_file, parse_json, read_input, write_files
+
+_COPIED = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+)
+_MOST_BYTES = 256 * 1024**2
+
+
+def write_merged(
+    directory: str | Path | None,
+    adapters: Sequence[str | Path],
+    out: str | Path,
+    *,
+    weights: Sequence[float] | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> models.Decoder:
+    """Fold adapters into their base, and write the directory of a whole model.
+
+    Args:
+        directory: the base, of Hugging Face's layout; None: the embedded model.
+        adapters: directories of adapters in PEFT's format, added up.
+        out: the folder to make; one that has something in it is refused.
+        weights: a factor for each adapter; None: 1.
+        dtype: of the weights that are written; None: as the base stores them.
+        max_shard_bytes: the most bytes in one file.
+
+    Returns:
+        The merged model.
+
+    Raises:
+        OutputError: when the folder has something in it, or cannot be written.
+        ModelFileError: for an unusable base or adapter.
+        ConfigError: for weights that do not fit the adapters, or an unknown dtype.
+
+    Memory:
+        The base, and each weight that is adapted twice while it is folded; with `dtype`, the base in float32. On the
+        host, one shard at a time.
+    """
+    base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
+    if not adapters:
+        raise ConfigError("no adapter to merge", expected="at least one directory", hint="name one with --adapter")
+    refuse_full_folder(out)
+    tokenizer = input_file(base, "tokenizer.json", hint="save the tokenizer in the fast format")
+    copied = {name: _content(base, name) for name in _COPIED if os.path.lexists(base / name)}
+    model = models.load(base, dtype="auto" if dtype is None else "float32")
+    merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
+    if dtype is not None:  # rounded once, from float32
+        merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
+    settings = [_settings(Path(adapter)) for adapter in adapters]
+    copied["README.md"] = _card(directory, settings, weights, merged).encode()
+    unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
+    try:
+        models.save(merged, unfinished, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+        write_files(unfinished, copied)
+        os.replace(unfinished, out)  # in place of an empty folder, too
+    except OSError as error:
+        raise OutputError(
+            f"{out}: cannot be written", got=str(error), hint="choose another folder; nothing was left there"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return merged
+
+
+def refuse_full_folder(out: Path) -> None:
+    """Raise when there is something in a folder, or a file in its place.
+
+    Raises:
+        OutputError: then, or when it cannot be looked into.
+    """
+    try:
+        is_free = not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+    except OSError as error:
+        raise OutputError(f"{out}: cannot be read", got=str(error), hint="choose another folder") from error
+    if not is_free:
+        raise OutputError(
+            f"{out}: the folder is not empty",
+            expected="a new or an empty folder",
+            hint="choose another --out; nothing in it was changed",
+        )
+
+
+def _content(folder: Path, name: str) -> bytes:
+    return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)
+
+
+def _settings(adapter: Path) -> dict[str, Any]:
+    raw = parse_json(_content(adapter, "adapter_config.json"), str(adapter))
+    names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+    return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
+
+
+def _card(
+    directory: str | Path | None,
+    settings: Sequence[dict[str, Any]],
+    weights: Sequence[float] | None,
+    merged: models.Decoder,
+) -> str:
+    """Return the model card, with the header that Hugging Face's hub reads."""
+    # A name such as `models/llama` is no secret, while the folders of a machine are nobody's business.
+    name = "lowtide's embedded base model" if directory is None else Path(directory).resolve().name
+    count = sum(leaf.size for leaf in jax.tree.leaves(merged) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    dtype = jnp.dtype(merged.outer["embed"]["weight"].dtype).name
+    rows = [
+        f"- {json.dumps(each.pop('name'), ensure_ascii=False)}"
+        + (f", times {weights[index]:g}" if weights is not None else "")
+        + "".join(f"\n    - `{key}`: `{json.dumps(value, ensure_ascii=False)}`" for key, value in each.items())
+        for index, each in enumerate(map(dict, settings))
+    ]
+    versions = ", ".join(f"{package} {version(package)}" for package in ("jax", "safetensors", "tokenizers"))
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+base_model: {json.dumps(name, ensure_ascii=False)}
+base_model_relation: finetune
+tags:
+- lowtide
+- lora
+- merged
+---
+
+# {name}, with adapters folded in
+
+{count:,} parameters in {dtype}, of the family {merged.config.family}. Made from {name} by folding these LoRA adapters
+into its weights, in float32, rounded once:
+
+{chr(10).join(rows)}
+
+The licence is that of the base model.
+
+## Load it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("DIR")
+```
+
+or `lt.models.load("DIR")`.
+
+Made by lowtide {__version__} with {versions}.
+"""

@@ -1,0 +1,118 @@
+"""`lowtide merge`: what the merged directory holds, several adapters, and every way to call it wrongly."""
+
+import json
+import os
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide import lora, models
+from lowtide.cli import main
+from lowtide.finetune import _merge
+
+TOKENS = jnp.asarray([[5, 3, 8, 1, 200, 17]], jnp.int32)
+
+
+@pytest.fixture
+def merge(tiny_model_dir, tmp_path, capfd):
+    """Run the command on a tiny model; returns exit status and what was said, in one line."""
+
+    def run(*flags, model=tiny_model_dir, out=tmp_path / "out"):
+        status = main(["merge", "--model", str(model), "--out", str(out), *map(str, flags)])
+        return status, " ".join("".join(capfd.readouterr()).split())
+
+    return run
+
+
+@pytest.fixture
+def adapters(tiny_model_dir, tmp_path):
+    """Two adapters of different ranks on different modules, and the base."""
+    base = models.load(tiny_model_dir)
+    for name, rank, targets in (("a", 2, "**/{q,v}_proj"), ("b", 3, "**/{v,down}_proj")):
+        config = lora.Config(rank=rank, alpha=5, targets=targets)
+        adapted = lora.add(base, config, key=jax.random.key(rank))
+        nodes = jax.tree.map(
+            lambda x: _random(x) if isinstance(x, lora.LoRAWeight) else x,
+            adapted,
+            is_leaf=lambda x: isinstance(x, lora.LoRAWeight),
+        )
+        lora.save(nodes, tmp_path / name)
+    return base, tmp_path / "a", tmp_path / "b"
+
+
+def _random(node):
+    return lora.LoRAWeight(node.weight, node.lora_a, 0.5 + jnp.ones_like(node.lora_b), alpha=node.alpha)
+
+
+def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, adapters, tiny_model_dir, tmp_path):
+    base, one, _ = adapters
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_dir, model)
+    (model / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "secret.txt").write_text("not of the model")
+    out = tmp_path / "out"
+    out.mkdir()  # an empty folder is as good as none
+    status, said = merge("--adapter", one, "--max-shard-size", "8 KiB", model=model)
+    assert status == 0 and "1 merged into" in said
+    got = models.logits(models.load(out), TOKENS)
+    np.testing.assert_allclose(got, models.logits(lora.load(base, one), TOKENS), atol=1e-5)
+    shards = sorted(path.name for path in out.glob("*.safetensors"))
+    assert len(shards) > 2
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+    rest = {"config.json", "README.md", "model.safetensors.index.json"}
+    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert {path.name for path in out.iterdir()} == {*shards, *rest, *copied}
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n") and 'base_model: "model"' in card
+    assert '"r"' not in card and "`r`: `2`" in card and str(tmp_path) not in card
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_adapters_add_up_by_their_weights_and_are_rounded_once(merge, adapters, tmp_path):
+    base, one, two = adapters
+    weights = ["--weight", 1, "--weight", "-0.5"]
+    assert merge("--adapter", one, "--adapter", two, *weights, "--dtype", "bfloat16")[0] == 0
+    got = models.load(tmp_path / "out")
+    a, b = (lora.merge(lora.load(base, name)) for name in (one, two))
+    want = jax.tree.map(lambda w, x, y: w + (x - w) - 0.5 * (y - w), base.layers, a.layers, b.layers)
+    for name in ("q_proj", "v_proj"):
+        leaf = got.layers["attn"][name]["weight"]
+        assert leaf.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(leaf, np.float32), want["attn"][name]["weight"], rtol=2**-8, atol=1e-5)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_write_that_fails_leaves_nothing(merge, adapters, tmp_path, monkeypatch):
+    def fail(folder, contents):
+        assert ".unfinished" in str(folder)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(_merge, "write_files", fail)
+    status, said = merge("--adapter", adapters[1])
+    assert status == 2 and "disk full" in said
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
+
+
+def test_bad_input(merge, adapters, tmp_path):
+    _, one, two = adapters
+    cases = {
+        "--adapter is empty": ("--adapter", ""),
+        "no such file": ("--adapter", tmp_path / "none"),
+        "weights do not fit": ("--adapter", one, "--adapter", two, "--weight", 1),
+    }
+    for message, flags in cases.items():
+        status, said = merge(*flags)
+        assert status == 2 and message in said, message
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("mine")
+    status, said = merge("--adapter", one, out=tmp_path / "full")
+    assert status == 2 and "the folder is not empty" in said
+    assert os.listdir(tmp_path / "full") == ["x"]
+    with pytest.raises(SystemExit):
+        merge("--adapter", one, "--weight", "nan")
+    assert not (tmp_path / "out").exists()
