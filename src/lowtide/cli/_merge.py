@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ..core import ConfigError, format_bytes, parse_bytes, tree_bytes
+from ..core import ConfigError, format_bytes, parse_bytes
 from ._answers import DTYPES
 
 
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{flag} is empty", hint="look whether a variable of your script is unset")
     most = parse_bytes(args.max_shard_size)
     with console.status("merging"):
+        from ..core import tree_bytes
         from ..finetune import write_merged
 
         model = write_merged(

@@ -7,6 +7,8 @@ from ._config import config_to_toml as config_to_toml
 from ._config import flag_of as flag_of
 from ._config import read_config as read_config
 from ._finetune import Finetune as Finetune
+from ._inspect import Inspection as Inspection
+from ._inspect import inspect as inspect
 from ._merge import write_merged as write_merged
 from ._runs import open_run as open_run
 from ._table import MemoryTable as MemoryTable

@@ -146,6 +146,18 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     return replace(model, nodes)
 
 
+def check(directory: str | os.PathLike[str]) -> None:
+    """Read the configuration of an adapter, and nothing else, to see whether `load` can handle it.
+
+    Args:
+        directory: the folder with `adapter_config.json`.
+
+    Raises:
+        ModelFileError: when it is damaged, or asks for what is not supported, as in `load`.
+    """
+    read_config(Path(directory))
+
+
 def _host_factors(site: Site) -> tuple[np.ndarray, np.ndarray]:
     factors = (site.node.lora_a, site.node.lora_b)
     if any(isinstance(factor, jax.ShapeDtypeStruct) for factor in factors):

@@ -1,0 +1,72 @@
+"""``lowtide inspect``: what a folder or a file holds, and what of it cannot be handled."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..core import ConfigError, format_bytes
+
+
+def register(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "inspect",
+        help="say what a model, an adapter or a run holds",
+        description="Say what a model's directory, an adapter's, a safetensors file, a run or its checkpoints hold: "
+        "family, parameters, dtypes, bytes, context, tokenizer, and what of it Lowtide cannot handle. Weights are not "
+        "read. Exit status: 0; 1 when something cannot be handled; 2 when nothing is there or a file is damaged.",
+    )
+    parser.add_argument("path", metavar="DIR|FILE", help="what to look at")
+    parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    if not args.path:
+        raise ConfigError("the path is empty", hint="name a folder or a file; . is the folder you are in")
+    from ..finetune import inspect
+
+    found = inspect(args.path)
+    console = Console(highlight=False, soft_wrap=True)
+    if args.json:
+        console.print(json.dumps(found.to_dict(), indent=2, default=str), markup=False)
+    else:
+        _show(console, found)
+    return int(bool(found.all_problems()))
+
+
+def _show(console: Console, found: Any) -> None:
+    console.print(Text(f"{found.kind}  ", style="bold") + Text(found.path))
+    table = Table.grid(padding=(0, 2))
+    for name, value in found.facts.items():
+        rows = value.items() if isinstance(value, Mapping) else [("", value)]
+        for index, (key, each) in enumerate(rows):
+            title = name.replace("_", " ") if index == 0 else ""
+            table.add_row(Text(f"  {title}", style="dim"), Text(str(key)), Text(_text(name, each)))
+    console.print(table)
+    for problem in found.problems:
+        console.print(Text("cannot be handled  ", style="bold red") + Text(problem))
+    for part in found.parts:
+        _show(console, part)
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if name == "bytes":
+        return format_bytes(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(name, each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_text(name, each) for each in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

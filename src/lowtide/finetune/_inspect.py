@@ -1,0 +1,297 @@
+"""What a model's directory, an adapter's, a file of weights or a run holds, without reading a weight.
+
+Names, shapes and dtypes come from the files' headers. What Lowtide cannot handle is a problem with a name, and no
+error; a file that is damaged is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core import LowtideError, ModelFileError, format_bytes, input_file, parse_json, read_input, shortened
+
+_AGAIN = "copy the file from its source again"
+_BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+_FOREIGN = {".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"}
+_MOST_JSON = 256 * 1024**2
+_GROUPS = (
+    ("norms", re.compile(r"norm\.(weight|bias)$")),
+    ("embedding", re.compile(r"(^|\.)(embed_tokens|wte)\.")),
+    ("head", re.compile(r"(^|\.)lm_head\.")),
+    ("router", re.compile(r"(\.router\.|\.mlp\.gate\.|\.block_sparse_moe\.gate\.)")),
+    ("experts", re.compile(r"\.experts\.")),
+    ("attention", re.compile(r"\.(self_attn|attention)\.")),
+    ("MLP", re.compile(r"\.mlp\.")),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What was found."""
+
+    kind: str
+    """model, adapter, weights, run or checkpoints."""
+    path: str
+    """What was looked at."""
+    facts: Mapping[str, Any]
+    """By name; plain values, lists and objects."""
+    problems: tuple[str, ...] = ()
+    """What Lowtide cannot handle, by name."""
+    parts: tuple[Inspection, ...] = ()
+    """Of a run, what it wrote."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        parts = [part.to_dict() for part in self.parts]
+        return {**{name: getattr(self, name) for name in ("kind", "path", "facts")}, "problems": [*self.all_problems()],
+                "parts": parts}  # fmt: skip
+
+    def all_problems(self) -> Iterable[str]:
+        """Those of parts, too."""
+        return [*self.problems, *(problem for part in self.parts for problem in part.all_problems())]
+
+
+def inspect(path: str | Path) -> Inspection:
+    """Say what a folder or a file holds.
+
+    Args:
+        path: a model's directory, an adapter's, a file of safetensors, the folder of a run or its checkpoints.
+
+    Returns:
+        What was found, problems included.
+
+    Raises:
+        ModelFileError: when nothing is there, it is none of these, or a file of it is damaged.
+
+    Memory:
+        Headers of files; no weight is read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        kinds = {"config.toml": _run, "adapter_config.json": _adapter, "config.json": _model}
+        for name, look in kinds.items():
+            if os.path.lexists(path / name):
+                return look(path)
+        if any(step.name.isdigit() and step.is_dir() for step in _entries(path)):
+            return _checkpoints(path)
+        if any(each.suffix in {*_PICKLED, *_FOREIGN, ".safetensors"} for each in _entries(path)):
+            return _model(path)
+    elif os.path.lexists(path):
+        if path.suffix in {*_PICKLED, *_FOREIGN}:
+            facts = {"bytes": path.stat().st_size}
+            return Inspection(kind="weights", path=str(path), facts=facts, problems=_other_formats([path]))
+        file = input_file(path.parent, path.name, hint=_AGAIN)
+        tensors = _tensors([file])
+        return Inspection(kind="weights", path=str(path), facts=_weights([file], tensors), problems=_dtypes(tensors))
+    raise ModelFileError(
+        f"{path}: nothing that can be inspected" if os.path.lexists(path) else f"{path}: no such file or folder",
+        expected="a folder with config.json, adapter_config.json or config.toml, or a .safetensors file",
+        hint="name the folder of the model, of the adapter or of the run",
+    )
+
+
+def _model(folder: Path) -> Inspection:
+    from .. import models
+
+    problems: list[str] = []
+    facts: dict[str, Any] = {}
+    raw: dict[str, Any] = {}
+    experts: tuple[int, int] | None = None
+    if os.path.lexists(folder / "config.json"):
+        raw = _json(folder, "config.json")
+        facts["architecture"] = _first(raw.get("architectures"))
+        facts["family"] = raw.get("model_type")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                config = models.load_config(folder)
+            facts |= {"layers": config.num_layers, "context": config.max_position_embeddings}
+            facts["vocabulary"] = config.vocab_size
+            if config.experts is not None:
+                experts = (config.experts.num_experts_per_token, config.experts.num_experts)
+        except ModelFileError as error:
+            problems.append(_said(error))
+    else:
+        problems.append("config.json is missing")
+    files = _weight_files(folder)
+    problems += _other_formats([each for each in _entries(folder) if each.suffix in {*_PICKLED, *_FOREIGN}], files)
+    tensors = _tensors(files)
+    problems += _dtypes(tensors)
+    tied = (
+        {"lm_head.weight"} if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors else set[str]()
+    )
+    facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
+    facts |= _tokenizer(folder, problems)
+    return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems))
+
+
+def _adapter(folder: Path) -> Inspection:
+    from ..adapters import lora
+
+    raw = _json(folder, "adapter_config.json")
+    problems: list[str] = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            lora.check(folder)
+    except ModelFileError as error:
+        problems.append(_said(error))
+    names = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+    facts = {name: raw[name] for name in names if raw.get(name)}
+    facts["base"] = raw.get("base_model_name_or_path")
+    name = "adapter_model.safetensors"
+    pickled = [each for each in _entries(folder) if each.suffix in _PICKLED]
+    if pickled and not os.path.lexists(folder / name):
+        return Inspection(kind="adapter", path=str(folder), facts=facts, problems=(*problems, *_other_formats(pickled)))
+    file = input_file(folder, name, hint="save the adapter with safe_serialization=True, PEFT's default")
+    tensors = _tensors([file])
+    facts |= _weights([file], tensors)
+    facts.pop("groups")
+    modules: dict[str, list[int]] = {}
+    for tensor, (_, shape) in tensors.items():
+        if match := re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_A\.weight", tensor):
+            modules.setdefault(re.sub(r"\.\d+\.", ".*.", match[1]), []).append(shape[0])
+    facts["modules"] = {key: {"layers": len(found), "ranks": sorted(set(found))} for key, found in modules.items()}
+    return Inspection(kind="adapter", path=str(folder), facts=facts, problems=(*problems, *_dtypes(tensors)))
+
+
+def _run(folder: Path) -> Inspection:
+    from ._config import read_config
+    from ._runs import ADAPTER, CHECKPOINTS, METRICS, MODEL, read_records
+
+    facts: dict[str, Any] = {"settings": read_config(folder / "config.toml")}
+    if (folder / METRICS).is_file():
+        records = list(read_records(folder / METRICS))
+        facts["steps"] = max((record["step"] for record in records), default=0)
+        losses = [record["eval_loss"] for record in records if "eval_loss" in record]
+        facts["held_out_loss"] = [losses[0], losses[-1]] if losses else []
+    looks = {CHECKPOINTS: _checkpoints, ADAPTER: _adapter, MODEL: _model}
+    parts = [look(folder / name) for name, look in looks.items() if (folder / name).is_dir()]
+    return Inspection(kind="run", path=str(folder), facts=facts, parts=tuple(parts))
+
+
+def _checkpoints(folder: Path) -> Inspection:
+    steps = sorted(
+        (each for each in _entries(folder) if each.name.isdigit() and each.is_dir()), key=lambda x: int(x.name)
+    )
+    sizes = {step.name: sum(file.stat().st_size for file in step.rglob("*") if file.is_file()) for step in steps}
+    return Inspection(kind="checkpoints", path=str(folder), facts={"steps": [int(step.name) for step in steps],
+                      "bytes": sizes})  # fmt: skip
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = "model.safetensors.index.json"
+    if not os.path.lexists(folder / index):
+        return [
+            input_file(folder, each.name, hint=_AGAIN) for each in _entries(folder) if each.suffix == ".safetensors"
+        ]
+    listed = _json(folder, index).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+        raise ModelFileError(f"{folder / index}: weight_map is no table of names", hint=_AGAIN)
+    names: set[str] = {*listed.values()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+    return [input_file(folder, name, hint="a shard is missing; copy it, too") for name in sorted(names)]
+
+
+def _tensors(files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor; headers say them, and that a file is as long as it should be."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in files:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    view = file.get_slice(name)
+                    found[name] = (str(view.get_dtype()), tuple(view.get_shape()))
+        except (SafetensorError, OSError) as error:
+            raise ModelFileError(
+                f"{path}: not a complete safetensors file",
+                got=f"{shortened(error)} ({format_bytes(path.stat().st_size)} on disk)",
+                hint="the file is truncated or damaged; copy it again",
+            ) from error
+    return found
+
+
+def _weights(
+    files: Sequence[Path],
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    experts: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    counts, dtypes = Counter[str](), Counter[str]()
+    for name, (dtype, shape) in tensors.items():
+        if name.endswith("rotary_emb.inv_freq"):  # older files store these constants
+            continue
+        group = next((group for group, pattern in _GROUPS if pattern.search(name)), "other")
+        counts[group] += math.prod(shape)
+        dtypes[dtype] += math.prod(shape)
+    total = counts.total()
+    facts: dict[str, Any] = {"parameters": total, "groups": dict(counts.most_common()), "dtypes": dict(dtypes)}
+    if experts is not None:
+        chosen, number = experts
+        facts["experts_per_token"] = f"{chosen} of {number}"
+        facts["active_parameters"] = total - counts["experts"] + counts["experts"] * chosen // number
+    return {**facts, "tensors": len(tensors), "bytes": sum(each.stat().st_size for each in files), "files": len(files)}
+
+
+def _tokenizer(folder: Path, problems: list[str]) -> dict[str, Any]:
+    facts: dict[str, Any] = {"tokenizer": None, "chat_template": os.path.lexists(folder / "chat_template.jinja")}
+    if os.path.lexists(folder / "tokenizer.json"):
+        model = _json(folder, "tokenizer.json").get("model")
+        kind = model.get("type") if isinstance(model, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        vocab = model.get("vocab") if isinstance(model, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        size = len(vocab) if isinstance(vocab, dict | list) else 0  # pyright: ignore[reportUnknownArgumentType]
+        facts["tokenizer"] = f"{kind or 'unknown'}, {size:,} tokens"
+    else:
+        problems.append("tokenizer.json is missing: text cannot be read; transformers' AutoTokenizer writes it")
+    if os.path.lexists(folder / "tokenizer_config.json") and not facts["chat_template"]:
+        facts["chat_template"] = bool(_json(folder, "tokenizer_config.json").get("chat_template"))
+    return facts
+
+
+def _dtypes(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[str, ...]:
+    others = Counter(dtype for dtype, _ in tensors.values() if dtype not in _BITS)
+    return tuple(
+        f"{number} tensors of dtype {dtype}: not floating-point, or quantised" for dtype, number in others.items()
+    )
+
+
+def _other_formats(paths: Sequence[Path], read: Sequence[Path] = ()) -> tuple[str, ...]:
+    """Weights in other formats, where they are all there is."""
+    if read:
+        return ()
+    what = {
+        **dict.fromkeys(_PICKLED, "pickled weights, which can run code"),
+        **dict.fromkeys(_FOREIGN, "another format"),
+    }
+    return tuple(f"{path.name}: {what[path.suffix]}; Lowtide reads safetensors" for path in paths) or (
+        "no weights: no .safetensors file is there",
+    )
+
+
+def _said(error: LowtideError) -> str:
+    return f"{error.message}: {error.got}" if error.got is not None else error.message
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    path = input_file(folder, name, hint=_AGAIN)
+    return parse_json(read_input(path, most_bytes=_MOST_JSON), str(path))
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise ModelFileError(f"{folder}: cannot be read", got=error.strerror, hint="check its permissions") from error
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and value else value  # pyright: ignore[reportUnknownVariableType]

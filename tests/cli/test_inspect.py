@@ -1,0 +1,136 @@
+"""`lowtide inspect`: exact counts, what cannot be handled, and damaged files."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lowtide import lora, models
+from lowtide.cli import main
+from lowtide.models import DecoderConfig, Experts
+
+SIZES = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2}
+HEADS = {"num_kv_heads": 1, "head_dim": 4}
+
+
+@pytest.fixture
+def inspect(capfd):
+    """Run the command with --json; returns the exit status, what was found, and what was said of an error."""
+
+    def run(path):
+        status = main(["inspect", str(path), "--json"])
+        printed, said = capfd.readouterr()
+        return status, json.loads(printed) if printed else None, " ".join(said.split())
+
+    return run
+
+
+@pytest.fixture
+def model_dir(tiny_model_dir, tmp_path):
+    shutil.copytree(tiny_model_dir, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_model_and_what_it_lacks(inspect, model_dir, capfd):
+    base = models.load(model_dir)
+    status, found, _ = inspect(model_dir)
+    facts = found["facts"]
+    assert (status, found["kind"], found["problems"]) == (0, "model", [])
+    assert facts["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(base)) == sum(facts["groups"].values())
+    assert facts["groups"]["attention"] == sum(leaf.size for leaf in jax.tree.leaves(base.layers["attn"]))
+    assert facts["groups"]["MLP"] == sum(leaf.size for leaf in jax.tree.leaves(base.layers["mlp"]))
+    assert facts["dtypes"] == {"F32": facts["parameters"]}
+    assert (facts["family"], facts["layers"], facts["chat_template"]) == ("llama", 2, False)
+    (model_dir / "chat_template.jinja").write_text("x")
+    assert inspect(model_dir)[1]["facts"]["chat_template"] is True
+    assert main(["inspect", str(model_dir)]) == 0
+    assert "chat template" in capfd.readouterr().out
+    raw = json.loads((model_dir / "config.json").read_text())
+    for field in ("mystery_scale", "quantization_config"):
+        (model_dir / "config.json").write_text(json.dumps({**raw, field: {"bits": 4}}))
+        status, found, _ = inspect(model_dir)
+        assert status == 1 and field in found["problems"][0]
+    (model_dir / "tokenizer.json").unlink()
+    assert "tokenizer.json" in inspect(model_dir)[1]["problems"][1]
+
+
+def test_parameters_of_a_mixture_that_a_token_uses(inspect, tmp_path):
+    experts = Experts(num_experts=4, num_experts_per_token=1, intermediate_size=12)
+    model = models.init(DecoderConfig(**SIZES, **HEADS, family="mixtral", experts=experts), key=jax.random.key(0))
+    models.save(model, tmp_path)
+    facts = inspect(tmp_path)[1]["facts"]
+    of_experts = sum(leaf.size for leaf in jax.tree.leaves(model.layers["mlp"]["experts"]))
+    assert facts["groups"]["experts"] == of_experts
+    assert facts["active_parameters"] == facts["parameters"] - of_experts * 3 // 4
+
+
+def test_an_adapter_says_what_it_touches(inspect, tiny_model_dir, tmp_path):
+    adapted = lora.add(models.load(tiny_model_dir), lora.Config(rank=3, targets="**/q_proj"), key=jax.random.key(0))
+    lora.save(adapted, tmp_path)
+    status, found, _ = inspect(tmp_path)
+    assert (status, found["kind"], found["facts"]["r"]) == (0, "adapter", 3)
+    assert found["facts"]["modules"] == {"model.layers.*.self_attn.q_proj": {"layers": 2, "ranks": [3]}}
+    assert found["facts"]["parameters"] == 2 * 3 * (16 + 16)
+    raw = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "use_dora": True}))
+    status, found, _ = inspect(tmp_path)
+    assert status == 1 and "use_dora" in found["problems"][0]
+
+
+def test_a_run_and_its_checkpoints(inspect, tiny_model_dir, tmp_path, capfd):
+    (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in\n" * 20)
+    named = ["--model", tiny_model_dir, "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "run")]
+    assert main(["finetune", *named, "--steps", "2", "--seq-len", "8", "--batch-size", "2", "--rank", "2"]) == 0
+    capfd.readouterr()
+    status, found, _ = inspect(tmp_path / "run")
+    assert status == 0
+    assert (found["kind"], found["facts"]["steps"], found["facts"]["settings"]["rank"]) == ("run", 2, 2)
+    parts = {part["kind"]: part for part in found["parts"]}
+    assert parts["checkpoints"]["facts"]["steps"] == [2]
+    assert parts["adapter"]["facts"]["r"] == 2
+
+
+def test_files(inspect, tmp_path):
+    save_file({"a.norm.weight": np.zeros(3, np.float32), "b": np.zeros((2, 2), np.int8)}, tmp_path / "x.safetensors")
+    status, found, _ = inspect(tmp_path / "x.safetensors")
+    assert status == 1 and found["facts"]["parameters"] == 7 and "I8" in found["problems"][0]
+    (tmp_path / "x.bin").write_bytes(b"cos\nsystem\n(S'echo'\ntR.")
+    status, found, _ = inspect(tmp_path / "x.bin")
+    assert status == 1 and "pickled" in found["problems"][0]
+    (tmp_path / "x.safetensors").unlink()
+    status, found, _ = inspect(tmp_path)
+    assert status == 1 and any("pickled" in problem for problem in found["problems"])
+
+
+def test_damaged_files_are_errors(inspect, model_dir, tmp_path):
+    weights = model_dir / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5])
+    cases = {
+        "not a complete safetensors file": model_dir,
+        "no such file or folder": tmp_path / "none",
+        "nothing that can be inspected": tmp_path / "empty",
+        "the path is empty": "",
+    }
+    (tmp_path / "empty").mkdir()
+    for message, path in cases.items():
+        status, _, said = inspect(path)
+        assert status == 2 and message in said
+    (model_dir / "config.json").write_text("{")
+    assert "not readable as JSON" in inspect(model_dir)[2]
+    (model_dir / "config.json").unlink()
+    (model_dir / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../../etc/passwd"}}')
+    assert "is no name of a file in this folder" in inspect(model_dir)[2]
+
+
+def test_a_file_and_an_unknown_path_need_no_jax(tmp_path):
+    save_file({"a": np.zeros(3, np.float32)}, tmp_path / "x.safetensors")
+    code = (
+        "import sys; from lowtide.cli import main\n"
+        f"main(['inspect', {str(tmp_path / 'x.safetensors')!r}]); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
