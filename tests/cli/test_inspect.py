@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 
 from lowtide import lora, models
 from lowtide.cli import main
+from lowtide.finetune import FinetuneConfig
+from lowtide.finetune._runs import write_config
 from lowtide.models import DecoderConfig, Experts
 
 SIZES = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2}
@@ -82,16 +84,19 @@ def test_an_adapter_says_what_it_touches(inspect, tiny_model_dir, tmp_path):
     assert status == 1 and "use_dora" in found["problems"][0]
 
 
-def test_a_run_and_its_checkpoints(inspect, tiny_model_dir, tmp_path, capfd):
-    (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in\n" * 20)
-    named = ["--model", tiny_model_dir, "--data", str(tmp_path / "data.txt"), "--out", str(tmp_path / "run")]
-    assert main(["finetune", *named, "--steps", "2", "--seq-len", "8", "--batch-size", "2", "--rank", "2"]) == 0
-    capfd.readouterr()
+def test_a_run_and_its_checkpoints(inspect, tiny_model_dir, tmp_path):
+    out = tmp_path / "run"
+    write_config(out, FinetuneConfig(rank=2))
+    (out / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 3.5}\n{"step": 2, "eval_loss": 2.5}\n{"step": 3, "ev')
+    (out / "checkpoints" / "2").mkdir(parents=True)
+    (out / "checkpoints" / "2" / "state").write_bytes(b"12345")
+    lora.save(lora.add(models.load(tiny_model_dir), lora.Config(rank=2), key=jax.random.key(0)), out / "adapter")
     status, found, _ = inspect(tmp_path / "run")
     assert status == 0
     assert (found["kind"], found["facts"]["steps"], found["facts"]["settings"]["rank"]) == ("run", 2, 2)
     parts = {part["kind"]: part for part in found["parts"]}
-    assert parts["checkpoints"]["facts"]["steps"] == [2]
+    assert found["facts"]["held_out_loss"] == [3.5, 2.5]
+    assert parts["checkpoints"]["facts"] == {"steps": [2], "bytes": {"2": 5}}
     assert parts["adapter"]["facts"]["r"] == 2
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..core import LowtideError
-from . import _diff, _explain, _finetune, _fits, _generate, _inspect, _merge, _schedule, _targets
+from . import _diff, _evaluate, _explain, _finetune, _fits, _generate, _inspect, _merge, _schedule, _targets
 from ._console import errors, print_error
 from ._load import UserCodeError
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lowtide", description="Memory-efficient training for JAX.")
     parser.add_argument("--version", action="version", version=f"lowtide {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (_finetune, _generate, _merge, _inspect, _explain, _fits, _diff, _schedule, _targets):
+    for module in (_finetune, _generate, _evaluate, _merge, _inspect, _explain, _fits, _diff, _schedule, _targets):
         module.register(commands)
     args = parser.parse_args(argv)
     _leave_out_absent_accelerators()

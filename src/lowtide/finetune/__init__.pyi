@@ -6,6 +6,9 @@ from ._config import config_from_dict as config_from_dict
 from ._config import config_to_toml as config_to_toml
 from ._config import flag_of as flag_of
 from ._config import read_config as read_config
+from ._evaluate import TextLoss as TextLoss
+from ._evaluate import text_loss as text_loss
+from ._evaluate import token_stream as token_stream
 from ._finetune import Finetune as Finetune
 from ._inspect import Inspection as Inspection
 from ._inspect import inspect as inspect

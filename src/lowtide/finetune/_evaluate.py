@@ -1,0 +1,132 @@
+"""The loss of a model on text: every token but the first is predicted once, and counts once.
+
+Documents are joined as they are for training, and cut into rows that overlap by one token. A row sees nothing of the
+rows before it, so longer rows give lower losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from tokenizers import Tokenizer
+
+from .. import models
+from ..core import ConfigError, DataError, Tree
+from ._text import IGNORE
+
+_ENCODE_AT_ONCE = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextLoss:
+    """The loss of a model on text."""
+
+    loss: float
+    """Mean over all predicted tokens, in nats."""
+    num_tokens: int
+    """Predicted tokens."""
+
+    @property
+    def perplexity(self) -> float:
+        """The loss as a number of equally likely tokens."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def token_stream(documents: Sequence[str], tokenizer: Tokenizer, end_token: int | None) -> np.ndarray:
+    """Tokenise documents and join them, each followed by the end token, if any.
+
+    Args:
+        documents: texts.
+        tokenizer: the model's.
+        end_token: appended to each document.
+
+    Returns:
+        Token ids, int32 [N].
+    """
+    end = [] if end_token is None else [end_token]
+    pieces = [np.zeros((0,), np.int32)]
+    for start in range(0, len(documents), _ENCODE_AT_ONCE):
+        encodings = tokenizer.encode_batch_fast([*documents[start : start + _ENCODE_AT_ONCE]])
+        pieces += [np.asarray([*encoding.ids, *end], np.int32) for encoding in encodings]
+    return np.concatenate(pieces)
+
+
+def text_loss(
+    model: models.Decoder,
+    stream: np.ndarray,
+    *,
+    seq_len: int,
+    batch_size: int,
+    on_progress: Callable[[int, int, float], None] | None = None,
+) -> TextLoss:
+    """Compute a model's loss on a stream of tokens.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+        stream: token ids, [N], such as `token_stream` returns.
+        seq_len: tokens in a row, T.
+        batch_size: rows at once, B.
+        on_progress: called with predicted tokens so far, those in all, and the loss so far.
+
+    Returns:
+        The mean over the N - 1 tokens that something stands before. What routers of a mixture are trained by is no
+        part of it.
+
+    Raises:
+        DataError: for fewer than two tokens, or tokens that the model does not have.
+        ConfigError: for a number below 1.
+
+    Memory:
+        One batch's activations of one layer, and logits of one chunk: `lowtide.losses.chunked_cross_entropy`.
+    """
+    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if value < 1:
+            raise ConfigError(
+                f"{name}: too small", expected="at least 1", got=value, hint="check --seq-len, --batch-size"
+            )
+    if len(stream) < 2:
+        raise DataError(
+            "the data has nothing to predict", expected="at least two tokens", got=len(stream), hint="give more text"
+        )
+    if (largest := int(stream.max())) >= model.config.vocab_size:
+        raise DataError(
+            "the data has tokens that the model has not",
+            expected=f"ids below {model.config.vocab_size}",
+            got=f"id {largest}",
+            hint="the tokenizer is of another model",
+        )
+    total, done = 0.0, 0  # in float64: a mean of float32 means would lose digits with many batches
+    for tokens_BT, labels_BT in _batches(stream, seq_len, batch_size):
+        count = int(np.sum(labels_BT != IGNORE))
+        total += float(_mean_loss(model, {"tokens": tokens_BT, "labels": labels_BT})) * count
+        done += count
+        if on_progress is not None:
+            on_progress(done, len(stream) - 1, total / done)
+    return TextLoss(loss=total / done, num_tokens=done)
+
+
+@jax.jit
+def _mean_loss(model: models.Decoder, batch: Tree) -> Array:
+    value, metrics = models.loss(model, batch)
+    experts = model.config.experts
+    if experts is None or "router_loss" not in metrics:
+        return value
+    return value - jnp.float32(experts.router_loss_coef) * metrics["router_loss"]
+
+
+def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows of one shape; what fills up the last ones is not predicted."""
+    num_rows = -(-(len(stream) - 1) // seq_len)
+    for first in range(0, num_rows, batch_size):
+        tokens = np.zeros((batch_size, seq_len), np.int32)
+        labels = np.full((batch_size, seq_len), IGNORE, np.int32)
+        for row in range(min(batch_size, num_rows - first)):
+            part = stream[(first + row) * seq_len :][: seq_len + 1]
+            tokens[row, : len(part) - 1], labels[row, : len(part) - 1] = part[:-1], part[1:]
+        yield tokens, labels

@@ -1,0 +1,82 @@
+"""`lowtide evaluate`: the mean over all tokens, whatever the batches, and every way to call it wrongly."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide import lora, models
+from lowtide.cli import main
+from lowtide.finetune import text_loss, token_stream
+
+TEXT = "the tide goes out and the tide comes in\n" * 4
+
+
+@pytest.fixture
+def evaluate(tiny_model_dir, tmp_path, capfd):
+    """Run the command; returns the exit status, the results, and what was said."""
+    (tmp_path / "data.txt").write_text(TEXT)
+
+    def run(*flags, data=tmp_path / "data.txt"):
+        out = tmp_path / "results.json"
+        named = ["--model", tiny_model_dir, "--data", str(data), "--json", str(out)]
+        status = main(["evaluate", *named, *map(str, flags)])
+        return status, json.loads(out.read_text()) if status == 0 else None, "".join(capfd.readouterr())
+
+    return run
+
+
+def _wanted(model, stream, seq_len):
+    """The mean over all tokens, row by row from logits."""
+    losses = []
+    for start in range(0, len(stream) - 1, seq_len):
+        part = stream[start : start + seq_len + 1]
+        log_probs = jax.nn.log_softmax(models.logits(model, jnp.asarray(part[None, :-1])), axis=-1)[0]
+        losses.append(-np.asarray(log_probs)[np.arange(len(part) - 1), part[1:]])
+    return float(np.mean(np.concatenate(losses), dtype=np.float64))
+
+
+def test_loss_is_the_mean_over_all_tokens(evaluate, tiny_model_dir, tmp_path):
+    base, tokenizer = models.load(tiny_model_dir), models.load_tokenizer(tiny_model_dir)
+    adapted = lora.add(base, lora.Config(rank=2, targets="**/q_proj"), key=jax.random.key(0))
+    lora.save(jax.tree.map(lambda x: x + 0.2 if x.ndim == 3 else x, adapted), tmp_path / "a")
+    end = base.config.eos_token_id
+    stream = token_stream([TEXT], tokenizer, end)
+    assert stream[-1] == end or end is None
+    adapter = str(tmp_path / "a")
+    loaded = lora.load(base, adapter)
+    for seq_len, batch_size in ((7, 3), (len(stream) + 5, 2)):  # neither divides the data
+        status, found, said = evaluate("--seq-len", seq_len, "--batch-size", batch_size, "--adapter", adapter)
+        (row,) = found["results"]
+        assert status == 0 and row["adapter"] == adapter and "nats/token" in said
+        assert row["num_tokens"] == len(stream) - 1
+        assert row["loss"] == pytest.approx(_wanted(loaded, stream, seq_len), abs=1e-6)
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert evaluate()[1]["results"][0]["loss"] != pytest.approx(row["loss"])
+
+
+@pytest.mark.slow
+def test_what_routers_are_trained_by_is_no_part_of_it():
+    sizes = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_layers": 1, "num_heads": 2}
+    heads = {"num_kv_heads": 1, "head_dim": 4}
+    experts = models.Experts(num_experts=2, num_experts_per_token=1, intermediate_size=4, router_loss_coef=5.0)
+    model = models.init(models.DecoderConfig(**sizes, **heads, experts=experts), key=jax.random.key(0))
+    stream = np.arange(30, dtype=np.int32)
+    assert text_loss(model, stream, seq_len=8, batch_size=2).loss == pytest.approx(_wanted(model, stream, 8), abs=1e-6)
+
+
+def test_bad_input(evaluate, tmp_path):
+    (tmp_path / "short.txt").write_text(" ")
+    cases = {
+        "no text in it": {"data": tmp_path / "short.txt"},
+        "no such file or folder": {"data": tmp_path / "none"},
+        "--data is empty": {"data": ""},
+    }
+    for message, given in cases.items():
+        status, _, said = evaluate(**given)
+        assert status == 2 and message in said
+    status, _, said = evaluate("--adapter", tmp_path / "none")
+    assert status == 2 and "no such file" in said
