@@ -3,11 +3,11 @@
     python benchmarks/generate_cpu.py [--out benchmarks/results/generate_cpu.json]
 
 A random Llama of 10 million parameters in float32, written once by `lowtide.models.save` and read by both; greedy, so
-that both write the same tokens, which is checked first. Prompts of 16 to 64 tokens, padded on the left, 64 new tokens; a
-batch of one and one of eight. Both sides are warm, in one process and on the same cores, and take turns: the ratio of a
-round is that of two runs beside each other. Seconds are by the clock; CPU seconds of the process stand beside them, for
-machines that are not alone. Ours is `generate_batch` as `lowtide generate` calls it, rounding of lengths included; theirs
-is `generate` with its default cache.
+that both write the same tokens, which is checked first. Prompts of 16 to 64 tokens, padded on the left, 64 new tokens;
+a batch of one and one of eight. Both sides are warm, in one process and on the same cores, and take turns: the ratio of
+a round is that of two runs beside each other. Seconds are by the clock; CPU seconds of the process stand beside them,
+for machines that are not alone. Ours is `generate_batch` as `lowtide generate` calls it, rounding of lengths included;
+theirs is `generate` with its default cache.
 """
 
 from __future__ import annotations
