@@ -123,7 +123,7 @@ def _damaged(path: Path) -> Generator[None]:
 
     try:
         yield
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path}: not readable as a table", got=shortened(error), hint="it is cut or damaged; copy it again"
         ) from error

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from ...core import DataError
 from ._chat import ChatTemplate
 from ._packing import Pieces, Rows, best_fit, cut, one_each
 from ._schema import parse_columns
-from ._store import Store, open_store
+from ._store import Source, Store, open_store
 
 IGNORE = -100
 _NUM_EXAMPLES = 3
@@ -152,14 +151,14 @@ def padding(seq_len: int) -> dict[str, np.ndarray]:
 
 
 def record_data(
-    path: Path,
+    source: Source,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     *,
     seq_len: int,
     batch_size: int,
     seed: int,
-    eval_path: Path | None = None,
+    eval_source: Source | None = None,
     columns: tuple[str, ...] | None = None,
     end_token: int | None = None,
     held_out_fraction: float = 0.1,
@@ -171,13 +170,13 @@ def record_data(
     """Tokenise, divide, pack and shuffle records.
 
     Args:
-        path: what `read_records` takes.
+        source: what `read_records` takes, or texts.
         tokenizer: the model's.
         template: its chat template, if any.
         seq_len: tokens in a row, T.
         batch_size: rows in a batch, B.
         seed: of the division and of the order of rows.
-        eval_path: an evaluation set of its own; else a part of the documents is held out.
+        eval_source: an evaluation set of its own; else a part of the documents is held out.
         columns: ``field=column`` words.
         end_token: put after text and completions.
         held_out_fraction: that part, at least one document.
@@ -198,14 +197,14 @@ def record_data(
 
     options: Any = {"end_token": end_token, "loss_on": loss_on, "on_progress": on_progress}
     named = parse_columns(columns)
-    store = open_store(path, tokenizer, template, columns=named, **options)
-    evaluated = store if eval_path is None else open_store(eval_path, tokenizer, template, columns=named, **options)
+    store = open_store(source, tokenizer, template, columns=named, **options)
+    evaluated = store if eval_source is None else open_store(eval_source, tokenizer, template, columns=named, **options)
     train, held_out = _divided(store, evaluated, held_out_fraction, seed)
     pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
-    train, rows, counts = pack(store, train, f"{path}: ")
-    evaluation, eval_rows, _ = pack(evaluated, held_out, f"{eval_path or path}, what is held out: ")
-    source = RowSource(store, train, rows, seq_len)
-    dataset = grain.MapDataset.source(source).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
+    train, rows, counts = pack(store, train, "data: ")
+    evaluation, eval_rows, _ = pack(evaluated, held_out, "what is held out for evaluation: ")
+    made = RowSource(store, train, rows, seq_len)
+    dataset = grain.MapDataset.source(made).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
     num_tokens = int(train.length.sum())
     how = f"{store.digest} {evaluated.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
     report = DataReport(

@@ -13,14 +13,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...core import DataError
+from ...core import DataError, OutputError
 from ._chat import ChatTemplate
 from ._encode import Encoder
 from ._readers import data_files, read_records
@@ -28,6 +28,7 @@ from ._schema import Example
 
 _VERSION = 1
 _AT_ONCE = 256
+Source = Path | Sequence[str]
 _TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 
 
@@ -55,7 +56,7 @@ class Store:
 
 
 def open_store(
-    path: Path,
+    source: Source,
     tokenizer: Tokenizer,
     template: ChatTemplate | None,
     *,
@@ -67,7 +68,7 @@ def open_store(
     """Tokenise the records of a path into files, or find the files of an earlier time.
 
     Args:
-        path: what `read_records` takes.
+        source: what `read_records` takes, or texts.
         tokenizer: the model's.
         template: its chat template, if any.
         columns: field to column.
@@ -78,7 +79,7 @@ def open_store(
     Raises:
         DataError: for unusable data.
         ModelFileError: for an unusable tokenizer or template.
-        OutputError: never; an unwritable cache is an OSError.
+        OutputError: when the files cannot be written.
 
     Memory:
         On the host 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
@@ -87,21 +88,47 @@ def open_store(
     chat = None if template is None else [template.source, template.special]
     name = hashlib.sha256(tokenizer.to_str().encode())
     name.update(json.dumps([settings, chat], sort_keys=True).encode())
-    for file in data_files(path):
-        name.update(file.name.encode() + b"\0" + _file_digest(file))
+    for piece in _digests(source):
+        name.update(piece)
     home = _home()
     folder = home / name.hexdigest()
     if not folder.is_dir():
-        home.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
         encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on)
+        unfinished = _new_folder(home)
         try:
-            _write(unfinished, path, read_records(path, columns), encoder, on_progress)
+            _write(unfinished, source, columns, encoder, on_progress)
             _keep(unfinished, folder)
+        except OSError as error:
+            raise _unwritable(home, error) from error
         finally:
             encoder.close()
             shutil.rmtree(unfinished, ignore_errors=True)
     return _opened(folder)
+
+
+def _digests(source: Source) -> Iterator[bytes]:
+    """Digest all that a store is made of."""
+    if isinstance(source, Path):
+        for file in data_files(source):
+            yield file.name.encode() + b"\0" + _file_digest(file)
+    else:
+        yield from (hashlib.sha256(text.encode()).digest() for text in source)
+
+
+def _new_folder(home: Path) -> Path:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
+    except OSError as error:
+        raise _unwritable(home, error) from error
+
+
+def _unwritable(home: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{home}: tokenised data cannot be written here",
+        got=error.strerror or str(error),
+        hint="name another folder in the variable LOWTIDE_CACHE",
+    )
 
 
 def _home() -> Path:
@@ -111,11 +138,13 @@ def _home() -> Path:
 
 def _write(
     folder: Path,
-    path: Path,
-    records: Iterator[Example | None],
+    source: Source,
+    columns: Mapping[str, str],
     encoder: Encoder,
     on_progress: Callable[[int, int], None] | None,
 ) -> None:
+    is_path = isinstance(source, Path)
+    records = read_records(source, columns) if is_path else _examples(source)
     digest = hashlib.sha256()
     kind, num_blank, done, end = "", 0, 0, 0
     waiting: list[Example] = []
@@ -152,12 +181,16 @@ def _write(
             os.fsync(file.fileno())
     if not end:
         raise DataError(
-            f"{path}: no records in it" if not done else f"{path}: all {done} records are blank",
+            f"{source if is_path else 'text'}: {f'all {done} records are blank' if done else 'no records in it'}",
             expected="at least one record with text",
             hint="check --data and --columns",
         )
     about = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
     (folder / _ABOUT).write_text(json.dumps(about))
+
+
+def _examples(texts: Sequence[str]) -> Iterator[Example]:
+    return (Example(kind="text", where=f"document {number}", text=text) for number, text in enumerate(texts, 1))
 
 
 def _keep(unfinished: Path, folder: Path) -> None:
