@@ -80,7 +80,7 @@ BAD = {
     "{{ 'x' * 10**10 }}": "MemoryError",
     "{% for i in range(10**9) %}{% endfor %}": "OverflowError",
     "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}": "RecursionError",
-    "{{ '%0999999999d' % 3 }}": "",
+    "{{ '%099999999d' % 3 }}": "MemoryError: more than",
 }
 
 

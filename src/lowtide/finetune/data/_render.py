@@ -103,7 +103,7 @@ def _compiled(source: str, special: dict[str, str]) -> tuple[Any, bool]:
         for piece in template.generate(**given, add_generation_prompt=add_generation_prompt):
             size += len(piece)
             if size > _MOST_CHARACTERS:
-                raise TemplateError(f"more than {_MOST_CHARACTERS} characters")
+                raise MemoryError(f"more than {_MOST_CHARACTERS} characters")
             pieces.append(piece)
         return _unmarked("".join(pieces), marks)
 
