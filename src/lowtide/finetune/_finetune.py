@@ -40,6 +40,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._base import open_base
 from ._config import FinetuneConfig, config_to_toml
+from ._data import load_data
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
 from ._runs import (
     ADAPTER,
@@ -54,7 +55,7 @@ from ._runs import (
     write_config,
 )
 from ._table import MemoryTable
-from ._text import IGNORE, TextData, read_documents, text_data
+from ._text import IGNORE
 
 _WRT = "**/lora_*"
 _PROMPT_TOKENS = 24
@@ -96,7 +97,9 @@ class Finetune:
         self.config, self.out = config, Path(out)
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
-        self.data = _data(config, self.base, self.tokenizer, on_tokenise)
+        end = self.base.config.eos_token_id
+        end = end[0] if isinstance(end, tuple) else end
+        self.data = load_data(config, self.directory, self.tokenizer, end_token=end, on_progress=on_tokenise)
         model = self.base
         if not config.full:
             adapters = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
@@ -330,25 +333,6 @@ def _layerwise_bytes(trainable: Tree) -> int:
     layer = tree_bytes(layers) // num_layers(layers)
     largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)
     return max(layer, largest) if "lm_head" in outer else layer + tree_bytes(outer["embed"])
-
-
-def _data(
-    config: FinetuneConfig,
-    base: models.Llama,
-    tokenizer: Tokenizer,
-    on_tokenise: Callable[[int, int], None] | None,
-) -> TextData:
-    end = base.config.eos_token_id
-    return text_data(
-        read_documents(config.data),
-        tokenizer,
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        end_token=end[0] if isinstance(end, tuple) else end,
-        held_out_fraction=config.held_out_fraction,
-        on_progress=on_tokenise,
-    )
 
 
 def _schedule(config: FinetuneConfig) -> optax.Schedule:

@@ -27,8 +27,10 @@ from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_conf
 
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
+_PATHS = ("model", "data", "eval_data", "chat_template")
 _FREE = (
-    *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
+    *_PATHS,
+    *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
     *("num_microbatches", "offload", "remat"),
 )
 """Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
@@ -58,7 +60,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
 
 def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
     # Absolute paths, so that the run can be resumed from another working directory; an empty one is none.
-    named = {name: values[name] for name in ("model", "data") if isinstance(values.get(name), str) and values[name]}
+    named = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
     values = {**values, **{name: str(Path(path).resolve()) for name, path in named.items()}}
     if resume:
         if not _looked_at(out, lambda: (out / CONFIG).is_file()):
