@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from lowtide import lora, models
-from lowtide.cli import _generate, main
+from lowtide.cli import main
 from lowtide.models import _generate as generation
 
 
@@ -142,17 +142,48 @@ def test_bad_prompts(generate, text, message, tmp_path):
     assert status == 2 and message in said
 
 
-def test_a_conversation_ends_with_an_empty_line(generate, monkeypatch):
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_dir(tiny_model_dir, tmp_path):
+    shutil.copytree(tiny_model_dir, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path / "chat"
+
+
+def test_a_conversation_ends_with_an_empty_line(generate, chat_dir, monkeypatch):
     asked = iter(["hello", "more", ""])
     seen = []
+    whole = generation._tokens
 
-    def rendered(directory, tokenizer, messages):
-        seen.append([dict(message) for message in messages])
-        return tokenizer.encode(messages[-1]["content"]).ids
+    def tokens(model, prompt, *rest):
+        seen.append(models.load_tokenizer(chat_dir).decode(prompt))
+        return whole(model, prompt, *rest)
 
-    monkeypatch.setattr(_generate, "messages_to_ids", rendered)
+    monkeypatch.setattr(generation, "_tokens", tokens)
     monkeypatch.setattr("builtins.input", lambda _: next(asked))
-    status, printed, _ = generate("--chat", "--max-new-tokens", 3)
+    status, printed, _ = generate("--chat", "--max-new-tokens", 3, "--temperature", 0, model=chat_dir)
     assert status == 0
-    assert [[m["role"] for m in messages] for messages in seen] == [["user"], ["user", "assistant", "user"]]
-    assert printed.startswith(seen[1][1]["content"])
+    assert seen[0] == "<user>hello<a>"
+    assert seen[1].startswith("<user>hello<assistant>") and seen[1].endswith("<user>more<a>")
+    answer = seen[1].removeprefix("<user>hello<assistant>").removesuffix("<user>more<a>")
+    assert printed.startswith(answer)
+
+
+def test_messages_are_rendered_by_the_models_template(generate, chat_dir, tiny_model_dir, tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"messages": [{"role": "user", "content": "the tide"}]}\n{"prompt": "out"}\n')
+    (tmp_path / "p.jsonl").write_text('{"prompt": "<user>the tide<a>"}\n{"prompt": "out"}\n')
+    flags = ["--max-new-tokens", 4, "--temperature", 0, "--output"]
+    for name in "mp":
+        status, *_ = generate(
+            "--prompts", tmp_path / f"{name}.jsonl", *flags, tmp_path / f"{name}-out.jsonl", model=chat_dir
+        )
+        assert status == 0
+    rendered, written = (_records(tmp_path / f"{name}-out.jsonl") for name in "mp")
+    assert [r["text"] for r in rendered] == [r["text"] for r in written]
+    assert rendered[0]["messages"][0]["content"] == "the tide"
+    status, _, said = generate("--prompts", tmp_path / "m.jsonl")
+    assert status == 2 and "no chat template" in said

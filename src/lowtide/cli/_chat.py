@@ -1,26 +1,36 @@
-"""Messages to tokens, by the chat template of a model's directory.
-
-The renderer is not here: `lowtide.finetune.data` brings it with the readers of chat data, and is looked for when
-messages come.
-"""
+"""Messages to tokens, by the chat template of a model's directory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core import ConfigError
+from ..core import ModelFileError
 
 
-def messages_to_ids(directory: str | None, tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
-    """Render messages, with the beginning of an answer, and tokenise them.
+def messages_to_ids(
+    directory: str | None, tokenizer: Any, conversations: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[list[int]]:
+    """Render conversations, each with the beginning of an answer, and tokenise them.
+
+    Args:
+        directory: of the model; None: the embedded one.
+        tokenizer: the model's.
+        conversations: messages, by what a conversation is called in errors.
 
     Raises:
-        ConfigError: when this version renders no templates.
+        ModelFileError: when the model has no chat template, or one that cannot be used.
+        DataError: when the template refuses a conversation.
     """
-    raise ConfigError(
-        f"{directory or 'the embedded model'}: messages are not rendered by this version",
-        expected="a prompt as text",
-        got=f"{len(messages)} messages",
-        hint='write out the turns as the model was trained on them, as --prompt or {"prompt": "..."}',
-    )
+    from ..finetune.data import chat_prompts, load_chat_template
+    from ..models import base_path
+
+    template = load_chat_template(directory or base_path())
+    if template is None:
+        raise ModelFileError(
+            f"{directory or 'the embedded model'}: no chat template",
+            expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+            hint='this is a model that continues text: give the text with --prompt, or as "prompt" in the file',
+        )
+    texts = chat_prompts(template, conversations)
+    return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if args.chat:
             _chat(args, base, tokenizer, sampling)
             return 0
-        ids = [_ids(args, base, tokenizer, prompt) for prompt in prompts]
+        ids = _all_ids(args, base, tokenizer, prompts)
         _say_plan(console, args, base, ids)
         _answer_all(console, args, base, tokenizer, sampling, prompts, ids, file)
     return 0
@@ -190,7 +190,8 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     messages: list[dict[str, str]] = []
     while text := _asked():
         messages.append({"role": "user", "content": text})
-        answer = _stream(args, model, tokenizer, sampling, messages_to_ids(args.model, tokenizer, messages), errors())
+        (ids,) = messages_to_ids(args.model, tokenizer, {"the conversation": messages})
+        answer = _stream(args, model, tokenizer, sampling, ids, errors())
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -201,10 +202,15 @@ def _asked() -> str:
         return ""
 
 
-def _ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
-    if "messages" in prompt:
-        return messages_to_ids(args.model, tokenizer, prompt["messages"])
-    ids = tokenizer.encode(prompt["prompt"]).ids
+def _all_ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    """Tokenise prompts; of conversations all together, which one process renders."""
+    chats = {f"prompt {at + 1}": each["messages"] for at, each in enumerate(prompts) if "messages" in each}
+    rendered = iter(messages_to_ids(args.model, tokenizer, chats) if chats else [])
+    return [next(rendered) if "messages" in each else _ids(base, tokenizer, each["prompt"]) for each in prompts]
+
+
+def _ids(base: Any, tokenizer: Any, prompt: str) -> list[int]:
+    ids = tokenizer.encode(prompt).ids
     begin = base.config.bos_token_id
     if not ids and begin is not None:
         return [begin]

@@ -1,6 +1,7 @@
 """Data that people have: records of several kinds and formats, chat templates, packing."""
 
 from ._chat import ChatTemplate as ChatTemplate
+from ._chat import chat_prompts as chat_prompts
 from ._chat import load_chat_template as load_chat_template
 from ._packing import best_fit as best_fit
 from ._readers import is_records as is_records

@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,19 +150,7 @@ class Renderer:
             ModelFileError: when the template leaves the sandbox, does not end, or takes too much memory.
         """
         request = {"messages": example.messages, "tools": example.tools, "first": example.first, "turns": turns}
-        try:
-            answer = self._ask(request)
-        except ModelFileError as error:
-            raise ModelFileError(f"{example.where}: {error.message}", got=error.got, hint=error.hint) from error
-        if "error" in answer:
-            said = str(answer["error"])
-            if said.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
-                raise self._refused(said)
-            raise DataError(
-                f"{example.where}: the chat template refuses this conversation",
-                got=shortened(said),
-                hint=f"look at its roles and their order; the template is {self._template.where}",
-            )
+        answer = self._answer(request, example.where)
         text = str(answer["text"])
         if not turns:
             return text, []
@@ -169,6 +158,36 @@ class Renderer:
             return text, [self._turn(text, *cut, where=example.where) for cut in answer["cuts"]]
         start = self._start(text, answer, example)
         return text, [(max(a, start), b) for a, b in answer["spans"] if b > start]
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        """Render a conversation with the beginning of the answer that is asked for.
+
+        Args:
+            messages: objects with ``role`` and ``content``.
+            where: what the conversation is called in messages.
+
+        Raises:
+            DataError: as in `render`.
+            ModelFileError: as in `render`.
+        """
+        request = {"messages": [*messages], "tools": None, "first": len(messages), "turns": False}
+        return str(self._answer(request, where)["prompt"])
+
+    def _answer(self, request: dict[str, Any], where: str) -> dict[str, Any]:
+        try:
+            answer = self._ask(request)
+        except ModelFileError as error:
+            raise ModelFileError(f"{where}: {error.message}", got=error.got, hint=error.hint) from error
+        if "error" in answer:
+            said = str(answer["error"])
+            if said.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
+                raise self._refused(said)
+            raise DataError(
+                f"{where}: the chat template refuses this conversation",
+                got=shortened(said),
+                hint=f"look at its roles and their order; the template is {self._template.where}",
+            )
+        return answer
 
     def _start(self, text: str, answer: dict[str, Any], example: Example) -> int:
         """Return where the completion begins, of a prompt and a completion that are messages."""
@@ -221,6 +240,30 @@ class Renderer:
             got=shortened(why),
             hint="copy the file again, or name another template: --chat-template FILE",
         )
+
+
+def chat_prompts(template: ChatTemplate, conversations: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Render conversations, each with the beginning of the answer that is asked for.
+
+    Args:
+        template: of the model.
+        conversations: messages, objects with ``role`` and ``content``, by what a conversation is called in errors.
+
+    Returns:
+        The texts; special tokens are in them, so that a tokenizer should add none.
+
+    Raises:
+        DataError: when the template refuses a conversation.
+        ModelFileError: when the template cannot be used.
+
+    Memory:
+        On the host at most 1 GiB, in a process of its own.
+    """
+    renderer = Renderer(template)
+    try:
+        return [renderer.prompt(messages, where) for where, messages in conversations.items()]
+    finally:
+        renderer.close()
 
 
 def _special(config: dict[str, Any]) -> dict[str, str]:
