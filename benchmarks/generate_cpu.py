@@ -4,10 +4,11 @@
 
 A random Llama of 10 million parameters in float32, written once by `lowtide.models.save` and read by both; greedy, so
 that both write the same tokens, which is checked first. Prompts of 16 to 64 tokens, padded on the left, 64 new tokens;
-a batch of one and one of eight. Both sides are warm, in one process and on the same cores, and take turns: the ratio of
-a round is that of two runs beside each other. Seconds are by the clock; CPU seconds of the process stand beside them,
-for machines that are not alone. Ours is `generate_batch` as `lowtide generate` calls it, rounding of lengths included;
-theirs is `generate` with its default cache.
+a batch of one and one of eight. Both sides are warm, in one process on one core, and take turns: the ratio of a round
+is that of two runs beside each other. One core, since a PyTorch with several threads waits for each of them in a loop,
+and beside other work takes ten times as long. Seconds are by the clock; CPU seconds of the process stand beside them.
+Ours is `generate_batch` as `lowtide generate` calls it, rounding of lengths included; theirs is `generate` with its
+default cache.
 """
 
 from __future__ import annotations
@@ -20,9 +21,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
 import numpy as np
@@ -50,6 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "generate_cpu.json")
     args = parser.parse_args()
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before either side makes its threads
+    torch.set_num_threads(1)
+    jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder:
         made = models.init(CONFIG, key=jax.random.key(0))
         models.save(jax.tree.map(lambda x: 3 * x if x.ndim > 2 else x, made), folder)
@@ -63,7 +64,7 @@ def main() -> None:
             f"{max(row['ratios']):.2f}), of CPU seconds {row['cpu_ratio']:.2f}"
         )
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    told = {"figures": "measured", "cores": os.cpu_count(), "torch_threads": torch.get_num_threads(), **versions}
+    told = {"figures": "measured", "cores": 1, "torch_threads": torch.get_num_threads(), **versions}
     write(args.out, {**header("python benchmarks/generate_cpu.py"), **told, "rows": rows})
 
 

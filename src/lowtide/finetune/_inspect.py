@@ -170,7 +170,7 @@ def _run(folder: Path) -> Inspection:
 
     facts: dict[str, Any] = {"settings": read_config(folder / "config.toml")}
     if (folder / METRICS).is_file():
-        records = list(read_records(folder / METRICS))
+        records = [record for record in read_records(folder / METRICS) if type(record["step"]) is int]
         facts["steps"] = max((record["step"] for record in records), default=0)
         losses = [record["eval_loss"] for record in records if "eval_loss" in record]
         facts["held_out_loss"] = [losses[0], losses[-1]] if losses else []
