@@ -132,6 +132,9 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
         tokens.truncate(8)
     with pytest.raises(DataError, match="a store that is cut"):
         _data(file, tokenizer)
+    (store / "about.json").unlink()
+    with pytest.raises(DataError, match="a store that is cut"):
+        _data(file, tokenizer)
 
 
 def _killed(unfinished, folder):

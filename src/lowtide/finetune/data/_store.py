@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...core import DataError, OutputError
+from ...core import DataError, OutputError, shortened
 from ._chat import ChatTemplate
 from ._encode import Encoder
 from ._readers import data_files, read_records
@@ -202,15 +202,24 @@ def _keep(unfinished: Path, folder: Path) -> None:
 
 
 def _opened(folder: Path) -> Store:
-    about: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
-    tokens = np.memmap(folder / _TOKENS, np.int32, "r")
-    learned = np.memmap(folder / _LEARNED, np.uint8, "r")
-    ends = np.fromfile(folder / _ENDS, np.int64)
-    if not len(tokens) == len(learned) == ends[-1] == about["num_tokens"]:
-        raise DataError(f"{folder}: a store that is cut", hint="delete this folder; it is written again")
+    try:
+        about: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
+        tokens = np.memmap(folder / _TOKENS, np.int32, "r")
+        learned = np.memmap(folder / _LEARNED, np.uint8, "r")
+        ends = np.fromfile(folder / _ENDS, np.int64)
+        is_whole = len(tokens) == len(learned) == ends[-1] == about["num_tokens"]
+        kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
+    except (OSError, ValueError, LookupError) as error:
+        raise _cut(folder, error) from error
+    if not is_whole:
+        raise _cut(folder)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
     return Store(tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest)
+
+
+def _cut(folder: Path, error: Exception | None = None) -> DataError:
+    hint = "delete this folder; it is written again"
+    return DataError(f"{folder}: a store that is cut", got=error and shortened(error), hint=hint)
 
 
 def _file_digest(path: Path) -> bytes:
