@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ._schema import Example
 
 _VERSION = 1
 _AT_ONCE = 256
+_ABANDONED_SECONDS = 86_400
 Source = Path | Sequence[str]
 _TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 
@@ -118,9 +120,18 @@ def _digests(source: Source) -> Iterator[bytes]:
 def _new_folder(home: Path) -> Path:
     try:
         home.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(home)
         return Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
     except OSError as error:
         raise _unwritable(home, error) from error
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove what killed runs left: nothing was written to it for a day."""
+    for folder in home.glob("unfinished-*"):
+        times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
+        if time.time() - max(times) > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unwritable(home: Path, error: OSError) -> OutputError:
