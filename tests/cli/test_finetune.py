@@ -343,6 +343,7 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
     sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     kind = type(field.default) if field.default is not None else None
     words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
+    words |= {"columns": "prompt=q,completion=a", "loss_on": "all", "packing": "best-fit", "too_long": "split"}
     value = words.get(field.name) or sample.get(kind) or ("0.5" if "rate" in field.name else "2")
     parser = argparse.ArgumentParser()
     register(parser)

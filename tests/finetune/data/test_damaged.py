@@ -20,21 +20,7 @@ from .templates import CHATS, FAMILIES, SPECIAL, marked
 
 RECORDS = [{"messages": messages, "id": i} for i, messages in enumerate(CHATS)]
 COUNT = int(os.environ.get("LOWTIDE_FUZZ", "400"))
-PIECES = [
-    "{%",
-    "%}",
-    "{{",
-    "}}",
-    "for a in range(99)",
-    "messages",
-    "| join",
-    "__class__",
-    "~",
-    "endfor",
-    "'",
-    "\0",
-    "* 9**9",
-]
+PIECES = ["{%", "%}", "{{", "}}", "for a in range(99)", "| join", "__class__", "~", "endfor", "'", "\0", "* 9**9"]
 
 
 def _table(records):
@@ -108,9 +94,8 @@ def _damaged_template(rng):
     for _ in range(rng.choice([1, 2, 5])):
         at, more = rng.randrange(len(source)), rng.randrange(1, 12)
         how = rng.choice(["cut", "put", "swap"])
-        source = (
-            source[:at] + ("" if how == "cut" else rng.choice(PIECES)) + source[at + (0 if how == "put" else more) :]
-        )
+        rest = source[at if how == "put" else at + more :]
+        source = source[:at] + ("" if how == "cut" else rng.choice(PIECES)) + rest
     return source
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import time
 
 import grain
 import numpy as np
@@ -126,10 +127,18 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
     assert os.listdir(home / "data") == []
     monkeypatch.undo()
     monkeypatch.setenv("LOWTIDE_CACHE", str(home))
+    for name, age in (("unfinished-old", 10**6), ("unfinished-new", 60)):  # of runs that nothing could clean up after
+        (home / "data" / name).mkdir()
+        os.utime(home / "data" / name, (time.time() - age,) * 2)
     _data(file, tokenizer)
+    assert not (home / "data" / "unfinished-old").exists()
+    (home / "data" / "unfinished-new").rmdir()
     (store,) = (home / "data").iterdir()
     with open(store / "tokens.bin", "r+b") as tokens:
         tokens.truncate(8)
+    with pytest.raises(DataError, match="a store that is cut"):
+        _data(file, tokenizer)
+    (store / "about.json").unlink()
     with pytest.raises(DataError, match="a store that is cut"):
         _data(file, tokenizer)
 

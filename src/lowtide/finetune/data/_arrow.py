@@ -139,7 +139,8 @@ def _json(folder: Path, name: str) -> dict[str, Any]:
 
 def _pyarrow(path: Path) -> Any:
     try:
-        return importlib.import_module("pyarrow.ipc") and importlib.import_module("pyarrow")
+        importlib.import_module("pyarrow.ipc")
+        return importlib.import_module("pyarrow")
     except ImportError as error:
         raise ConfigError(
             f"{path}: a table, which pyarrow reads, and pyarrow is not installed",

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...core import DataError, OutputError
+from ...core import DataError, OutputError, shortened
 from ._chat import ChatTemplate
 from ._encode import Encoder
 from ._readers import data_files, read_records
@@ -28,6 +29,7 @@ from ._schema import Example
 
 _VERSION = 1
 _AT_ONCE = 256
+_ABANDONED_SECONDS = 86_400
 Source = Path | Sequence[str]
 _TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 
@@ -118,9 +120,18 @@ def _digests(source: Source) -> Iterator[bytes]:
 def _new_folder(home: Path) -> Path:
     try:
         home.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(home)
         return Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
     except OSError as error:
         raise _unwritable(home, error) from error
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove what killed runs left: nothing was written to it for a day."""
+    for folder in home.glob("unfinished-*"):
+        times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
+        if time.time() - max(times) > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _unwritable(home: Path, error: OSError) -> OutputError:
@@ -202,15 +213,24 @@ def _keep(unfinished: Path, folder: Path) -> None:
 
 
 def _opened(folder: Path) -> Store:
-    about: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
-    tokens = np.memmap(folder / _TOKENS, np.int32, "r")
-    learned = np.memmap(folder / _LEARNED, np.uint8, "r")
-    ends = np.fromfile(folder / _ENDS, np.int64)
-    if not len(tokens) == len(learned) == ends[-1] == about["num_tokens"]:
-        raise DataError(f"{folder}: a store that is cut", hint="delete this folder; it is written again")
+    try:
+        about: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
+        tokens = np.memmap(folder / _TOKENS, np.int32, "r")
+        learned = np.memmap(folder / _LEARNED, np.uint8, "r")
+        ends = np.fromfile(folder / _ENDS, np.int64)
+        is_whole = len(tokens) == len(learned) == ends[-1] == about["num_tokens"]
+        kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
+    except (OSError, ValueError, LookupError) as error:
+        raise _cut(folder, error) from error
+    if not is_whole:
+        raise _cut(folder)
     offsets = np.concatenate([np.zeros(1, np.int64), ends])
-    kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
     return Store(tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest)
+
+
+def _cut(folder: Path, error: Exception | None = None) -> DataError:
+    hint = "delete this folder; it is written again"
+    return DataError(f"{folder}: a store that is cut", got=error and shortened(error), hint=hint)
 
 
 def _file_digest(path: Path) -> bytes:
