@@ -58,6 +58,25 @@ def test_loss_is_the_mean_over_all_tokens(evaluate, tiny_model_dir, tmp_path):
     assert evaluate()[1]["results"][0]["loss"] != pytest.approx(row["loss"])
 
 
+def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path):
+    pairs = [("the tide", " goes out and in"), ("and", " the"), ("out", " goes the tide")]
+    lines = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in pairs]
+    (tmp_path / "r.jsonl").write_text("\n".join(lines))
+    status, found, _ = evaluate("--seq-len", 24, "--batch-size", 2, data=tmp_path / "r.jsonl")
+    assert status == 0
+    base, tokenizer = models.load(tiny_model_dir), models.load_tokenizer(tiny_model_dir)
+    end = [] if base.config.eos_token_id is None else [base.config.eos_token_id]
+    losses = []
+    for prompt, completion in pairs:
+        first = len(tokenizer.encode(prompt).ids)
+        ids = np.asarray([*tokenizer.encode(prompt + completion).ids, *end])
+        log_probs = jax.nn.log_softmax(models.logits(base, jnp.asarray(ids[None, :-1])), axis=-1)[0]
+        losses += [-float(log_probs[at - 1, ids[at]]) for at in range(first, len(ids))]
+    (row,) = found["results"]
+    assert row["num_tokens"] == len(losses)
+    assert row["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+
+
 @pytest.mark.slow
 def test_what_routers_are_trained_by_is_no_part_of_it():
     sizes = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_layers": 1, "num_heads": 2}

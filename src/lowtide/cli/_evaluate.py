@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,10 +25,12 @@ def register(commands: Any) -> None:
         "evaluate",
         help="measure the loss of a model on text",
         description="Measure loss (nats a token) and perplexity of a model on text, of each of several adapters on one "
-        "base. Every token but the first of the data is predicted once, and all count alike.",
+        "base. Of text every token but the first counts, of records completions and what the assistant says.",
     )
     add_model_arguments(parser)
-    parser.add_argument("--data", required=True, metavar="PATH", help="a text file, a folder, or .jsonl with text")
+    parser.add_argument(
+        "--data", required=True, metavar="PATH", help="text, a folder of it, or records as finetune takes them"
+    )
     parser.add_argument(
         "--seq-len", type=positive, metavar="N", help="tokens in a row (default: 1024, or the model's context if less)"
     )
@@ -42,41 +45,60 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.json)
     if not args.data:
         raise ConfigError("--data is empty", hint="look whether a variable of your script is unset")
-    from ..finetune import read_documents, text_loss, token_stream
+    from ..finetune import is_read_as_records, read_documents
 
     console = errors()
-    documents = read_documents(args.data)
+    # Text is read before the model: a wrong path should be found before a large model is there.
+    documents = None if is_read_as_records(args.data, None) else read_documents(args.data)
     base, tokenizer = open_named(args, console)
     check_adapters(base, args.adapter)
-    context, end = base.config.max_position_embeddings, base.config.eos_token_id
+    context = base.config.max_position_embeddings
     seq_len = args.seq_len or min(1024, context)
     if seq_len > context:
         console.print(f"[bold yellow]warning[/] --seq-len {seq_len} is longer than the model's {context} positions")
-    stream = token_stream(documents, tokenizer, end[0] if isinstance(end, tuple) else end)
-    seq_len = min(seq_len, max(len(stream) - 1, 1))  # of short data no rows that are padding for the most part
+    measure, num_tokens, seq_len = _measure(args, base, tokenizer, documents, seq_len)
     rows: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     for adapter, model in with_each(base, args.adapter):
         start = time.monotonic()
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("evaluating", total=len(stream) - 1)
+            task = progress.add_task("evaluating", total=num_tokens)
 
             def show(done: int, total: int, loss: float) -> None:
                 progress.update(task, completed=done, description=f"evaluating  loss {loss:.4f}")  # noqa: B023 - called now
 
-            found = text_loss(model, stream, seq_len=seq_len, batch_size=args.batch_size, on_progress=show)
+            found = measure(model, show)
         seconds = time.monotonic() - start
         row = {"adapter": adapter, "loss": found.loss, "perplexity": found.perplexity, "num_tokens": found.num_tokens}
         rows.append({**row, "seconds": seconds})
-    _show(rows, args, seq_len, len(documents))
+    _show(rows, args, seq_len)
     if args.json:
-        results = {"model": args.model, "data": args.data, "num_documents": len(documents), "seq_len": seq_len}
+        results = {"model": args.model, "data": args.data, "seq_len": seq_len}
         write_text(console, args.json, json.dumps({**results, "results": rows}, indent=2) + "\n")
     return 0
 
 
-def _show(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int, num_documents: int) -> None:
-    title = f"{num_documents:,} documents of {args.data}, rows of {seq_len:,} tokens"
+def _measure(
+    args: argparse.Namespace, base: Any, tokenizer: Any, documents: list[str] | None, seq_len: int
+) -> tuple[Callable[[Any, Any], Any], int, int]:
+    """Tokenise; what measures a model on it, how many tokens are predicted, and how long rows are."""
+    from ..finetune import batches_loss, record_batches, text_loss, token_stream
+
+    end = base.config.eos_token_id
+    end = end[0] if isinstance(end, tuple) else end
+    if documents is None:
+        sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
+        batches = record_batches(args.data, args.model, tokenizer, end_token=end, **sizes)
+        count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
+        return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
+    stream = token_stream(documents, tokenizer, end)
+    seq_len = min(seq_len, max(len(stream) - 1, 1))  # of short data no rows that are padding for the most part
+    sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
+    return lambda model, show: text_loss(model, stream, on_progress=show, **sizes), len(stream) - 1, seq_len
+
+
+def _show(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int) -> None:
+    title = f"{args.data}, rows of {seq_len:,} tokens"
     table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False)
     for name in ("adapter", "nats/token", "perplexity", "tokens", "tokens/s"):
         is_name = name == "adapter"  # paths are long: they are broken, and figures are not

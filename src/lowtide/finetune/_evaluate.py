@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,14 +103,83 @@ def text_loss(
             got=f"id {largest}",
             hint="the tokenizer is of another model",
         )
+    return batches_loss(model, _batches(stream, seq_len, batch_size), len(stream) - 1, on_progress=on_progress)
+
+
+def batches_loss(
+    model: models.Decoder,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    num_tokens: int,
+    *,
+    on_progress: Callable[[int, int, float], None] | None = None,
+) -> TextLoss:
+    """Compute a model's loss on batches, in which all labels count alike.
+
+    Args:
+        model: the decoder, with or without adapters, all of it on the device.
+        batches: as `lowtide.models.loss` takes them; the label -100 is not predicted.
+        num_tokens: predicted tokens in all, to show progress.
+        on_progress: called with predicted tokens so far, those in all, and the loss so far.
+
+    Returns:
+        The mean over all labels.
+
+    Raises:
+        DataError: when there is no label.
+
+    Memory:
+        As in `text_loss`.
+    """
     total, done = 0.0, 0  # in float64: a mean of float32 means would lose digits with many batches
-    for tokens_BT, labels_BT in _batches(stream, seq_len, batch_size):
-        count = int(np.sum(labels_BT != IGNORE))
-        total += float(_mean_loss(model, {"tokens": tokens_BT, "labels": labels_BT})) * count
+    for batch in batches:
+        count = int(np.sum(batch["labels"] != IGNORE))
+        if count == 0:
+            continue
+        total += float(_mean_loss(model, dict(batch))) * count
         done += count
         if on_progress is not None:
-            on_progress(done, len(stream) - 1, total / done)
+            on_progress(done, num_tokens, total / done)
+    if done == 0:
+        raise DataError("the data has nothing to predict", expected="at least one label", hint="give more data")
     return TextLoss(loss=total / done, num_tokens=done)
+
+
+def record_batches(
+    path: str | Path,
+    directory: str | Path | None,
+    tokenizer: Tokenizer,
+    *,
+    seq_len: int,
+    batch_size: int,
+    end_token: int | None,
+) -> Sequence[dict[str, np.ndarray]]:
+    """Pack records, such as conversations, as a fine-tuning run would, to evaluate on all of them.
+
+    Args:
+        path: what `lowtide.finetune.data.read_records` takes.
+        directory: of the model, for its chat template; None: the embedded model.
+        tokenizer: the model's.
+        seq_len: tokens in a row; what is longer is split, so that every token counts.
+        batch_size: rows in a batch.
+        end_token: put after completions.
+
+    Returns:
+        Batches, whose labels are completions and the assistant's turns alone.
+
+    Raises:
+        DataError: for unusable data.
+        ModelFileError: for an unusable tokenizer or chat template.
+
+    Memory:
+        As in `lowtide.finetune.data.record_data`.
+    """
+    from .data import load_chat_template, record_data
+
+    template = load_chat_template(models.base_path() if directory is None else directory)
+    options: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "seed": 0, "too_long": "split"}
+    source = Path(path)
+    made = record_data(source, tokenizer, template, eval_source=source, end_token=end_token, **options)
+    return made.held_out
 
 
 @jax.jit
@@ -120,7 +191,7 @@ def _mean_loss(model: models.Decoder, batch: Tree) -> Array:
     return value - jnp.float32(experts.router_loss_coef) * metrics["router_loss"]
 
 
-def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
     """Rows of one shape; what fills up the last ones is not predicted."""
     num_rows = -(-(len(stream) - 1) // seq_len)
     for first in range(0, num_rows, batch_size):
@@ -129,4 +200,4 @@ def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[tupl
         for row in range(min(batch_size, num_rows - first)):
             part = stream[(first + row) * seq_len :][: seq_len + 1]
             tokens[row, : len(part) - 1], labels[row, : len(part) - 1] = part[:-1], part[1:]
-        yield tokens, labels
+        yield {"tokens": tokens, "labels": labels}
