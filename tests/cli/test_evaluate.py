@@ -58,7 +58,8 @@ def test_loss_is_the_mean_over_all_tokens(evaluate, tiny_model_dir, tmp_path):
     assert evaluate()[1]["results"][0]["loss"] != pytest.approx(row["loss"])
 
 
-def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path):
+def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
     pairs = [("the tide", " goes out and in"), ("and", " the"), ("out", " goes the tide")]
     lines = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in pairs]
     (tmp_path / "r.jsonl").write_text("\n".join(lines))
