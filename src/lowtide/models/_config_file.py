@@ -77,7 +77,7 @@ def _values(file: ConfigFile, family: Family, rope: RopeEntry, where: str) -> di
         **{name: value for name, value in copied.items() if value is not None},
         "num_kv_heads": file.num_key_value_heads or heads,
         "head_dim": file.head_dim or file.hidden_size // heads,
-        "rope_theta": rope.rope_theta or file.rope_theta or 10000.0,
+        "rope_theta": rope.rope_theta or file.rope_theta or family.rope_theta,
         "rope_scaling": _rope_scaling(rope, file, family, where),
         "rotary_fraction": 1.0 if fraction is None else fraction,
         "family": family.model_type,
@@ -227,7 +227,7 @@ def _rope(file: ConfigFile, family: Family, where: str) -> RopeEntry:
                 hint=_WRONG_LOGITS,
             )
     elsewhere = {"rope_theta", "partial_rotary_factor"}
-    theta = file.rope_theta if "rope_theta" in file.model_fields_set else None
+    theta = file.rope_theta
     said = {
         "rope_parameters and rope_scaling": (rope.model_dump(exclude=elsewhere), other.model_dump(exclude=elsewhere)),
         "rope_type and type": (rope.rope_type or rope.type, rope.type or rope.rope_type),
