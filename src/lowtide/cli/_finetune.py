@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "finetune",
         help="tune a language model, with LoRA or all of it",
-        description="Tune a Llama model with LoRA: gradients and optimizer state only for the adapters. With --full "
+        description="Tune a language model with LoRA: gradients and optimizer state only for the adapters. With --full "
         "tune all parameters, each layer updated inside the backward pass and kept on the host. Writes a PEFT adapter "
         "(or the model), metrics and the bytes of every role. The settings are also keys of a TOML file.",
     )

@@ -42,7 +42,7 @@ class FinetuneConfig:
     """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file, and flags."""
 
     model: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """A Hugging Face directory of a Llama model; by default the model embedded in Lowtide."""
+    """A Hugging Face directory of a model; by default the model embedded in Lowtide."""
     data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
     """A text file, a folder of text or source, or JSONL with ``text``; by default Python's language reference."""
     full: bool = False

@@ -40,7 +40,7 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._config import FinetuneConfig, config_to_toml
-from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
+from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, loss, optimizer
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -177,7 +177,7 @@ class Finetune:
                 model,
                 partial(models.loss, remat=self.config.remat),
                 optimizer(dataclasses.replace(self.config, offload=()), self.schedule),
-                "**" if self.config.full else _WRT,
+                is_weight if self.config.full else _WRT,
                 batch,
                 num_microbatches=self.config.num_microbatches,
                 weight=_num_targets,
@@ -308,7 +308,7 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
     return value_and_grad(stack, made, mesh=mesh, wrt=_WRT, weight=_num_targets, remat=config.remat, batch_axes=axes)
 
 
-def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:
+def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
     # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
     on_cpu = jax.default_backend() == "cpu"
     stored = "float32" if on_cpu and config.param_dtype == "auto" else config.param_dtype
@@ -351,7 +351,7 @@ def _layerwise_bytes(trainable: Tree) -> int:
 
 def _data(
     config: FinetuneConfig,
-    base: models.Llama,
+    base: models.Decoder,
     tokenizer: Tokenizer,
     on_tokenise: Callable[[int, int], None] | None,
 ) -> TextData:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import offload
 from ..core import LayerStack, Tree, memory_space
-from ..models import Llama
+from ..models import Decoder
 from ._config import FinetuneConfig
 
 _INPUT = "block_input"
@@ -32,6 +33,11 @@ def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
     # Vectors are small, and of half-precision rows in host memory a TPU cuts no single one.
     least = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if place.get(name) == "host"}
     return (lambda path, leaf: leaf.ndim >= least.get(path.partition("/")[0], math.inf)) if least else None
+
+
+def is_weight(path: str, leaf: Any) -> bool:
+    """Whether a leaf is a parameter: how far each layer sees, which is data, is of integers."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def places(config: FinetuneConfig) -> dict[str, str]:
@@ -65,6 +71,7 @@ def full_step(
     return offload.layerwise_step(
         stack,
         _adamw(config, schedule),
+        wrt=is_weight,
         place=places(config),
         clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode),
         num_microbatches=config.num_microbatches,
@@ -72,7 +79,7 @@ def full_step(
     )
 
 
-def loss(model: Llama, batch: Tree, *, remat: bool = True, inputs: str = "device") -> tuple[Any, Tree]:
+def loss(model: Decoder, batch: Tree, *, remat: bool = True, inputs: str = "device") -> tuple[Any, Tree]:
     """`lowtide.models.loss` for a model whose leaves may be in host memory.
 
     Args:
@@ -94,12 +101,12 @@ def loss(model: Llama, batch: Tree, *, remat: bool = True, inputs: str = "device
     return model.stack.last(outer, _hidden(model, outer, batch, remat=remat, inputs=inputs), batch)
 
 
-def hidden(model: Llama, batch: Tree) -> Any:
+def hidden(model: Decoder, batch: Tree) -> Any:
     """Compute the activations [B, T, D] that leave the last block, of a model whose leaves may be in host memory."""
     return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
 
 
-def _hidden(model: Llama, outer: Tree, batch: Tree, *, remat: bool, inputs: Any) -> Any:
+def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, inputs: Any) -> Any:
     stack = model.stack
     if not _on_host(model.layers):
         return stack.hidden(outer, model.layers, batch, remat=remat)

@@ -38,12 +38,13 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         ModelFileError: for an unknown architecture, activation or RoPE type, a missing or impossible entry, or a
             field that asks for what Lowtide does not compute.
     """
-    from ._schema import ConfigFile, unhandled
+    from ._schema import NEUTRAL, ConfigFile, unhandled
 
     family, raw = _family(raw, where)
     file = validate(ConfigFile, {**family.defaults, **_flat(raw)}, where, hint=_AGAIN)
     rope = _rope(file, family, where)
-    unknown = unhandled(file, family)
+    elsewhere = {name: values for name, values in NEUTRAL.items() if name not in family.known}
+    unknown = unhandled(file, family.known, {**elsewhere, **family.neutral})
     if unknown:
         name = next(iter(unknown))
         raise ModelFileError(

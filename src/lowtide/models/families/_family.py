@@ -83,7 +83,7 @@ class Family:
     @property
     def known(self) -> frozenset[str]:
         """Fields of `config.json` that are read."""
-        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *self.neutral, *ALWAYS])
+        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *ALWAYS])
 
 
 ALWAYS = (
