@@ -258,7 +258,9 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, where: str)
         )
     if rope_type == "default":
         return None
-    given = rope.model_dump(exclude_none=True, exclude={"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+    allowed = {name for names in _OF_TYPE.values() for name in names}
+    said = rope.model_dump(exclude_none=True)  # what is off, and not known, too
+    given = {name: value for name, value in said.items() if name in {"factor", *allowed}}
     original = rope.original_max_position_embeddings or file.original_max_position_embeddings
     if rope_type in ("yarn", "longrope"):
         original = original or file.max_position_embeddings
@@ -268,7 +270,6 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, where: str)
     if "factor" not in given:
         got = shortened(rope.model_dump(exclude_none=True))
         raise ModelFileError(f"{where}: rope_scaling has no factor", got=got, hint="copy config.json again")
-    allowed = {name for names in _OF_TYPE.values() for name in names}
     for name in given:
         if name in allowed and name not in _OF_TYPE[rope_type]:
             raise ModelFileError(

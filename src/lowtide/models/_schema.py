@@ -83,7 +83,7 @@ class ConfigFile(_File):
     bos_token_id: TokenId | list[TokenId] | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     quantization_config: Any = None
-    query_pre_attn_scalar: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    query_pre_attn_scalar: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
     attn_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
     final_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
     sliding_window: Size | None = None
