@@ -343,6 +343,12 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
     sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     kind = type(field.default) if field.default is not None else None
     words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
+    words |= {"schedule": "linear", "num_epochs": "0.5", "warmup_ratio": "0.5", "track": "wandb,trackio"}
+    needs = {
+        "clip_mode": {"full": True},
+        "decay_fraction": {"schedule": "warmup_stable_decay"},
+        "early_stopping_threshold": {"early_stopping_patience": 1},
+    }
     value = words.get(field.name) or sample.get(kind) or ("0.5" if "rate" in field.name else "2")
     parser = argparse.ArgumentParser()
     register(parser)
@@ -351,7 +357,7 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
     assert given(parser.parse_args([])) == {}
     found = given(parser.parse_args([flag, *said]))
     assert list(found) == [field.name]
-    toml = config_from_dict({"full": field.name == "clip_mode", **found}, "flags")
+    toml = config_from_dict({**needs.get(field.name, {}), **found}, "flags")
     expected = {bool: True, int: 2, float: 0.5}.get(kind, value)
     got = getattr(toml, field.name)
     assert got == expected or str(got) in (value, str(tuple(value.split(","))))
@@ -398,3 +404,12 @@ def test_a_second_interrupt_ends_what_the_first_waits_for_without_a_traceback(mo
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == [130]
+
+
+def test_flags_of_other_libraries_are_answered_with_ours(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["finetune", "--lora-r", "8", "--no-such-thing", "--per_device_train_batch_size=4"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and "--lora-r 8 --no-such-thing" in said
+    assert "hint: what other libraries call --lora-r is rank here" in said
+    assert "hint: what other libraries call --per_device_train_batch_size is batch_size here" in said

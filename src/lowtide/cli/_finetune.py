@@ -106,6 +106,8 @@ def _finetune(
     _print_plan(console, job, table)
     before = job.sample_before() if config.full else None  # while there is an untuned model
     _train(console, job, table, interrupted)
+    if (best := job.load_best()) is not None:
+        console.print(f"What is written is step {best}, whose held-out loss is the least.")
     job.finish(table)
     if job.samples:
         before = before if config.full else job.sample_before()
@@ -222,7 +224,9 @@ def _how(config: Any, table: Any) -> dict[str, str]:
 def _at_the_end(config: Any) -> str:
     """Say what becomes of the learning rate in steps that it was not made for."""
     steps = config.schedule_steps or config.num_steps
-    return f"; from step {steps} on the learning rate stays at a tenth of its peak" if steps < config.num_steps else ""
+    if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
+        return ""
+    return f"; from step {steps} on the learning rate stays at {config.final_rate_fraction:g} of its peak"
 
 
 def _on_the_host(report: Any) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tokenizers import Tokenizer
 
 from .. import models
@@ -41,6 +40,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
+from ._recipe import learning_rate, watchers, with_steps
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -93,10 +93,12 @@ class Finetune:
                 hint="leave --distributed and --pipeline, or --full and --offload out",
             )
         self._processes = Processes(sharding)
-        self.config, self.out = config, Path(out)
+        self.out = Path(out)
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
+        asked, config = config, with_steps(config, self.data.num_train_sequences)
+        self.config = config
         model = self.base
         if not config.full:
             adapters = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
@@ -109,8 +111,8 @@ class Finetune:
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         refuse_other_folders(self._processes, self.out)
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
-        of_first(lambda: (write_config(self.out, config), check_same_run(self.out, config, self.data.digest)))
-        self.schedule = _schedule(config)
+        of_first(lambda: (write_config(self.out, asked), check_same_run(self.out, config, self.data.digest)))
+        self.schedule = learning_rate(config)
         # For records, in one program; and now, for what waits for a device between a step and its record may lose it.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
@@ -125,6 +127,8 @@ class Finetune:
             tx,
             weight=_num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
+            max_to_keep=config.max_to_keep,
+            best="eval_loss" if config.keep_best or config.load_best_at_end else None,
             sharding=sharding,
             rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
             **options,
@@ -221,7 +225,7 @@ class Finetune:
                     eval_data=self.data.held_out,
                     eval_every=self.config.eval_every,
                     checkpoint_every=self.config.checkpoint_every,
-                    callbacks=[metrics],
+                    callbacks=[metrics, *watchers(self.config)],
                     on_record=record_step,
                     progress=False,
                 )
@@ -230,6 +234,22 @@ class Finetune:
             raise NonFiniteError(f"{error.message}, so the run was stopped", got=error.got, hint=hint) from error
         finally:
             metrics.close()
+
+    def load_best(self) -> int | None:
+        """Go back to the weights with the least held-out loss, where the settings ask for it; after `run`.
+
+        Returns:
+            Their step, or None where the last ones stay.
+
+        Memory:
+            As `Trainer.restore`: never two copies on the device.
+        """
+        if not self.config.load_best_at_end:
+            return None
+        step = self.trainer.restore(best=True)
+        if self.config.full:
+            self.base = self.trainer.model
+        return step
 
     def finish(self, table: MemoryTable) -> None:
         """Write the adapter, or with ``config.full`` the model, and `memory.json`.
@@ -365,16 +385,6 @@ def _data(
         end_token=end[0] if isinstance(end, tuple) else end,
         held_out_fraction=config.held_out_fraction,
         on_progress=on_tokenise,
-    )
-
-
-def _schedule(config: FinetuneConfig) -> optax.Schedule:
-    given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
-    peak = config.learning_rate or (given if config.model is not None else embedded)
-    num_steps = config.schedule_steps or config.num_steps
-    warmup = min(config.warmup_steps, num_steps - 1)
-    return optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, max(num_steps, warmup + 1), end_value=peak / 10
     )
 
 
