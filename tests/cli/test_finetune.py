@@ -384,7 +384,7 @@ def test_resume_needs_a_folder(capsys):
 def test_an_empty_offload_is_no_offload_and_none_is_a_word(finetune, capfd):
     with pytest.raises(SystemExit):
         finetune("--offload", "")
-    assert "no word; `none` keeps everything on the device" in capfd.readouterr().err
+    assert "no word; `none` stands for none of them" in capfd.readouterr().err
     assert _words("none") == () and _words("optimizer, activations") == ("optimizer", "activations")
 
 

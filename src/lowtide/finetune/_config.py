@@ -46,6 +46,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("warmup_ratio", "adam_beta1", "adam_beta2"), lambda x: 0 <= x < 1, "at least 0 and less than 1"),
     (("final_rate_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
     (("decay_fraction",), lambda x: 0 < x <= 1, "more than 0, up to 1"),
+    (("project", "run_name"), lambda name: bool(name.strip()), "a name"),
     (("schedule",), lambda word: word in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
     (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
@@ -140,6 +141,14 @@ class FinetuneConfig:
     """By how much a held-out loss has to be lower to count as such."""
     sample_tokens: int = 48
     """Length of the text sampled before and after; 0 samples nothing."""
+    track: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
+    """Trackers that are given every record: any of tensorboard, wandb and trackio, each an extra of that name."""
+    project: str = "lowtide"
+    """The project that wandb and trackio put the run under."""
+    run_name: str | None = None
+    """What they call the run; by default the name of its folder."""
+    report: bool = False
+    """Whether the run writes report.html: one page of its curves, samples and memory."""
     seed: int = 0
     """Of the data order, the adapters and the sample."""
 
@@ -160,8 +169,9 @@ class FinetuneConfig:
                 _check(field, value, value is None or is_in_range(value), expected)
         fits = self.batch_size % self.num_microbatches == 0
         _check("num_microbatches", self.num_microbatches, fits, f"a divisor of batch_size {self.batch_size}")
-        for word in self.offload or ():
-            _check_offload(word)
+        for field, known in (("offload", _OFFLOADS), ("track", _TRACKERS)):
+            for word in getattr(self, field) or ():
+                _check_word(field, word, known)
         _check_combination(self)
 
 
@@ -243,14 +253,16 @@ def _check(field: str, value: Any, good: bool, expected: str) -> None:
         )
 
 
-def _check_offload(word: str) -> None:
-    if word not in _OFFLOADS:
-        close = difflib.get_close_matches(word, _OFFLOADS, n=2, cutoff=0.4)
+def _check_word(field: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        close = difflib.get_close_matches(word, known, n=2, cutoff=0.4)
         raise ConfigError(
-            f"offload: unknown word {word!r}",
-            expected=f"any of {', '.join(_OFFLOADS)}",
+            f"{field}: unknown word {word!r}",
+            expected=f"any of {', '.join(known)}",
             got=repr(word),
-            hint=f"did you mean {' or '.join(close)}?" if close else "for instance --offload optimizer,activations",
+            hint=f"did you mean {' or '.join(close)}?"
+            if close
+            else f"for instance {flag_of(field)} {','.join(known[:2])}",
         )
 
 

@@ -40,7 +40,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
-from ._recipe import learning_rate, watchers, with_steps
+from ._recipe import learning_rate, trackers, watchers, with_steps
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -94,6 +94,7 @@ class Finetune:
             )
         self._processes = Processes(sharding)
         self.out = Path(out)
+        self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         self.data = _data(config, self.base, self.tokenizer, on_tokenise)
@@ -210,8 +211,7 @@ class Finetune:
                 raise NonFiniteError(f"step {record['step']}: eval_loss is not finite", got=record["eval_loss"])
             if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
                 return  # no JSON; the trainer raises
-            if "loss" in record:
-                record = {**record, "learning_rate": float(self._rates[int(record["step"]) - 1])}
+            record = self._with_rate(record)
             metrics.append(record)
             if on_record is not None:
                 on_record(record)
@@ -225,7 +225,7 @@ class Finetune:
                     eval_data=self.data.held_out,
                     eval_every=self.config.eval_every,
                     checkpoint_every=self.config.checkpoint_every,
-                    callbacks=[metrics, *watchers(self.config)],
+                    callbacks=[metrics, *watchers(self.config), *self._trackers],
                     on_record=record_step,
                     progress=False,
                 )
@@ -234,6 +234,12 @@ class Finetune:
             raise NonFiniteError(f"{error.message}, so the run was stopped", got=error.got, hint=hint) from error
         finally:
             metrics.close()
+
+    def _with_rate(self, record: Record) -> Record:
+        """Add the learning rate to the record of a step."""
+        if "loss" not in record:
+            return record
+        return {**record, "learning_rate": float(self._rates[int(record["step"]) - 1])}
 
     def load_best(self) -> int | None:
         """Go back to the weights with the least held-out loss, where the settings ask for it; after `run`.

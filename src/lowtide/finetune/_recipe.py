@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import optax
 
 from ..core import ConfigError
-from ..train import Callback, EarlyStopping
+from ..train import Callback, EarlyStopping, Record, Tracker
 from ._config import FinetuneConfig
 
 
@@ -82,6 +83,19 @@ def watchers(config: FinetuneConfig) -> list[Callback]:
     # Ours acts at the evaluation after those that are waited for.
     patience = config.early_stopping_patience - 1
     return [EarlyStopping("eval_loss", patience=patience, min_delta=config.early_stopping_threshold)]
+
+
+def trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mapping[str, float]]) -> list[Callback]:
+    """Make what gives the records to trackers; raises for a package that is not there.
+
+    Args:
+        config: the settings.
+        out: the run's folder.
+        values: what is shown of a record.
+    """
+    shown = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
+    options = {"project": config.project, "name": config.run_name, "config": shown, "values": values}
+    return [Tracker(library, out, **options) for library in dict.fromkeys(config.track or ())]
 
 
 def _cosine(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:

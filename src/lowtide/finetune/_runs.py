@@ -30,6 +30,7 @@ CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
 _FREE = (
     *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
     *("num_microbatches", "offload", "remat", "num_epochs"),
+    *("track", "project", "run_name", "report"),
     *("max_to_keep", "keep_best", "load_best_at_end", "early_stopping_patience", "early_stopping_threshold"),
 )
 """Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
