@@ -404,12 +404,3 @@ def test_a_second_interrupt_ends_what_the_first_waits_for_without_a_traceback(mo
     finally:
         signal.signal(signal.SIGINT, before)
     assert ended == [130]
-
-
-def test_flags_of_other_libraries_are_answered_with_ours(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["finetune", "--lora-r", "8", "--no-such-thing", "--per_device_train_batch_size=4"])
-    said = capsys.readouterr().err
-    assert stop.value.code == 2 and "--lora-r 8 --no-such-thing" in said
-    assert "hint: what other libraries call --lora-r is rank here" in said
-    assert "hint: what other libraries call --per_device_train_batch_size is batch_size here" in said

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._config import FinetuneConfig, config_to_toml
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
+from ._page import keep_for_report, write_report
 from ._recipe import learning_rate, trackers, watchers, with_steps
 from ._runs import (
     ADAPTER,
@@ -282,6 +283,39 @@ class Finetune:
         """Write `memory.json`, also again with what was compared; the first process does so."""
         if self._processes.is_first:
             write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
+
+    def tables(self) -> dict[str, list[tuple[str, str]]]:
+        """Tables of the run's page beside its settings, rows of name and text by title."""
+        data = self.data
+        counts = {
+            "documents": data.num_documents,
+            "tokens to train on": data.num_train_tokens,
+            "tokens held out": data.num_held_out_tokens,
+        }
+        return {"Data": [(name, f"{count:,}") for name, count in counts.items()]}
+
+    def write_report(
+        self, table: MemoryTable, samples: Mapping[str, tuple[str, str]] | None = None, *, timeline: bool = False
+    ) -> Path | None:
+        """Write the run's page as far as the run has come, where the settings ask for one.
+
+        Args:
+            table: the result of `memory`.
+            samples: texts by title, prompt and continuation.
+            timeline: compile the step once more, so that what is alive when has its place in the program; several
+                processes do not.
+
+        Returns:
+            The page; None without `report`, or in another than the first process.
+
+        Memory:
+            None on a device. The compiler's own memory stays with the process, so a run has its timeline at the end.
+        """
+        if not (self.config.report and self._processes.is_first):
+            return None
+        ours = self.memory("here").ours if timeline and self._processes.count == 1 else table.ours
+        keep_for_report(self.out, ours, self.tables(), samples or {})
+        return write_report(self.out)
 
     def eval_losses(self) -> list[tuple[int, float]]:
         """Held-out losses so far: step and mean nats per token."""

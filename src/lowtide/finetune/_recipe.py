@@ -94,8 +94,10 @@ def trackers(config: FinetuneConfig, out: Path, values: Callable[[Record], Mappi
         values: what is shown of a record.
     """
     shown = {name: value for name, value in dataclasses.asdict(config).items() if value is not None}
-    options = {"project": config.project, "name": config.run_name, "config": shown, "values": values}
-    return [Tracker(library, out, **options) for library in dict.fromkeys(config.track or ())]
+    return [
+        Tracker(library, out, project=config.project, name=config.run_name, config=shown, values=values)
+        for library in dict.fromkeys(config.track or ())
+    ]
 
 
 def _cosine(config: FinetuneConfig, peak: float, warmup: int, num_steps: int) -> optax.Schedule:

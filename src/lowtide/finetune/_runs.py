@@ -6,6 +6,7 @@ checkpoints/    trainable state only
 adapter/        the adapter in PEFT's format, or
 model/          the model, when all of it was tuned
 memory.json     where the bytes went
+report.html     with `report` one page of all of it, and in report.json and memory-report.json what only that needs
 """
 
 from __future__ import annotations
