@@ -74,7 +74,8 @@ class Finetune:
         ModelFileError: for an unusable model directory.
         DataError: for unusable data.
         SelectionError: when ``config.targets`` matches no module.
-        ConfigError: when a resumed run's data changed, processes differ, or `sharding` meets ``full`` or ``offload``.
+        ConfigError: when a resumed run's data changed, processes differ, `sharding` meets ``full`` or ``offload``, or
+            a tracker is not installed.
         StructureError: when a checkpoint does not fit.
     """
 

@@ -34,13 +34,14 @@ def keep_for_report(
         out: the run's folder.
         memory: the report of its step.
         tables: rows of name and text by title.
-        samples: prompt and continuation by title.
+        samples: prompt and continuation by title; those that a run of before has left stay beside them.
 
     Raises:
         OutputError: when it cannot be written.
     """
     memory.to_json(out / REPORT)
-    write_files(out, {PARTS: (json.dumps({"tables": tables, "samples": samples}, indent=2) + "\n").encode()})
+    parts = {"tables": tables, "samples": {**dict(_texts(_parts(out / PARTS, []).get("samples"))), **samples}}
+    write_files(out, {PARTS: (json.dumps(parts, indent=2) + "\n").encode()})
 
 
 def write_report(out: str | Path) -> Path:
