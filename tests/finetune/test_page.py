@@ -42,6 +42,12 @@ def test_a_resumed_run_keeps_the_sample_of_before(tmp_path):
     assert parts == {"tables": {}, "samples": {"before": ["a", "b"], "after": ["a", "c"]}}
 
 
+def test_a_step_that_took_no_time_does_not_flatten_the_others(out):
+    with (out / METRICS).open("a") as file:
+        file.write("\n" + json.dumps({"step": 3, "loss": 4.0, "seconds": 1e-6}) + "\n")
+    assert "Tokens per second, cut at 512" in write_report(out).read_text()
+
+
 def test_a_run_that_has_done_nothing_has_a_page(tmp_path):
     write_config(tmp_path, FinetuneConfig(num_epochs=2))
     assert "0 steps done" in write_report(tmp_path).read_text()

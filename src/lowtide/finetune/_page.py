@@ -88,13 +88,23 @@ def _charts(config: FinetuneConfig, records: Sequence[Record]) -> list[Chart]:
     def curve(name: str) -> list[tuple[float, float | None]]:
         return [(record["step"], _value(record, name)) for record in records if name in record]
 
-    speed = [(step, tokens / seconds if seconds else None) for step, seconds in curve("seconds")]
+    speed, cut = _without_peaks([(step, tokens / seconds if seconds else None) for step, seconds in curve("seconds")])
     return [
         Chart(title="Loss, nats per token", curves={"training": curve("loss"), "held out": curve("eval_loss")}),
         Chart(title="Learning rate", curves={"learning rate": curve("learning_rate")}),
         Chart(title="Norm of the gradients, before clipping", curves={"norm": curve("grad_norm")}),
-        Chart(title="Tokens per second", curves={"tokens per second": speed}),
+        Chart(title=f"Tokens per second{cut}", curves={"tokens per second": speed}),
     ]
+
+
+def _without_peaks(points: list[tuple[float, float | None]]) -> tuple[list[tuple[float, float | None]], str]:
+    """Cut what is far above the rest, such as a step that was waited for elsewhere, and say so."""
+    known = [value for _, value in points if value is not None]
+    limit = 4 * statistics.median(known) if known else math.inf
+    if max(known, default=0) <= limit:
+        return points, ""
+    drawn = [(step, None if value is None else min(value, limit)) for step, value in points]
+    return drawn, f", cut at {limit:,.0f}"
 
 
 def _facts(

@@ -203,7 +203,7 @@ def _timeline(report: ReportFacts, where: Space) -> str:
     top = y[-1] * unit[0]
     at = np.linspace(0, 100, len(drawn)) if len(drawn) > 1 else np.array([0.0, 100.0])
     drawn = drawn if len(drawn) > 1 else np.repeat(drawn, 2)
-    base, shapes, look = np.zeros(len(drawn)), "", styles(roles)
+    base, shapes, look = np.zeros(len(drawn)), "", styles(role_order(report))
     for role in roles:
         upper = base + series[role][drawn]
         edge = [*zip(at, 100 - upper / top * 100, strict=True)]
