@@ -23,6 +23,7 @@ from .. import offload
 from ..core import LayerStack, Tree, memory_space
 from ..models import Decoder
 from ._config import FinetuneConfig
+from ._recipe import adamw
 
 _INPUT = "block_input"
 
@@ -59,7 +60,8 @@ def inputs_place(config: FinetuneConfig) -> str:
 
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """AdamW with clipping, its moments where the configuration says."""
-    tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), _adamw(config, schedule))
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    tx = optax.chain(clip, adamw(config, schedule))
     return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
 
 
@@ -70,10 +72,10 @@ def full_step(
     mode: Any = config.clip_mode
     return offload.layerwise_step(
         stack,
-        _adamw(config, schedule),
+        adamw(config, schedule),
         wrt=is_weight,
         place=places(config),
-        clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode),
+        clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,
         num_microbatches=config.num_microbatches,
         weight=weight,
     )
@@ -124,10 +126,6 @@ def _offloading(stack: LayerStack) -> LayerStack:
         return stack.block(layer, checkpoint_name(h, _INPUT), batch)
 
     return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
-
-
-def _adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(schedule, weight_decay=config.weight_decay)
 
 
 def _on_host(tree: Tree) -> bool:

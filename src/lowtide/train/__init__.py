@@ -24,6 +24,7 @@ from ._preview import analyze_step as analyze_step
 from ._run import FitOptions as FitOptions
 from ._run import Run as Run
 from ._step import TrainState as TrainState
+from ._trackers import Tracker as Tracker
 from ._trainer import Trainer as Trainer
 from ._weights import example_weights as example_weights
 
@@ -42,6 +43,7 @@ __all__ = [
     "Scalars",
     "ShardingRules",
     "TensorBoard",
+    "Tracker",
     "TrainState",
     "TrainerView",
     "Trainer",
