@@ -36,6 +36,11 @@ def flat(state: Tree) -> dict[str, Any]:
     return {name: leaf for name, leaf in found.items() if leaf.size}
 
 
+def largest_leaf(state: Tree) -> int:
+    """Return the bytes of the largest leaf, over all devices."""
+    return max((leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), default=0)
+
+
 def unflat(values: dict[str, Any], like: Tree) -> Tree:
     """Return the state of a dictionary that `flat` makes of one with this structure; the dictionary is empty then."""
 
