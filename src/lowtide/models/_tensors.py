@@ -157,7 +157,7 @@ def _read_part(
     for at in itertools.product(*(range(size) for size in sizes[:stack])):
         layer = [axis.start + i for axis, i in zip(index[:stack], at, strict=True)]
         source = sources[int(np.ravel_multi_index(layer, shape[:stack])) if stack else 0]
-        for cut in pieces(sizes[stack:], dtype.itemsize):
+        for cut in pieces(sizes[stack:], max(dtype.itemsize, jnp.dtype(DTYPES[source.dtype]).itemsize)):
             inside = tuple(
                 slice(axis.start + own.start, axis.start + own.stop)
                 for axis, own in zip(index[stack:], cut, strict=True)

@@ -35,7 +35,17 @@ from ._events import level_of_user
 from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
 from ._signals import undisturbed
-from ._stored import Rearrangement, check_base, check_leaves, check_random, flat, largest_leaf, unflat, warn_of_random
+from ._stored import (
+    IN_FLIGHT_BYTES,
+    Rearrangement,
+    check_base,
+    check_leaves,
+    check_random,
+    flat,
+    largest_leaf,
+    unflat,
+    warn_of_random,
+)
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 # What fails in its threads and tasks is raised, and not worth the traceback of each that was still under way.
@@ -60,8 +70,6 @@ _NEW, _OLD = ".new-", ".old-"
 """How the names begin of a checkpoint that takes the place of another one, and of what is deleted."""
 _DELETED = f"{_OLD}checkpoints"
 """The folder that Orbax moves checkpoints to that are too old."""
-IN_FLIGHT_BYTES = 256 * 1024**2
-"""Bytes of leaves that Orbax may read or write at once, beside the largest leaf."""
 _VERIFY_SECONDS = 24 * 3600
 """How long processes wait for one another: who reads files needs as long as that takes, and who died is heard of."""
 
