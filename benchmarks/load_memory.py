@@ -3,10 +3,10 @@
     python benchmarks/load_memory.py [--gigabytes 8] [--json FILE]
 
 A directory of random bfloat16 weights in shards is written to a temporary folder (`--folder`), which is deleted at the
-end. Each operation runs in a process of its own on the CPU, so that the placed arrays are host memory, too: `extra` is
-the peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it
-returns. Pages of files, which the system caches, are not anonymous. A state is the model's weights, as one that trains
-all of them has three times.
+end. Each operation runs in a process of its own on the CPU, so that the placed arrays are host memory, too: `extra` is the
+peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it returns.
+Pages of files, which the system caches, are not anonymous. The state of a checkpoint is the model's weights: one that
+trains all of them has as many bytes in leaves of the same sizes two or three times.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from _common import MIB, ROOT, header, write
@@ -33,8 +34,9 @@ from rich.console import Console
 from rich.table import Table
 
 import lowtide as lt
+from lowtide.core import map_with_paths
 from lowtide.models import host_bytes
-from lowtide.train import checkpoint_bytes
+from lowtide.train import Checkpoints, checkpoint_bytes
 
 OPERATIONS = ("load", "save", "checkpoint", "restore")
 
@@ -68,12 +70,12 @@ class Peak:
             self.most = max(self.most, anonymous())
 
 
-def make(folder: Path, gigabytes: float) -> None:
-    """Write a model directory of about this size, whose layers are one random layer again and again."""
-    hidden, layers = 4096, max(1, round(gigabytes * 1e9 / (4 * 4096 * 4096 + 3 * 4096 * 11008) / 2))
+def shapes_of(gigabytes: float) -> Any:
+    """Shapes of a model of about this size."""
+    layers = max(1, round(gigabytes * 1e9 / (4 * 4096 * 4096 + 3 * 4096 * 11008) / 2))
     config = lt.models.LlamaConfig(
         vocab_size=32000,
-        hidden_size=hidden,
+        hidden_size=4096,
         intermediate_size=11008,
         num_layers=layers,
         num_heads=32,
@@ -81,61 +83,57 @@ def make(folder: Path, gigabytes: float) -> None:
         head_dim=128,
         tie_embeddings=True,
     )
-    shapes = jax.eval_shape(lambda: lt.models.init(config, key=jax.random.key(0), dtype="bfloat16"))
+    return jax.eval_shape(lambda: lt.models.init(config, key=jax.random.key(0), dtype="bfloat16"))
+
+
+def random_model(shapes: Any) -> Any:
+    """Make weights on the host that hardly compress: of a stack one random layer again and again."""
     random = np.random.default_rng(0)
 
-    def leaf(shape: jax.ShapeDtypeStruct) -> np.ndarray:
-        one = shape.shape[1:] if len(shape.shape) > 1 and shape.shape[0] == layers else shape.shape
-        bits = random.integers(0, 2**14, one, np.uint16)  # finite numbers, which hardly compress
+    def leaf(path: str, shape: Any) -> np.ndarray:
+        bits = random.integers(0, 2**14, shape.shape[path.startswith("layers") :], np.uint16)  # finite numbers
         return np.broadcast_to(bits.view(ml_dtypes.bfloat16), shape.shape)
 
-    lt.models.save(jax.tree.map(leaf, shapes), folder, max_shard_bytes=2 * 10**9)
+    return map_with_paths(leaf, shapes)
 
 
-def measure(operation: str, folder: Path) -> dict[str, Any]:
+def measure(operation: str, folder: Path, gigabytes: float) -> dict[str, Any]:
     """Do one operation in this process."""
-    model: Any = None
-    if operation != "load":
-        model = jax.block_until_ready(lt.models.load(folder / "model"))
-    state = {} if model is None else {"model": model}
+    model: Any = shapes_of(gigabytes)
+    if operation in ("save", "checkpoint"):
+        model = jax.tree.map(lambda leaf: jax.block_until_ready(jnp.array(leaf)), random_model(model))
     with Peak() as peak:
         if operation == "load":
-            model = jax.block_until_ready(lt.models.load(folder / "model"))
+            model = lt.models.load(folder / "model")
         elif operation == "save":
             lt.models.save(model, folder / "saved", max_shard_bytes=2 * 10**9)
         else:
-            state = _checkpoint(operation, folder, state)
-    arrays = jax.tree.leaves(model if operation == "load" else state)
+            model = _checkpoint(operation, folder, model)
+        jax.block_until_ready(model)
+    arrays = jax.tree.leaves(model)
     size = sum(leaf.nbytes for leaf in arrays)
-    placed = size if operation == "load" else 0
-    if operation in ("load", "save"):
-        predicted = host_bytes(model)
-        bound = predicted.loading if operation == "load" else predicted.saving
-    else:
-        predicted = checkpoint_bytes(state)
-        bound = predicted.saving if operation == "checkpoint" else predicted.restoring
+    files, copies = host_bytes(model), checkpoint_bytes({"model": model})
+    predicted = dict(zip(OPERATIONS, (files.loading, files.saving, copies.saving, copies.restoring), strict=True))
     return {
         "operation": operation,
         "bytes": size,
         "largest_leaf_bytes": max(leaf.nbytes for leaf in arrays),
-        "extra_bytes": peak.extra - placed,
-        "predicted_bytes": bound,
+        "extra_bytes": peak.extra - (size if operation in ("load", "restore") else 0),
+        "predicted_bytes": predicted[operation],
         "seconds": peak.seconds,
     }
 
 
-def _checkpoint(operation: str, folder: Path, state: Any) -> Any:
-    from lowtide.train._checkpoint import Checkpoints
-    from lowtide.train._stored import largest_leaf
-
-    checkpoints = Checkpoints(folder / "checkpoints", largest_bytes=largest_leaf(state))
+def _checkpoint(operation: str, folder: Path, model: Any) -> Any:
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+    checkpoints = Checkpoints(folder / "checkpoints", largest_bytes=largest)
     if operation == "checkpoint":
-        checkpoints.save(1, state, {})
+        checkpoints.save(1, {"model": model}, {})
         checkpoints.wait()
-        return state
-    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
-    jax.tree.map(lambda leaf: leaf.delete(), state)  # as a trainer gives up its own state
-    return checkpoints.restore(1, like)
+        return model
+    place = jnp.zeros(()).sharding
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), model)
+    return checkpoints.restore(1, {"model": like})["model"]
 
 
 def main() -> None:
@@ -147,9 +145,10 @@ def main() -> None:
     parser.add_argument("--operation", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.operation == "make":
-        return make(parsed.folder / "model", parsed.gigabytes)
+        weights = random_model(shapes_of(parsed.gigabytes))
+        return lt.models.save(weights, parsed.folder / "model", max_shard_bytes=2 * 10**9)
     if parsed.operation is not None:
-        print(json.dumps(measure(parsed.operation, parsed.folder)))
+        print(json.dumps(measure(parsed.operation, parsed.folder, parsed.gigabytes)))
         return None
     with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
         rows = [row for row in (_child(one, Path(name), parsed.gigabytes) for one in ("make", *OPERATIONS)) if row]

@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from lowtide.core import ModelFileError
 from lowtide.models import _tensors
 from lowtide.models._tensors import open_tensors, read_leaf
 
@@ -66,3 +68,35 @@ def test_no_piece_is_larger_than_promised(stacked, monkeypatch):
         read_leaf([tensors[name] for name in names], values.shape, jnp.float32, None)
     assert max(sizes) <= 40
     assert sum(sizes) == values.nbytes
+
+
+def _file(entries, content=b"\0" * 16, length=None):
+    text = json.dumps(entries).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + content
+
+
+GOOD = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+BAD = {
+    "an end behind the file's": _file({"a": {**GOOD, "data_offsets": [0, 2**50], "shape": [2**24, 2**24]}}),
+    "fewer bytes than the shape": _file({"a": {**GOOD, "shape": [2, 3]}}),
+    "a shape that overflows": _file({"a": {**GOOD, "shape": [2**62, 2**62]}}),
+    "a negative size": _file({"a": {**GOOD, "shape": [-2, -2]}}),
+    "two in one place": _file({"a": GOOD, "b": GOOD}),
+    "a gap": _file({"a": {**GOOD, "shape": [2], "data_offsets": [8, 16]}}),
+    "bytes of nobody": _file({"a": {**GOOD, "shape": [2], "data_offsets": [0, 8]}}),
+    "an end before its start": _file({"a": {**GOOD, "data_offsets": [16, 0]}}),
+    "an unknown dtype": _file({"a": {**GOOD, "dtype": "F33"}}),
+    "a header as long as a disk": _file({"a": GOOD}, length=2**60),
+    "a header of 99 MB that is not there": _file({"a": GOOD}, length=99 * 10**6),
+    "no JSON": (8).to_bytes(8, "little") + b"abcdefgh",
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD)
+def test_sizes_that_disagree_are_found_in_the_header(tmp_path, content):
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with (
+        pytest.raises(ModelFileError, match="a.safetensors: not a complete safetensors file"),
+        open_tensors([tmp_path / "a.safetensors"]),
+    ):
+        pass

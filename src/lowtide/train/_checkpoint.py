@@ -128,7 +128,7 @@ class Checkpoints:
     def _state_handler(self, limit: str, largest_bytes: int | None) -> Any:
         """Make Orbax's reader and writer of states, of which this many bytes and `IN_FLIGHT_BYTES` are under way."""
         # Orbax refuses a leaf that is not below the limit, so it is never the limit alone.
-        limits = {} if largest_bytes is None else {limit: (largest_bytes + IN_FLIGHT_BYTES) / 10**9}
+        limits: dict[str, Any] = {} if largest_bytes is None else {limit: (largest_bytes + IN_FLIGHT_BYTES) / 10**9}
         return self._ocp.StandardCheckpointHandler(**limits)
 
     def latest_step(self) -> int | None:
