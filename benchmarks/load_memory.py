@@ -3,7 +3,7 @@
     python benchmarks/load_memory.py [--gigabytes 8] [--json FILE]
 
 A directory of random bfloat16 weights in shards is written to a temporary folder (`--folder`), which is deleted at the
-end. Each operation runs in a process of its own on the CPU, so that the placed arrays are host memory, too: `extra` is the
+end. Each operation runs in a process of its own on the CPU: placed arrays are host memory there, too. `extra` is the
 peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it returns.
 Pages of files, which the system caches, are not anonymous. The state of a checkpoint is the model's weights: one that
 trains all of them has as many bytes in leaves of the same sizes two or three times.
