@@ -221,6 +221,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"
         + _on_the_host(table.ours),
+        "host": _beside(base, job.trainer.state),
         "out": str(job.out),
     }
     for name, text in rows.items():
@@ -290,6 +291,17 @@ def _shortages(config: Any, report: Any, *, is_shared: bool = False) -> list[str
             " a device; leave out a word of --offload, or take a machine with more memory"
         )
     return found
+
+
+def _beside(base: Any, state: Any) -> str:
+    """Say what reading and writing take of the host's memory."""
+    from .. import models, train
+
+    model, copies = models.host_bytes(base), train.checkpoint_bytes(state)
+    return (
+        f"at most {format_bytes(model.loading)} to load, beside the model; beside the state "
+        f"{format_bytes(copies.saving)} for a checkpoint, {format_bytes(copies.restoring)} to restore one"
+    )
 
 
 def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None]) -> None:

@@ -14,17 +14,21 @@ from ._files import load as load
 from ._files import load_config as load_config
 from ._files import save as save
 from ._generate import generate as generate
+from ._host_bytes import HostBytes as HostBytes
+from ._host_bytes import host_bytes as host_bytes
 from ._tokenizer import load_tokenizer as load_tokenizer
 
 __all__ = [
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "HostBytes",
     "Llama",
     "LlamaConfig",
     "RopeScaling",
     "base_path",
     "generate",
+    "host_bytes",
     "init",
     "load",
     "load_config",
