@@ -349,6 +349,7 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
         "decay_fraction": {"schedule": "warmup_stable_decay"},
         "early_stopping_threshold": {"early_stopping_patience": 1},
     }
+    words |= {"columns": "prompt=q,completion=a", "loss_on": "all", "packing": "best-fit", "too_long": "split"}
     value = words.get(field.name) or sample.get(kind) or ("0.5" if "rate" in field.name else "2")
     parser = argparse.ArgumentParser()
     register(parser)

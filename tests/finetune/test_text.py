@@ -141,7 +141,7 @@ _ROW = {"prompt": "why?", "completion": "so."}
 def test_what_is_no_text_is_refused_by_what_it_is(tmp_path, name, content, what, fields):
     path = tmp_path / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(DataError, match=rf"{name}: {what}(.|\n)*not read yet(.|\n)*hint:") as caught:
+    with pytest.raises(DataError, match=rf"{name}: {what}(.|\n)*not read as plain text(.|\n)*hint:") as caught:
         read_documents(path)
     assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
 
@@ -158,7 +158,7 @@ def test_a_folder_of_records_is_refused_by_what_it_holds(tmp_path, files, fields
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=r"a folder of records, which --data does not read yet(.|\n)*hint:") as caught:
+    with pytest.raises(DataError, match=r"a folder of records, which is not read as plain text(.|\n)*hint:") as caught:
         read_documents(tmp_path)
     assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
 

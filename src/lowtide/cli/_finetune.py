@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError, LowtideError, format_bytes
-from . import _config_flags, _distributed
+from . import _config_flags, _data_report, _distributed
 
 _CLIPPED = {
     "exact": "clipped by the exact norm of all gradients",
@@ -211,6 +211,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         f"computing in {base.compute_dtype}",
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
+        **_data_report.described(data.report, config),
         **_how(config, table),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
@@ -227,6 +228,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     for name, text in rows.items():
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
+    _data_report.print_examples(console, data.report)
     if config.seq_len > base.config.max_position_embeddings:
         console.print(
             f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "

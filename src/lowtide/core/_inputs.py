@@ -174,6 +174,8 @@ def validate(schema: type[Schema], raw: Any, where: str, *, hint: str) -> Schema
         others = sorted({_entry(raw, each["loc"]) for each in found[:9] if each not in tried})
         remedy = f"also look at {shortened(', '.join(others))}; {hint}" if others else hint
         if first["type"] == "missing":
+            *above, last = first["loc"]  # which is in no entry
+            name = f"{_entry(raw, tuple(above))}.{last}" if above else str(last)
             raise ModelFileError(f"{where}: {name} is missing", hint=remedy) from error
         expected = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a JSON object", first["msg"])
         raise ModelFileError(

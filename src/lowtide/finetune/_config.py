@@ -20,6 +20,7 @@ import tomli_w
 
 from ..core import ConfigError
 from ._foreign import setting_of
+from .data._words import LOSS_ON, PACKINGS, TOO_LONG
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OFFLOADS = ("activations", "optimizer", "parameters")
@@ -49,6 +50,9 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("project", "run_name"), lambda name: bool(name.strip()), "a name"),
     (("schedule",), lambda word: word in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+    (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
+    (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
+    (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
     (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
 )
 """Of fields whose type allows more than makes sense, which values do, and how a message says it."""
@@ -61,7 +65,22 @@ class FinetuneConfig:
     model: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     """A Hugging Face directory of a model; by default the model embedded in Lowtide."""
     data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
-    """A text file, a folder of text or source, or JSONL with ``text``; by default Python's language reference."""
+    """A text file, a folder of text or source; records in JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or
+    one that Hugging Face datasets saved; by default Python's language reference."""
+    eval_data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
+    """Data to evaluate, in place of a part of `data`."""
+    columns: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
+    """Which columns of the records stand for which fields: words such as messages=chat or prompt=question; other
+    columns are not looked at then."""
+    chat_template: str | None = dataclasses.field(default=None, metadata={"metavar": "FILE"})
+    """A file with a chat template in Jinja, in place of the model's."""
+    loss_on: str = "completion"
+    """What of records is learned: completion (the assistant's turns, completions and outputs) or all."""
+    packing: str = "auto"
+    """How documents become rows: best-fit (whole documents, several a row, which do not see each other), none (one a
+    row), contiguous (windows over one stream of text), or auto: contiguous for plain text, best-fit for records."""
+    too_long: str = "cut"
+    """What becomes of documents longer than a row, where packing is best-fit or none: cut, split or drop."""
     full: bool = False
     """Whether to tune all parameters, each layer updated inside the backward pass, instead of adapters."""
     offload: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
@@ -155,7 +174,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
             _check_type(field, getattr(self, field), kind)
-        for field in ("model", "data"):
+        for field in ("model", "data", "eval_data", "chat_template"):
             if getattr(self, field) == "":
                 raise ConfigError(
                     f"{field} is empty",
@@ -173,6 +192,10 @@ class FinetuneConfig:
             for word in getattr(self, field) or ():
                 _check_word(field, word, known)
         _check_combination(self)
+        if self.columns is not None:
+            from .data import parse_columns
+
+            parse_columns(self.columns)
 
 
 def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:

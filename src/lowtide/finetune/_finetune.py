@@ -39,6 +39,7 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._config import FinetuneConfig, config_to_toml
+from ._data import load_data
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, loss, optimizer
 from ._page import keep_for_report, write_report
 from ._recipe import learning_rate, trackers, watchers, with_steps
@@ -55,7 +56,7 @@ from ._runs import (
     write_config,
 )
 from ._table import MemoryTable
-from ._text import IGNORE, TextData, read_documents, text_data
+from ._text import IGNORE
 
 _WRT = "**/lora_*"
 _PROMPT_TOKENS = 24
@@ -99,7 +100,9 @@ class Finetune:
         self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
-        self.data = _data(config, self.base, self.tokenizer, on_tokenise)
+        end = self.base.config.eos_token_id
+        end = end[0] if isinstance(end, tuple) else end
+        self.data = load_data(config, self.directory, self.tokenizer, end_token=end, on_progress=on_tokenise)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
         model = self.base
@@ -408,25 +411,6 @@ def _layerwise_bytes(trainable: Tree) -> int:
     layer = tree_bytes(layers) // num_layers(layers)
     largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)
     return max(layer, largest) if "lm_head" in outer else layer + tree_bytes(outer["embed"])
-
-
-def _data(
-    config: FinetuneConfig,
-    base: models.Decoder,
-    tokenizer: Tokenizer,
-    on_tokenise: Callable[[int, int], None] | None,
-) -> TextData:
-    end = base.config.eos_token_id
-    return text_data(
-        read_documents(config.data),
-        tokenizer,
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        end_token=end[0] if isinstance(end, tuple) else end,
-        held_out_fraction=config.held_out_fraction,
-        on_progress=on_tokenise,
-    )
 
 
 def _num_targets(batch: Tree) -> Any:

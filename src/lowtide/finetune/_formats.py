@@ -75,7 +75,7 @@ def refuse_other_formats(path: Path) -> None:
             got="a pipe" if path.is_fifo() else "a device or a socket",
             hint="a run reads its data again when it is resumed; write the content into a file",
         )
-    head = _head(path)
+    head = read_head(path)
     suffix = path.suffix.lower()
     known = next((kind for start, kind in _BY_HEAD if head.startswith(start)), _UTF16 if _is_utf16(head) else None)
     if known is None and path.suffix != ".jsonl":
@@ -88,7 +88,7 @@ def refuse_other_formats(path: Path) -> None:
         what, hint = known
         fields = first_fields(head, suffix)
         raise DataError(
-            f"{path}: {what}, which --data does not read yet",
+            f"{path}: {what}, which is not read as plain text",
             expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
             got=f"fields {shortened(', '.join(map(str, fields)), 300)}" if fields else None,
             hint=hint,
@@ -112,9 +112,9 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
         return
     first, suffix = records[0], records[0].suffix.lower()
     what, hint = _BY_SUFFIX[suffix]
-    fields = first_fields(_head(first), suffix) if suffix in _TEXTS else []
+    fields = first_fields(read_head(first), suffix) if suffix in _TEXTS else []
     raise DataError(
-        f"{folder}: a folder of records, which --data does not read yet",
+        f"{folder}: a folder of records, which is not read as plain text",
         expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
         got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} such files; "
         f"{first.name} is {what}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
@@ -141,12 +141,18 @@ def first_fields(head: bytes, suffix: str) -> list[str]:
     return [shown(name).strip("'") for name in record] if isinstance(record, dict) else []
 
 
-def _head(path: Path) -> bytes:
+def read_head(path: Path) -> bytes:
+    """Read the beginning of a file; nothing where it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(_HEAD_BYTES)
     except OSError:  # whoever reads all of it says what is wrong
         return b""
+
+
+def is_binary(head: bytes) -> bool:
+    """Whether a file is compressed, a table or a document, by its first bytes, or text in UTF-16."""
+    return head.startswith(tuple(start for start, _ in _BY_HEAD)) or _is_utf16(head)
 
 
 def _first_object(text: str) -> Any:

@@ -28,8 +28,10 @@ from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_conf
 
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
+_PATHS = ("model", "data", "eval_data", "chat_template")
 _FREE = (
-    *("model", "data", "num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
+    *_PATHS,
+    *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
     *("num_microbatches", "offload", "remat", "num_epochs"),
     *("track", "project", "run_name", "report"),
     *("max_to_keep", "keep_best", "load_best_at_end", "early_stopping_patience", "early_stopping_threshold"),
@@ -61,7 +63,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
 
 def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
     # Absolute paths, so that the run can be resumed from another working directory; an empty one is none.
-    named = {name: values[name] for name in ("model", "data") if isinstance(values.get(name), str) and values[name]}
+    named = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
     values = {**values, **{name: str(Path(path).resolve()) for name, path in named.items()}}
     if resume:
         if not _looked_at(out, lambda: (out / CONFIG).is_file()):

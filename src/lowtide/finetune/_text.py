@@ -11,15 +11,18 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ..core import ConfigError, DataError, ModelFileError, shortened, shown
 from ._formats import refuse_folder_of_records, refuse_other_formats
+
+if TYPE_CHECKING:
+    from .data import DataReport
 
 IGNORE = -100
 _ENCODE_AT_ONCE = 256
@@ -30,8 +33,9 @@ class TextData:
     """Tokenised text, ready for `Trainer`."""
 
     train: Any
-    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]."""
-    held_out: list[dict[str, np.ndarray]]
+    """A `grain.MapDataset` of batches by step: ``tokens`` and ``labels``, int32 [B, T]; of records also ``segment_ids``
+    and ``positions``."""
+    held_out: Sequence[dict[str, np.ndarray]]
     """Evaluation batches; rows that fill up the last one have all labels ignored."""
     num_documents: int
     """Documents read."""
@@ -43,6 +47,8 @@ class TextData:
     """Sequences of an epoch; None where the data does not say."""
     digest: str
     """SHA-256 of all tokens in their order, to tell whether a resumed run sees the same data."""
+    report: DataReport | None = None
+    """Of records, what became of them."""
 
 
 def read_documents(path: str | Path | None) -> list[str]:
@@ -109,6 +115,7 @@ def text_data(
     seed: int,
     end_token: int | None = None,
     held_out_fraction: float = 0.1,
+    eval_documents: list[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
     """Tokenise, pack, split and shuffle documents.
@@ -121,6 +128,7 @@ def text_data(
         seed: of the document order and the batch order.
         end_token: appended to each document, if any.
         held_out_fraction: part of the windows kept for evaluation, at least one window.
+        eval_documents: texts to evaluate instead of that part, in windows of their own.
         on_progress: called with documents done and documents in all.
 
     Returns:
@@ -142,17 +150,16 @@ def text_data(
     order = np.random.default_rng(seed).permutation(len(documents))
     stream = _tokenise([documents[i] for i in order], tokenizer, end_token, on_progress)
     window = seq_len + 1
-    count = len(stream) // window
-    if count < 2:
-        raise DataError(
-            f"the data has {len(stream)} tokens, too few for one training and one held-out sequence",
-            expected=f"at least {2 * window} tokens (2 × (seq_len {seq_len} + 1))",
-            got=f"{len(stream)} tokens",
-            hint="give more text or a smaller --seq-len",
-        )
-    windows = stream[: count * window].reshape(count, window)
-    num_held_out = min(count - 1, max(1, round(count * held_out_fraction)))
-    train, held_out = windows[:-num_held_out], windows[-num_held_out:]
+    digest = hashlib.sha256(stream.tobytes())
+    if eval_documents is None:
+        windows = _windows(stream, window, "one training and one held-out sequence", 2)
+        num_held_out = min(len(windows) - 1, max(1, round(len(windows) * held_out_fraction)))
+        train, held_out = windows[:-num_held_out], windows[-num_held_out:]
+    else:
+        evaluated = _tokenise(eval_documents, tokenizer, end_token, on_progress)
+        train = _windows(stream, window, "one training sequence", 1)
+        held_out = _windows(evaluated, window, "one evaluation sequence", 1)
+        digest.update(evaluated.tobytes())
     dataset = grain.MapDataset.source(train).seed(seed).shuffle().repeat().batch(batch_size).map(_next_token)  # pyright: ignore
     return TextData(
         train=dataset,
@@ -164,8 +171,20 @@ def text_data(
         num_train_tokens=train.size,
         num_held_out_tokens=held_out.size,
         num_train_sequences=len(train),
-        digest=hashlib.sha256(stream.tobytes()).hexdigest(),
+        digest=digest.hexdigest(),
     )
+
+
+def _windows(stream: np.ndarray, window: int, what: str, least: int) -> np.ndarray:
+    count = len(stream) // window
+    if count < least:
+        raise DataError(
+            f"the data has {len(stream)} tokens, too few for {what}",
+            expected=f"at least {least * window} tokens ({least} × (seq_len {window - 1} + 1))",
+            got=f"{len(stream)} tokens",
+            hint="give more text or a smaller --seq-len",
+        )
+    return stream[: count * window].reshape(count, window)
 
 
 def _tokenise(

@@ -1,0 +1,57 @@
+"""What `lowtide finetune` prints of records before it trains: what became of them, and what the model will see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+_MOST_CHARACTERS = 1200
+
+
+def described(report: Any, config: Any) -> dict[str, str]:
+    """Write the lines of the plan about records; none for plain text.
+
+    Args:
+        report: a `lowtide.finetune.data.DataReport`, or None.
+        config: of the run.
+    """
+    if report is None:
+        return {}
+    dropped = {
+        "blank": report.num_blank,
+        "too long": report.num_dropped,
+        "without a token to learn": report.num_without_loss,
+    }
+    left_out = ", ".join(f"{count:,} {why}" for why, count in dropped.items() if count)
+    verb = "split" if config.too_long == "split" else "cut"
+    lost = f", {report.num_lost_tokens:,} tokens lost" if report.num_lost_tokens else ""
+    how = f", rendered by {report.template}" if report.template else ""
+    return {
+        "records": f"{report.num_documents:,} of the kind {report.kind}{how}, {report.num_tokens:,} tokens",
+        "left out": f"{left_out or 'none'}; {report.num_cut:,} {verb} at {config.seq_len} tokens{lost}",
+        "rows": f"{report.num_rows:,} to train on, {report.utilisation:.1%} full, {report.loss_share:.1%} of "
+        "their tokens learned",
+    }
+
+
+def print_examples(console: Console, report: Any) -> None:
+    """Print the first records as the model sees them: dim what is only read, bright what is learned.
+
+    Args:
+        console: to print to.
+        report: a `lowtide.finetune.data.DataReport`, or None.
+    """
+    if report is None:
+        return
+    for number, parts in enumerate(report.examples, 1):
+        console.rule(f"record {number} (dim: read, not learned)", align="left")
+        text = Text()
+        for part, is_learned in parts:
+            text.append(part, style="" if is_learned else "dim")
+        if len(text) > _MOST_CHARACTERS:
+            text.truncate(_MOST_CHARACTERS)
+            text.append("…", style="dim")
+        console.print(text, soft_wrap=True)
+    console.rule()

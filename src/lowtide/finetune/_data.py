@@ -1,0 +1,133 @@
+"""What a run trains on: plain text in windows, or records packed into rows, as the configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from ..core import DataError
+from ._config import FinetuneConfig
+from ._formats import first_fields, is_binary, read_head
+from ._text import TextData, read_documents, text_data
+
+_RECORDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+
+
+def load_data(
+    config: FinetuneConfig,
+    directory: Path,
+    tokenizer: Tokenizer,
+    *,
+    end_token: int | None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> TextData:
+    """Read, tokenise and pack the data of a run.
+
+    Args:
+        config: of which the settings of data are used.
+        directory: of the model, for its chat template.
+        tokenizer: the model's.
+        end_token: put after documents and completions.
+        on_progress: called with documents done and in all.
+
+    Returns:
+        The batches; of records with a report.
+
+    Raises:
+        DataError: for unusable data.
+        ModelFileError: for an unusable tokenizer or chat template.
+
+    Memory:
+        On the host all tokens of plain text; of records what `lowtide.finetune.data.record_data` says.
+    """
+    options: dict[str, Any] = {
+        "seq_len": config.seq_len,
+        "batch_size": config.batch_size,
+        "seed": config.seed,
+        "end_token": end_token,
+        "held_out_fraction": config.held_out_fraction,
+        "on_progress": on_progress,
+    }
+    is_plain = not is_read_as_records(config.data, config.columns)
+    if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
+        documents = _texts(config.data, config.columns)
+        evaluated = None if config.eval_data is None else _texts(config.eval_data, config.columns)
+        return text_data(documents, tokenizer, eval_documents=evaluated, **options)
+    from .data import load_chat_template, record_data
+
+    made = record_data(
+        read_documents(config.data) if is_plain else Path(config.data or ""),
+        tokenizer,
+        load_chat_template(directory, config.chat_template),
+        eval_source=_source(config.eval_data, config.columns),
+        columns=config.columns,
+        loss_on=config.loss_on,
+        packing="best-fit" if config.packing == "auto" else config.packing,
+        too_long=config.too_long,
+        **options,
+    )
+    return TextData(
+        train=made.train,
+        held_out=made.held_out,
+        num_documents=made.report.num_documents,
+        num_train_tokens=made.num_train_tokens,
+        num_held_out_tokens=made.num_held_out_tokens,
+        num_train_sequences=made.report.num_rows,
+        digest=made.digest,
+        report=made.report,
+    )
+
+
+def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> bool:
+    """Whether data is records; JSON lines with ``text``, and no fields of another kind, are plain text.
+
+    Args:
+        data: a path, as the configuration has it.
+        columns: of the configuration; who names columns has records.
+    """
+    if not data:
+        return False
+    from .data import is_records
+
+    path = Path(data)
+    if not is_records(path):
+        return False
+    if path.is_dir() or path.suffix.lower() == ".parquet":
+        return True
+    head = read_head(path)
+    if is_binary(head):
+        return False  # who reads text says what it is
+    if path.suffix != ".jsonl" or columns:
+        return True
+    fields = set(first_fields(head, ".jsonl"))
+    return "text" not in fields or any(kind <= fields for kind in _RECORDS)
+
+
+def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | list[str] | None:
+    if data is None:
+        return None
+    return Path(data) if is_read_as_records(data, columns) else read_documents(data)
+
+
+def _texts(data: str | None, columns: tuple[str, ...] | None) -> list[str]:
+    """Read documents for contiguous windows, which records with a prompt cannot be in."""
+    if not is_read_as_records(data, columns):
+        return read_documents(data)
+    from .data import parse_columns, read_records
+
+    texts: list[str] = []
+    for example in read_records(Path(data or ""), parse_columns(columns)):
+        if example is not None and example.kind != "text":
+            raise DataError(
+                f"{example.where}: contiguous windows are for plain text",
+                expected="records with text",
+                got=f"records of the kind {example.kind}",
+                hint="leave packing out, or take best-fit or none",
+            )
+        texts += [] if example is None else [example.text]
+    if not texts:
+        raise DataError(f"{data}: no text in it", expected="at least one record that is not blank", hint="check --data")
+    return texts

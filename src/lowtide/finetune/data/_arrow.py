@@ -1,0 +1,148 @@
+"""Tables: Parquet, and the Arrow files of Hugging Face's ``Dataset.save_to_disk``, with pyarrow alone.
+
+Nothing is unpickled: `state.json` and `dataset_dict.json` are JSON, the shards are Arrow streams. Shards are
+memory-mapped, and every batch of rows is validated before its values are looked at, since offsets in a damaged file
+would lead anywhere.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ...core import ConfigError, DataError, ModelFileError, input_file, parse_json, read_input, shortened, shown
+
+_ROWS = 1024
+_MOST_STATE_BYTES = 16 * 1024**2
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+def read_parquet(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Stream a Parquet file by row groups, some rows at a time.
+
+    Raises:
+        DataError: for a damaged file.
+        ConfigError: without pyarrow.
+    """
+    _pyarrow(path)
+    import pyarrow.parquet as parquet
+
+    with _damaged(path), parquet.ParquetFile(path, memory_map=True) as file:
+        yield from _rows(file.iter_batches(batch_size=_ROWS), path, 0)
+
+
+def saved_split(folder: Path) -> Path | None:
+    """Find the folder of one split in what ``save_to_disk`` wrote; None for another kind of folder.
+
+    Args:
+        folder: of a `Dataset`, or of a `DatasetDict`, of which the split ``train`` is taken, or the only one.
+
+    Raises:
+        DataError: when there are several splits and none is ``train``.
+    """
+    if (folder / _STATE).is_file():
+        return folder
+    if not (folder / _SPLITS).is_file():
+        return None
+    splits = _json(folder, _SPLITS).get("splits")
+    names = [name for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+    plain = [name for name in names if name and Path(name).name == name and name not in (".", "..")]
+    name = "train" if "train" in plain else plain[0] if len(plain) == 1 == len(names) else None
+    if name is None or not (folder / name / _STATE).is_file():
+        raise DataError(
+            f"{folder}: a DatasetDict without a split to take",
+            expected="a split named train, or one split",
+            got=shortened(", ".join(map(shown, names)), 300) or "no splits",
+            hint=f"name the folder of a split, for instance {folder}/{plain[0] if plain else 'train'}",
+        )
+    return folder / name
+
+
+def read_saved(folder: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Stream the rows of one split that ``save_to_disk`` wrote.
+
+    Args:
+        folder: with `state.json` and Arrow shards.
+
+    Raises:
+        DataError: for a damaged file, and for a selection of rows that was saved beside them.
+        ConfigError: without pyarrow.
+    """
+    pa = _pyarrow(folder)
+    state = _json(folder, _STATE)
+    chosen = [name for name, value in state.items() if name.startswith("_indices") and value]
+    if chosen:
+        raise DataError(
+            f"{folder}: {chosen[0]} in {_STATE}: a selection of rows that is saved beside the rows",
+            hint="save it again: dataset.flatten_indices().save_to_disk(...)",
+        )
+    files = state.get("_data_files")
+    entries = files if isinstance(files, list) else []
+    names = [each.get("filename") if isinstance(each, dict) else None for each in entries]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(f"{folder}: {_STATE} names no data files", hint="save the dataset again")
+    number = 0
+    for name in names:
+        try:
+            path = input_file(folder, str(name), hint="the folder is not whole; copy it again")
+        except ModelFileError as error:
+            raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
+        with _damaged(path), pa.memory_map(str(path)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            opened = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            batches = (opened.get_batch(i) for i in range(opened.num_record_batches)) if is_file else opened
+            for batch in batches:
+                yield from _rows([batch], path, number)
+                number += batch.num_rows
+
+
+def _rows(batches: Any, path: Path, number: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for batch in batches:
+        batch.validate(full=True)
+        for start in range(0, batch.num_rows, _ROWS):
+            for row in batch.slice(start, _ROWS).to_pylist():
+                number += 1
+                yield f"{path}: row {number}", {name: _given(value) for name, value in row.items()}
+
+
+def _given(value: Any) -> Any:
+    """Leave out what is null in objects: a table fills missing fields with it, and templates ask what is defined."""
+    if isinstance(value, dict):
+        return {name: _given(each) for name, each in value.items() if each is not None}
+    return [_given(each) for each in value] if isinstance(value, list) else value
+
+
+@contextmanager
+def _damaged(path: Path) -> Generator[None]:
+    """Turn what pyarrow raises for a damaged file into an error that names it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: not readable as a table", got=shortened(error), hint="it is cut or damaged; copy it again"
+        ) from error
+
+
+def _json(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        path = input_file(folder, name, hint="the folder is not whole; copy it again")
+        return parse_json(read_input(path, most_bytes=_MOST_STATE_BYTES), str(path))
+    except ModelFileError as error:
+        raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        importlib.import_module("pyarrow.ipc")
+        return importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: a table, which pyarrow reads, and pyarrow is not installed",
+            hint="pip install 'lowtide[data]', or write JSON lines",
+        ) from error

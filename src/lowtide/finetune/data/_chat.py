@@ -1,0 +1,249 @@
+"""Chat templates: a conversation becomes the text that the model was made for, and which of it is the assistant's.
+
+The template is the tokenizer's own, in Jinja as `transformers` renders it: token ids and masks are those of its
+``apply_chat_template(..., return_assistant_tokens_mask=True)``. Where a template does not mark the assistant's turns
+with ``{% generation %}``, they are found by rendering the conversation up to each turn, with the generation prompt, and
+up to its end; a template for which these are no beginnings of the whole is refused, never guessed at.
+
+One deviation: a character whose bytes are several tokens belongs to a turn with all of them. transformers leaves the
+later ones out where such a character ends a turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from ...core import DataError, ModelFileError, input_file, parse_json, read_input, shortened, shown
+from ._schema import Example
+
+_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_MOST_BYTES = 1024**2
+_MOST_CONFIG_BYTES = 64 * 1024**2
+_MOST_MEMORY_BYTES = 1024**3
+_SECONDS = 20.0
+"""For one conversation; a large one takes milliseconds."""
+Spans = list[tuple[int, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A template and what it is rendered with; nothing of it has run yet."""
+
+    source: str
+    """Jinja."""
+    special: dict[str, str]
+    """``bos_token``, ``eos_token`` and other special tokens, by name."""
+    where: str
+    """The file that it is from."""
+
+
+def load_chat_template(directory: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
+    """Read the chat template of a model directory.
+
+    Args:
+        directory: with `chat_template.jinja`, or `tokenizer_config.json` and ``chat_template`` in it: a text, or a list
+            of named ones, of which ``default`` is taken.
+        file: a template to take instead.
+
+    Returns:
+        The template; None when the directory has none.
+
+    Raises:
+        ModelFileError: for files that are damaged, too large, or have several templates and no default.
+    """
+    directory = Path(directory)
+    config: dict[str, Any] = {}
+    if (directory / _CONFIG).is_file():
+        path = input_file(directory, _CONFIG, hint="copy the model's files again")
+        config = parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
+    special = _special(config)
+    if file is not None or (directory / _TEMPLATE).is_file():
+        given = Path(directory / _TEMPLATE if file is None else file)
+        path = input_file(given.parent, given.name, hint="name a file with a Jinja template")
+        content = read_input(path, most_bytes=_MOST_BYTES)
+        try:
+            return ChatTemplate(source=content.decode("utf-8"), special=special, where=str(path))
+        except UnicodeDecodeError as error:
+            raise ModelFileError(f"{path}: not UTF-8 text", got=shortened(error), hint="copy it again") from error
+    source = config.get("chat_template")
+    where = f"{directory / _CONFIG}: chat_template"
+    if isinstance(source, list):
+        source = _default(source, where)
+    if source is None:
+        return None
+    if not isinstance(source, str) or len(source) > _MOST_BYTES:
+        raise ModelFileError(
+            f"{where} is no template",
+            expected="a text in Jinja, or a list of objects with name and template",
+            got=shown(source),
+            hint="copy the file again, or name a template: --chat-template FILE",
+        )
+    return ChatTemplate(source=source, special=special, where=where)
+
+
+class Renderer:
+    """Render conversations in a process of its own, which ends when this is closed.
+
+    Args:
+        template: what to render.
+
+    Raises:
+        ModelFileError: when the template is no Jinja.
+
+    Memory:
+        On the host at most 1 GiB, in the other process.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        import jinja2
+        import markupsafe
+
+        homes = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
+        script = str(Path(__file__).with_name("_render.py"))
+        self._template = template
+        # Its messages go nowhere: an error of the template is an answer, and a full pipe would stop it.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", script, *sorted(homes), str(_MOST_MEMORY_BYTES)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            answer = self._ask({"template": template.source, "special": template.special})
+            if "error" in answer:
+                raise self._refused(answer["error"])
+        except BaseException:
+            self.close()
+            raise
+        self._has_generation = bool(answer["has_generation"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # what was not yet written has no reader any more
+                    pass
+        self._process.wait()
+
+    def render(self, example: Example, *, turns: bool = True) -> tuple[str, Spans]:
+        """Render a chat.
+
+        Args:
+            example: whose kind is ``chat``.
+            turns: whether the assistant's turns are asked for.
+
+        Returns:
+            The text, and the characters of the assistant's turns, from and to.
+
+        Raises:
+            DataError: when the template refuses the conversation, or the turns cannot be told.
+            ModelFileError: when the template leaves the sandbox, does not end, or takes too much memory.
+        """
+        request = {"messages": example.messages, "tools": example.tools, "first": example.first, "turns": turns}
+        try:
+            answer = self._ask(request)
+        except ModelFileError as error:
+            raise ModelFileError(f"{example.where}: {error.message}", got=error.got, hint=error.hint) from error
+        if "error" in answer:
+            said = str(answer["error"])
+            if said.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
+                raise self._refused(said)
+            raise DataError(
+                f"{example.where}: the chat template refuses this conversation",
+                got=shortened(said),
+                hint=f"look at its roles and their order; the template is {self._template.where}",
+            )
+        text = str(answer["text"])
+        if not turns:
+            return text, []
+        if not self._has_generation:
+            return text, [self._turn(text, *cut, where=example.where) for cut in answer["cuts"]]
+        start = self._start(text, answer, example)
+        return text, [(max(a, start), b) for a, b in answer["spans"] if b > start]
+
+    def _start(self, text: str, answer: dict[str, Any], example: Example) -> int:
+        """Return where the completion begins, of a prompt and a completion that are messages."""
+        if not example.first:
+            return 0
+        if not text.startswith(answer["prompt"]):
+            raise self._unclear(example.where, "the completion")
+        return len(answer["prompt"])
+
+    def _turn(self, text: str, number: int, before: str, upto: str, *, where: str) -> tuple[int, int]:
+        if not (upto.startswith(before) and text.startswith(upto)):
+            raise self._unclear(where, f"message {number + 1}")
+        return len(before), len(upto)
+
+    def _unclear(self, where: str, what: str) -> DataError:
+        return DataError(
+            f"{where}: the chat template does not say where {what} begins and ends",
+            expected="a template with {% generation %} around the assistant's turns, or one that renders the beginning "
+            "of a conversation as it does within the whole",
+            got=self._template.where,
+            hint="name a template that marks them (--chat-template FILE), or learn all tokens (--loss-on all)",
+        )
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(_SECONDS, end)
+        timer.start()
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (BrokenPipeError, ValueError):
+            line = b""
+        finally:
+            timer.cancel()
+        if not line.endswith(b"\n"):
+            raise self._refused(f"it did not end in {_SECONDS:g} s" if late.is_set() else "its process ended")
+        return json.loads(line)
+
+    def _refused(self, why: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self._template.where}: a chat template that cannot be used",
+            got=shortened(why),
+            hint="copy the file again, or name another template: --chat-template FILE",
+        )
+
+
+def _special(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens of `tokenizer_config.json`, which are texts or objects with ``content``."""
+    found: dict[str, str] = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                found[name] = value
+    return found
+
+
+def _default(templates: list[Any], where: str) -> Any:
+    named = {
+        each["name"]: each.get("template")
+        for each in templates
+        if isinstance(each, dict) and isinstance(each.get("name"), str)
+    }
+    if "default" not in named and len(named) != 1:
+        raise ModelFileError(
+            f"{where} has several templates and none is named default",
+            got=shortened(", ".join(map(shown, named)), 300) or "none with a name",
+            hint="put the one that is meant into a file, and name it: --chat-template FILE",
+        )
+    return named.get("default", next(iter(named.values())))

@@ -1,0 +1,143 @@
+"""Records to token ids, and which of them are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ...core import DataError, ModelFileError, shortened
+from ._chat import ChatTemplate, Renderer, Spans
+from ._schema import Example
+
+_ALPACA = (
+    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{}\n\n{}### Response:\n"
+)
+
+
+class Encoder:
+    """Tokenise records of one kind.
+
+    Text, and a prompt with its completion, get the special tokens that the tokenizer adds, and an end token. A chat has
+    those of its template alone. An Alpaca record is a chat of two messages where the model has a template, and else the
+    text that Alpaca was trained with. Prompt and completion are tokenised together; a token with characters of both is
+    the completion's.
+
+    Args:
+        tokenizer: the model's.
+        template: its chat template, if any.
+        end_token: put after text and completions, if any.
+        loss_on: ``completion`` learns the assistant's turns, completions and outputs with their end, and all of a text;
+            ``all`` every token.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_token: int | None, loss_on: str
+    ) -> None:
+        self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
+        self._end = end_token
+        self._largest = max([*tokenizer.get_vocab().values(), -1 if end_token is None else end_token])
+        self._renderer: Renderer | None = None
+
+    def close(self) -> None:
+        """End the process that renders templates, if there is one."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def encode(self, examples: Sequence[Example]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Tokenise records.
+
+        Args:
+            examples: of one kind.
+
+        Returns:
+            Of each its ids, int32 [L], and whether a token is learned, uint8 [L].
+
+        Raises:
+            DataError: for a chat without a template, or one that the template refuses.
+            ModelFileError: for a template or a tokenizer that cannot be used.
+        """
+        examples = [self._as_chat(each) for each in examples]
+        is_chat = bool(examples) and examples[0].kind == "chat"
+        written = [self._written(each) for each in examples]
+        encodings = self._encode([text for text, _ in written], add_special_tokens=not is_chat)
+        return [
+            self._finished(encoding, spans, is_chat=is_chat)
+            for encoding, (_, spans) in zip(encodings, written, strict=True)
+        ]
+
+    def _as_chat(self, example: Example) -> Example:
+        if example.kind != "alpaca" or self._template is None:
+            return example
+        asked = f"{example.prompt}\n\n{example.more}" if example.more.strip() else example.prompt
+        messages = ({"role": "user", "content": asked}, {"role": "assistant", "content": example.text})
+        return Example(kind="chat", where=example.where, messages=messages)
+
+    def _written(self, example: Example) -> tuple[str, Spans | None]:
+        """Write a record as text, and say which of it is learned; None is all."""
+        learns_all = self._loss_on == "all"
+        if example.kind == "text":
+            return example.text, None
+        if example.kind != "chat":
+            prompt = example.prompt if example.kind == "prompt" else _alpaca(example)
+            text = prompt + example.text
+            return text, None if learns_all else [(len(prompt), len(text))]
+        if self._template is None:
+            raise DataError(
+                f"{example.where}: messages, and the model has no chat template",
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                hint="copy it from the model's source, or name a template: --chat-template FILE",
+            )
+        if self._renderer is None:
+            self._renderer = Renderer(self._template)
+        text, spans = self._renderer.render(example, turns=not learns_all)
+        return text, None if learns_all else spans
+
+    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
+        try:
+            return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
+        except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ModelFileError(
+                "the tokenizer cannot encode the data",
+                got=shortened(error),
+                hint="tokenizer.json lacks characters that the data has, or is damaged",
+            ) from error
+
+    def _finished(self, encoding: Any, spans: Spans | None, *, is_chat: bool) -> tuple[np.ndarray, np.ndarray]:
+        ids = list(encoding.ids)
+        mask = np.ones(len(ids), np.uint8) if spans is None else _learned(encoding, spans)
+        if not is_chat and self._end is not None:
+            if ids[-1:] != [self._end]:
+                ids.append(self._end)
+                mask = np.append(mask, np.uint8(1))
+            mask[-1] = 1
+        if max(ids, default=0) > self._largest:
+            raise ModelFileError(
+                "the tokenizer gives tokens that are not in its vocabulary",
+                expected=f"ids up to {self._largest}",
+                got=f"id {max(ids)}",
+                hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
+            )
+        return np.asarray(ids, np.int32), mask.astype(np.uint8)
+
+
+def _learned(encoding: Any, spans: Spans) -> np.ndarray:
+    """Find the tokens that have a character in one of the spans, uint8 [L]."""
+    offsets = np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+    learned = np.zeros(len(offsets), np.uint8)
+    for start, end in spans:
+        learned |= ((offsets[:, 0] < end) & (offsets[:, 1] > start)).astype(np.uint8)
+    return learned
+
+
+def _alpaca(example: Example) -> str:
+    has_input = bool(example.more.strip())
+    more = f"### Input:\n{example.more}\n\n" if has_input else ""
+    return _ALPACA.format(
+        ", paired with an input that provides further context" if has_input else "", example.prompt, more
+    )

@@ -1,0 +1,179 @@
+"""Files of records, streamed: JSON lines, JSON, CSV and TSV here, tables in `_arrow`.
+
+A reader yields where a record stands and its raw fields; `read_records` checks them, counts blank ones and refuses a
+file whose records are of several kinds.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core import DataError, ModelFileError, format_bytes, parse_json, shortened, shown
+from ._arrow import read_parquet, read_saved, saved_split
+from ._schema import Example, parse_list, parse_record
+
+_MOST_LINE_BYTES = 256 * 1024**2
+_MOST_JSON_BYTES = 1024**3
+_MOST_FIELD = 64 * 1024**2
+_NOTES = ("readme.md", "readme", "license", "license.txt", "license.md", "dataset_infos.json", "dataset_info.json")
+Raw = Iterator[tuple[str, Mapping[str, Any]]]
+
+
+def is_records(path: Path) -> bool:
+    """Whether a path is records rather than plain text, by its name, or of a folder by what is in it.
+
+    Args:
+        path: a file or a folder; what is neither is none.
+    """
+    if path.is_dir():
+        return saved_split(path) is not None or bool(_shards(path))
+    return path.is_file() and path.suffix.lower() in _READERS
+
+
+def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | None]:
+    """Stream the records of a file or a folder.
+
+    Args:
+        path: a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of one kind
+            (read in sorted order), or a folder that `datasets` saved with ``save_to_disk``.
+        columns: field to column, of `parse_columns`.
+
+    Yields:
+        Each record; None for a blank one.
+
+    Raises:
+        DataError: for a file that is damaged or empty, and records that are unusable or of several kinds.
+
+    Memory:
+        One record; of a Parquet file 1,024 rows, of a JSON file (a list) all of it.
+    """
+    kind: str | None = None
+    for where, raw in _raw(path):
+        example = parse_record(raw, where, columns)
+        if example is not None:
+            kind = kind or example.kind
+            if example.kind != kind:
+                raise DataError(
+                    f"{where}: a record of another kind than those before",
+                    expected=kind,
+                    got=example.kind,
+                    hint="put records of different kinds into files of their own",
+                )
+        yield example
+
+
+def data_files(path: Path) -> list[Path]:
+    """List the files that a path's records are in, for a digest."""
+    if not path.is_dir():
+        return [path]
+    split = saved_split(path)
+    return sorted(each for each in split.iterdir() if each.is_file()) if split is not None else _shards(path)
+
+
+def _raw(path: Path) -> Raw:
+    if path.is_dir():
+        split = saved_split(path)
+        if split is not None:
+            yield from read_saved(split)
+            return
+    for file in data_files(path):
+        try:
+            if not file.stat().st_size:
+                raise DataError(f"{file}: an empty file", hint="check --data")
+            yield from _READERS[file.suffix.lower()](file)
+        except UnicodeDecodeError as error:
+            hint = "convert it (iconv -f LATIN1 -t UTF-8)"
+            raise DataError(f"{file}: not UTF-8 text", got=shortened(error), hint=hint) from error
+        except OSError as error:
+            got = error.strerror or str(error)
+            raise DataError(f"{file}: cannot be read", got=got, hint="check the permissions") from error
+
+
+def _shards(folder: Path) -> list[Path]:
+    """List files of records of one kind; empty where the folder holds anything else, or several kinds."""
+    try:
+        files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
+    except OSError:
+        return []
+    files = [each for each in files if not any(part.startswith(".") for part in each.relative_to(folder).parts)]
+    files = [each for each in files if each.name.lower() not in _NOTES]
+    kinds = {each.suffix.lower() for each in files}
+    return files if len(kinds) == 1 and kinds <= set(_READERS) else []
+
+
+def _read_lines(path: Path) -> Raw:
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(_MOST_LINE_BYTES + 1):
+            number += 1
+            where = f"{path}:{number}"
+            if len(line) > _MOST_LINE_BYTES:
+                got = f"more than {format_bytes(_MOST_LINE_BYTES)}"
+                raise DataError(f"{where}: a line too long", got=got, hint="write one JSON object a line")
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if line.strip():
+                yield where, _object(line, where)
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        return parse_json(line, where)
+    except ModelFileError as error:
+        raise DataError(error.message, got=error.got, hint="one JSON object a line, as its standard has it") from error
+
+
+def _read_json(path: Path) -> Raw:
+    size = path.stat().st_size
+    if size > _MOST_JSON_BYTES:
+        raise DataError(
+            f"{path}: too large for a JSON list, which is read as a whole",
+            expected=f"at most {format_bytes(_MOST_JSON_BYTES)}",
+            got=format_bytes(size),
+            hint="write JSON lines (.jsonl): jq -c '.[]' data.json > data.jsonl",
+        )
+    for number, record in enumerate(parse_list(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(path)), 1):
+        if not isinstance(record, dict):
+            hint = "write a list of objects"
+            raise DataError(f"{path}: record {number} is no object", got=shown(record), hint=hint)
+        yield f"{path}: record {number}", record
+
+
+def _read_csv(path: Path) -> Raw:
+    csv.field_size_limit(max(csv.field_size_limit(), min(_MOST_FIELD, sys.maxsize)))
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+        try:
+            names = next(rows, [])
+            if not names or len(set(names)) < len(names):
+                got = shortened(", ".join(map(shown, names)), 300) or "nothing"
+                hint = "the first line names the columns, each once"
+                raise DataError(f"{path}: no header", expected="a first line of different names", got=got, hint=hint)
+            for row in rows:
+                where = f"{path}:{rows.line_num}"
+                if not row:
+                    continue
+                if len(row) != len(names):
+                    raise DataError(
+                        f"{where}: a row that does not fit the header",
+                        expected=f"{len(names)} fields",
+                        got=f"{len(row)} fields",
+                        hint="put fields with commas or line breaks in quotes; the mark is a comma, of .tsv a tab",
+                    )
+                yield where, dict(zip(names, row, strict=True))
+        except csv.Error as error:
+            hint = "a quote is not closed, or the file is cut"
+            raise DataError(f"{path}:{rows.line_num}: not CSV", got=shortened(error), hint=hint) from error
+
+
+_READERS: dict[str, Callable[[Path], Raw]] = {
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": read_parquet,
+}

@@ -1,0 +1,308 @@
+"""Records to training batches: tokenised into a store, divided, packed into rows, shuffled.
+
+Shape suffixes: B rows of a batch, T tokens of a row. Order, repetition and batching are Grain's, as of text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ...core import DataError
+from ._chat import ChatTemplate
+from ._packing import Pieces, Rows, best_fit, cut, one_each
+from ._schema import parse_columns
+from ._store import Source, Store, open_store
+
+IGNORE = -100
+_NUM_EXAMPLES = 3
+_EXAMPLE_TOKENS = 400
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataReport:
+    """What became of the records, to be printed before training."""
+
+    kind: str
+    """``text``, ``prompt``, ``alpaca`` or ``chat``."""
+    template: str | None
+    """The file of the chat template; None where none was used."""
+    num_documents: int
+    """Records that were not blank, of training and evaluation."""
+    num_blank: int
+    """Records that were, and were left out."""
+    num_tokens: int
+    """Of all documents."""
+    num_cut: int
+    """Documents that were longer than a row, and were cut or split."""
+    num_dropped: int
+    """Documents that were left out because they were longer than a row."""
+    num_lost_tokens: int
+    """Tokens that were cut off or dropped."""
+    num_without_loss: int
+    """Documents with no token to learn, after cutting; they were left out."""
+    num_rows: int
+    """Rows to train on."""
+    utilisation: float
+    """Part of the tokens of these rows that is no padding."""
+    loss_share: float
+    """Part of those that is learned."""
+    examples: list[list[tuple[str, bool]]]
+    """The first documents: texts, and whether they are learned."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordData:
+    """Batches of packed records."""
+
+    train: Any
+    """A `grain.MapDataset` of batches by step: ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [B, T].
+    """
+    held_out: Sequence[dict[str, np.ndarray]]
+    """Evaluation batches."""
+    num_train_tokens: int
+    """Tokens in training rows, padding not counted."""
+    num_held_out_tokens: int
+    """Tokens in evaluation rows, padding not counted."""
+    digest: str
+    """Of all tokens, what is learned, and how they were packed."""
+    report: DataReport
+    """What became of the records."""
+
+
+class RowSource:
+    """Rows by number, made of the mapped tokens when they are asked for; what Grain reads from.
+
+    A row is ``tokens``, ``labels``, ``segment_ids`` and ``positions``, int32 [T]. ``labels[t]`` is the token after
+    ``tokens[t]`` where that one is learned and of the same document, else -100. ``segment_ids`` counts the documents of
+    a row from 1, and is 0 in padding; ``positions`` begins at 0 in each.
+
+    Args:
+        store: the tokens.
+        pieces: parts of documents.
+        rows: which pieces are in which row.
+        seq_len: T.
+    """
+
+    def __init__(self, store: Store, pieces: Pieces, rows: Rows, seq_len: int) -> None:
+        self._store, self._pieces, self._rows, self._seq_len = store, pieces, rows, seq_len
+
+    def __len__(self) -> int:
+        """Count the rows."""
+        return len(self._rows)
+
+    def __getitem__(self, number: Any) -> dict[str, np.ndarray]:
+        """Make a row."""
+        number, pieces = int(number), self._pieces
+        row = padding(self._seq_len)
+        place = 0
+        members = self._rows.order[self._rows.offsets[number] : self._rows.offsets[number + 1]]
+        for segment, piece in enumerate(members, 1):
+            document, start, length = pieces.document[piece], pieces.start[piece], int(pieces.length[piece])
+            first = self._store.offsets[document] + start
+            tokens = self._store.tokens[first : first + length]
+            learned = self._store.learned[first : first + length]
+            here = slice(place, place + length)
+            row["tokens"][here] = tokens
+            row["labels"][place : place + length - 1] = np.where(learned[1:], tokens[1:], IGNORE)
+            row["segment_ids"][here] = segment
+            row["positions"][here] = np.arange(length)
+            place += length
+        return row
+
+
+class Batches(Sequence[dict[str, np.ndarray]]):
+    """Rows in their order, a batch at a time; the last batch is filled up with padding.
+
+    Args:
+        rows: where they come from.
+        batch_size: B.
+        seq_len: T.
+    """
+
+    def __init__(self, rows: RowSource, batch_size: int, seq_len: int) -> None:
+        self._rows, self._batch_size, self._seq_len = rows, batch_size, seq_len
+
+    def __len__(self) -> int:
+        """Count the batches."""
+        return -(-len(self._rows) // self._batch_size)
+
+    def __getitem__(self, number: Any) -> Any:
+        """Make a batch, or a list of them."""
+        if isinstance(number, slice):
+            return [self[i] for i in range(*number.indices(len(self)))]
+        number = range(len(self))[number]  # raises IndexError, which ends an iteration
+        start = number * self._batch_size
+        rows = [self._rows[i] for i in range(start, min(start + self._batch_size, len(self._rows)))]
+        rows += [padding(self._seq_len)] * (self._batch_size - len(rows))
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def padding(seq_len: int) -> dict[str, np.ndarray]:
+    """Return a row without a document."""
+    row = {name: np.zeros(seq_len, np.int32) for name in ("tokens", "labels", "segment_ids", "positions")}
+    row["labels"][:] = IGNORE
+    return row
+
+
+def record_data(
+    source: Source,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    eval_source: Source | None = None,
+    columns: tuple[str, ...] | None = None,
+    end_token: int | None = None,
+    held_out_fraction: float = 0.1,
+    loss_on: str = "completion",
+    packing: str = "best-fit",
+    too_long: str = "cut",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RecordData:
+    """Tokenise, divide, pack and shuffle records.
+
+    Args:
+        source: what `read_records` takes, or texts.
+        tokenizer: the model's.
+        template: its chat template, if any.
+        seq_len: tokens in a row, T.
+        batch_size: rows in a batch, B.
+        seed: of the division and of the order of rows.
+        eval_source: an evaluation set of its own; else a part of the documents is held out.
+        columns: ``field=column`` words.
+        end_token: put after text and completions.
+        held_out_fraction: that part, at least one document.
+        loss_on: ``completion`` or ``all``.
+        packing: ``best-fit``, or ``none`` for one document a row.
+        too_long: ``cut``, ``split`` or ``drop``.
+        on_progress: called with records done.
+
+    Raises:
+        DataError: for unusable data, and where nothing is left to train on or to evaluate.
+        ModelFileError: for an unusable tokenizer or template.
+
+    Memory:
+        On the host about 100 bytes a document, and the rows of the batches that Grain reads ahead; the tokens are in
+        mapped files, 5 bytes each, whose pages the system may drop.
+    """
+    import grain  # takes a second; `import lowtide` does not need it
+
+    options: Any = {"end_token": end_token, "loss_on": loss_on, "on_progress": on_progress}
+    named = parse_columns(columns)
+    store = open_store(source, tokenizer, template, columns=named, **options)
+    evaluated = store if eval_source is None else open_store(eval_source, tokenizer, template, columns=named, **options)
+    train, held_out = _divided(store, evaluated, held_out_fraction, seed)
+    pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
+    train, rows, counts = pack(store, train, "data: ")
+    evaluation, eval_rows, _ = pack(evaluated, held_out, "what is held out for evaluation: ")
+    made = RowSource(store, train, rows, seq_len)
+    dataset = grain.MapDataset.source(made).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
+    num_tokens = int(train.length.sum())
+    how = f"{store.digest} {evaluated.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
+    report = DataReport(
+        kind=store.kind,
+        template=template.where if template is not None and store.kind in ("chat", "alpaca") else None,
+        num_documents=len(store.lengths),
+        num_blank=store.num_blank,
+        num_tokens=len(store.tokens),
+        num_rows=len(rows),
+        utilisation=num_tokens / (len(rows) * seq_len),
+        examples=_examples(store, tokenizer, train.document[:_NUM_EXAMPLES]),
+        **counts,
+    )
+    return RecordData(
+        train=dataset,
+        held_out=Batches(RowSource(evaluated, evaluation, eval_rows, seq_len), batch_size, seq_len),
+        num_train_tokens=num_tokens,
+        num_held_out_tokens=int(evaluation.length.sum()),
+        digest=hashlib.sha256(how.encode()).hexdigest(),
+        report=report,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Packer:
+    seq_len: int
+    packing: str
+    too_long: str
+
+    def __call__(self, store: Store, documents: np.ndarray, where: str) -> tuple[Pieces, Rows, dict[str, Any]]:
+        """Cut and pack documents; count what was lost."""
+        pieces = cut(store.lengths, documents, self.seq_len, self.too_long)
+        learned = _num_learned(store, pieces)
+        useful = np.flatnonzero(learned)
+        kept = Pieces(
+            pieces.document[useful],
+            pieces.start[useful],
+            pieces.length[useful],
+            pieces.num_cut,
+            pieces.num_cut_tokens,
+            pieces.num_dropped,
+        )
+        if not len(useful):
+            raise DataError(
+                f"{where}no document is left that has a token to learn",
+                expected=f"documents whose completion begins within --seq-len {self.seq_len}",
+                got=f"{len(documents)} documents, {pieces.num_cut} cut and {pieces.num_dropped} dropped as too long",
+                hint="raise --seq-len, or give more data; --loss-on all learns the prompts, too",
+            )
+        rows = one_each(len(useful)) if self.packing == "none" else best_fit(kept.length, self.seq_len)
+        counts = {
+            "num_cut": pieces.num_cut,
+            "num_dropped": pieces.num_dropped,
+            "num_lost_tokens": pieces.num_cut_tokens,
+            "num_without_loss": len(pieces.document) - len(useful),
+            "loss_share": int(learned.sum()) / int(kept.length.sum()),
+        }
+        return kept, rows, counts
+
+
+def _num_learned(store: Store, pieces: Pieces) -> np.ndarray:
+    """Count the tokens of each piece that are learned; the first one of a piece is nobody's label."""
+    first = store.offsets[pieces.document] + pieces.start
+    found = np.zeros(len(first), np.int64)
+    for i, (start, length) in enumerate(zip(first.tolist(), pieces.length.tolist(), strict=True)):
+        found[i] = np.count_nonzero(store.learned[start + 1 : start + length])
+    return found
+
+
+def _divided(store: Store, evaluated: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Choose the documents to train on and those to evaluate."""
+    count = len(store.lengths)
+    order = np.random.default_rng(seed).permutation(count)
+    if evaluated is not store:
+        return order, np.arange(len(evaluated.lengths))
+    if count < 2:
+        raise DataError(
+            "the data has one document, too few to train on one and hold one out",
+            expected="at least two documents",
+            hint="give more data, or a file of its own for evaluation: --eval-data",
+        )
+    num_held_out = min(count - 1, max(1, round(count * fraction)))
+    return order[:-num_held_out], order[-num_held_out:]
+
+
+def _examples(store: Store, tokenizer: Tokenizer, documents: np.ndarray) -> list[list[tuple[str, bool]]]:
+    """Decode the beginnings of documents, in parts that are learned or not."""
+    found: list[list[tuple[str, bool]]] = []
+    for document in documents:
+        start = int(store.offsets[document])
+        end = min(int(store.offsets[document + 1]), start + _EXAMPLE_TOKENS)
+        tokens, learned = store.tokens[start:end], store.learned[start:end].astype(bool)
+        bounds = [0, *(np.flatnonzero(learned[1:] != learned[:-1]) + 1).tolist(), end - start]
+        found.append(
+            [
+                (tokenizer.decode(tokens[a:b].tolist(), skip_special_tokens=False), bool(learned[a]))
+                for a, b in zip(bounds, bounds[1:], strict=False)
+                if b > a
+            ]
+        )
+    return found

@@ -1,0 +1,274 @@
+"""What a record may be, in one place: its kind is found from its fields, and pydantic checks their types.
+
+Four kinds come out, whatever went in: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and
+``alpaca`` (an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages; a
+prompt and a completion that are lists of messages become one chat whose turns before the completion have no loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ...core import ConfigError, DataError, ModelFileError, parse_json, shortened, shown, validate
+
+_KINDS = {
+    "messages": ("messages",),
+    "conversations": ("conversations",),
+    "prompt": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+"""The fields that make a record of a kind."""
+FIELDS = ("text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "tools")
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+_HINT = 'one object a record, such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class _Part(_Strict):
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: str
+    text: str
+
+
+class _Turn(_Strict):
+    model_config = ConfigDict(strict=True, extra="allow")  # templates read more: tool_calls, name, reasoning_content
+    role: str = Field(min_length=1)
+    content: str | list[_Part] | None = None
+
+
+class _Said(_Strict):
+    speaker: str = Field(alias="from")
+    value: str
+
+
+class _Messages(_Strict):
+    messages: list[_Turn] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Conversations(_Strict):
+    conversations: list[_Said] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Prompt(_Strict):
+    prompt: str | list[_Turn]
+    completion: str | list[_Turn]
+    tools: list[dict[str, Any]] | None = None
+
+
+class _Alpaca(_Strict):
+    instruction: str
+    input: str | None = None
+    output: str
+
+
+class _Text(_Strict):
+    text: str
+
+
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    "messages": _Messages,
+    "conversations": _Conversations,
+    "prompt": _Prompt,
+    "alpaca": _Alpaca,
+    "text": _Text,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """One record, checked."""
+
+    kind: str
+    """``text``, ``prompt``, ``alpaca`` or ``chat``."""
+    where: str
+    """File and line or row, for messages."""
+    text: str = ""
+    """Of a text; of a prompt, the completion; of an Alpaca record, the output."""
+    prompt: str = ""
+    """What stands before the completion; of an Alpaca record, the instruction."""
+    more: str = ""
+    """An Alpaca record's input."""
+    messages: tuple[dict[str, Any], ...] = ()
+    """Of a chat."""
+    tools: list[dict[str, Any]] | None = None
+    """What a chat's template is given as ``tools``."""
+    first: int = 0
+    """Of a chat, the first message that may have loss."""
+
+
+def parse_columns(words: tuple[str, ...] | None) -> dict[str, str]:
+    """Read ``field=column`` words: which column of the data stands for which field.
+
+    Args:
+        words: such as ``("messages=chat",)``.
+
+    Raises:
+        ConfigError: for a word without ``=``, an unknown field, or a field said twice.
+    """
+    found: dict[str, str] = {}
+    for word in words or ():
+        field, mark, column = word.partition("=")
+        if not mark or field not in FIELDS or not column or field in found:
+            raise ConfigError(
+                f"columns: {shown(word)} does not say which column a field is in",
+                expected=f"field=column, each field once, of {', '.join(FIELDS)}",
+                got=shown(word),
+                hint="for instance --columns messages=chat, or --columns prompt=question,completion=answer",
+            )
+        found[field] = column
+    return found
+
+
+def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> Example | None:
+    """Find out the kind of a record and check it.
+
+    Args:
+        raw: the fields.
+        where: file and line or row.
+        columns: field to column, of `parse_columns`; where it is given, other fields are not looked at.
+
+    Returns:
+        The record; None when it is blank: what the model should learn is missing, or nothing but spaces.
+
+    Raises:
+        DataError: when fields are missing, several kinds fit, or a value has another type.
+    """
+    kind, record = _kind_of(raw, where, columns)
+    record = {**record, **_decoded(record, where)}
+    if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
+        return None
+    try:
+        validate(_SCHEMAS[kind], record, where, hint=_HINT)
+    except ModelFileError as error:
+        raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
+    _check_unicode(record, where)
+    if kind == "text":
+        return Example(kind="text", where=where, text=record["text"])
+    if kind == "alpaca":
+        more = record.get("input") or ""
+        return Example(kind="alpaca", where=where, prompt=record["instruction"], more=more, text=record["output"])
+    tools = record.get("tools")
+    if kind == "messages":
+        return Example(kind="chat", where=where, messages=tuple(record["messages"]), tools=tools)
+    if kind == "conversations":
+        turns = tuple(_turn(said, where) for said in record["conversations"])
+        return Example(kind="chat", where=where, messages=turns, tools=tools)
+    return _prompt(record, where, tools)
+
+
+def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    missing = [column for column in columns.values() if column not in raw]
+    if missing:
+        raise DataError(
+            f"{where}: no field {shown(missing[0])}, which --columns names",
+            got=f"fields {_named(raw)}",
+            hint="name a column that is there",
+        )
+    record = {field: raw[column] for field, column in columns.items()} if columns else dict(raw)
+    kinds = [kind for kind, fields in _KINDS.items() if all(field in record for field in fields)]
+    if len(kinds) == 1:
+        return kinds[0], record
+    if kinds:
+        fields = [" and ".join(_KINDS[kind]) for kind in kinds]
+        raise DataError(
+            f"{where}: several kinds of record at once: {'; '.join(fields)}",
+            expected="one kind",
+            got=f"fields {_named(raw)}",
+            hint=f"say which one is meant: --columns {','.join(f'{name}={name}' for name in _KINDS[kinds[0]])}",
+        )
+    raise DataError(
+        f"{where}: no kind of record that is known",
+        expected="text; prompt and completion; instruction and output; messages; or conversations",
+        got=f"fields {_named(raw)}",
+        hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer",
+    )
+
+
+def _decoded(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Parse lists that a table holds as JSON text."""
+    found: dict[str, Any] = {}
+    for name in ("messages", "conversations", "tools"):
+        value = record.get(name)
+        if isinstance(value, str) and value.strip():
+            found[name] = parse_list(value.encode("utf-8", "surrogatepass"), f"{where}: {name}")
+    return found
+
+
+def parse_list(content: bytes, where: str) -> list[Any]:
+    """Parse a JSON list, as strictly as `parse_json` does an object.
+
+    Raises:
+        DataError: when it is none.
+    """
+    try:
+        value = parse_json(b'{"list":' + content + b"}", where)
+    except ModelFileError as error:
+        raise DataError(error.message, got=error.got, hint="write the file again; it is cut or damaged") from error
+    if set(value) != {"list"} or not isinstance(value["list"], list):
+        hint = "write a list of objects, or one object a line in a .jsonl file"
+        raise DataError(f"{where}: not a list", expected="a JSON list", hint=hint)
+    return value["list"]
+
+
+def _prompt(record: Mapping[str, Any], where: str, tools: Any) -> Example:
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Example(kind="prompt", where=where, prompt=prompt, text=completion)
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise DataError(
+            f"{where}: one of prompt and completion is text, the other a list of messages",
+            expected="both text, or both messages",
+            hint="write both as messages, or both as text",
+        )
+    return Example(kind="chat", where=where, messages=(*prompt, *completion), tools=tools, first=len(prompt))
+
+
+def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
+    role = _ROLES.get(said["from"])
+    if role is None:
+        raise DataError(
+            f"{where}: conversations has an unknown speaker {shown(said['from'])}",
+            expected=f"one of {', '.join(_ROLES)}",
+            hint="rename it, or write messages with role and content",
+        )
+    return {"role": role, "content": said["value"]}
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _check_unicode(record: Mapping[str, Any], where: str) -> None:
+    try:
+        json.dumps(record, ensure_ascii=False, default=str).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: the text is no Unicode",
+            got=str(error),
+            hint="half of a surrogate pair (\\ud800 to \\udfff) is no character; write the file again",
+        ) from error
+
+
+def _named(raw: Mapping[str, Any]) -> str:
+    return shortened(", ".join(map(shown, raw)), 300) if raw else "none"

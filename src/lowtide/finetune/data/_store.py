@@ -1,0 +1,238 @@
+"""Tokenised records in files, so that data larger than memory is read once and then mapped.
+
+A store is a folder named by a digest of the data's files, the tokenizer, the template and the settings. It is written
+under another name and renamed when it is whole: a killed run leaves nothing that is taken for a store. Stores are in
+``LOWTIDE_CACHE``, or ``~/.cache/lowtide``, below ``data``; delete them at any time but during a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ...core import DataError, OutputError, shortened
+from ._chat import ChatTemplate
+from ._encode import Encoder
+from ._readers import data_files, read_records
+from ._schema import Example
+
+_VERSION = 1
+_AT_ONCE = 256
+_ABANDONED_SECONDS = 86_400
+Source = Path | Sequence[str]
+_TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Store:
+    """Documents, one after the other."""
+
+    tokens: np.ndarray
+    """int32 [N], mapped."""
+    learned: np.ndarray
+    """uint8 [N], mapped."""
+    offsets: np.ndarray
+    """Where each document begins, and at the end N, int64 [D + 1]."""
+    kind: str
+    """Of the records."""
+    num_blank: int
+    """Records without text."""
+    digest: str
+    """SHA-256 of tokens and what is learned."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.diff(self.offsets)
+
+
+def open_store(
+    source: Source,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    columns: Mapping[str, str],
+    end_token: int | None,
+    loss_on: str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Store:
+    """Tokenise the records of a path into files, or find the files of an earlier time.
+
+    Args:
+        source: what `read_records` takes, or texts.
+        tokenizer: the model's.
+        template: its chat template, if any.
+        columns: field to column.
+        end_token: put after text and completions.
+        loss_on: ``completion`` or ``all``.
+        on_progress: called with records done, and again as their number in all, which is not known.
+
+    Raises:
+        DataError: for unusable data.
+        ModelFileError: for an unusable tokenizer or template.
+        OutputError: when the files cannot be written.
+
+    Memory:
+        On the host 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
+    """
+    settings = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
+    chat = None if template is None else [template.source, template.special]
+    name = hashlib.sha256(tokenizer.to_str().encode())
+    name.update(json.dumps([settings, chat], sort_keys=True).encode())
+    for piece in _digests(source):
+        name.update(piece)
+    home = _home()
+    folder = home / name.hexdigest()
+    if not folder.is_dir():
+        encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on)
+        unfinished = _new_folder(home)
+        try:
+            _write(unfinished, source, columns, encoder, on_progress)
+            _keep(unfinished, folder)
+        except OSError as error:
+            raise _unwritable(home, error) from error
+        finally:
+            encoder.close()
+            shutil.rmtree(unfinished, ignore_errors=True)
+    return _opened(folder)
+
+
+def _digests(source: Source) -> Iterator[bytes]:
+    """Digest all that a store is made of."""
+    if isinstance(source, Path):
+        for file in data_files(source):
+            yield file.name.encode() + b"\0" + _file_digest(file)
+    else:
+        yield from (hashlib.sha256(text.encode()).digest() for text in source)
+
+
+def _new_folder(home: Path) -> Path:
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(home)
+        return Path(tempfile.mkdtemp(prefix="unfinished-", dir=home))
+    except OSError as error:
+        raise _unwritable(home, error) from error
+
+
+def _remove_abandoned(home: Path) -> None:
+    """Remove what killed runs left: nothing was written to it for a day."""
+    for folder in home.glob("unfinished-*"):
+        times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
+        if time.time() - max(times) > _ABANDONED_SECONDS:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unwritable(home: Path, error: OSError) -> OutputError:
+    return OutputError(
+        f"{home}: tokenised data cannot be written here",
+        got=error.strerror or str(error),
+        hint="name another folder in the variable LOWTIDE_CACHE",
+    )
+
+
+def _home() -> Path:
+    named = os.environ.get("LOWTIDE_CACHE")
+    return (Path(named) if named else Path.home() / ".cache" / "lowtide") / "data"
+
+
+def _write(
+    folder: Path,
+    source: Source,
+    columns: Mapping[str, str],
+    encoder: Encoder,
+    on_progress: Callable[[int, int], None] | None,
+) -> None:
+    is_path = isinstance(source, Path)
+    records = read_records(source, columns) if is_path else _examples(source)
+    digest = hashlib.sha256()
+    kind, num_blank, done, end = "", 0, 0, 0
+    waiting: list[Example] = []
+    with (
+        open(folder / _TOKENS, "wb") as tokens,
+        open(folder / _LEARNED, "wb") as learned,
+        open(folder / _ENDS, "wb") as ends,
+    ):
+
+        def flush() -> None:
+            nonlocal end
+            for ids, mask in encoder.encode(waiting):
+                end += len(ids)
+                for file, content in ((tokens, ids.tobytes()), (learned, mask.tobytes())):
+                    file.write(content)
+                    digest.update(content)
+                ends.write(np.int64(end).tobytes())
+            waiting.clear()
+            if on_progress is not None:
+                on_progress(done, done)
+
+        for example in records:
+            done += 1
+            if example is None:
+                num_blank += 1
+                continue
+            kind = example.kind
+            waiting.append(example)
+            if len(waiting) == _AT_ONCE:
+                flush()
+        flush()
+        for file in (tokens, learned, ends):
+            file.flush()
+            os.fsync(file.fileno())
+    if not end:
+        raise DataError(
+            f"{source if is_path else 'text'}: {f'all {done} records are blank' if done else 'no records in it'}",
+            expected="at least one record with text",
+            hint="check --data and --columns",
+        )
+    about = {"kind": kind, "num_blank": num_blank, "digest": digest.hexdigest(), "num_tokens": end}
+    (folder / _ABOUT).write_text(json.dumps(about))
+
+
+def _examples(texts: Sequence[str]) -> Iterator[Example]:
+    return (Example(kind="text", where=f"document {number}", text=text) for number, text in enumerate(texts, 1))
+
+
+def _keep(unfinished: Path, folder: Path) -> None:
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process has written the same meanwhile
+            raise
+
+
+def _opened(folder: Path) -> Store:
+    try:
+        about: dict[str, Any] = json.loads((folder / _ABOUT).read_text())
+        tokens = np.memmap(folder / _TOKENS, np.int32, "r")
+        learned = np.memmap(folder / _LEARNED, np.uint8, "r")
+        ends = np.fromfile(folder / _ENDS, np.int64)
+        is_whole = len(tokens) == len(learned) == ends[-1] == about["num_tokens"]
+        kind, blank, digest = about["kind"], about["num_blank"], about["digest"]
+    except (OSError, ValueError, LookupError) as error:
+        raise _cut(folder, error) from error
+    if not is_whole:
+        raise _cut(folder)
+    offsets = np.concatenate([np.zeros(1, np.int64), ends])
+    return Store(tokens=tokens, learned=learned, offsets=offsets, kind=kind, num_blank=blank, digest=digest)
+
+
+def _cut(folder: Path, error: Exception | None = None) -> DataError:
+    hint = "delete this folder; it is written again"
+    return DataError(f"{folder}: a store that is cut", got=error and shortened(error), hint=hint)
+
+
+def _file_digest(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()

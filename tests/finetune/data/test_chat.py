@@ -1,0 +1,123 @@
+import json
+
+import pytest
+
+from lowtide.core import DataError, ModelFileError
+from lowtide.finetune.data import ChatTemplate, Example, _chat, load_chat_template
+
+from .templates import CHATML, CHATS, FAMILIES, GEMMA, SPECIAL, chat, marked, plain
+
+
+def _template(source):
+    return ChatTemplate(source=source, special=SPECIAL, where="template")
+
+
+def _render(source, messages, **changes):
+    renderer = _chat.Renderer(_template(source))
+    try:
+        example = Example(kind="chat", where="a.jsonl:7", messages=tuple(messages), **changes)
+        text, spans = renderer.render(example)
+        return text, [text[a:b] for a, b in spans]
+    finally:
+        renderer.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_are_the_same_with_and_without_the_tag(family):
+    for messages in CHATS:
+        text, turns = _render(marked(FAMILIES[family]), messages)
+        plain_text, plain_turns = _render(plain(FAMILIES[family]), messages)
+        assert text == plain_text
+        assert len(turns) == len(plain_turns) == len(messages) // 2
+        for turn, plain_turn, message in zip(turns, plain_turns, messages[1::2], strict=True):
+            assert message["content"].strip() in turn
+            assert plain_turn.startswith(turn)  # the difference also has what stands after the turn
+            assert plain_turn.removeprefix(turn) in ("", "\n")
+
+
+def test_the_tag_is_followed_through_macros_and_filters():
+    source = (
+        "{% macro say(m) %}{% generation %}{{ m.content }}.{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{% set said %}{{ say(m) }}{% endset %}<{{ said | trim }}>{% endfor %}"
+    )
+    assert _render(source, chat("a", "b")) == ("<a.><b.>", ["a.", "b."])
+
+
+def test_what_transformers_gives_a_template_is_there():
+    source = "{{ messages[0] | tojson(indent=1) }}|{{ strftime_now('%Y') | length }}|{{ eos_token }}"
+    text, _ = _render("{% generation %}{% endgeneration %}" + source, [{"role": "user", "content": "<é>"}])
+    assert text == '{\n "role": "user",\n "content": "<é>"\n}|4|</s>'
+
+
+def test_of_a_prompt_and_a_completion_only_the_completion_is_learned():
+    messages = chat("a", "b", "c", "d")
+    for source in (marked(CHATML), plain(CHATML)):
+        _, turns = _render(source, messages, first=3)
+        assert [turn.strip() for turn in turns] == ["d<|im_end|>"]
+
+
+def test_a_template_that_refuses_names_the_record():
+    with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*Roles must alternate(.|\n)*hint:"):
+        _render(plain(GEMMA), [*chat("a", "b"), {"role": "assistant", "content": "c"}])
+
+
+def test_turns_that_cannot_be_told_are_refused():
+    source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(DataError, match=r"a.jsonl:7: (.|\n)*where message 2 begins and ends(.|\n)*--loss-on all"):
+        _render(source, chat("a", "b"))
+
+
+BAD = {
+    "{% for": "TemplateSyntaxError",
+    "{% generation %}": "TemplateSyntaxError",
+    "{{ ''.__class__ }}": "SecurityError",
+    "{{ messages.__init__.__globals__ }}": "SecurityError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{{ ''['__cl' ~ 'ass__'] }}": "SecurityError",
+    "{{ (messages | map(attribute='__class__') | list)[0] }}": "SecurityError",
+    "{{ '{0.__class__}'.format('') }}": "SecurityError",
+    "{{ raise_exception.__globals__ }}": "SecurityError",
+    "{{ 'x' * 10**10 }}": "MemoryError",
+    "{% for i in range(10**9) %}{% endfor %}": "OverflowError",
+    "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}": "RecursionError",
+    "{{ '%099999999d' % 3 }}": "MemoryError: more than",
+}
+
+
+@pytest.mark.parametrize("source", BAD)
+def test_a_template_that_does_harm_is_refused(source):
+    with pytest.raises(ModelFileError, match=rf"a chat template that cannot be used(.|\n)*{BAD[source]}(.|\n)*hint:"):
+        _render(source, chat("a", "b"))
+
+
+def test_a_template_without_an_end_is_ended(monkeypatch):
+    monkeypatch.setattr(_chat, "_SECONDS", 0.5)
+    loops = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
+    with pytest.raises(ModelFileError, match="a.jsonl:7(.|\n)*did not end in 0.5 s"):
+        _render(loops, chat("a", "b"))
+    endless = "{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
+    with pytest.raises(ModelFileError, match="a chat template that cannot be used"):
+        _render(endless, chat("a", "b"))
+
+
+def test_templates_are_found_in_the_model_directory(tmp_path):
+    assert load_chat_template(tmp_path) is None
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "pad_token": None, "chat_template": "one"}
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(config))
+    found = load_chat_template(tmp_path)
+    assert (found.source, found.special) == ("one", SPECIAL)
+    named = [{"name": "tool_use", "template": "two"}, {"name": "default", "template": "three"}]
+    file.write_text(json.dumps({**config, "chat_template": named}))
+    assert load_chat_template(tmp_path).source == "three"
+    (tmp_path / "chat_template.jinja").write_text("four")
+    assert load_chat_template(tmp_path).source == "four"
+    (tmp_path / "mine.jinja").write_text("five")
+    assert load_chat_template(tmp_path, tmp_path / "mine.jinja").source == "five"
+    (tmp_path / "chat_template.jinja").unlink()
+    for wrong in ([{"name": "a", "template": "x"}, {"name": "b", "template": "y"}], [], 3, {"default": "x"}, [3]):
+        file.write_text(json.dumps({**config, "chat_template": wrong}))
+        with pytest.raises(ModelFileError, match="hint:"):
+            load_chat_template(tmp_path)
+    with pytest.raises(ModelFileError, match="no such file"):
+        load_chat_template(tmp_path, tmp_path / "gone.jinja")

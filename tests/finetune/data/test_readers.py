@@ -1,0 +1,160 @@
+import csv
+import json
+import os
+
+import pytest
+
+from lowtide.core import ConfigError, DataError
+from lowtide.finetune.data import is_records, parse_columns, read_records
+
+CHAT = {"messages": [{"role": "user", "content": "ebb?"}, {"role": "assistant", "content": "flow"}]}
+RECORDS = {
+    "text": ({"text": "the tide", "id": 1}, "text"),
+    "prompt": ({"prompt": "ebb", "completion": " and flow"}, "prompt"),
+    "alpaca": ({"instruction": "say", "input": "tide", "output": "tide"}, "alpaca"),
+    "messages": (CHAT, "chat"),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "ebb?"}, {"from": "gpt", "value": "flow"}], "text": None},
+        "chat",
+    ),
+    "messages of a prompt": ({"prompt": CHAT["messages"][:1], "completion": CHAT["messages"][1:]}, "chat"),
+}
+
+
+def _lines(path, *records):
+    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in records) + "\n")
+    return path
+
+
+def _read(path, *columns):
+    return list(read_records(path, parse_columns(columns)))
+
+
+def _error(path, *columns):
+    with pytest.raises(DataError) as caught:
+        _read(path, *columns)
+    assert "hint:" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if name != "sharegpt"])
+def test_kinds_are_found_from_the_fields(tmp_path, name):
+    record, kind = RECORDS[name]
+    (found,) = _read(_lines(tmp_path / "a.jsonl", record))
+    assert (found.kind, found.where) == (kind, f"{tmp_path}/a.jsonl:1")
+    if kind == "chat":
+        assert list(found.messages) == CHAT["messages"]
+        assert found.first == (1 if "prompt" in record else 0)
+
+
+def test_conversations_become_messages(tmp_path):
+    record = {"conversations": RECORDS["sharegpt"][0]["conversations"]}
+    (found,) = _read(_lines(tmp_path / "a.jsonl", record))
+    assert list(found.messages) == CHAT["messages"]
+    record["conversations"][0]["from"] = "narrator"
+    assert "unknown speaker 'narrator'" in _error(_lines(tmp_path / "a.jsonl", record))
+
+
+def test_blank_records_are_told_from_wrong_ones(tmp_path):
+    file = _lines(tmp_path / "a.jsonl", {"text": "a"}, "", {"text": " "}, {"text": None}, {"text": "b"})
+    assert [each and each.text for each in _read(file)] == ["a", None, None, "b"]
+
+
+def test_columns_say_which_field_is_meant(tmp_path):
+    file = _lines(tmp_path / "a.jsonl", {"chat": CHAT["messages"], "text": "x", "question": "q", "answer": "a"})
+    assert _read(file, "messages=chat")[0].kind == "chat"
+    found = _read(file, "prompt=question", "completion=answer")[0]
+    assert (found.prompt, found.text) == ("q", "a")
+    assert _read(file)[0].text == "x"
+    assert "no field 'talk'" in _error(file, "messages=talk")
+    for word in ("messages", "message=chat", "text="):
+        with pytest.raises(ConfigError, match=r"columns: (.|\n)*hint:"):
+            parse_columns((word,))
+
+
+def test_several_kinds_at_once_and_one_after_the_other_are_refused(tmp_path):
+    text = _error(_lines(tmp_path / "a.jsonl", {**CHAT, "text": "x"}))
+    assert "several kinds" in text
+    assert "--columns messages=messages" in text
+    assert ":2: a record of another kind" in _error(_lines(tmp_path / "a.jsonl", {"text": "x"}, CHAT))
+    text = _error(_lines(tmp_path / "a.jsonl", {"question": "x"}))
+    assert "no kind of record" in text
+    assert "fields 'question'" in text
+
+
+BAD_LINES = {
+    '{"text": "cut': "a.jsonl:2: not readable as JSON",
+    "[1]": "not a JSON object",
+    '{"text": 1}': "text has an unusable value",
+    '{"text": "a", "x": NaN}': "no finite number",
+    '{"text": "a", "text": "b"}': "stands twice",
+    '{"text": "\\ud800"}': "surrogates",
+    '{"text":' + "[" * 5000 + "]" * 5000 + "}": "not readable as JSON",
+    '{"messages": [{"role": "user"}, 3]}': "messages.1",
+    '{"messages": "hello"}': "not readable as JSON",
+    '{"messages": [{"content": "x"}]}': "messages.0.role is missing",
+    '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
+    '{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}': "one of prompt and completion",
+    '{"instruction": "x", "output": ["y"]}': "output has an unusable value",
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES, ids=lambda line: line[:30])
+def test_a_bad_line_is_named(tmp_path, line):
+    text = _error(_lines(tmp_path / "a.jsonl", "", line))
+    assert "a.jsonl:2" in text
+    assert BAD_LINES[line] in text
+
+
+def test_json_is_a_list_of_objects(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps([CHAT, CHAT]).encode())
+    assert [each.where for each in _read(file)] == [f"{file}: record 1", f"{file}: record 2"]
+    for content, said in {
+        '[{"text": "a"}': "not readable as JSON",
+        '{"text": "a"}': "not a list",
+        "[1]": "record 1 is no object",
+        '[], "x": []': "not a list",
+        "": "an empty file",
+    }.items():
+        file.write_text(content)
+        assert said in _error(file)
+
+
+def test_tables_of_text_have_a_header(tmp_path):
+    file = tmp_path / "a.csv"
+    with open(file, "w", newline="", encoding="utf-8-sig") as out:
+        rows = [["prompt", "completion"], ["a,\nb", 'c"d'], ["x" * 200_000, "y"]]
+        csv.writer(out).writerows(rows)
+    found = _read(file)
+    assert [(each.prompt, each.text) for each in found] == [tuple(row) for row in rows[1:]]
+    (tmp_path / "b.tsv").write_text(f"id\tmessages\n1\t{json.dumps(CHAT['messages'])}\n")
+    assert list(_read(tmp_path / "b.tsv")[0].messages) == CHAT["messages"]
+    for content, said in {
+        "text\n": None,
+        "text,text\na,b\n": "no header",
+        "text,b\na\n": "a.csv:2: a row that does not fit",
+        'text\n"a': "not CSV",
+        "a;b\n1;2\n": "no kind of record",
+    }.items():
+        file.write_text(content)
+        assert _read(file) == [] if said is None else said in _error(file)
+    file.write_bytes("text\ncaf\xe9\n".encode("latin-1"))
+    assert "not UTF-8" in _error(file)
+
+
+def test_a_folder_of_shards_is_read_in_order(tmp_path):
+    for name in ("b", "a", "c"):
+        _lines(tmp_path / f"{name}.jsonl", {"text": name})
+    (tmp_path / "README.md").write_text("about")
+    (tmp_path / ".hidden").write_text("x")
+    assert is_records(tmp_path)
+    assert [each.text for each in _read(tmp_path)] == ["a", "b", "c"]
+    (tmp_path / "d.txt").write_text("text")
+    assert not is_records(tmp_path)
+    assert not is_records(tmp_path / "d.txt")
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert not is_records(tmp_path / "a.jsonl")  # what reads text says that it is a pipe

@@ -1,0 +1,64 @@
+import json
+
+import pytest
+from tokenizers import Tokenizer
+
+from lowtide.core import ConfigError, DataError
+from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml
+from lowtide.finetune._data import load_data
+
+CHATS = [{"prompt": f"ask {i}", "completion": f" answer {i}"} for i in range(12)]
+TEXTS = [{"text": f"the tide goes out {i} " * 4} for i in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def load(tiny_model_dir, tmp_path):
+    tokenizer = Tokenizer.from_file(f"{tiny_model_dir}/tokenizer.json")
+
+    def made(records, name="data.jsonl", **settings):
+        (tmp_path / name).write_text("\n".join(json.dumps(record) for record in records))
+        settings = {"data": str(tmp_path / name), "batch_size": 2, "seq_len": 64, **settings}
+        return load_data(FinetuneConfig(**settings), tiny_model_dir, tokenizer, end_token=0)
+
+    return made
+
+
+def test_text_keeps_its_windows_and_records_are_packed(load):
+    text, records = load(TEXTS), load(CHATS)
+    assert set(text.train[0]) == {"tokens", "labels"}
+    assert text.report is None
+    assert set(records.train[0]) == {"tokens", "labels", "segment_ids", "positions"}
+    assert records.report.kind == "prompt"
+    assert records.num_documents == 12
+    assert load(TEXTS, packing="best-fit").report.kind == "text"
+    assert load(CHATS, packing="none").report.num_rows == 11
+    assert load(TEXTS, columns=("text=text",)).report.num_documents == 12
+
+
+def test_contiguous_windows_are_for_text(load):
+    assert load(TEXTS, "data.ndjson", packing="contiguous").report is None
+    with pytest.raises(DataError, match=r"data.jsonl:1: contiguous windows are for plain text(.|\n)*hint:"):
+        load(CHATS, packing="contiguous")
+
+
+def test_text_has_an_evaluation_set_of_its_own_too(load, tmp_path):
+    (tmp_path / "eval.txt").write_text("another text to evaluate " * 20)
+    data = load(TEXTS, eval_data=str(tmp_path / "eval.txt"))
+    assert data.num_train_tokens > load(TEXTS).num_train_tokens
+    assert data.num_held_out_tokens
+    assert data.digest != load(TEXTS).digest
+
+
+def test_settings_of_data_are_checked_and_written():
+    for values in ({"packing": "tight"}, {"too_long": "fold"}, {"loss_on": "prompt"}, {"columns": ["chat"]}):
+        with pytest.raises(ConfigError, match=f"{next(iter(values))}(.|\n)*hint:"):
+            config_from_dict(values, "config.toml")
+    for field in ("eval_data", "chat_template"):
+        with pytest.raises(ConfigError, match=f"{field} is empty"):
+            FinetuneConfig(**{field: ""})
+    assert 'columns = [\n    "messages=chat",\n]' in config_to_toml(FinetuneConfig(columns=("messages=chat",)))
