@@ -30,6 +30,16 @@ def test_a_row_a_target_and_a_failing_one_does_not_stop_the_others(lowtide: Any,
     assert rows["cpu"]["device_bytes"] == MemoryReport.from_json(folder / "c.json").device_bytes
 
 
+def test_a_models_folder_is_a_job(lowtide: Any, tiny_model_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((Path(tiny_model_dir) / "config.json").read_bytes())  # no weights
+    settings = ("--set", "rank=4", "--set", "batch_size=2", "--set", "seq_len=16", "--budget", "1 GiB")
+    status, printed, errors = lowtide("fits", str(tmp_path), "--target", "cpu", *settings)
+    assert status == 0, errors
+    assert re.search(r"cpu .* yes ", printed)
+    status, _, errors = lowtide("fits", str(tmp_path), "--target", "cpu", "--set", "batchsize=2")
+    assert status != 0 and "batch_size" in errors
+
+
 @pytest.mark.parametrize(
     ("budget", "status", "verdict"), [("1 KiB", 1, "no"), pytest.param("1 GiB", 0, "yes", marks=pytest.mark.slow)]
 )

@@ -10,7 +10,7 @@ import pytest
 import lowtide as lt
 from lowtide.core import ConfigError, OutputError
 from lowtide.finetune import FinetuneConfig, config_from_dict, config_to_toml, open_run, read_config
-from lowtide.finetune._finetune import _schedule
+from lowtide.finetune._recipe import learning_rate
 from lowtide.finetune._runs import MetricsFile, check_checkpoint, check_same_run, read_records, write_config
 from lowtide.train import Callback, JsonlLogger
 
@@ -145,7 +145,7 @@ def test_a_run_is_extended_and_its_learning_rate_goes_on(tmp_path):
     longest = open_run(tmp_path, {"num_steps": 12}, "flags", resume=True)
     assert (longest.num_steps, longest.schedule_steps) == (12, 7)
     rates = [
-        [float(_schedule(config)(step)) for step in range(12)] for config in (FinetuneConfig(num_steps=7), longest)
+        [float(learning_rate(config)(step)) for step in range(12)] for config in (FinetuneConfig(num_steps=7), longest)
     ]
     assert rates[0] == rates[1] and len({*rates[1][7:]}) == 1 and rates[1][7] < rates[1][5]
     with pytest.raises(ConfigError, match=r"another configuration(.|\n)*num_steps = 9(.|\n)*num_steps = 8"):

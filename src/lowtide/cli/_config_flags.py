@@ -53,7 +53,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(",") if word.strip())
     if not words:  # an unset variable of a shell script would turn the default of --full off
-        raise argparse.ArgumentTypeError("no word; `none` keeps everything on the device")
+        raise argparse.ArgumentTypeError("no word; `none` stands for none of them")
     return () if words == ("none",) else words
 
 

@@ -35,7 +35,7 @@ def register(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "finetune",
         help="tune a language model, with LoRA or all of it",
-        description="Tune a Llama model with LoRA: gradients and optimizer state only for the adapters. With --full "
+        description="Tune a language model with LoRA: gradients and optimizer state only for the adapters. With --full "
         "tune all parameters, each layer updated inside the backward pass and kept on the host. Writes a PEFT adapter "
         "(or the model), metrics and the bytes of every role. The settings are also keys of a TOML file.",
     )
@@ -47,6 +47,9 @@ def register(commands: Any) -> None:
         action="store_true",
         help="at the end compile the step that people write first, too, and show its bytes beside those of the run",
     )
+    parser.add_argument(
+        "--report-only", action="store_true", help="make report.html of the run in --out from its files, and do no more"
+    )
     _config_flags.register(parser)
     _distributed.register(parser)
     parser.set_defaults(run=run)
@@ -55,6 +58,8 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    if args.report_only:
+        return _report_only(args)
     import jax
 
     from ..finetune import open_run, read_config
@@ -105,11 +110,24 @@ def _finetune(
         progress.remove_task(task)
     _print_plan(console, job, table)
     before = job.sample_before() if config.full else None  # while there is an untuned model
-    _train(console, job, table, interrupted)
+    early = {"before": before} if before is not None else {}
+    job.write_report(table, early)
+    try:
+        _train(console, job, table, interrupted)
+    except BaseException as error:
+        _write_report(job, table, early, error)
+        raise
+    if (best := job.load_best()) is not None:
+        console.print(f"What is written is step {best}, whose held-out loss is the least.")
     job.finish(table)
+    samples: dict[str, Any] = {}
     if job.samples:
-        before = before if config.full else job.sample_before()
-        _print_samples(console, {"before": before, "after": job.sample(job.trainer.model)})
+        samples = {"before": before if config.full else job.sample_before(), "after": job.sample(job.trainer.model)}
+        _print_samples(console, samples)
+    samples = {title: sample for title, sample in samples.items() if sample is not None}
+    with _progress(console) as progress:
+        progress.add_task("writing the page", total=None, visible=config.report)
+        page = job.write_report(table, samples, timeline=True)
     if compare:  # last: nothing of it is in memory while the run trains, and the run has written its files
         with _progress(console) as progress:
             progress.add_task("compiling the naive step, to compare", total=None)
@@ -120,6 +138,28 @@ def _finetune(
         (_, first), (_, last) = losses[0], losses[-1]
         console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
+    if page is not None:
+        console.print(f"The page of the run is {page}", soft_wrap=True)
+
+
+def _write_report(job: Any, table: Any, samples: Any, error: BaseException) -> None:
+    """Write the page of a run that ends early; what is wrong with that stands beside why it ends."""
+    try:
+        job.write_report(table, samples)
+    except LowtideError as failure:
+        error.add_note(str(failure))
+
+
+def _report_only(args: argparse.Namespace) -> int:
+    """Make the page of a run from its files."""
+    from ..finetune import write_report
+
+    if not args.out:
+        raise ConfigError("--report-only needs --out", hint="name the folder of the run")
+    if args.resume or args.compare:
+        raise ConfigError("--report-only trains nothing", hint="leave --resume and --compare out")
+    Console(highlight=False).print(f"The page of the run is {write_report(args.out)}", soft_wrap=True)
+    return 0
 
 
 def _remember_interrupts() -> threading.Event:
@@ -182,6 +222,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"
         + _on_the_host(table.ours),
+        "host": _beside(base, job.trainer.state),
         "out": str(job.out),
     }
     for name, text in rows.items():
@@ -224,7 +265,9 @@ def _how(config: Any, table: Any) -> dict[str, str]:
 def _at_the_end(config: Any) -> str:
     """Say what becomes of the learning rate in steps that it was not made for."""
     steps = config.schedule_steps or config.num_steps
-    return f"; from step {steps} on the learning rate stays at a tenth of its peak" if steps < config.num_steps else ""
+    if steps >= config.num_steps or config.schedule in ("constant", "inverse_sqrt"):
+        return ""
+    return f"; from step {steps} on the learning rate stays at {config.final_rate_fraction:g} of its peak"
 
 
 def _on_the_host(report: Any) -> str:
@@ -250,6 +293,17 @@ def _shortages(config: Any, report: Any, *, is_shared: bool = False) -> list[str
             " a device; leave out a word of --offload, or take a machine with more memory"
         )
     return found
+
+
+def _beside(base: Any, state: Any) -> str:
+    """Say what reading and writing take of the host's memory."""
+    from .. import models, train
+
+    model, copies = models.host_bytes(base), train.checkpoint_bytes(state)
+    return (
+        f"at most {format_bytes(model.loading)} to load, beside the model; beside the state "
+        f"{format_bytes(copies.saving)} for a checkpoint, {format_bytes(copies.restoring)} to restore one"
+    )
 
 
 def _print_samples(console: Console, samples: dict[str, tuple[str, str] | None]) -> None:

@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import functools
 import importlib.util
 import inspect
 import os
@@ -37,9 +38,10 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what every command on a user's function takes."""
     parser.add_argument(
         "job",
-        metavar="FILE.py:NAME",
-        help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these; when it has a "
-        "parameter `target`, it gets the target",
+        metavar="FILE.py:NAME|DIR",
+        help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these (when it has a "
+        "parameter `target`, it gets the target); or a model's folder with config.json: the step that tunes it with "
+        "LoRA, whose parameters are those of lowtide.finetune.step_job, such as batch_size and seq_len",
     )
     parser.add_argument(
         "--target",
@@ -57,16 +59,18 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_job(text: str) -> tuple[Path, str]:
-    """File and name of ``FILE.py:NAME``.
+    """File and name of ``FILE.py:NAME``, or a model's folder and an empty name.
 
     Raises:
         ConfigError: when a part is missing, or there is no such file.
     """
+    if (Path(text) / "config.json").is_file():
+        return Path(text).resolve(), ""
     file, separator, name = text.rpartition(":")
     if not separator or not file or not name.isidentifier():
         raise ConfigError(
             f"{text!r} does not name a function in a file",
-            expected="FILE.py:NAME",
+            expected="FILE.py:NAME, or a model's folder with config.json",
             got=repr(text),
             hint="for instance train.py:make_step",
         )
@@ -87,13 +91,18 @@ def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
     """Load the function of that name from a file, importable with everything beside it as long as the block lasts.
 
     Args:
-        path: the file.
-        name: what is defined in it.
+        path: the file, or a model's folder.
+        name: what is defined in it; of a folder the step that tunes the model.
 
     Raises:
         ConfigError: when the file has no such name, or it is not a function.
         UserCodeError: what the file raises while it is imported.
     """
+    if path.is_dir():
+        from ..finetune import step_job
+
+        yield functools.partial(step_job, path)
+        return
     before = list(sys.path), list(sys.argv)
     module_name = path.stem if path.stem not in sys.modules else f"_{path.stem}_of_the_command_line"
     try:

@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (_finetune, _generate, _evaluate, _merge, _inspect, _explain, _fits, _diff, _schedule, _targets):
         module.register(commands)
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error("\n".join([f"unrecognized arguments: {' '.join(unknown)}", *_hints(args, unknown)]))
     _leave_out_absent_accelerators()
     _print_what_can_be_printed()
     try:
@@ -55,6 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough; nothing is left to flush at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _hints(args: argparse.Namespace, unknown: Sequence[str]) -> list[str]:
+    """Say of flags of other libraries what they are called here."""
+    if args.run is not _finetune.run:
+        return []
+    from ..finetune import setting_of
+
+    found = [(flag.partition("=")[0], setting_of(flag)) for flag in unknown if flag.startswith("--")]
+    return [f"hint: what other libraries call {flag} is {name} here" for flag, name in found if name is not None]
 
 
 def _end_quietly() -> None:

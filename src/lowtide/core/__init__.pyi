@@ -71,6 +71,7 @@ from ._spaces import memory_space as memory_space
 from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
 from ._stack import StackShapes as StackShapes
+from ._stack import divided_mesh as divided_mesh
 from ._stack import dividing as dividing
 from ._stack import is_stacked as is_stacked
 from ._stack import num_layers as num_layers

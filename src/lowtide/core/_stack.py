@@ -154,8 +154,11 @@ def _is_loss(value: Any) -> bool:
 _divide: contextvars.ContextVar[Callable[[Any], Any]] = contextvars.ContextVar("divide", default=lambda h: h)
 
 
+_mesh: contextvars.ContextVar[Any] = contextvars.ContextVar("mesh", default=None)
+
+
 @contextlib.contextmanager
-def dividing(divide: Callable[[Any], Any]) -> Generator[None]:
+def dividing(divide: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
     """Inside the block, where a stack is traced, say of the activations between its layers how devices share them.
 
     Where weights are divided and nothing is said, XLA may gather the activations instead of the weights of a layer, and
@@ -163,12 +166,20 @@ def dividing(divide: Callable[[Any], Any]) -> Generator[None]:
 
     Args:
         divide: called with the activations; gives them back, constrained.
+        mesh: of the devices, for blocks that divide their work themselves (`divided_mesh`).
     """
-    token = _divide.set(divide)
+    tokens = _divide.set(divide), _mesh.set(mesh)
     try:
         yield
     finally:
-        _divide.reset(token)
+        _divide.reset(tokens[0])
+        _mesh.reset(tokens[1])
+
+
+def divided_mesh() -> Any:
+    """Return the mesh that a block is traced for: of a pipeline or `jax.set_mesh`, of a trainer, or None."""
+    here = jax.sharding.get_abstract_mesh()
+    return _mesh.get() if here.empty else here
 
 
 def side_of(path: str) -> str | None:

@@ -13,9 +13,12 @@ from ._evaluate import record_batches as record_batches
 from ._evaluate import text_loss as text_loss
 from ._evaluate import token_stream as token_stream
 from ._finetune import Finetune as Finetune
+from ._foreign import setting_of as setting_of
 from ._inspect import Inspection as Inspection
 from ._inspect import inspect as inspect
+from ._job import step_job as step_job
 from ._merge import write_merged as write_merged
+from ._page import write_report as write_report
 from ._runs import open_run as open_run
 from ._table import MemoryTable as MemoryTable
 from ._text import TextData as TextData

@@ -19,19 +19,36 @@ from typing import Any
 import tomli_w
 
 from ..core import ConfigError
+from ._foreign import setting_of
 from .data._words import LOSS_ON, PACKINGS, TOO_LONG
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
+_SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
+_TRACKERS = ("tensorboard", "wandb", "trackio")
 _OF_ADAPTERS = ("rank", "alpha", "targets")
-_COUNTS = ("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every")
+_COUNTS = (
+    *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
+    *("max_to_keep", "early_stopping_patience"),
+)
+_FALLING = ("cosine", "linear", "warmup_stable_decay")
+"""Schedules that have an end."""
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ((*_COUNTS, "schedule_steps"), lambda n: n >= 1, "at least 1"),
-    (("warmup_steps", "weight_decay", "sample_tokens"), lambda x: 0 <= x < math.inf, "at least 0"),
+    (
+        ("warmup_steps", "weight_decay", "sample_tokens", "max_grad_norm", "early_stopping_threshold"),
+        lambda x: 0 <= x < math.inf,
+        "at least 0",
+    ),
     (("seed",), lambda n: 0 <= n < 2**32, "an integer from 0 to 2**32 - 1"),
-    (("alpha", "max_grad_norm", "learning_rate"), lambda x: 0 < x < math.inf, "greater than 0"),
+    (("alpha", "learning_rate", "num_epochs", "adam_epsilon"), lambda x: 0 < x < math.inf, "greater than 0"),
     (("held_out_fraction",), lambda x: 0 < x < 1, "between 0 and 1"),
+    (("warmup_ratio", "adam_beta1", "adam_beta2"), lambda x: 0 <= x < 1, "at least 0 and less than 1"),
+    (("final_rate_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
+    (("decay_fraction",), lambda x: 0 < x <= 1, "more than 0, up to 1"),
+    (("project", "run_name"), lambda name: bool(name.strip()), "a name"),
+    (("schedule",), lambda word: word in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
@@ -46,7 +63,7 @@ class FinetuneConfig:
     """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file, and flags."""
 
     model: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """A Hugging Face directory of a Llama model; by default the model embedded in Lowtide."""
+    """A Hugging Face directory of a model; by default the model embedded in Lowtide."""
     data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
     """A text file, a folder of text or source; records in JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or
     one that Hugging Face datasets saved; by default Python's language reference."""
@@ -73,6 +90,8 @@ class FinetuneConfig:
     parameters includes. As a flag: words with commas between them, or none."""
     num_steps: int = dataclasses.field(default=300, metadata={"flag": "--steps"})
     """Optimizer steps."""
+    num_epochs: float | None = None
+    """Passes over the training data, in place of `num_steps`; may be a fraction."""
     rank: int = 16
     """LoRA rank."""
     alpha: float = 32.0
@@ -87,17 +106,31 @@ class FinetuneConfig:
     num_microbatches: int = 1
     """Parts of a batch that are run one after the other, to save activation memory."""
     learning_rate: float | None = None
-    """Peak of the schedule: linear warm-up, then cosine to a tenth. By default 2e-4, or 5e-3 for the embedded model;
-    with `full` 1e-5 and 1e-3."""
+    """Peak of the schedule. By default 2e-4, or 5e-3 for the embedded model; with `full` 1e-5 and 1e-3."""
+    schedule: str = "cosine"
+    """How the learning rate goes on after its warm-up: cosine, linear (both fall over all steps), constant,
+    inverse_sqrt, or warmup_stable_decay (constant, and linear at the end)."""
+    final_rate_fraction: float = 0.1
+    """Part of the peak at which the learning rate ends and stays, with a schedule that has an end."""
+    decay_fraction: float = 0.1
+    """Part of the steps in which the learning rate falls, at the end of warmup_stable_decay."""
     schedule_steps: int | None = None
-    """Steps until the learning rate is at that tenth, where it stays; by default `num_steps`. A run that is resumed
-    with more steps keeps those that it began with."""
+    """Steps until the learning rate is at its end, where it stays; by default all. A run that is resumed with more
+    steps keeps those that it began with."""
     warmup_steps: int = 20
     """Steps of linear warm-up."""
+    warmup_ratio: float | None = None
+    """The warm-up as a part of the schedule's steps, in place of `warmup_steps`."""
     weight_decay: float = 0.0
     """AdamW's decoupled weight decay, on what trains."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's mean of gradients."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's mean of squared gradients."""
+    adam_epsilon: float = 1e-8
+    """What AdamW adds to the root of that mean."""
     max_grad_norm: float = 1.0
-    """Gradients with a larger global norm are scaled down to it."""
+    """Gradients with a larger global norm are scaled down to it; 0 leaves them as they are."""
     clip_mode: str = "exact"
     """With `full`, which norm that is: exact (of all gradients, by a second backward pass), previous (of the step
     before) or layer (of each layer by itself), as in `lowtide.offload.Clip`."""
@@ -114,8 +147,27 @@ class FinetuneConfig:
     """Part of the data kept for evaluation."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
+    max_to_keep: int = 2
+    """How many of the newest checkpoints stay."""
+    keep_best: bool = False
+    """Whether the checkpoint with the least held-out loss stays beside them."""
+    load_best_at_end: bool = False
+    """Whether the adapter or model that is written at the end is that with the least held-out loss, instead of the last
+    one; keeps its checkpoint, too."""
+    early_stopping_patience: int | None = None
+    """Evaluations in a row without a lower held-out loss at which the run ends; by default it goes to its last step."""
+    early_stopping_threshold: float = 0.0
+    """By how much a held-out loss has to be lower to count as such."""
     sample_tokens: int = 48
     """Length of the text sampled before and after; 0 samples nothing."""
+    track: tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "WORDS"})
+    """Trackers that are given every record: any of tensorboard, wandb and trackio, each an extra of that name."""
+    project: str = "lowtide"
+    """The project that wandb and trackio put the run under."""
+    run_name: str | None = None
+    """What they call the run; by default the name of its folder."""
+    report: bool = False
+    """Whether the run writes report.html: one page of its curves, samples and memory."""
     seed: int = 0
     """Of the data order, the adapters and the sample."""
 
@@ -136,8 +188,9 @@ class FinetuneConfig:
                 _check(field, value, value is None or is_in_range(value), expected)
         fits = self.batch_size % self.num_microbatches == 0
         _check("num_microbatches", self.num_microbatches, fits, f"a divisor of batch_size {self.batch_size}")
-        for word in self.offload or ():
-            _check_offload(word)
+        for field, known in (("offload", _OFFLOADS), ("track", _TRACKERS)):
+            for word in getattr(self, field) or ():
+                _check_word(field, word, known)
         _check_combination(self)
         if self.columns is not None:
             from .data import parse_columns
@@ -161,11 +214,8 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
     known = [field.name for field in dataclasses.fields(FinetuneConfig)]
     for name in values:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             raise ConfigError(
-                f"{where}: unknown key {name!r}",
-                expected=f"one of {', '.join(known)}",
-                hint=f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig",
+                f"{where}: unknown key {name!r}", expected=f"one of {', '.join(known)}", hint=_nearest(name, known)
             )
     if values.get("full") is True:
         _refuse_with_full([name for name in _OF_ADAPTERS if name in values])
@@ -203,8 +253,17 @@ def flag_of(field: str) -> str:
 
 def config_to_toml(config: FinetuneConfig) -> str:
     """Write the configuration as TOML, every field that is set and means something; `read_config` reads it back."""
-    left_out = _OF_ADAPTERS if config.full else ()
+    left_out = [*_OF_ADAPTERS] if config.full else []
+    left_out += ["num_steps"] if config.num_epochs is not None else []
     return tomli_w.dumps({k: v for k, v in dataclasses.asdict(config).items() if v is not None and k not in left_out})
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    """Say which setting an unknown one may be."""
+    if (here := setting_of(name)) is not None:
+        return f"what other libraries call {name} is {here} here"
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else "see the reference of FinetuneConfig"
 
 
 def _check(field: str, value: Any, good: bool, expected: str) -> None:
@@ -217,21 +276,24 @@ def _check(field: str, value: Any, good: bool, expected: str) -> None:
         )
 
 
-def _check_offload(word: str) -> None:
-    if word not in _OFFLOADS:
-        close = difflib.get_close_matches(word, _OFFLOADS, n=2, cutoff=0.4)
+def _check_word(field: str, word: str, known: tuple[str, ...]) -> None:
+    if word not in known:
+        close = difflib.get_close_matches(word, known, n=2, cutoff=0.4)
         raise ConfigError(
-            f"offload: unknown word {word!r}",
-            expected=f"any of {', '.join(_OFFLOADS)}",
+            f"{field}: unknown word {word!r}",
+            expected=f"any of {', '.join(known)}",
             got=repr(word),
-            hint=f"did you mean {' or '.join(close)}?" if close else "for instance --offload optimizer,activations",
+            hint=f"did you mean {' or '.join(close)}?"
+            if close
+            else f"for instance {flag_of(field)} {','.join(known[:2])}",
         )
 
 
 def _check_combination(config: FinetuneConfig) -> None:
     """Refuse settings that are right by themselves and contradict each other."""
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
     if config.full:
-        defaults = {field.name: field.default for field in dataclasses.fields(config)}
         _refuse_with_full([name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]])
         if config.param_dtype not in ("auto", "float32"):
             raise ConfigError(
@@ -255,6 +317,36 @@ def _check_combination(config: FinetuneConfig) -> None:
             got="remat = false",
             hint="leave remat out; to keep activations on the device, use neither --full nor --offload for them",
         )
+
+
+def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:
+    """Refuse settings of the recipe of which one would do nothing."""
+    pairs = [("num_epochs", "num_steps"), ("warmup_ratio", "warmup_steps")]
+    for first, second in pairs:
+        if {first, second} <= changed:
+            _refuse_both(first, second, f"{first} stands in place of {second}")
+    if config.schedule not in _FALLING and "final_rate_fraction" in changed:
+        _refuse_both("final_rate_fraction", "schedule", f"the schedule {config.schedule} has no end")
+    if config.schedule != "warmup_stable_decay" and "decay_fraction" in changed:
+        _refuse_both("decay_fraction", "schedule", f"the schedule {config.schedule} has no stable part")
+    if config.early_stopping_patience is None and "early_stopping_threshold" in changed:
+        raise ConfigError(
+            "early_stopping_threshold without early_stopping_patience: nothing is stopped early",
+            expected="both, or none",
+            got=f"early_stopping_threshold = {config.early_stopping_threshold}",
+            hint="give early_stopping_patience, too: 3 is usual",
+        )
+    if config.max_grad_norm == 0 and "clip_mode" in changed:
+        _refuse_both("clip_mode", "max_grad_norm", "max_grad_norm = 0 clips nothing")
+
+
+def _refuse_both(first: str, second: str, why: str) -> None:
+    raise ConfigError(
+        f"{first} contradicts {second}: {why}",
+        expected=f"{first} or {second}",
+        got="both",
+        hint="leave one of them out",
+    )
 
 
 def _refuse_with_full(names: list[str]) -> None:

@@ -75,6 +75,7 @@ def load_data(
         num_documents=made.report.num_documents,
         num_train_tokens=made.num_train_tokens,
         num_held_out_tokens=made.num_held_out_tokens,
+        num_train_sequences=made.report.num_rows,
         digest=made.digest,
         report=made.report,
     )

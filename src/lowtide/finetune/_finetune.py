@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from tokenizers import Tokenizer
 
 from .. import models
@@ -41,7 +40,9 @@ from ..train import Record, Trainer, analyze_naive
 from ._base import open_base
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
-from ._offloaded import full_step, hidden, inputs_place, is_hosted, loss, optimizer
+from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, loss, optimizer
+from ._page import keep_for_report, write_report
+from ._recipe import learning_rate, trackers, watchers, with_steps
 from ._runs import (
     ADAPTER,
     CHECKPOINTS,
@@ -74,7 +75,8 @@ class Finetune:
         ModelFileError: for an unusable model directory.
         DataError: for unusable data.
         SelectionError: when ``config.targets`` matches no module.
-        ConfigError: when a resumed run's data changed, processes differ, or `sharding` meets ``full`` or ``offload``.
+        ConfigError: when a resumed run's data changed, processes differ, `sharding` meets ``full`` or ``offload``, or
+            a tracker is not installed.
         StructureError: when a checkpoint does not fit.
     """
 
@@ -94,12 +96,15 @@ class Finetune:
                 hint="leave --distributed and --pipeline, or --full and --offload out",
             )
         self._processes = Processes(sharding)
-        self.config, self.out = config, Path(out)
+        self.out = Path(out)
+        self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         end = self.base.config.eos_token_id
         end = end[0] if isinstance(end, tuple) else end
         self.data = load_data(config, self.directory, self.tokenizer, end_token=end, on_progress=on_tokenise)
+        asked, config = config, with_steps(config, self.data.num_train_sequences)
+        self.config = config
         model = self.base
         if not config.full:
             adapters = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
@@ -112,8 +117,8 @@ class Finetune:
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         refuse_other_folders(self._processes, self.out)
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
-        of_first(lambda: (write_config(self.out, config), check_same_run(self.out, config, self.data.digest)))
-        self.schedule = _schedule(config)
+        of_first(lambda: (write_config(self.out, asked), check_same_run(self.out, config, self.data.digest)))
+        self.schedule = learning_rate(config)
         # For records, in one program; and now, for what waits for a device between a step and its record may lose it.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
@@ -128,6 +133,8 @@ class Finetune:
             tx,
             weight=_num_targets,
             checkpoint_dir=self.out / CHECKPOINTS,
+            max_to_keep=config.max_to_keep,
+            best="eval_loss" if config.keep_best or config.load_best_at_end else None,
             sharding=sharding,
             rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
             **options,
@@ -180,7 +187,7 @@ class Finetune:
                 model,
                 partial(models.loss, remat=self.config.remat),
                 optimizer(dataclasses.replace(self.config, offload=()), self.schedule),
-                "**" if self.config.full else _WRT,
+                is_weight if self.config.full else _WRT,
                 batch,
                 num_microbatches=self.config.num_microbatches,
                 weight=_num_targets,
@@ -209,8 +216,7 @@ class Finetune:
                 raise NonFiniteError(f"step {record['step']}: eval_loss is not finite", got=record["eval_loss"])
             if not np.isfinite([record.get("loss", 0.0), record.get("grad_norm", 0.0)]).all():
                 return  # no JSON; the trainer raises
-            if "loss" in record:
-                record = {**record, "learning_rate": float(self._rates[int(record["step"]) - 1])}
+            record = self._with_rate(record)
             metrics.append(record)
             if on_record is not None:
                 on_record(record)
@@ -224,7 +230,7 @@ class Finetune:
                     eval_data=self.data.held_out,
                     eval_every=self.config.eval_every,
                     checkpoint_every=self.config.checkpoint_every,
-                    callbacks=[metrics],
+                    callbacks=[metrics, *watchers(self.config), *self._trackers],
                     on_record=record_step,
                     progress=False,
                 )
@@ -233,6 +239,28 @@ class Finetune:
             raise NonFiniteError(f"{error.message}, so the run was stopped", got=error.got, hint=hint) from error
         finally:
             metrics.close()
+
+    def _with_rate(self, record: Record) -> Record:
+        """Add the learning rate to the record of a step."""
+        if "loss" not in record:
+            return record
+        return {**record, "learning_rate": float(self._rates[int(record["step"]) - 1])}
+
+    def load_best(self) -> int | None:
+        """Go back to the weights with the least held-out loss, where the settings ask for it; after `run`.
+
+        Returns:
+            Their step, or None where the last ones stay.
+
+        Memory:
+            As `Trainer.restore`: never two copies on the device.
+        """
+        if not self.config.load_best_at_end:
+            return None
+        step = self.trainer.restore(best=True)
+        if self.config.full:
+            self.base = self.trainer.model
+        return step
 
     def finish(self, table: MemoryTable) -> None:
         """Write the adapter, or with ``config.full`` the model, and `memory.json`.
@@ -259,6 +287,39 @@ class Finetune:
         """Write `memory.json`, also again with what was compared; the first process does so."""
         if self._processes.is_first:
             write_files(self.out, {MEMORY: (json.dumps(table.to_dict(), indent=2) + "\n").encode()})
+
+    def tables(self) -> dict[str, list[tuple[str, str]]]:
+        """Tables of the run's page beside its settings, rows of name and text by title."""
+        data = self.data
+        counts = {
+            "documents": data.num_documents,
+            "tokens to train on": data.num_train_tokens,
+            "tokens held out": data.num_held_out_tokens,
+        }
+        return {"Data": [(name, f"{count:,}") for name, count in counts.items()]}
+
+    def write_report(
+        self, table: MemoryTable, samples: Mapping[str, tuple[str, str]] | None = None, *, timeline: bool = False
+    ) -> Path | None:
+        """Write the run's page as far as the run has come, where the settings ask for one.
+
+        Args:
+            table: the result of `memory`.
+            samples: texts by title, prompt and continuation.
+            timeline: compile the step once more, so that what is alive when has its place in the program; several
+                processes do not.
+
+        Returns:
+            The page; None without `report`, or in another than the first process.
+
+        Memory:
+            None on a device. The compiler's own memory stays with the process, so a run has its timeline at the end.
+        """
+        if not (self.config.report and self._processes.is_first):
+            return None
+        ours = self.memory("here").ours if timeline and self._processes.count == 1 else table.ours
+        keep_for_report(self.out, ours, self.tables(), samples or {})
+        return write_report(self.out)
 
     def eval_losses(self) -> list[tuple[int, float]]:
         """Held-out losses so far: step and mean nats per token."""
@@ -311,7 +372,7 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
     return value_and_grad(stack, made, mesh=mesh, wrt=_WRT, weight=_num_targets, remat=config.remat, batch_axes=axes)
 
 
-def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Llama, Tokenizer]:
+def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
     return open_base(
         directory,
         param_dtype="float32" if config.full else config.param_dtype,  # what trains, as adapters do
@@ -333,16 +394,6 @@ def _layerwise_bytes(trainable: Tree) -> int:
     layer = tree_bytes(layers) // num_layers(layers)
     largest = max((tree_bytes(leaf) for leaf in jax.tree.leaves(outer)), default=0)
     return max(layer, largest) if "lm_head" in outer else layer + tree_bytes(outer["embed"])
-
-
-def _schedule(config: FinetuneConfig) -> optax.Schedule:
-    given, embedded = (1e-5, 1e-3) if config.full else (2e-4, 5e-3)
-    peak = config.learning_rate or (given if config.model is not None else embedded)
-    num_steps = config.schedule_steps or config.num_steps
-    warmup = min(config.warmup_steps, num_steps - 1)
-    return optax.warmup_cosine_decay_schedule(
-        peak / (warmup + 1), peak, warmup, max(num_steps, warmup + 1), end_value=peak / 10
-    )
 
 
 def _num_targets(batch: Tree) -> Any:

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import offload
 from ..core import LayerStack, Tree, memory_space
-from ..models import Llama
+from ..models import Decoder
 from ._config import FinetuneConfig
+from ._recipe import adamw
 
 _INPUT = "block_input"
 
@@ -32,6 +34,11 @@ def is_hosted(config: FinetuneConfig) -> Callable[[str, Any], bool] | None:
     # Vectors are small, and of half-precision rows in host memory a TPU cuts no single one.
     least = {name: 3 if name == "layers" else 2 for name in ("layers", "outer") if place.get(name) == "host"}
     return (lambda path, leaf: leaf.ndim >= least.get(path.partition("/")[0], math.inf)) if least else None
+
+
+def is_weight(path: str, leaf: Any) -> bool:
+    """Whether a leaf is a parameter: how far each layer sees, which is data, is of integers."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def places(config: FinetuneConfig) -> dict[str, str]:
@@ -53,7 +60,8 @@ def inputs_place(config: FinetuneConfig) -> str:
 
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """AdamW with clipping, its moments where the configuration says."""
-    tx = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), _adamw(config, schedule))
+    clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
+    tx = optax.chain(clip, adamw(config, schedule))
     return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
 
 
@@ -64,15 +72,16 @@ def full_step(
     mode: Any = config.clip_mode
     return offload.layerwise_step(
         stack,
-        _adamw(config, schedule),
+        adamw(config, schedule),
+        wrt=is_weight,
         place=places(config),
-        clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode),
+        clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,
         num_microbatches=config.num_microbatches,
         weight=weight,
     )
 
 
-def loss(model: Llama, batch: Tree, *, remat: bool = True, inputs: str = "device") -> tuple[Any, Tree]:
+def loss(model: Decoder, batch: Tree, *, remat: bool = True, inputs: str = "device") -> tuple[Any, Tree]:
     """`lowtide.models.loss` for a model whose leaves may be in host memory.
 
     Args:
@@ -94,12 +103,12 @@ def loss(model: Llama, batch: Tree, *, remat: bool = True, inputs: str = "device
     return model.stack.last(outer, _hidden(model, outer, batch, remat=remat, inputs=inputs), batch)
 
 
-def hidden(model: Llama, batch: Tree) -> Any:
+def hidden(model: Decoder, batch: Tree) -> Any:
     """Compute the activations [B, T, D] that leave the last block, of a model whose leaves may be in host memory."""
     return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
 
 
-def _hidden(model: Llama, outer: Tree, batch: Tree, *, remat: bool, inputs: Any) -> Any:
+def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, inputs: Any) -> Any:
     stack = model.stack
     if not _on_host(model.layers):
         return stack.hidden(outer, model.layers, batch, remat=remat)
@@ -117,10 +126,6 @@ def _offloading(stack: LayerStack) -> LayerStack:
         return stack.block(layer, checkpoint_name(h, _INPUT), batch)
 
     return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
-
-
-def _adamw(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(schedule, weight_decay=config.weight_decay)
 
 
 def _on_host(tree: Tree) -> bool:

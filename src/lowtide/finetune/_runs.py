@@ -6,6 +6,7 @@ checkpoints/    trainable state only
 adapter/        the adapter in PEFT's format, or
 model/          the model, when all of it was tuned
 memory.json     where the bytes went
+report.html     with `report` one page of all of it, and in report.json and memory-report.json what only that needs
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import jax
 
-from ..core import ConfigError, OutputError, check_writable, write_files
+from ..core import ConfigError, OutputError, check_writable, is_count, write_files
 from ..distributed import of_first, same_in_all
 from ..train import Callback
 from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_config
@@ -31,7 +32,9 @@ _PATHS = ("model", "data", "eval_data", "chat_template")
 _FREE = (
     *_PATHS,
     *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
-    *("num_microbatches", "offload", "remat"),
+    *("num_microbatches", "offload", "remat", "num_epochs"),
+    *("track", "project", "run_name", "report"),
+    *("max_to_keep", "keep_best", "load_best_at_end", "early_stopping_patience", "early_stopping_threshold"),
 )
 """Settings that may be edited before a run is resumed: they decide what is written when, and bytes, but no losses."""
 
@@ -69,6 +72,9 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
             )
         saved = read_config(out / CONFIG)
         config = config_from_dict(saved, str(out / CONFIG))
+        if config.num_epochs is not None and "num_steps" in values and "num_epochs" not in values:
+            config = _in_steps(out, config)
+            saved = {name: value for name, value in saved.items() if name != "num_epochs"}
         asked = config_from_dict({**saved, **values}, where)
         if asked.num_steps > config.num_steps:
             # The learning rate goes on from where it was: stretched over the new number it would jump back up.
@@ -86,6 +92,17 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
     return config
 
 
+def _in_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:
+    """Say how many steps a run was to take that was begun with epochs, as its first call recorded it."""
+    recorded = json.loads((out / DATA).read_text()).get("num_steps") if (out / DATA).is_file() else None
+    if not is_count(recorded, 1):
+        raise ConfigError(
+            f"{out}: a run of {config.num_epochs} epochs has not begun, so it cannot be given more steps",
+            hint="leave --steps out, or start another --out",
+        )
+    return dataclasses.replace(config, num_epochs=None, num_steps=recorded)
+
+
 def write_config(out: Path, config: FinetuneConfig) -> None:
     """Write `config.toml`, whole or not at all."""
     write_files(out, {CONFIG: config_to_toml(config).encode()})
@@ -101,7 +118,8 @@ def check_same_run(out: Path, config: FinetuneConfig, digest: str) -> None:
     """
     path, settings = out / DATA, _deciding(config)
     if not path.is_file():
-        write_files(out, {DATA: (json.dumps({"sha256_of_tokens": digest, "settings": settings}) + "\n").encode()})
+        begun = {"sha256_of_tokens": digest, "settings": settings, "num_steps": config.num_steps}
+        write_files(out, {DATA: (json.dumps(begun) + "\n").encode()})
         return
     digest_then, then = _recorded(path)
     changed = [name for name in sorted(then.keys() & settings.keys()) if then[name] != settings[name]]

@@ -43,6 +43,8 @@ class TextData:
     """Tokens in training windows."""
     num_held_out_tokens: int
     """Tokens in held-out windows."""
+    num_train_sequences: int | None
+    """Sequences of an epoch; None where the data does not say."""
     digest: str
     """SHA-256 of all tokens in their order, to tell whether a resumed run sees the same data."""
     report: DataReport | None = None
@@ -168,6 +170,7 @@ def text_data(
         num_documents=len(documents),
         num_train_tokens=train.size,
         num_held_out_tokens=held_out.size,
+        num_train_sequences=len(train),
         digest=digest.hexdigest(),
     )
 

@@ -18,6 +18,8 @@ from ._generate import Completion as Completion
 from ._generate import generate as generate
 from ._generate import generate_batch as generate_batch
 from ._generate import stream as stream
+from ._host_bytes import HostBytes as HostBytes
+from ._host_bytes import host_bytes as host_bytes
 from ._sampling import Sampling as Sampling
 from ._tokenizer import load_tokenizer as load_tokenizer
 
@@ -26,6 +28,7 @@ __all__ = [
     "Decoder",
     "DecoderConfig",
     "Experts",
+    "HostBytes",
     "Llama",
     "LlamaConfig",
     "RopeScaling",
@@ -34,6 +37,7 @@ __all__ = [
     "cache_bytes",
     "generate",
     "generate_batch",
+    "host_bytes",
     "init",
     "load",
     "load_config",

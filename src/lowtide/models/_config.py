@@ -202,7 +202,21 @@ class DecoderConfig:
 
     def _check_rope(self) -> None:
         scaling = self.rope_scaling
-        if scaling is None or scaling.rope_type != "longrope":
+        if scaling is None:
+            return
+        if (
+            self.rope_theta <= 1
+            and scaling.rope_type == "yarn"
+            or self.rotary_dim <= 2
+            and scaling.rope_type == "dynamic"
+        ):
+            raise ConfigError(
+                f"{scaling.rope_type} has no frequencies to stretch",
+                expected="rope_theta above 1, and more than 2 dimensions that are rotated",
+                got=f"{self.rope_theta} and {self.rotary_dim}",
+                hint="check config.json",
+            )
+        if scaling.rope_type != "longrope":
             return
         sizes = (len(scaling.short_factor), len(scaling.long_factor))
         if sizes != (self.rotary_dim // 2,) * 2:

@@ -38,12 +38,13 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         ModelFileError: for an unknown architecture, activation or RoPE type, a missing or impossible entry, or a
             field that asks for what Lowtide does not compute.
     """
-    from ._schema import ConfigFile, unhandled
+    from ._schema import NEUTRAL, ConfigFile, unhandled
 
     family, raw = _family(raw, where)
     file = validate(ConfigFile, {**family.defaults, **_flat(raw)}, where, hint=_AGAIN)
     rope = _rope(file, family, where)
-    unknown = unhandled(file, family)
+    elsewhere = {name: values for name, values in NEUTRAL.items() if name not in family.known}
+    unknown = unhandled(file, family.known, {**elsewhere, **family.neutral})
     if unknown:
         name = next(iter(unknown))
         raise ModelFileError(
@@ -77,7 +78,7 @@ def _values(file: ConfigFile, family: Family, rope: RopeEntry, where: str) -> di
         **{name: value for name, value in copied.items() if value is not None},
         "num_kv_heads": file.num_key_value_heads or heads,
         "head_dim": file.head_dim or file.hidden_size // heads,
-        "rope_theta": rope.rope_theta or file.rope_theta or 10000.0,
+        "rope_theta": rope.rope_theta or file.rope_theta or family.rope_theta,
         "rope_scaling": _rope_scaling(rope, file, family, where),
         "rotary_fraction": 1.0 if fraction is None else fraction,
         "family": family.model_type,
@@ -227,7 +228,7 @@ def _rope(file: ConfigFile, family: Family, where: str) -> RopeEntry:
                 hint=_WRONG_LOGITS,
             )
     elsewhere = {"rope_theta", "partial_rotary_factor"}
-    theta = file.rope_theta if "rope_theta" in file.model_fields_set else None
+    theta = file.rope_theta
     said = {
         "rope_parameters and rope_scaling": (rope.model_dump(exclude=elsewhere), other.model_dump(exclude=elsewhere)),
         "rope_type and type": (rope.rope_type or rope.type, rope.type or rope.rope_type),
@@ -257,7 +258,9 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, where: str)
         )
     if rope_type == "default":
         return None
-    given = rope.model_dump(exclude_none=True, exclude={"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+    allowed = {name for names in _OF_TYPE.values() for name in names}
+    said = rope.model_dump(exclude_none=True)  # what is off, and not known, too
+    given = {name: value for name, value in said.items() if name in {"factor", *allowed}}
     original = rope.original_max_position_embeddings or file.original_max_position_embeddings
     if rope_type in ("yarn", "longrope"):
         original = original or file.max_position_embeddings
@@ -267,7 +270,6 @@ def _rope_scaling(rope: RopeEntry, file: ConfigFile, family: Family, where: str)
     if "factor" not in given:
         got = shortened(rope.model_dump(exclude_none=True))
         raise ModelFileError(f"{where}: rope_scaling has no factor", got=got, hint="copy config.json again")
-    allowed = {name for names in _OF_TYPE.values() for name in names}
     for name in given:
         if name in allowed and name not in _OF_TYPE[rope_type]:
             raise ModelFileError(

@@ -11,13 +11,15 @@ equation 4, for the loss, over all layers together as in Hugging Face's models.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jaxtyping import Array, Float
 
-from ..core import Tree, linear
+from ..core import BATCH_AXES, Tree, divided_mesh, linear
 from ._config import Experts
 from ._grouped import grouped_linear
 
@@ -27,6 +29,9 @@ def mixture(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
     """Compute what each token's experts make of it.
 
+    Where devices divide rows, each sorts its own. Along the axis ``expert`` of their mesh each has some experts: tokens
+    are gathered, and what the experts make of them is added up where they came from.
+
     Args:
         mlp: ``router`` and ``experts``.
         x_BTD: activations.
@@ -35,26 +40,67 @@ def mixture(
 
     Returns:
         The sum of the experts' results by their shares; each expert's probability; and how often it was chosen, 0 or 1.
+
+    Memory:
+        Rows of the tokens of a device (along ``expert`` those of all its devices), one for each of a token's experts.
     """
-    batch, length, width = x_BTD.shape
-    num, per_token = experts.num_experts, experts.num_experts_per_token
+    mesh = divided_mesh()
+    axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
+    compute = functools.partial(_local, experts=experts, activation=activation, axis="expert" in axes)
+    if not axes:
+        return compute(mlp, x_BTD)
+    rows, whole = P(axes), P()
+    weights = {"router": whole, "experts": P("expert") if "expert" in axes else whole}
+    mapped = jax.shard_map(
+        compute, mesh=mesh, in_specs=(weights, rows), out_specs=(rows,) * 3, axis_names=set(axes), check_vma=False
+    )
+    return mapped(mlp, x_BTD)
+
+
+def _local(
+    mlp: Tree, x_BTD: Array, *, experts: Experts, activation: Callable[[Array], Array], axis: bool
+) -> tuple[Array, Array, Array]:
+    """Compute a device's rows; with `axis` by the experts of all devices along it."""
     logits_BTE = linear(x_BTD, mlp["router"]["weight"])
     if "bias" in mlp["router"]:
         logits_BTE = logits_BTE + mlp["router"]["bias"].astype(logits_BTE.dtype)[None, None]
     probs_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
-    shares_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, per_token)
+    shares_BTK, chosen_BTK = jax.lax.top_k(probs_BTE, experts.num_experts_per_token)
     if experts.normalize:
         shares_BTK = shares_BTK / jnp.sum(shares_BTK, axis=-1, keepdims=True)
+    counts_BTE = jnp.sum(jax.nn.one_hot(chosen_BTK, experts.num_experts, dtype=jnp.float32), axis=2)
+    if not axis:
+        return _routed(mlp["experts"], x_BTD, shares_BTK, chosen_BTK, experts, activation), probs_BTE, counts_BTE
+    x_BTD, shares_BTK, ours_BTK = (
+        jax.lax.all_gather(each, "expert", axis=0, tiled=True) for each in (x_BTD, shares_BTK, chosen_BTK)
+    )
+    count = jax.tree.leaves(mlp["experts"])[0].shape[0]
+    ours_BTK = ours_BTK - count * jax.lax.axis_index("expert")
+    ours_BTK = jnp.where((ours_BTK >= 0) & (ours_BTK < count), ours_BTK, count)  # those of other devices come last
+    out_BTD = _routed(mlp["experts"], x_BTD, shares_BTK, ours_BTK, experts, activation)
+    return jax.lax.psum_scatter(out_BTD, "expert", scatter_dimension=0, tiled=True), probs_BTE, counts_BTE
+
+
+def _routed(
+    module: Tree,
+    x_BTD: Array,
+    shares_BTK: Array,
+    chosen_BTK: Array,
+    experts: Experts,
+    activation: Callable[[Array], Array],
+) -> Array:
+    """Sort rows by expert, compute, and add up each token's; rows of an expert that is not in `module` give zero."""
+    batch, length, width = x_BTD.shape
+    per_token, count = experts.num_experts_per_token, jax.tree.leaves(module)[0].shape[0]
     chosen_M = chosen_BTK.reshape(-1)
     order_M = jnp.argsort(chosen_M, stable=True)
-    sizes_E = jnp.bincount(chosen_M, length=num).astype(jnp.int32)
+    sizes_E = jnp.bincount(chosen_M, length=count).astype(jnp.int32)
     rows_MD = x_BTD.reshape(-1, width)[order_M // per_token]
-    out_MD = _compute(mlp["experts"], rows_MD, sizes_E, chosen_M[order_M], experts, activation)
+    out_MD = _compute(module, rows_MD, sizes_E, chosen_M[order_M], experts, activation)
     back_M = jnp.argsort(order_M)  # sums over a token's experts in the order of their shares, whatever the batch
     out_BTKD = out_MD[back_M].reshape(batch, length, per_token, width)
-    out_BTD = jnp.sum(out_BTKD * shares_BTK.astype(out_BTKD.dtype)[..., None], axis=2)
-    counts_BTE = jnp.sum(jax.nn.one_hot(chosen_BTK, num, dtype=jnp.float32), axis=2)
-    return out_BTD, probs_BTE, counts_BTE
+    shares_BTK = jnp.where(chosen_BTK < count, shares_BTK, 0.0)
+    return jnp.sum(out_BTKD * shares_BTK.astype(out_BTKD.dtype)[..., None], axis=2)
 
 
 def balance_loss(

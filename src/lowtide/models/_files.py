@@ -2,33 +2,26 @@
 
 `config.json`, weights in `model.safetensors` or in shards listed by `model.safetensors.index.json`. All names and
 shapes are checked against the configuration from the files' headers before any weight is read, so a wrong directory
-fails at once and by name. Weights are stacked one leaf at a time: the host never holds a second copy of the model.
+fails at once and by name. `_tensors` reads and `_shards` writes the weights a piece at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
-import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from ..core import (
     ConfigError,
     ModelFileError,
     OutputError,
-    Tree,
     Where,
-    format_bytes,
     input_file,
     leaves_with_paths,
     parse_json,
@@ -36,18 +29,18 @@ from ..core import (
     read_input,
     select,
     shortened,
-    shown,
     validate,
 )
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf
 from ._decoder import Decoder, parameter_shapes, with_windows, without_windows
+from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
+from ._tensors import DTYPES, Source, open_tensors, read_leaf, stored_dtype
 from .families import family_of
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
+_IMAGES = ("vision_tower.", "multi_modal_projector.")
 _AGAIN = "copy the file from the model's source again"
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def load(
@@ -80,8 +73,8 @@ def load(
         SelectionError: when `host` selects nothing.
 
     Memory:
-        The parameters where they belong, and beside them on the host one stacked leaf at a time, with `sharding` the
-        parts of it that this process's devices hold.
+        The parameters where they belong, and beside them on the host a few pieces of 64 MiB. Of leaves that `host`
+        selects, also what one device holds of the largest.
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
@@ -91,24 +84,22 @@ def load(
     directory = Path(directory)
     config = load_config(directory)
     files = _weight_files(directory)
-    with _open_all(files) as tensors:
+    with open_tensors(files) as tensors:
+        tensors = _of_the_text(tensors, config)
         _check_tensors(tensors, config, directory)
         shapes = parameter_shapes(config)
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         hosted = [False] * len(flat) if host is None else select(shapes, host)
         leaves: list[jax.Array] = []
         for (path, leaf), on_the_host in zip(flat, hosted, strict=True):
-            shape, names = leaf.shape, _tensor_names(path, config)
+            shape, names = leaf.shape, _tensor_names(path, config).values()
+            sources = [tensors[name] for name in names]
             # The layers of a stack may be stored in different dtypes: none of them loses digits.
-            stored = {_DTYPES[tensors[name][1].get_slice(name).get_dtype()] for name in names}
-            kind = jnp.result_type(*sorted(stored)) if dtype == "auto" else jnp.dtype(dtype)
-            read = functools.partial(_read, [(name, tensors[name][1]) for name in names], shape, kind)
-            if sharding is None:
-                leaves.append(jax.device_put(read(), _host_memory()) if on_the_host else jnp.asarray(read()))
-                continue
-            place = sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
-            place = place.with_memory_kind("pinned_host") if on_the_host else place
-            leaves.append(jax.make_array_from_callback(shape, place, _once(read)))
+            kind = stored_dtype(sources) if dtype == "auto" else jnp.dtype(dtype)
+            place = None if sharding is None else sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
+            if on_the_host:
+                place = _host_memory() if place is None else place.with_memory_kind("pinned_host")
+            leaves.append(read_leaf(sources, shape, kind, place))
     params = treedef.unflatten(leaves)
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
@@ -127,7 +118,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
     """
     path = input_file(
         directory,
-        "config.json",
+        CONFIG,
         expected="a Hugging Face model directory with config.json and model.safetensors",
         hint="give a local folder that holds the model; nothing is downloaded",
     )
@@ -144,6 +135,10 @@ def save(
 ) -> None:
     """Write a model as a Hugging Face directory that `transformers` loads.
 
+    A model that is in the folder stays until the new one is complete on the disk beside it. A process that is killed
+    leaves the old model or the new one; where their `config.json` or tokenizer differ, for the moment of a few renames
+    no model at all. Older shards are deleted.
+
     Args:
         model: a decoder of plain arrays (merge adapters first).
         directory: the folder; made when missing.
@@ -152,10 +147,10 @@ def save(
 
     Raises:
         ModelFileError: when the parameters are not those of ``model.config`` (adapters, for instance).
-        OutputError: when the folder cannot be written.
+        OutputError: when the folder cannot be written, or has too little space.
 
     Memory:
-        One shard on the host at a time.
+        On the host a few pieces of 64 MiB, whatever the sizes of tensors and files.
     """
     directory = Path(directory)
     expected = {path: leaf.shape for path, leaf in leaves_with_paths(parameter_shapes(model.config))}
@@ -168,80 +163,21 @@ def save(
             got=f"shape {wrong[1]}",
             hint="merge adapters with lt.lora.merge, or save them alone with lt.lora.save",
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        weights = _write_shards(params, model.config, directory, max_shard_bytes)
-        dtype = jnp.dtype(model.outer["embed"]["weight"].dtype).name
-        (directory / "config.json").write_text(json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n")
-        for name in weights:  # safetensors lets nobody but the owner read them, whatever the umask says
-            shutil.copymode(directory / "config.json", directory / name)
-        if tokenizer is not None:
-            (directory / "tokenizer.json").write_bytes(Path(tokenizer).read_bytes())
-    except OSError as error:
-        raise OutputError(
-            f"{directory}: cannot write the model", got=str(error), hint="choose a folder that you may write to"
-        ) from error
-
-
-def _write_shards(params: Tree, config: DecoderConfig, directory: Path, max_shard_bytes: int) -> set[str]:
-    """Write the weights; returns the files' names."""
-    shards: list[list[tuple[str, Any, Any]]] = [[]]
-    size = total = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        names = _tensor_names(path, config)
-        for index, name in enumerate(names):
-            tensor_bytes = leaf.nbytes // len(names)
-            if size and size + tensor_bytes > max_shard_bytes:
-                shards.append([])
-                size = 0
-            shards[-1].append(
-                (
-                    name,
-                    leaf,
-                    np.unravel_index(index, stacked) if (stacked := _stacked_shape(path, len(names), config)) else None,
-                )
-            )
-            size, total = size + tensor_bytes, total + tensor_bytes
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: np.ascontiguousarray(leaf if i is None else _layer(leaf, i)) for name, leaf, i in shard}
-        save_file(tensors, directory / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-    # Weights of an earlier model in the other layout would be read in place of these, here or by other software.
-    (directory / (_INDEX if len(shards) == 1 else _SINGLE)).unlink(missing_ok=True)
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    return set(weight_map.values())
-
-
-def _read(tensors: list[tuple[str, Any]], shape: tuple[int, ...], dtype: Any, index: Any = ()) -> np.ndarray:
-    """Read a part of a leaf, which is one tensor or a stack of one a layer."""
-    index = (*index, *(slice(None) for _ in shape[len(index) :]))
-    if len(shape) == len(tensors[0][1].get_slice(tensors[0][0]).get_shape()):
-        return np.asarray(tensors[0][1].get_slice(tensors[0][0])[index]).astype(dtype)
-    one = len(tensors[0][1].get_slice(tensors[0][0]).get_shape())
-    grid = np.arange(len(tensors)).reshape(shape[: len(shape) - one])[index[: len(shape) - one]]
-    rest = index[len(shape) - one :]
-    sizes = [len(range(size)[part]) for size, part in zip(shape[len(shape) - one :], rest, strict=True)]
-    part = np.empty((*grid.shape, *sizes), dtype)
-    for at, number in np.ndenumerate(grid):
-        name, file = tensors[number]
-        part[at] = file.get_slice(name)[tuple(rest)]
-    return part
-
-
-def _once(read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
-    """Read a part that several devices hold once."""
-    parts: dict[str, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        if str(index) not in parts:
-            parts[str(index)] = read(index)
-        return parts[str(index)]
-
-    return part
+    tensors = [
+        Tensor(name, leaf, index)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        for index, name in _tensor_names(path, model.config).items()
+    ]
+    dtype = jnp.dtype(model.outer["embed"]["weight"].dtype).name
+    files = {CONFIG: (json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n").encode()}
+    if tokenizer is not None:
+        try:
+            files["tokenizer.json"] = Path(tokenizer).read_bytes()
+        except OSError as error:
+            raise OutputError(
+                f"{tokenizer}: the tokenizer cannot be copied", got=error.strerror or error, hint="check the path"
+            ) from error
+    write_model(directory, tensors, files, max_shard_bytes=max_shard_bytes)
 
 
 def _host_memory() -> jax.sharding.Sharding:
@@ -249,97 +185,65 @@ def _host_memory() -> jax.sharding.Sharding:
     return jnp.zeros(()).sharding.with_memory_kind("pinned_host")
 
 
-def _layer(leaf: Any, index: tuple[int, ...]) -> Any:
-    """One layer of a stack, or one expert of one, wherever the stack is."""
-    return leaf[index] if isinstance(leaf, np.ndarray) else _layer_on_device(leaf, index)
-
-
-@jax.jit
-def _layer_on_device(leaf: Any, index: Any) -> Any:
-    # Of a whole array in host memory NumPy would keep a second copy there.
-    for each in index:
-        leaf = jax.lax.dynamic_index_in_dim(leaf, each, keepdims=False)
-    return jax.device_put(leaf, jax.memory.Space.Device)
-
-
-def _stacked_shape(path: Any, num_tensors: int, config: DecoderConfig) -> tuple[int, ...]:
-    """Shape of the grid of tensors that a leaf is a stack of: none, [layers], or [layers, experts]."""
-    if not _is_stacked(path):
-        return ()
-    layers = config.num_layers
-    return (layers,) if num_tensors == layers else (layers, num_tensors // layers)
-
-
-def _is_stacked(path: Any) -> bool:
-    return path[0].key == "layers"
-
-
-def _tensor_names(path: Any, config: DecoderConfig) -> list[str]:
-    """Hugging Face names of the tensors of one leaf, in stacking order: layers, and experts of each."""
+def _tensor_names(path: Any, config: DecoderConfig) -> dict[tuple[int, ...], str]:
+    """Hugging Face names of the tensors of one leaf, by their place in its stack: layers, and experts of each."""
     names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
     whole = "/".join([*module, leaf])
     template = names[whole] if whole in names else f"{names['/'.join(module)]}.{leaf}"
-    layers = range(config.num_layers if _is_stacked(path) else 1)
-    experts = range(config.experts.num_experts if config.experts is not None and "{expert}" in template else 1)
-    return [template.format(layer=layer, expert=expert) for layer in layers for expert in experts]
+    sizes = [config.num_layers] if "{layer}" in template else []
+    sizes += [config.experts.num_experts] if config.experts is not None and "{expert}" in template else []
+    return {
+        index: template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in np.ndindex(*sizes)
+    }
+
+
+def _of_the_text(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:
+    """Leave what sees images out of a model of images and text, and name the rest as a model of text does."""
+    text_of = family_of(config).text_of
+    if text_of is None:
+        return tensors
+    kept = {name: source for name, source in tensors.items() if not name.removeprefix("model.").startswith(_IMAGES)}
+    for prefix in ("language_model.", "model.language_model."):  # of transformers 4, and 5
+        into = prefix.removesuffix("language_model.")
+        kept = {into + name.removeprefix(prefix) if name.startswith(prefix) else name: kept[name] for name in kept}
+    return kept
 
 
 def _weight_files(directory: Path) -> list[Path]:
     """List the safetensors files of a folder; none of them elsewhere."""
     from ._schema import IndexFile
 
-    names = [_SINGLE]
-    if os.path.lexists(directory / _INDEX):
-        path = input_file(directory, _INDEX, hint=_AGAIN)
+    names = [SINGLE]
+    if os.path.lexists(directory / INDEX):
+        path = input_file(directory, INDEX, hint=_AGAIN)
         index = validate(IndexFile, _json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
         names = sorted(set(index.weight_map.values()))
     return [
         input_file(
             directory,
             name,
-            expected=f"{_SINGLE}, or the shards that {_INDEX} lists",
+            expected=f"{SINGLE}, or the shards that {INDEX} lists",
             hint="Lowtide reads safetensors only; convert pickled weights with transformers' save_pretrained",
         )
         for name in names
     ]
 
 
-@contextlib.contextmanager
-def _open_all(files: list[Path]) -> Generator[dict[str, tuple[Path, Any]], None, None]:
-    """All tensors of some safetensors files: name to file and open handle."""
-    with contextlib.ExitStack() as stack:
-        tensors: dict[str, tuple[Path, Any]] = {}
-        for file in files:
-            try:
-                handle = stack.enter_context(safe_open(file, framework="numpy"))
-            except PermissionError as error:
-                raise ModelFileError(
-                    f"{file}: cannot be read", got=error.strerror or error, hint="check the file's permissions"
-                ) from error
-            except (SafetensorError, OSError) as error:
-                raise ModelFileError(
-                    f"{file}: not a complete safetensors file",
-                    got=f"{shortened(error)} ({format_bytes(file.stat().st_size)} on disk)",
-                    hint="the file is truncated or damaged; download it again",
-                ) from error
-            names = handle.keys()
-            for name in tensors.keys() & set(names):
-                raise ModelFileError(
-                    f"{file}: {shown(name)} is in another shard, too",
-                    got=f"{tensors[name][0].name} and {file.name}",
-                    hint="shards of two models are in one folder; download it again",
-                )
-            tensors |= dict.fromkeys(names, (file, handle))
-        yield tensors
-
-
-def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: DecoderConfig, directory: Path) -> None:
+def _check_tensors(tensors: dict[str, Source], config: DecoderConfig, directory: Path) -> None:
+    # Before anything is made of that many names.
+    each = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
+    if config.num_layers * each > len(tensors):
+        raise ModelFileError(
+            f"{directory}: config.json asks for tensors that the weights lack",
+            expected=f"weights of {config.num_layers} layers" + (f" of {each} experts" if each > 1 else ""),
+            got=f"{len(tensors)} tensors",
+            hint="config.json and weights are of different models, or a shard is missing",
+        )
     expected = {
-        name: leaf.shape[len(_stacked_shape(path, len(names), config)) :]
+        name: leaf.shape[len(index) :]
         for path, leaf in jax.tree_util.tree_leaves_with_path(parameter_shapes(config))
-        for names in [_tensor_names(path, config)]
-        for name in names
+        for index, name in _tensor_names(path, config).items()
     }
     missing = [name for name in expected if name not in tensors]
     if missing:
@@ -357,18 +261,18 @@ def _check_tensors(tensors: dict[str, tuple[Path, Any]], config: DecoderConfig, 
                 hint="config.json and weights are of different models",
             )
     for name, shape in expected.items():
-        view = tensors[name][1].get_slice(name)
-        if tuple(view.get_shape()) != shape:
+        source = tensors[name]
+        if source.shape != shape:
             raise ModelFileError(
-                f"{tensors[name][0]}: {name} has another shape than config.json says",
+                f"{source.file}: {name} has another shape than config.json says",
                 expected=shape,
-                got=tuple(view.get_shape()),
+                got=source.shape,
                 hint="config.json and weights are of different models",
             )
-        if view.get_dtype() not in _DTYPES:
+        if source.dtype not in DTYPES:
             raise ModelFileError(
-                f"{tensors[name][0]}: {name} has dtype {view.get_dtype()}",
-                expected=f"one of {', '.join(_DTYPES)}",
+                f"{source.file}: {name} has dtype {source.dtype}",
+                expected=f"one of {', '.join(DTYPES)}",
                 hint="load the unquantised checkpoint",
             )
 

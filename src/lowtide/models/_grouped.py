@@ -34,11 +34,11 @@ def grouped_linear(
     Args:
         x_MI: rows, those of the first expert first.
         weight: of each expert, [E, O, I], or [E, I, O].
-        sizes_E: rows of each expert; they add up to M.
+        sizes_E: rows of each expert; what they add up to may be less than M.
         transposed: whether `weight` is [E, I, O].
 
     Returns:
-        ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`.
+        ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero for rows of no expert.
 
     Memory:
         The result, and a block's rows and weights.
@@ -67,7 +67,8 @@ def _in_blocks(transposed: bool, x_MI: Array, weight: Array, sizes_E: Array) -> 
 
     width = weight.shape[2 if transposed else 1]
     out = jnp.zeros((num_rows + blocks.size, width), x_MI.dtype)
-    return jax.lax.fori_loop(0, blocks.number, body, out)[:num_rows]
+    out = jax.lax.fori_loop(0, blocks.number, body, out)[:num_rows]
+    return jnp.where((jnp.arange(num_rows) < jnp.sum(sizes_E))[:, None], out, 0)
 
 
 def _forward(transposed: bool, x: Any, weight: Any, sizes: Any) -> tuple[Array, Any]:

@@ -11,13 +11,10 @@ This module needs pydantic, which takes a quarter of a second to import: only fu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-if TYPE_CHECKING:
-    from .families import Family
 
 _MOST_LAYERS = 10_000
 _MOST_TOKENS = 2**24
@@ -86,7 +83,7 @@ class ConfigFile(_File):
     bos_token_id: TokenId | list[TokenId] | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     quantization_config: Any = None
-    query_pre_attn_scalar: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    query_pre_attn_scalar: Annotated[float, Field(ge=1e-3, le=1e6)] | None = None
     attn_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
     final_logit_softcapping: Annotated[float, Field(ge=0, le=1e6)] | None = None
     sliding_window: Size | None = None
@@ -146,19 +143,22 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def unhandled(file: _File, family: Family | None = None) -> dict[str, Any]:
+def unhandled(
+    file: _File, known: Collection[str] | None = None, neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> dict[str, Any]:
     """Name the fields that are switched on and would compute something else than Lowtide does.
 
     Args:
         file: what was read.
-        family: of a `config.json` whose fields it knows; None for a part of one, whose fields are all known.
+        known: fields of a `config.json` that are read; None for a part of one, whose fields all are.
+        neutral: fields that may only have one of these values.
     """
     given: dict[str, Any] = {**(file.model_extra or {})}
-    harmless, neutral = HARMLESS, NEUTRAL
-    if family is not None:
+    harmless = HARMLESS
+    if known is not None:
         fields = type(file).model_fields
         given |= {fields[name].alias or name: getattr(file, name) for name in file.model_fields_set & set(fields)}
-        harmless, neutral = harmless | (family.known - set(family.neutral)), {**neutral, **family.neutral}
+        harmless = harmless | (set(known) - set(neutral))
     if given.get("use_sliding_window") is False:  # the sizes of a window that is off
         harmless = harmless | {"sliding_window", "max_window_layers"}
     return {

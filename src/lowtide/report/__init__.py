@@ -10,16 +10,22 @@ from ._facts import DiffRow as DiffRow
 from ._facts import SpaceBytes as SpaceBytes
 from ._facts import versions as versions
 from ._report import MemoryReport as MemoryReport
+from ._run_facts import Chart as Chart
+from ._run_facts import RunFacts as RunFacts
+from .views._run import run_page as run_page
 
 __all__ = [
     "Buffer",
+    "Chart",
     "DERIVED_ROLES",
     "DiffRow",
     "MemoryDiff",
     "MemoryReport",
+    "RunFacts",
     "Space",
     "SpaceBytes",
     "diff",
     "live_bytes",
+    "run_page",
     "versions",
 ]

@@ -24,10 +24,15 @@ from ._preview import analyze_step as analyze_step
 from ._run import FitOptions as FitOptions
 from ._run import Run as Run
 from ._step import TrainState as TrainState
+from ._stored import CheckpointBytes as CheckpointBytes
+from ._stored import checkpoint_bytes as checkpoint_bytes
+from ._trackers import Tracker as Tracker
 from ._trainer import Trainer as Trainer
 from ._weights import example_weights as example_weights
 
 __all__ = [
+    "CheckpointBytes",
+    "checkpoint_bytes",
     "Callback",
     "Checkpoints",
     "EarlyStopping",
@@ -42,6 +47,7 @@ __all__ = [
     "Scalars",
     "ShardingRules",
     "TensorBoard",
+    "Tracker",
     "TrainState",
     "TrainerView",
     "Trainer",

@@ -103,7 +103,7 @@ def choose_step(
     if sharding is not None:
         # The devices are those of the arguments, which may be moved to another target to be compiled for it.
         mesh: Any = sharding.mesh.abstract_mesh
-        divided = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain}
+        divided = {"divide": dataclasses.replace(sharding, mesh=mesh).constrain, "mesh": mesh}
     step = WholeStep(*arguments, mutable=changes, seed=seed, compute_dtype=compute_dtype, **divided)
     return Chosen(step, weight, sharding, num_microbatches)
 

@@ -35,7 +35,17 @@ from ._events import level_of_user
 from ._folders import Deletion, check_folder, meant, refuse_foreign
 from ._retention import FILE, Retention
 from ._signals import undisturbed
-from ._stored import Rearrangement, check_base, check_leaves, check_random, flat, unflat, warn_of_random
+from ._stored import (
+    IN_FLIGHT_BYTES,
+    Rearrangement,
+    check_base,
+    check_leaves,
+    check_random,
+    flat,
+    largest_leaf,
+    unflat,
+    warn_of_random,
+)
 
 # Orbax reports every save through absl at INFO and above; the trainer's own records say what a user needs.
 # What fails in its threads and tasks is raised, and not worth the traceback of each that was still under way.
@@ -72,6 +82,8 @@ class Checkpoints:
         max_to_keep: how many of the newest to keep.
         best: name of the value in evaluations, such as ``eval_loss``, whose best checkpoint is kept beside them.
         best_mode: ``"min"`` or ``"max"``.
+        largest_bytes: of the largest leaf that is saved, where it is known: so much is written at once, and
+            `IN_FLIGHT_BYTES`. Otherwise as much as Orbax likes.
 
     Raises:
         ConfigError: for another `best_mode`, no checkpoint to keep, or the address of a bucket.
@@ -79,11 +91,18 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: str | Path, *, max_to_keep: int = 2, best: str | None = None, best_mode: str = "min"
+        self,
+        directory: str | Path,
+        *,
+        max_to_keep: int = 2,
+        best: str | None = None,
+        best_mode: str = "min",
+        largest_bytes: int | None = None,
     ) -> None:
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
+        self._largest_bytes = largest_bytes
         self.directory = meant(directory)
         if not os.path.isdir(self.directory):  # one that is there may be for reading alone
             check_folder(self.directory)
@@ -103,7 +122,14 @@ class Checkpoints:
         self._waiter = concurrent.futures.ThreadPoolExecutor(1)
 
     def _handlers(self) -> dict[str, Any]:
-        return {_STATE: self._ocp.StandardCheckpointHandler(), _NOTES: self._ocp.JsonCheckpointHandler()}
+        state = self._state_handler("save_concurrent_gb", self._largest_bytes)
+        return {_STATE: state, _NOTES: self._ocp.JsonCheckpointHandler()}
+
+    def _state_handler(self, limit: str, largest_bytes: int | None) -> Any:
+        """Make Orbax's reader and writer of states, of which this many bytes and `IN_FLIGHT_BYTES` are under way."""
+        # Orbax refuses a leaf that is not below the limit, so it is never the limit alone.
+        limits: dict[str, Any] = {} if largest_bytes is None else {limit: (largest_bytes + IN_FLIGHT_BYTES) / 10**9}
+        return self._ocp.StandardCheckpointHandler(**limits)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -179,7 +205,8 @@ class Checkpoints:
 
         Memory:
             One copy of the state on the host until the write ends, for which one that replaces another waits; none on
-            the device.
+            the device. On CPUs the state is on the host already and is not copied. Beside it the compressed form of at
+            most the largest leaf and `IN_FLIGHT_BYTES` of others.
         """
         is_there = step == self._manager.latest_step()
         if is_there and not replace:
@@ -488,12 +515,16 @@ class Checkpoints:
             StructureError: when the checkpoint holds other leaves.
 
         Memory:
-            The state where it belongs; `like` holds no bytes when it is made of shapes.
+            The state where it belongs; `like` holds no bytes when it is made of shapes. On the host beside it at most
+            the largest leaf and `IN_FLIGHT_BYTES` of others, and what the files of these have, compressed.
         """
         self.check(step, like)
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, flat(like))
-        args = self._ocp.args.Composite(**{_STATE: self._ocp.args.StandardRestore(abstract)})
-        values: Any = self._manager.restore(step, args=args)[_STATE]
+        handler = self._state_handler("restore_concurrent_gb", largest_leaf(like))
+        with self._ocp.Checkpointer(handler) as reader:
+            values: Any = reader.restore(
+                self.directory / str(step) / _STATE, args=self._ocp.args.StandardRestore(abstract)
+            )
         return unflat(values, like)
 
     def wait(self) -> None:

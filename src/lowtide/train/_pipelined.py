@@ -232,7 +232,7 @@ def make_pipeline(
         if not isinstance(stack, LayerStack):
             raise StructureError(
                 "of a schedule alone the trainer does not know the functions of the model",
-                expected="a model with an attribute stack, a lowtide.LayerStack, such as lowtide.models.Llama",
+                expected="a model with an attribute stack, a lowtide.LayerStack, such as lowtide.models.Decoder",
                 got=type(model).__name__,
                 hint="pipeline=lt.pipeline.value_and_grad(stack, schedule, mesh=mesh)",
             )

@@ -22,6 +22,7 @@ from ..distributed import Processes, fingerprint
 from ._checkpoint import Checkpoints
 from ._state import LiveState
 from ._step import TrainState
+from ._stored import largest_leaf
 
 _RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable")
 """Settings of JAX that decide which random numbers a seed gives."""
@@ -208,7 +209,13 @@ class Copies:
 
 
 def open_checkpoints(
-    directory: str | Path | None, on_nan: str, rollback: bool, max_to_keep: int, best: str | None, best_mode: str
+    directory: str | Path | None,
+    state: Tree,
+    on_nan: str,
+    rollback: bool,
+    max_to_keep: int,
+    best: str | None,
+    best_mode: str,
 ) -> Checkpoints | None:
     """Open the checkpoints, when there is a folder for them; raise for what could never be kept, or gone back to."""
     given: Any = rollback
@@ -225,7 +232,8 @@ def open_checkpoints(
             hint="leave rollback=False out",
         )
     if directory is not None:
-        return Checkpoints(directory, max_to_keep=max_to_keep, best=best, best_mode=best_mode)
+        largest = largest_leaf(state)
+        return Checkpoints(directory, max_to_keep=max_to_keep, best=best, best_mode=best_mode, largest_bytes=largest)
     if best is not None:
         raise ConfigError("best needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
     return None

@@ -158,6 +158,7 @@ class WholeStep:
         seed: of the key that `loss_fn` gets.
         compute_dtype: what the model computes in, or None for the dtypes of its arrays.
         divide: says how microbatches, and activations between the layers of a stack, are divided among devices.
+        mesh: of those devices.
         gradients: computes the gradients of a batch; by default by differentiating `loss_fn`.
     """
 
@@ -177,11 +178,13 @@ class WholeStep:
         seed: int = 0,
         compute_dtype: Any = None,
         divide: Callable[[Tree], Tree] = lambda arrays: arrays,
+        mesh: Any = None,
         gradients: Callable[[TrainState, Tree, Tree], Gradients] | None = None,
     ) -> None:
         self.source: Any = model if isinstance(model, ModelObject) else Pytree(model)
         self._loss_fn, self._tx, self._wrt, self._mutable = loss_fn, tx, wrt, mutable
-        self._num_microbatches, self._seed, self._divide = num_microbatches, seed, divide
+        self._num_microbatches, self._seed = num_microbatches, seed
+        self._divide, self._mesh = divide, mesh
         self._weight = scalar_weight(weight or (lambda batch: 1))
         self._precision = Precision(compute_dtype, self.source, mutable)
         self._constrained: Callable[[Tree], Tree] = getattr(self.source, "constrained", lambda trainable: trainable)
@@ -283,7 +286,7 @@ class WholeStep:
         """Loss, metrics, and the model's arrays after the call."""
         given = keywords(self._loss_fn, key=key, training=training)
         fn = functools.partial(self._loss_fn, **given) if given else self._loss_fn
-        with dividing(self._divide):
+        with dividing(self._divide, self._mesh):
             result, after = self._precision.bind(fn, training=training)(arrays, batch)
         is_declared = self._mutable is not None and isinstance(self.source, Pytree)
         loss, metrics, after = parse_loss(result, after, has_mutable=is_declared, is_training=training)
@@ -294,7 +297,7 @@ class WholeStep:
         run = self._precision.bind(functools.partial(fn, **keywords(fn, training=False)), training=False)
 
         def bound(arrays: Tree, *args: Any) -> Any:
-            with dividing(self._divide):
+            with dividing(self._divide, self._mesh):
                 return self._precision.widen(run(arrays, *args)[0])
 
         return bound

@@ -5,6 +5,8 @@ Leaves without elements are not in it, which Orbax refuses; they come back from 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host, side_of
+
+IN_FLIGHT_BYTES = 256 * 1024**2
+"""Bytes of leaves that Orbax may read or write at once, beside the largest leaf."""
 
 
 def flat(state: Tree) -> dict[str, Any]:
@@ -34,6 +39,59 @@ def flat(state: Tree) -> dict[str, Any]:
             )
         found[name] = leaf
     return {name: leaf for name, leaf in found.items() if leaf.size}
+
+
+def largest_leaf(state: Tree) -> int:
+    """Return the bytes of the largest leaf, over all devices."""
+    return max((leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), default=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointBytes:
+    """The most bytes of host memory that a process needs beside a state, where that is on the host itself."""
+
+    saving: int
+    """While a checkpoint is written."""
+    restoring: int
+    """While one is read."""
+
+
+def checkpoint_bytes(state: Tree) -> CheckpointBytes:
+    """Predict what writing and reading a checkpoint take of this process's host memory, beside the state.
+
+    Pages of files that the system caches are not counted.
+
+    Args:
+        state: arrays, or `jax.ShapeDtypeStruct`s, with shardings where they matter: what a trainer's `state` has.
+
+    Returns:
+        Bounds in bytes: twice what is under way at once (as it is, and compressed), which is the largest leaf over all
+        devices and `IN_FLIGHT_BYTES`. Unless the device is a CPU, saving takes a copy of what this process holds, too:
+        training goes on while it is written.
+
+    Memory:
+        None.
+
+    Examples:
+        >>> checkpoint_bytes({"w": jax.ShapeDtypeStruct((2**20,), "float32")}).restoring // 2**20
+        8
+    """
+    leaves = jax.tree.leaves(state)
+    whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    under_way = 2 * min(whole, largest_leaf(state) + IN_FLIGHT_BYTES)
+    copied = sum(_copied_bytes(leaf) for leaf in leaves)
+    return CheckpointBytes(saving=copied + under_way, restoring=under_way)
+
+
+def _copied_bytes(leaf: Any) -> int:
+    """Bytes of a leaf's parts on this process's devices, each of which is copied once; of a CPU none is."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return 0 if jax.default_backend() == "cpu" else leaf.size * leaf.dtype.itemsize
+    if next(iter(sharding.device_set)).platform == "cpu":
+        return 0
+    parts = {str(index) for index in sharding.addressable_devices_indices_map(leaf.shape).values()}
+    return len(parts) * math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def unflat(values: dict[str, Any], like: Tree) -> Tree:

@@ -132,7 +132,7 @@ class Trainer:
         step, weight, sharding, num_microbatches = chosen
         model, state, frozen, self.is_guarded = chosen.begin(model, on_nan)
         """Whether steps leave an update out whose loss or gradients are not finite."""
-        self.checkpoints = open_checkpoints(checkpoint_dir, on_nan, rollback, max_to_keep, best, best_mode)
+        self.checkpoints = open_checkpoints(checkpoint_dir, state, on_nan, rollback, max_to_keep, best, best_mode)
         """Where checkpoints are kept, or None."""
         self.sharding = sharding
         """Where arrays belong; None for one device."""

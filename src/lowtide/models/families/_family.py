@@ -67,6 +67,8 @@ class Family:
     """Further fields of `DecoderConfig` that `config.json` says as they are."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """What `config.json` means where it says nothing: the defaults of the family's class in `transformers`."""
+    rope_theta: float = 10_000.0
+    """The base of rotary frequencies where `config.json` says none."""
     also: Sequence[str] = ()
     """Further fields of `config.json` that `read` handles."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
@@ -81,7 +83,7 @@ class Family:
     @property
     def known(self) -> frozenset[str]:
         """Fields of `config.json` that are read."""
-        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *self.neutral, *ALWAYS])
+        return frozenset([*COMMON.values(), *self.fields.values(), *self.also, *ALWAYS])
 
 
 ALWAYS = (

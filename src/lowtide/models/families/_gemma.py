@@ -105,7 +105,7 @@ GEMMA3 = dataclasses.replace(
     architecture="Gemma3ForCausalLM",
     names=names(qk_norm=True, norms=_NORMS),
     fixed={**_FIXED, "qk_norm": "head"},
-    defaults={**_DEFAULTS, "max_position_embeddings": 2**17, "rope_theta": 1e6, "vocab_size": 262_208},
+    defaults={**_DEFAULTS, "max_position_embeddings": 2**17, "vocab_size": 262_208},
     also=(
         *GEMMA2.also,
         "sliding_window_pattern",
@@ -114,5 +114,6 @@ GEMMA3 = dataclasses.replace(
     ),
     read=_read_gemma3,
     write=_write_gemma3,
+    rope_theta=1e6,
     text_of=("Gemma3ForConditionalGeneration", "language_model."),
 )

@@ -63,8 +63,8 @@ GPT_OSS = Family(
         "head_dim": 64,
         "sliding_window": 128,
         "max_position_embeddings": 2**17,
-        "rope_theta": 150_000.0,
     },
+    rope_theta=150_000.0,
     also=(
         "sliding_window layer_types num_local_experts num_experts_per_tok experts_per_token swiglu_limit "
         "output_router_logits router_aux_loss_coef initial_context_length"

@@ -1,6 +1,6 @@
 """Views of reports: terminal, HTML page, notebook, PNG and JSON.
 
-They are reached through the methods of `MemoryReport` and `MemoryDiff`; nothing here is called by name from outside.
+They are reached through the methods of `MemoryReport` and `MemoryDiff`, and that of a run as `report.run_page`.
 """
 
 __all__: list[str] = []

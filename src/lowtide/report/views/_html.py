@@ -56,11 +56,11 @@ def report_page(report: ReportFacts) -> bytes:
     }
     markup = {
         "mark": f'<span class="mark {state}" aria-hidden="true">{symbol}</span>',
-        "charts": _asset("report.html"),
+        "charts": asset("report.html"),
         "checks": "",
-        "facts": _facts(_report_facts(report)),
+        "facts": definitions(_report_facts(report)),
         "footer": _footer([*report.notes, *folded, *_missing(report)], report.versions),
-        "static": _static_roles(report),
+        "static": roles_table(report),
     }
     return _page(texts, markup, payload, (*_COMMON, "model.js", "treemap.js", "report.js"))
 
@@ -91,9 +91,9 @@ def diff_page(difference: DiffFacts) -> bytes:
         facts.append(("Host", f"{hosts} ({signed(difference.delta_bytes(space='host'))})"))
     markup = {
         "mark": "",
-        "charts": _asset("difference.html"),
+        "charts": asset("difference.html"),
         "checks": _CHECKS,
-        "facts": _facts(facts),
+        "facts": definitions(facts),
         "footer": _footer(difference.notes, after.versions),
         "static": _static_changes(difference),
     }
@@ -115,7 +115,7 @@ def notebook(report: ReportFacts) -> str:
         rows.append([format_bytes(group.num_bytes), percent(group.num_bytes, total), *names])
     owners = _table(("bytes", "share", "role", "owner", "array"), rows) if rows else ""
     head = html.escape(f"{report.target.name}: {fit_text(report)}")
-    return f"<div><p><b>{head}</b></p>{_static_roles(report)}{owners}</div>"
+    return f"<div><p><b>{head}</b></p>{roles_table(report)}{owners}</div>"
 
 
 # --- payloads ------------------------------------------------------------------------------------------------------
@@ -271,18 +271,19 @@ def _page(texts: Mapping[str, str], markup: Mapping[str, str], payload: str, scr
         **{name: html.escape(text) for name, text in texts.items()},
         **markup,
         "generator": "Lowtide",
-        "style": _asset("page.css"),
+        "style": asset("page.css"),
         "payload": payload,
-        "script": "\n".join(_asset(name) for name in scripts),
+        "script": "\n".join(asset(name) for name in scripts),
     }
-    return _fill(_asset("page.html"), page).encode("utf-8", "xmlcharrefreplace")
+    return fill(asset("page.html"), page).encode("utf-8", "xmlcharrefreplace")
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Read a file of the pages."""
     return resources.files(__name__.rpartition(".")[0]).joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _fill(template: str, values: Mapping[str, str]) -> str:
+def fill(template: str, values: Mapping[str, str]) -> str:
     """Fill in a template's ``{{names}}``, once: what is filled in is not searched again."""
     return re.sub(r"\{\{(\w+)\}\}", lambda match: values[match[1]], template)
 
@@ -304,7 +305,8 @@ def _report_facts(report: ReportFacts) -> list[tuple[str, str]]:
     return facts
 
 
-def _facts(facts: Iterable[tuple[str, str]]) -> str:
+def definitions(facts: Iterable[tuple[str, str]]) -> str:
+    """Make the entries of a ``dl``: names and texts, escaped."""
     return "".join(f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd></div>" for name, text in facts)
 
 
@@ -320,7 +322,8 @@ def _missing(report: ReportFacts) -> list[str]:
     return ["this report knows no single buffers: every role is drawn as one, alive throughout"]
 
 
-def _static_roles(report: ReportFacts) -> str:
+def roles_table(report: ReportFacts) -> str:
+    """Make the table of bytes by role at the peak."""
     sides = [sum_by_role(at_peak(report, space)) for space in SPACES]
     roles = list(dict.fromkeys([*sides[0], *sides[1]]))
     rows = [[role, *(format_bytes(side.get(role, 0)) for side in sides)] for role in roles]

@@ -1,0 +1,175 @@
+"""Host memory while a model is loaded and saved, and while its training state is: measured, beside what was predicted.
+
+    python benchmarks/load_memory.py [--gigabytes 8] [--json FILE]
+
+A directory of random bfloat16 weights in shards is written to a temporary folder (`--folder`), which is deleted at the
+end. Each operation runs in a process of its own on the CPU: placed arrays are host memory there, too. `extra` is the
+peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it returns.
+Pages of files, which the system caches, are not anonymous. The state of a checkpoint is the model's weights: one that
+trains all of them has as many bytes in leaves of the same sizes two or three times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from _common import MIB, ROOT, header, write
+from rich.console import Console
+from rich.table import Table
+
+import lowtide as lt
+from lowtide.core import map_with_paths
+from lowtide.models import host_bytes
+from lowtide.train import Checkpoints, checkpoint_bytes
+
+OPERATIONS = ("load", "save", "checkpoint", "restore")
+
+
+def anonymous() -> int:
+    """Bytes of this process that are of no file."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+
+class Peak:
+    """The most anonymous memory while a block runs, beside that before it."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        self.before = self.most = anonymous()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        self._begun = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._begun
+        self._done.set()
+        self._thread.join()
+        self.extra = self.most - self.before
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self.most = max(self.most, anonymous())
+
+
+def shapes_of(gigabytes: float) -> Any:
+    """Shapes of a model of about this size."""
+    layers = max(1, round(gigabytes * 1e9 / (4 * 4096 * 4096 + 3 * 4096 * 11008) / 2))
+    config = lt.models.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        tie_embeddings=True,
+    )
+    return jax.eval_shape(lambda: lt.models.init(config, key=jax.random.key(0), dtype="bfloat16"))
+
+
+def random_model(shapes: Any) -> Any:
+    """Make weights on the host that hardly compress: of a stack one random layer again and again."""
+    random = np.random.default_rng(0)
+
+    def leaf(path: str, shape: Any) -> np.ndarray:
+        bits = random.integers(0, 2**14, shape.shape[path.startswith("layers") :], np.uint16)  # finite numbers
+        return np.broadcast_to(bits.view(ml_dtypes.bfloat16), shape.shape)
+
+    return map_with_paths(leaf, shapes)
+
+
+def measure(operation: str, folder: Path, gigabytes: float) -> dict[str, Any]:
+    """Do one operation in this process."""
+    model: Any = shapes_of(gigabytes)
+    if operation in ("save", "checkpoint"):
+        model = jax.tree.map(lambda leaf: jax.block_until_ready(jnp.array(leaf)), random_model(model))
+    with Peak() as peak:
+        if operation == "load":
+            model = lt.models.load(folder / "model")
+        elif operation == "save":
+            lt.models.save(model, folder / "saved", max_shard_bytes=2 * 10**9)
+        else:
+            model = _checkpoint(operation, folder, model)
+        jax.block_until_ready(model)
+    arrays = jax.tree.leaves(model)
+    size = sum(leaf.nbytes for leaf in arrays)
+    files, copies = host_bytes(model), checkpoint_bytes({"model": model})
+    predicted = dict(zip(OPERATIONS, (files.loading, files.saving, copies.saving, copies.restoring), strict=True))
+    return {
+        "operation": operation,
+        "bytes": size,
+        "largest_leaf_bytes": max(leaf.nbytes for leaf in arrays),
+        "extra_bytes": peak.extra - (size if operation in ("load", "restore") else 0),
+        "predicted_bytes": predicted[operation],
+        "seconds": peak.seconds,
+    }
+
+
+def _checkpoint(operation: str, folder: Path, model: Any) -> Any:
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
+    checkpoints = Checkpoints(folder / "checkpoints", largest_bytes=largest)
+    if operation == "checkpoint":
+        checkpoints.save(1, {"model": model}, {})
+        checkpoints.wait()
+        return model
+    place = jnp.zeros(()).sharding
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), model)
+    return checkpoints.restore(1, {"model": like})["model"]
+
+
+def main() -> None:
+    """Measure every operation, print a table, and write the raw figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=8.0, help="of weights")
+    parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
+    parser.add_argument("--json", type=Path, default=ROOT / "results" / "load_memory.json")
+    parser.add_argument("--operation", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.operation == "make":
+        weights = random_model(shapes_of(parsed.gigabytes))
+        return lt.models.save(weights, parsed.folder / "model", max_shard_bytes=2 * 10**9)
+    if parsed.operation is not None:
+        print(json.dumps(measure(parsed.operation, parsed.folder, parsed.gigabytes)))
+        return None
+    with tempfile.TemporaryDirectory(dir=parsed.folder) as name:
+        rows = [row for row in (_child(one, Path(name), parsed.gigabytes) for one in ("make", *OPERATIONS)) if row]
+    console, table = (
+        Console(width=110),
+        Table("", "size", "largest leaf", "extra, measured", "extra, at most", "seconds"),
+    )
+    for row in rows:
+        sizes = (row[key] / MIB for key in ("bytes", "largest_leaf_bytes", "extra_bytes", "predicted_bytes"))
+        table.add_row(row["operation"], *(f"{size:,.0f} MiB" for size in sizes), f"{row['seconds']:.1f}")
+    console.print(table)
+    write(parsed.json, {**header("python benchmarks/load_memory.py"), "gigabytes": parsed.gigabytes, "rows": rows})
+    return None
+
+
+def _child(operation: str, folder: Path, gigabytes: float) -> dict[str, Any] | None:
+    command = [sys.executable, __file__, "--operation", operation, "--folder", str(folder)]
+    done = subprocess.run([*command, "--gigabytes", str(gigabytes)], stdout=subprocess.PIPE, text=True, check=True)
+    print(operation, done.stdout.strip(), file=sys.stderr, flush=True)
+    return json.loads(done.stdout) if done.stdout.strip() else None
+
+
+if __name__ == "__main__":
+    main()

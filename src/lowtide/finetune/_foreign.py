@@ -1,0 +1,70 @@
+"""What settings are called in other libraries: PEFT, transformers and TRL, torchtune, Unsloth, Axolotl.
+
+Only for hints. A name is not taken in place of ours: what it means differs in more than the name.
+"""
+
+from __future__ import annotations
+
+_OURS = {
+    "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
+    "data": "dataset dataset_name dataset_path train_file train_data",
+    "full": "full_finetuning finetuning_type",
+    "num_steps": "steps max_steps max_steps_per_epoch total_steps iterations num_iterations iters",
+    "num_epochs": "epochs num_train_epochs epoch",
+    "rank": "r lora_r lora_rank lora_dim",
+    "alpha": "lora_alpha lora_scale",
+    "targets": "target_modules lora_target_modules lora_attn_modules lora_target target_parameters",
+    "batch_size": "per_device_train_batch_size train_batch_size micro_batch_size per_device_batch_size",
+    "seq_len": "max_seq_length max_seq_len max_length model_max_length sequence_len sequence_length cutoff_len "
+    "block_size context_length",
+    "learning_rate": "lr max_lr peak_lr",
+    "schedule": "lr_scheduler lr_scheduler_type lr_schedule scheduler",
+    "final_rate_fraction": "min_lr min_lr_rate min_lr_ratio min_learning_rate lr_scheduler_kwargs cosine_min_lr_ratio",
+    "decay_fraction": "num_decay_steps decay_steps lr_decay_steps decay_ratio",
+    "schedule_steps": "lr_decay_iters num_training_steps",
+    "warmup_steps": "num_warmup_steps warmup warmup_iters lr_warmup_steps",
+    "warmup_ratio": "warmup_fraction",
+    "max_grad_norm": "clip_grad_norm gradient_clipping grad_clip gradient_clip_val max_norm clip",
+    "adam_beta1": "betas adam_betas beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "eps epsilon adam_eps",
+    "weight_decay": "wd",
+    "param_dtype": "torch_dtype dtype model_dtype",
+    "compute_dtype": "bf16 fp16 mixed_precision",
+    "remat": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
+    "use_gradient_checkpointing",
+    "offload": "enable_activation_offloading optimizer_in_bwd cpu_offload offload_optimizer",
+    "eval_every": "eval_steps eval_interval run_val_every_n_steps evaluation_strategy eval_strategy val_check_interval",
+    "held_out_fraction": "val_set_size test_size validation_split val_fraction",
+    "checkpoint_every": "save_steps save_interval save_every_n_steps save_strategy save_every",
+    "max_to_keep": "save_total_limit keep_last_n_checkpoints num_checkpoints",
+    "load_best_at_end": "load_best_model_at_end",
+    "early_stopping_patience": "early_stopping patience",
+    "seed": "random_state data_seed random_seed",
+    "track": "report_to metric_logger logging_backend log_with tracker use_wandb",
+    "project": "wandb_project project_name trackio_project",
+    "run_name": "wandb_name wandb_run_name experiment_name",
+}
+_NAMES = {name: ours for ours, names in _OURS.items() for name in names.split()}
+_WITH_WORDS = {
+    "gradient_accumulation_steps": "num_microbatches, the parts of a batch; batch_size is that of all parts together",
+    "gradient_accumulation": "num_microbatches, the parts of a batch; batch_size is that of all parts together",
+    "grad_accum_steps": "num_microbatches, the parts of a batch; batch_size is that of all parts together",
+    "accumulate_grad_batches": "num_microbatches, the parts of a batch; batch_size is that of all parts together",
+    "output_dir": "--out, the folder of the run",
+    "out_dir": "--out, the folder of the run",
+    "resume_from_checkpoint": "--resume, with the --out of the run",
+}
+
+
+def setting_of(name: str) -> str | None:
+    """Say what a well-known setting of another library is called here.
+
+    Args:
+        name: a key or a flag, with or without its dashes.
+
+    Returns:
+        Our name, with a remark where it means something else; None for a name that is not known.
+    """
+    plain = name.lstrip("-").partition("=")[0].replace("-", "_").lower()
+    return _WITH_WORDS.get(plain) or _NAMES.get(plain)

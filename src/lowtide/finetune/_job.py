@@ -1,0 +1,88 @@
+"""A fine-tuning step from a model's `config.json` alone, to ask where it fits before any weight is there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .. import models
+from ..adapters import lora
+from ..core import ConfigError, Tree, combine, partition, value_and_grad
+from ..memory import Job
+from ._config import FinetuneConfig
+
+_WRT = "**/lora_*"
+
+
+def step_job(
+    model: str | Path,
+    *,
+    batch_size: int = 1,
+    seq_len: int = 2048,
+    rank: int = 16,
+    targets: str | tuple[str, ...] = "layers/**/*_proj",
+    remat: bool = True,
+    param_dtype: str = "bfloat16",
+    compute_dtype: str = "bfloat16",
+    packed: bool = False,
+) -> Job:
+    """Make the step of `lowtide finetune`, LoRA with AdamW, of shapes alone.
+
+    Args:
+        model: a folder with `config.json`; weights are not read, and need not be there.
+        batch_size: sequences in a batch.
+        seq_len: tokens in a sequence.
+        rank: of the adapters.
+        targets: globs on module paths: which projections get an adapter.
+        remat: whether each block is computed again in the backward pass.
+        param_dtype: dtype of the frozen base; what trains is float32.
+        compute_dtype: dtype of activations.
+        packed: whether batches have segments and positions, as packed documents do.
+
+    Returns:
+        The job, for `lowtide.memory.Job.analyze` or ``lowtide fits DIR``.
+
+    Raises:
+        ModelFileError: when `config.json` cannot be read.
+        ConfigError: for a setting out of range.
+        SelectionError: when `targets` matches nothing.
+
+    Memory:
+        Allocates nothing; the job's arguments are shapes.
+    """
+    FinetuneConfig(rank=rank, batch_size=batch_size, seq_len=seq_len, targets=targets)  # raises where out of range
+    config = models.load_config(model)
+    for name in (param_dtype, compute_dtype):
+        if name not in ("float32", "bfloat16", "float16"):
+            raise ConfigError(
+                f"{name!r} is no dtype of a step", expected="float32, bfloat16 or float16", hint="for instance bfloat16"
+            )
+    adapters = lora.Config(rank=rank, alpha=2.0 * rank, targets=targets)
+
+    def make() -> Tree:
+        base = models.init(config, key=jax.random.key(0), dtype=param_dtype, compute_dtype=compute_dtype)
+        return lora.add(base, adapters, key=jax.random.key(1))
+
+    shapes: Any = jax.eval_shape(make)
+    trainable, frozen = partition(shapes, _WRT)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
+    names = ("tokens", "labels", *(("segment_ids", "positions") if packed else ()))
+    batch = {name: jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32) for name in names}
+    gradients = value_and_grad(partial(models.loss, remat=remat), _WRT, has_aux=True)
+
+    def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, Tree, Any]:
+        (loss, _), grads = gradients(combine(trainable, frozen), batch)
+        updates, opt_state = tx.update(grads, opt_state, trainable)
+        return optax.apply_updates(trainable, updates), opt_state, loss
+
+    return Job(
+        fn=step,
+        args=(trainable, jax.eval_shape(tx.init, trainable), frozen, batch),
+        roles={"trainable": 0, "optimizer": 1, "frozen": 2, "batch": 3},
+        donate_argnums=(0, 1),
+    )

@@ -1,0 +1,254 @@
+"""Write the weights of a model directory, a bounded piece at a time, so that it is the old or the new model.
+
+`safetensors` itself wants a whole file's tensors in memory. Its format is eight bytes with the header's length, the
+header in JSON, and the tensors one after another (https://github.com/huggingface/safetensors#format), so that is
+written here in pieces, and the library reads every file's header back before the file gets its name.
+
+Everything is complete under temporary names, and on the disk, before anything of an older model is touched. Shards get
+names that no older file has, so that one rename, of the index or of the single file, changes one model for the other. A
+`config.json` or tokenizer that differs cannot change in the same moment: there `config.json` is taken away before and
+put in its place last. Whoever looks between finds no model, and never one's weights with the other's configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..core import ModelFileError, OutputError, format_bytes, on_host
+from ._tensors import DTYPES, open_tensors, pieces
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_SHARD = re.compile(r"model-(\d+-)?\d{5}-of-\d{5}\.safetensors")
+_NEW = ".saving-"
+"""How names begin of what is not complete; no software takes them for a model's."""
+_NAMES = {name: code for code, name in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor to write: a leaf, or one place in a stack."""
+
+    name: str
+    leaf: Any
+    index: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the file."""
+        return tuple(self.leaf.shape[len(self.index) :])
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * jnp.dtype(self.leaf.dtype).itemsize
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """Copy it to the host, a piece at a time."""
+        leaf, count = self.leaf, len(self.index)
+        is_here = isinstance(leaf, np.ndarray) or _shares_memory(leaf)
+        whole = np.asarray(leaf)[self.index] if is_here else None
+        for cut in pieces(self.shape, jnp.dtype(leaf.dtype).itemsize):
+            if whole is not None:
+                yield np.ascontiguousarray(whole[cut])
+                continue
+            start = (*self.index, *(axis.start for axis in cut))
+            sizes = (1,) * count + tuple(axis.stop - axis.start for axis in cut)
+            yield np.ascontiguousarray(_cut(leaf, tuple(np.int32(i) for i in start), sizes))
+
+
+def write_model(
+    directory: Path, tensors: Sequence[Tensor], files: Mapping[str, bytes], *, max_shard_bytes: int
+) -> None:
+    """Write the weights of a model and what belongs to them, in place of a model that is there.
+
+    Args:
+        directory: the folder; made when missing.
+        tensors: in the order in which they are written.
+        files: names and contents of the other files, `config.json` among them.
+        max_shard_bytes: the most bytes of tensors in one file; a larger model is sharded with an index.
+
+    Raises:
+        ModelFileError: for a dtype that is not written.
+        OutputError: when there is too little space, or the folder cannot be written to; an older model stays then.
+
+    Memory:
+        On the host a few pieces of at most 64 MiB, or of one row.
+    """
+    for tensor in tensors:
+        if jnp.dtype(tensor.leaf.dtype).name not in _NAMES:
+            raise ModelFileError(
+                f"{tensor.name} has dtype {tensor.leaf.dtype}",
+                expected=f"one of {', '.join(_NAMES)}",
+                hint="cast the model before it is saved",
+            )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left in directory.glob(f"{_NEW}*"):  # by a save that was killed
+            left.unlink()
+        shards = _shards(tensors, max_shard_bytes)
+        _check_space(directory, sum(map(len, files.values())) + sum(_size(shard) for shard in shards))
+        names = _free_names(directory, len(shards))
+        try:
+            for name, shard in zip(names, shards, strict=True):
+                _write_shard(directory / f"{_NEW}{name}", shard)
+            others = dict(files)
+            if len(shards) > 1:
+                others[INDEX] = _index(names, shards)
+            for name, content in others.items():
+                with _on_disk(directory / f"{_NEW}{name}") as file:
+                    file.write(content)
+            _put_in_place(directory, names, others)
+        finally:
+            for left in directory.glob(f"{_NEW}*"):
+                left.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"{directory}: cannot write the model", got=str(error), hint="choose a folder that you may write to"
+        ) from error
+
+
+def _shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[list[Tensor]]:
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if size and size + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.num_bytes
+    # Every tensor begins at a multiple of its elements' size, as the library writes them.
+    return [sorted(shard, key=lambda tensor: -jnp.dtype(tensor.leaf.dtype).itemsize) for shard in shards]
+
+
+def _check_space(directory: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if num_bytes > free:
+        raise OutputError(
+            f"{directory}: too little space for the model, beside what is there",
+            expected=f"{format_bytes(num_bytes)} free",
+            got=format_bytes(free),
+            hint="choose another folder; an older model in this one stays until the new one is complete",
+        )
+
+
+def _free_names(directory: Path, count: int) -> list[str]:
+    """Names of shards that no file has: what an index lists is never written over."""
+    if count == 1:
+        return [SINGLE]
+    for generation in itertools.count(1):
+        before = "" if generation == 1 else f"{generation}-"
+        names = [f"model-{before}{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        if not any(os.path.lexists(directory / name) for name in names):
+            return names
+    raise AssertionError("some number is free")
+
+
+def _header(shard: Sequence[Tensor]) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in shard:
+        start, end = end, end + tensor.num_bytes
+        kind = _NAMES[jnp.dtype(tensor.leaf.dtype).name]
+        entries[tensor.name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned in the mapped file
+    return len(text).to_bytes(8, "little") + text
+
+
+def _size(shard: Sequence[Tensor]) -> int:
+    return len(_header(shard)) + sum(tensor.num_bytes for tensor in shard)
+
+
+def _write_shard(path: Path, shard: Sequence[Tensor]) -> None:
+    """Write one file, and read its header back."""
+    with _on_disk(path) as file:
+        file.write(_header(shard))
+        for tensor in shard:
+            for part in tensor.parts():
+                file.write(part.reshape(-1).view(np.uint8).data)
+    with open_tensors([path]) as found:
+        assert {name: source.shape for name, source in found.items()} == {t.name: t.shape for t in shard}
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[Tensor]]) -> bytes:
+    weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    total = sum(tensor.num_bytes for shard in shards for tensor in shard)
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n").encode()
+
+
+def _put_in_place(directory: Path, names: Sequence[str], others: Mapping[str, bytes]) -> None:
+    """Give complete files their names; the comments say what is there after each line."""
+
+    def rename(name: str) -> None:
+        os.replace(directory / f"{_NEW}{name}", directory / name)
+
+    shards, switch = ([], SINGLE) if len(names) == 1 else (names, INDEX)
+    beside = sorted((name for name in others if name != INDEX), key=lambda name: name == CONFIG)
+    for name in shards:
+        rename(name)  # the old model: no index lists them
+    _sync(directory)
+    if any(_content(directory / name) != others[name] for name in beside):
+        (directory / CONFIG).unlink(missing_ok=True)  # no model
+    rename(switch)
+    # Weights of an earlier model in the other layout would be read in place of these, here or by other software.
+    (directory / (INDEX if switch == SINGLE else SINGLE)).unlink(missing_ok=True)
+    _sync(directory)
+    for name in beside:
+        rename(name)  # with `config.json`, the last: the new model
+    _sync(directory)
+    for path in directory.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in shards:
+            path.unlink()
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+@contextlib.contextmanager
+def _on_disk(path: Path) -> Generator[BinaryIO]:
+    """Make a file, which is on the disk when it is closed."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(directory: Path) -> None:
+    """Make the names in a folder survive a power cut, where its file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _shares_memory(leaf: Any) -> bool:
+    """Whether NumPy reads a leaf where it is."""
+    devices = leaf.sharding.device_set
+    return len(devices) == 1 and not on_host(leaf.sharding) and next(iter(devices)).platform == "cpu"
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _cut(leaf: Any, start: tuple[Any, ...], sizes: tuple[int, ...]) -> Any:
+    # Of a whole array elsewhere JAX would keep the copy on the host as long as the array.
+    return jax.device_put(jax.lax.dynamic_slice(leaf, start, sizes), jax.memory.Space.Device)

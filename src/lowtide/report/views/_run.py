@@ -1,0 +1,227 @@
+"""A training run as one HTML file that needs no network and no script.
+
+Curves are SVG that is stretched to the width there is, so their marks are lines, whose width stays; what is written
+beside them is HTML, whose size stays. Text from data reaches the page escaped.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from ...core import format_bytes
+from .._buffers import Space
+from .._facts import SPACES, ReportFacts
+from .._run_facts import Chart, Points, RunFacts
+from ._html import asset, definitions, fill, roles_table
+from ._roles import styles
+from ._series import columns, drawn_buffers, peak_moment, role_order, role_series, total_series
+
+_MAX_POINTS = 400
+"""Columns of a curve; of more points each column has their mean, and a band from the least to the largest."""
+_TITLES = {"device": "Memory of a step, on the device", "host": "Memory of a step, on the host"}
+
+
+def run_page(run: RunFacts, memory: ReportFacts | None = None) -> bytes:
+    """Make the page of a run.
+
+    Args:
+        run: what it says.
+        memory: the report of its step, if there is one.
+
+    Returns:
+        A whole HTML file in UTF-8.
+    """
+    parts = [
+        f'<dl class="facts">{definitions(run.facts)}</dl>',
+        f'<div class="charts">{"".join(_chart(chart) for chart in run.charts)}</div>',
+        _samples(run.samples),
+        *_memory(memory),
+        *(_table(title, rows) for title, rows in run.tables.items()),
+    ]
+    values = {
+        "title": html.escape(f"{run.name} · training run"),
+        "name": html.escape(run.name),
+        "verdict": html.escape(run.verdict),
+        "style": asset("page.css") + asset("run.css"),
+        "body": "\n".join(part for part in parts if part),
+        "footer": "".join(f"<p>{html.escape(note)}</p>" for note in run.notes),
+    }
+    return fill(asset("run.html"), values).encode("utf-8", "xmlcharrefreplace")
+
+
+def _card(title: str, inner: str, legend: str = "") -> str:
+    head = f'<div class="card-head"><h2>{html.escape(title)}</h2>{legend}</div>'
+    return f'<section class="card">{head}{inner}</section>'
+
+
+def _samples(samples: Mapping[str, tuple[str, str]]) -> str:
+    if not samples:
+        return ""
+    texts = "".join(
+        f"<div><h3>{html.escape(title)}</h3>"
+        f'<p class="sample"><span class="prompt">{html.escape(prompt)}</span>{html.escape(text)}</p></div>'
+        for title, (prompt, text) in samples.items()
+    )
+    return _card("Samples", f'<div class="samples">{texts}</div>')
+
+
+def _table(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    return _card(title, f'<dl class="rows">{definitions(rows)}</dl>') if rows else ""
+
+
+# --- curves --------------------------------------------------------------------------------------------------------
+
+
+def _chart(chart: Chart) -> str:
+    found = {name: _finite(points) for name, points in chart.curves.items()}
+    found = {name: points for name, points in found.items() if np.isfinite(points[1]).any()}
+    if not found:
+        return _card(chart.title, '<p class="empty">no values</p>')
+    steps = np.concatenate([points[0] for points in found.values()])
+    values = np.concatenate([points[1] for points in found.values()])
+    x = _ticks(float(steps.min()), float(steps.max()), 4, whole=True)
+    y = _ticks(float(np.nanmin(values)), float(np.nanmax(values)), 5)
+    left, right = float(steps.min()), max(float(steps.max()), float(steps.min()) + 1)
+    low, high = min(y[0], float(np.nanmin(values))), max(y[-1], float(np.nanmax(values)))
+
+    def place(at: np.ndarray, value: np.ndarray) -> np.ndarray:
+        return np.stack([(at - left) / (right - left) * 100, 100 - (value - low) / (high - low) * 100], axis=-1)
+
+    drawn = "".join(_curve(points, number, place) for number, points in enumerate(found.values()))
+    rows = [((high - tick) / (high - low) * 100, f"{tick:,.10g}") for tick in y if low <= tick <= high]
+    marks = [((tick - left) / (right - left) * 100, f"{tick:,.0f}") for tick in x if left <= tick <= right]
+    keys = "".join(f'<span><i class="key c{n}"></i>{html.escape(name)}</span>' for n, name in enumerate(found))
+    legend = f'<div class="legend inline">{keys}</div>' if len(chart.curves) > 1 else ""
+    return _card(chart.title, _plot(chart.title, drawn, rows, marks), legend)
+
+
+def _finite(points: Points) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps and values in order; what is no number is NaN, which breaks a curve."""
+    ordered = sorted(points, key=lambda point: point[0])
+    values = [math.nan if value is None or not math.isfinite(value) else value for _, value in ordered]
+    return np.array([step for step, _ in ordered], float), np.array(values, float)
+
+
+def _curve(points: tuple[np.ndarray, np.ndarray], number: int, place: Callable[..., np.ndarray]) -> str:
+    at, middle, least, most = _columns(*points)
+    band = ""
+    if len(points[0]) > len(at):
+        for run in _runs(middle):
+            if len(run) > 1:
+                outline = [*place(at[run], most[run]), *place(at[run], least[run])[::-1]]
+                band += f'<path class="band c{number}" d="M{_path(outline)}Z"/>'
+    lines = [place(at[run], middle[run]) for run in _runs(middle)]
+    joined = "".join(f"M{_path(line)}" + ("" if len(line) > 1 else "h0") for line in lines)
+    dots = ""
+    if len(at) <= 40:
+        each = "".join(f"M{_path([dot])}h0" for line in lines for dot in line)
+        dots = f'<path class="dot c{number}" d="{each}"/>'
+    return f'{band}<path class="curve c{number}" d="{joined}"/>{dots}'
+
+
+def _columns(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return steps, means, least and largest values of at most so many columns."""
+    if len(steps) <= _MAX_POINTS:
+        return steps, values, values, values
+    # Equal stretches of steps and not of records: one without a record is a hole.
+    bounds = np.linspace(steps[0], steps[-1], _MAX_POINTS + 1)
+    edges = [0, *np.searchsorted(steps, bounds[1:-1]), len(steps)]
+    rows: list[tuple[float, ...]] = []
+    for low, high in pairwise(edges):
+        mine = values[low:high][np.isfinite(values[low:high])]
+        rows.append((mine.mean(), mine.min(), mine.max()) if len(mine) else (math.nan,) * 3)
+    at = (bounds[:-1] + bounds[1:]) / 2
+    at[0], at[-1] = steps[0], steps[-1]  # a curve goes from end to end
+    return at, *np.array(rows).T
+
+
+def _runs(values: np.ndarray) -> list[np.ndarray]:
+    """Return the positions between holes."""
+    good = np.flatnonzero(np.isfinite(values))
+    return [run for run in np.split(good, np.flatnonzero(np.diff(good) > 1) + 1) if len(run)]
+
+
+def _path(points: Iterable[Sequence[float]]) -> str:
+    return "L".join(f"{x:.2f} {y:.2f}" for x, y in points)
+
+
+def _ticks(low: float, high: float, count: int, *, whole: bool = False) -> list[float]:
+    """Return round numbers from below the least to above the largest value; never two alike."""
+    if high <= low:
+        around = max(abs(low) * 0.1, 1e-12)
+        low, high = (low, low + 1) if whole else (low - around, high + around)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(nice * power for nice in (1, 2, 2.5, 5, 10) if nice * power >= raw * 0.999)
+    step = max(1.0, round(step)) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(number * step, 15) for number in range(first, last + 1)]
+
+
+def _plot(title: str, drawn: str, rows: Sequence[tuple[float, str]], marks: Sequence[tuple[float, str]]) -> str:
+    """Put a drawing of 100 by 100 between its axes: places in percent, and what stands there."""
+    lines = "".join(f'<path class="grid" d="M0 {at:.2f}H100"/>' for at, _ in rows)
+    beside = "".join(f'<span style="top:{at:.2f}%">{html.escape(text)}</span>' for at, text in rows)
+    widest = max((text for _, text in rows), key=len, default="")
+    below = "".join(
+        f'<span style="left:{at:.2f}%;transform:translateX(-{at:.0f}%)">{html.escape(text)}</span>'
+        for at, text in marks
+    )
+    return (
+        f'<div class="plot"><div class="beside"><i>{html.escape(widest)}</i>{beside}</div>'
+        f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{html.escape(title)}">'
+        f'{lines}{drawn}</svg><div class="below">{below}</div></div>'
+    )
+
+
+# --- memory --------------------------------------------------------------------------------------------------------
+
+
+def _memory(report: ReportFacts | None) -> list[str]:
+    if report is None:
+        return []
+    used: list[Space] = [space for space in SPACES if drawn_buffers(report, space)]
+    # Of a report that knows no moments each role would be as large throughout: the table says it in less room.
+    timelines = [_timeline(report, space) for space in used if len(report.moments) > 1]
+    return [*timelines, _card("Bytes of a step by role", f'<div class="scroll">{roles_table(report)}</div>')]
+
+
+def _timeline(report: ReportFacts, where: Space) -> str:
+    """Draw the live bytes of a space over the program, role upon role."""
+    num_moments = len(report.moments)
+    series = role_series(drawn_buffers(report, where), num_moments)
+    totals = total_series(series, num_moments)
+    drawn = columns(totals, _MAX_POINTS)
+    roles = [role for role in role_order(report) if role in series]
+    unit = _unit(float(totals.max()))
+    y = _ticks(0.0, max(float(totals.max()), 1.0) / unit[0], 4)
+    top = y[-1] * unit[0]
+    at = np.linspace(0, 100, len(drawn)) if len(drawn) > 1 else np.array([0.0, 100.0])
+    drawn = drawn if len(drawn) > 1 else np.repeat(drawn, 2)
+    base, shapes, look = np.zeros(len(drawn)), "", styles(role_order(report))
+    for role in roles:
+        upper = base + series[role][drawn]
+        edge = [*zip(at, 100 - upper / top * 100, strict=True)]
+        floor = [*zip(at, 100 - base / top * 100, strict=True)][::-1]
+        shapes += f'<path class="area" style="fill:{look[role].color}" d="M{_path([*edge, *floor])}Z"/>'
+        base = upper
+    peak = peak_moment(report, where)
+    keys = "".join(
+        f'<span><i class="swatch" style="background:{look[role].color}"></i>{html.escape(role)} '
+        f"{format_bytes(int(series[role][peak]))}</span>"
+        for role in reversed(roles)
+    )
+    rows = [(100 - tick / y[-1] * 100, f"{tick:.10g} {unit[1]}") for tick in y]
+    plot = _plot(_TITLES[where], shapes, rows, [(0.0, "begin"), (100.0, "end of the program")])
+    return _card(_TITLES[where], f'{plot}<div class="legend inline keys">{keys}</div>')
+
+
+def _unit(largest: float) -> tuple[float, str]:
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log2(max(largest, 1)) // 10), len(units) - 1)
+    return 1024.0**power, units[power]

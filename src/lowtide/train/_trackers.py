@@ -1,0 +1,191 @@
+"""Trackers of experiments as one callback: TensorBoard, Weights & Biases, Trackio.
+
+A tracker shows what a run does, and is no part of it: what it raises while the run trains is a warning. Weights &
+Biases keeps a run under an id, Trackio under its name; both are kept in the run's folder, where a resumed run finds
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..core import ConfigError, OutputError, check_choice, write_files
+from ._callbacks import Callback, TensorBoard, TrainerView
+from ._events import Record, level_of_user
+
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Open:
+    """A run of a tracker that takes values."""
+
+    log: Callable[[dict[str, float], int], Any]
+    finish: Callable[[bool], Any]
+    """Ends it; told whether the run failed."""
+
+
+class Tracker(Callback):
+    """Give every value of the records to a tracker of experiments.
+
+    In the first process where there are several. A run that is resumed goes on in the tracker's run of before; a
+    tracker that fails while it trains is left with one warning, and the run goes on. Without an account:
+    ``WANDB_MODE=offline`` keeps what Weights & Biases would send in `directory`; Trackio is on this machine unless it
+    is told otherwise.
+
+    Args:
+        library: ``"tensorboard"``, ``"wandb"`` or ``"trackio"``.
+        directory: the run's folder; what identifies the tracker's run is kept in ``tracker-LIBRARY.json`` there.
+        project: the project that the run is put under.
+        name: the run's name; by default that of the folder.
+        config: settings to show with it.
+        values: what is written of a record; by default all of it.
+
+    Raises:
+        ConfigError: for another `library`, or one that is not installed; when a new run begins, and its tracker cannot.
+        OutputError: when `directory` cannot be written.
+
+    Examples:
+        >>> tracker = Tracker("tensorboard", "runs/mine")
+
+    Memory:
+        Nothing on a device; what the library keeps on the host.
+    """
+
+    def __init__(
+        self,
+        library: str,
+        directory: str | Path,
+        *,
+        project: str = "lowtide",
+        name: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        values: Callable[[Record], Mapping[str, float]] | None = None,
+    ) -> None:
+        check_choice("unknown tracker", library, tuple(_PACKAGES), '"tensorboard" needs no account')
+        self.library, self.directory, self.project = library, Path(directory), project
+        self.name, self.config, self._values = name, dict(config or {}), values
+        self._run: _Open | None = None
+        try:
+            self._module: Any = importlib.import_module(_PACKAGES[library])
+        except ImportError as error:
+            raise ConfigError(
+                f"the tracker {library} is not installed",
+                expected=f"the package {_PACKAGES[library]}",
+                got=str(error),
+                hint=f'pip install "lowtide[{library}]"',
+            ) from error
+
+    def on_train_begin(self, trainer: TrainerView) -> None:
+        """Begin the tracker's run, or go on with it."""
+        if not trainer.processes.is_first:
+            return
+        try:
+            self._run = self._open(trainer)
+        except OutputError:
+            raise
+        except Exception as error:
+            if trainer.step:  # a run that waited for a machine does not stop for want of a tracker
+                self._give_up(error)
+                return
+            offline = "log in, or set WANDB_MODE=offline" if self.library == "wandb" else "see what it says"
+            raise ConfigError(
+                f"{self.library} does not begin",
+                got=f"{type(error).__name__}: {error}",
+                hint=f"{offline}; or leave it out",
+            ) from error
+
+    def on_record(self, trainer: TrainerView, record: Record) -> None:
+        """Write one."""
+        if (run := self._run) is None:
+            return
+        chosen = record if self._values is None else self._values(record)
+        self._attempt(lambda: run.log({k: v for k, v in chosen.items() if k != "step"}, int(record["step"])))
+
+    def on_train_end(self, trainer: TrainerView) -> None:
+        """End the tracker's run."""
+        self._finish(failed=False)
+
+    def on_exception(self, trainer: TrainerView, error: BaseException) -> None:
+        """End the tracker's run as one that failed."""
+        self._finish(failed=True)
+
+    def _finish(self, *, failed: bool) -> None:
+        run = self._run
+        if run is not None:
+            self._attempt(lambda: run.finish(failed))
+        self._run = None
+
+    def _attempt(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except Exception as error:
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._run = None
+        warnings.warn(
+            f"{self.library} failed, and hears no more of this run: {type(error).__name__}: {error}\n"
+            "hint: the run goes on; its records are in its own files",
+            UserWarning,
+            stacklevel=level_of_user(),
+        )
+
+    def _open(self, trainer: TrainerView) -> _Open:
+        if self.library == "tensorboard":
+            return _tensorboard(trainer, self.directory)
+        path = self.directory / f"tracker-{self.library}.json"
+        known = _read(path)
+        name = known.get("name") or self.name or self.directory.resolve().name
+        project = known.get("project") or self.project
+        options: dict[str, Any] = {"project": project, "name": name, "config": self.config}
+        if self.library == "wandb":
+            options |= {"id": known.get("id") or secrets.token_hex(6), "dir": str(self.directory)}
+        options["resume"] = "allow" if known or self.library == "wandb" else "never"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        run = self._module.init(**options)
+        # Trackio may have made a name that nobody has yet.
+        name = getattr(run, "name", None) if self.library == "trackio" else name
+        kept = {"project": project, "name": name if isinstance(name, str) else options["name"]}
+        kept |= {"id": options["id"]} if "id" in options else {}
+        write_files(self.directory, {path.name: (json.dumps(kept) + "\n").encode()})
+
+        def finish(failed: bool) -> None:
+            run.finish(**({"exit_code": int(failed)} if self.library == "wandb" else {}))
+
+        return _Open(lambda values, step: run.log(values, step=step), finish)
+
+
+def _tensorboard(trainer: TrainerView, directory: Path) -> _Open:
+    board = TensorBoard(directory / "tensorboard")
+    board.on_train_begin(trainer)
+
+    def log(values: dict[str, float], step: int) -> None:
+        board.on_record(trainer, {**values, "step": step})
+
+    return _Open(log, lambda failed: board.on_train_end(trainer))
+
+
+def _read(path: Path) -> dict[str, str]:
+    """Read what a run of before was called; of a damaged file nothing, and the tracker begins another run."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        values = error
+    if isinstance(values, dict):
+        return {name: value for name, value in values.items() if isinstance(value, str)}
+    warnings.warn(
+        f"{path} is damaged, so the tracker begins another run: {values}\nhint: remove the file",
+        UserWarning,
+        stacklevel=level_of_user(),
+    )
+    return {}

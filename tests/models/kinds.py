@@ -1,0 +1,76 @@
+"""A small configuration of every family, with what makes it differ switched on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.models import DecoderConfig, Experts, RopeScaling
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+_EVERY_OTHER = (True, False, True, False)
+_GEMMA: dict[str, Any] = {
+    "post_norm": True,
+    "norm_offset": 1.0,
+    "scale_embedding": True,
+    "activation": "gelu_tanh",
+    "attention_scale": 24**-0.5,
+    "sliding_window": 8,
+    "tie_embeddings": True,
+}
+_LONG = RopeScaling(
+    rope_type="longrope",
+    factor=2.0,
+    original_max_position_embeddings=32,
+    short_factor=tuple(1.0 + i / 8 for i in range(3)),
+    long_factor=tuple(2.0 + i / 2 for i in range(3)),
+)
+_YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False)
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_token": 2}
+
+KINDS: dict[str, DecoderConfig] = {
+    name: DecoderConfig(**{**_SIZES, "family": name.partition(" ")[0], **switches})
+    for name, switches in {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "mistral": {"sliding_window": 8},
+        "qwen2": {"attention_bias": True, "attention_out_bias": False, "head_dim": 8},
+        "qwen3": {"qk_norm": "head", "sliding_window": 8, "sliding_layers": (False, True, True, True)},
+        "qwen3 yarn": {"qk_norm": "head", "rope_scaling": _YARN},
+        "llama dynamic": {"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "max_position_embeddings": 32},
+        "gemma2": {
+            **_GEMMA,
+            "sliding_layers": _EVERY_OTHER,
+            "attention_soft_cap": 5.0,
+            "final_soft_cap": 3.0,
+        },
+        "gemma3_text": {
+            **_GEMMA,
+            "sliding_layers": (True, True, False, True),
+            "qk_norm": "head",
+            "rope_theta": 1e6,
+            "local_rope_theta": 1e4,
+            "rope_scaling": RopeScaling(rope_type="linear", factor=8.0),
+        },
+        "phi3": {"head_dim": 8, "fused_projections": True, "rotary_fraction": 0.75, "rope_scaling": _LONG},
+        "olmo2": {"pre_norm": False, "post_norm": True, "qk_norm": "width"},
+        "mixtral": {"experts": Experts(intermediate_size=48, **_EXPERTS)},
+        "qwen3_moe": {"qk_norm": "head", "experts": Experts(intermediate_size=24, normalize=False, **_EXPERTS)},
+        "gpt_oss": {
+            "attention_bias": True,
+            "attention_sinks": True,
+            "sliding_window": 8,
+            "sliding_layers": _EVERY_OTHER,
+            "rope_theta": 150_000.0,
+            "rope_scaling": _YARN,
+            "experts": Experts(intermediate_size=48, clamped=True, **_EXPERTS),
+        },
+    }.items()
+}

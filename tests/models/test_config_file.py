@@ -1,0 +1,98 @@
+"""`config.json` of every family: what is refused, by name, and random damage to each."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from lowtide.core import LowtideError, ModelFileError, parse_json
+from lowtide.models import DecoderConfig, RopeScaling
+from lowtide.models._config_file import config_from_hf, config_to_hf
+from lowtide.models._decoder import parameter_shapes
+from lowtide.models._rope import frequencies
+
+from ..integration.test_damaged_files import mutate_json
+from .kinds import KINDS
+from .published import PUBLISHED
+
+FILES = {kind: config_to_hf(config, "float32") for kind, config in KINDS.items()}
+
+
+def computed(config: DecoderConfig) -> None:
+    """Fail unless what a configuration says can be computed."""
+    freq, scale = frequencies(config, jnp.int32(9))
+    assert bool(jnp.isfinite(freq).all()) and math.isfinite(scale)
+    parameter_shapes(config)
+
+
+def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> None:
+    wrong: list[str] = []
+    for seed in range(int(os.environ.get("LOWTIDE_FUZZ", "300"))):
+        rng = random.Random(seed)
+        kind = rng.choice([*FILES, *PUBLISHED])
+        data = mutate_json(FILES.get(kind) or PUBLISHED[kind], rng)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                warnings.simplefilter("ignore", UserWarning)
+                computed(config_from_hf(parse_json(data, "config.json"), "config.json"))
+        except LowtideError as error:
+            if str(error).count("hint:") != 1 or len(str(error)) > 4000:
+                wrong.append(f"seed {seed}, {kind}: {error}")
+        except Exception as error:
+            wrong.append(f"seed {seed}, {kind}: {type(error).__name__}: {error}"[:300])
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "name"),
+    [
+        ("llama", {"sliding_window": 4}, "'sliding_window'"),
+        ("llama", {"attn_logit_softcapping": 5.0}, "'attn_logit_softcapping'"),
+        ("llama", {"query_pre_attn_scalar": 5}, "'query_pre_attn_scalar'"),
+        ("llama", {"num_experts": 4}, "'num_experts'"),
+        ("qwen2", {"clip_qkv": 8.0}, "'clip_qkv'"),
+        ("gemma2", {"hidden_activation": "relu"}, "'hidden_activation'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention'"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+        ("phi3", {"attention_bias": True}, "'attention_bias'"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "'router_jitter_noise'"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "'mlp_only_layers'"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
+        ("qwen3 yarn", {"rope_scaling": {**FILES["qwen3 yarn"]["rope_scaling"], "mscale": 0.7}}, "'mscale'"),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}}, "'beta_fast'"),
+        ("llama", {"model_type": "mistral"}, "unknown architecture 'mistral'"),
+    ],
+)
+def test_what_would_change_the_mathematics_is_refused_by_name(kind: str, changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(ModelFileError, match=rf"config.json: (.|\n)*{name}(.|\n)*hint:"):
+        config_from_hf({**FILES[kind], **changes}, "config.json")
+
+
+def test_what_a_file_leaves_out_is_its_familys_default() -> None:
+    with pytest.warns(UserWarning, match="only its text decoder is read"):
+        config = config_from_hf(PUBLISHED["gemma-3-12b"], "config.json")
+    assert (config.head_dim, config.vocab_size, config.rope_theta, config.local_rope_theta) == (256, 262_208, 1e6, 1e4)
+    assert config.rope_scaling == RopeScaling(rope_type="linear", factor=8.0) and config.tie_embeddings
+    assert config.windows[:7] == (1024,) * 5 + (None, 1024) and config.eos_token_id == (1, 106)
+    mixtral = config_from_hf(PUBLISHED["mixtral-8x7b"], "config.json")
+    assert mixtral.experts.num_experts_per_token == 2 and mixtral.experts.normalize and mixtral.sliding_window is None
+
+
+def test_sizes_are_taken_from_json_of_both_spellings_of_rotary_frequencies() -> None:
+    file = json.loads(json.dumps(FILES["gemma3_text"]))
+    before = config_from_hf(file, "config.json")
+    scaling, theta, local = (file.pop(name) for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"))
+    by_kind = {"full_attention": {**scaling, "rope_theta": theta}, "sliding_attention": {"rope_theta": local}}
+    assert config_from_hf({**file, "rope_parameters": by_kind}, "config.json") == before
+    by_kind["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
+    with pytest.raises(ModelFileError, match="unknown RoPE scaling 'yarn'"):
+        config_from_hf({**file, "rope_parameters": by_kind}, "config.json")

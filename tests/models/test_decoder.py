@@ -1,0 +1,138 @@
+"""The decoder's switches without other libraries: packing, windows, blocks of queries, one stack for all rooms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import ConfigError, SelectionError
+from lowtide.models import _attention
+from lowtide.models._attention import Scores, Sight, attend
+from lowtide.models._config_file import config_from_hf, config_to_hf
+
+from .kinds import KINDS
+
+LENGTHS = (9, 5, 6)
+
+
+def packed() -> dict[str, Any]:
+    """Three documents in one row, and four tokens of padding."""
+    tokens = np.random.default_rng(0).integers(1, 96, 20)
+    ids = np.repeat([1, 2, 3], LENGTHS)
+    labels = np.where(np.append(ids[1:] == ids[:-1], False), np.append(tokens[1:], 0), -100)
+    positions = np.concatenate([np.arange(length) for length in LENGTHS])
+    fill = {"tokens": 0, "labels": -100, "segment_ids": 0, "positions": 0}
+    row = {"tokens": tokens, "labels": labels, "segment_ids": ids, "positions": positions}
+    return {name: jnp.asarray(np.append(value, [fill[name]] * 4), jnp.int32)[None] for name, value in row.items()}
+
+
+def apart(row: dict[str, Any]) -> list[dict[str, Any]]:
+    starts = np.cumsum((0, *LENGTHS))
+    return [{k: row[k][:, a:b] for k in ("tokens", "labels")} for a, b in zip(starts[:-1], starts[1:], strict=True)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_have_the_loss_and_the_gradients_of_separate_ones(kind: str) -> None:
+    model = jax.tree.map(
+        lambda leaf: leaf * 4 if leaf.ndim > 2 else leaf, models.init(KINDS[kind], key=jax.random.key(0))
+    )
+    wrt = ("**", "!layers/attn/window") if "window" in model.layers["attn"] else "**"
+    grads = jax.jit(lt.value_and_grad(lambda m, b: models.loss(m, b)[0] * (b["labels"] != -100).sum(), wrt=wrt))
+    row = packed()
+    value, gradient = grads(model, row)
+    parts = [grads(model, part) for part in apart(row)]
+    np.testing.assert_allclose(value, sum(part for part, _ in parts), rtol=1e-5)
+    for one, *others in zip(jax.tree.leaves(gradient), *(jax.tree.leaves(g) for _, g in parts), strict=True):
+        largest = float(np.abs(one).max())
+        np.testing.assert_allclose(one, sum(others), rtol=0, atol=1e-5 * max(1.0, largest))
+
+
+@pytest.mark.parametrize("window", [None, 7, jnp.int32(7)])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_blocks_of_queries_see_what_all_queries_see(window: Any, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v = (jax.random.normal(key, (2, 27, heads, 8)) for key, heads in zip(keys, (4, 2, 2), strict=False))
+    segments = jnp.asarray(np.repeat([[1, 2, 0], [3, 1, 2]], (10, 9, 8), axis=1))
+    scores = Scores(0.3, 2.0, jax.random.normal(keys[3], (4,))) if sinks else Scores(0.3)
+
+    def run(q: Any, k: Any, v: Any, segments: Any) -> Any:
+        sight = Sight(window, None if segments is None else (segments, segments))
+        return jnp.sum(attend(q, k, v, sight, scores) * jnp.cos(q))
+
+    for given in (None, segments):
+        whole = jax.value_and_grad(run, (0, 1, 2))(q, k, v, given)
+        with monkeypatch.context() as patched:
+            patched.setattr(_attention, "_MAX_QUERIES", 8)
+            patched.setattr(_attention, "_QUERY_BLOCK", 4)
+            blocks = jax.value_and_grad(run, (0, 1, 2))(q, k, v, given)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), blocks, whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_configuration_is_written_and_read_again(kind: str) -> None:
+    config = KINDS[kind]
+    again = config_from_hf(config_to_hf(config, "float32"), "config.json")
+    assert again.windows == config.windows
+    shapes = [jax.eval_shape(lambda c=c: models.init(c, key=jax.random.key(0))) for c in (config, again)]
+    assert jax.tree.leaves(shapes[0]) == jax.tree.leaves(shapes[1])
+
+
+def test_a_model_that_its_family_has_no_words_for_is_not_written() -> None:
+    mixed = models.DecoderConfig(**{**vars(KINDS["llama"]), "qk_norm": "head"})
+    with pytest.raises(ConfigError, match=r"no config.json of LlamaForCausalLM says qk_norm = 'head'(.|\n)*hint:"):
+        config_to_hf(mixed, "float32")
+    with pytest.raises(ConfigError, match=r"unknown family 'lama'(.|\n)*expected: one of llama"):
+        config_to_hf(models.DecoderConfig(**{**vars(KINDS["llama"]), "family": "lama"}), "float32")
+
+
+def test_how_far_layers_see_is_data_and_nothing_that_trains() -> None:
+    model = models.init(KINDS["gemma2"], key=jax.random.key(0))
+    np.testing.assert_array_equal(model.layers["attn"]["window"], [8, 2**30, 8, 2**30])
+    assert "window" not in models.init(KINDS["mistral"], key=jax.random.key(0)).layers["attn"]
+    with pytest.raises(SelectionError, match=r'layers/attn/window: (.|\n)*"!layers/attn/window"'):
+        lt.value_and_grad(lambda m: models.loss(m, packed())[0], wrt="**")(model)
+    step = lt.offload.layerwise_step(model.stack, optax.sgd(0.1), wrt=("**", "!layers/attn/window"))
+    trainer = lt.Trainer(model, models.loss, step)
+    row = packed()
+    plain = lt.value_and_grad(lambda m, b: models.loss(m, b)[0], wrt=("**", "!layers/attn/window"))
+    model = jax.tree.map(jnp.array, model)
+    value, gradient = plain(model, row)
+    (record,) = trainer.fit([row], num_steps=1, progress=False)
+    np.testing.assert_allclose(record["loss"], value, rtol=1e-6)
+    moved = trainer.model.layers["mlp"]["up_proj"]["weight"]
+    expected = model.layers["mlp"]["up_proj"]["weight"] - 0.1 * gradient.layers["mlp"]["up_proj"]["weight"]
+    np.testing.assert_allclose(moved, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window has to be at least 1"),
+        ({"sliding_layers": (True,) * 4, "sliding_window": None}, "need a sliding_window"),
+        ({"sliding_layers": (True,), "sliding_window": 4}, "another number of layers"),
+        ({"rotary_fraction": 0.2}, "the rotated part of a head has to be even"),
+        ({"rope_scaling": models.RopeScaling(rope_type="longrope", factor=2.0)}, "longrope has another number"),
+    ],
+)
+def test_switches_that_contradict_each_other_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}(.|\n)*hint:"):
+        models.DecoderConfig(**{**vars(KINDS["llama"]), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 0}, "num_experts has to be at least 1"),
+        ({"num_experts_per_token": 9}, "a token cannot choose more experts than there are"),
+    ],
+)
+def test_impossible_mixtures_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}(.|\n)*hint:"):
+        models.Experts(**{"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 8, **changes})

@@ -1,0 +1,152 @@
+"""Mixtures: values beside every expert computing every token, arithmetic beside the paper's, and experts on devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import dividing, map_with_paths
+from lowtide.models._experts import mixture
+from lowtide.models._grouped import grouped_linear
+from lowtide.train import ShardingRules, make_mesh
+
+from .kinds import KINDS
+
+KEYS = jax.random.split(jax.random.key(0), 8)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(0, 40, 0, 7, 3), (10, 10, 10, 10, 10), (0, 0, 0, 0, 1), (5, 0, 0, 0, 0)])
+def test_grouped_products_and_their_gradients_equal_dense_ones(sizes: tuple[int, ...], transposed: bool) -> None:
+    x = jax.random.normal(KEYS[0], (50, 6))
+    weight = jax.random.normal(KEYS[1], (5, 6, 9) if transposed else (5, 9, 6))
+    expert = np.repeat(np.arange(5), sizes)
+    probe = jax.random.normal(KEYS[2], (50, 9))
+
+    def ours(x: Any, weight: Any) -> Any:
+        out = grouped_linear(x, weight, jnp.asarray(sizes), transposed=transposed)
+        return jnp.sum(out * probe), out
+
+    def dense(x: Any, weight: Any) -> Any:
+        rows = weight[expert] if transposed else weight[expert].transpose(0, 2, 1)
+        out = jnp.einsum("mi,mio->mo", x[: len(expert)], rows)
+        out = jnp.concatenate([out, jnp.zeros((50 - len(expert), 9))])
+        return jnp.sum(out * probe), out
+
+    for one, other in zip(
+        jax.tree.leaves(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(x, weight)),
+        jax.tree.leaves(jax.value_and_grad(dense, argnums=(0, 1), has_aux=True)(x, weight)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
+    # What does not train costs nothing: no loop over gradients of weights, and no rows that wait for it.
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: ours(x, weight)[0]))(x))
+    assert (
+        jaxpr.count("while[") == 2
+        and str(jax.make_jaxpr(jax.grad(ours, (0, 1), has_aux=True))(x, weight)).count("while[") == 3
+    )
+
+
+def _dense(mlp: Any, x_BTD: Any, experts: models.Experts) -> Any:
+    """Every expert computes every token."""
+    probs = jax.nn.softmax(
+        x_BTD @ mlp["router"]["weight"].T + mlp["router"].get("bias", jnp.zeros(experts.num_experts))[None, None]
+    )
+    top, chosen = jax.lax.top_k(probs, experts.num_experts_per_token)
+    top = top / jnp.sum(top, -1, keepdims=True) if experts.normalize else top
+    shares = jnp.sum(jax.nn.one_hot(chosen, experts.num_experts) * top[..., None], axis=2)
+    part = mlp["experts"]
+    if experts.clamped:
+        both = jnp.einsum("btd,edf->btef", x_BTD, part["gate_up"]["weight"]) + part["gate_up"]["bias"][None, None]
+        gate, up = jnp.minimum(both[..., ::2], experts.limit), jnp.clip(both[..., 1::2], -experts.limit, experts.limit)
+        hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        out = jnp.einsum("btef,efd->bted", hidden, part["down"]["weight"]) + part["down"]["bias"][None, None]
+    else:
+        gate, up = (jnp.einsum("btd,efd->btef", x_BTD, part[name]["weight"]) for name in ("gate", "up"))
+        out = jnp.einsum("btef,edf->bted", jax.nn.silu(gate) * up, part["down"]["weight"])
+    return jnp.sum(out * shares[..., None], axis=2)
+
+
+def _mlp(kind: str) -> Any:
+    layers = models.init(KINDS[kind], key=KEYS[3]).layers
+    return jax.tree.map(lambda leaf: 20 * leaf[1] + 0.1 * jax.random.normal(KEYS[4], leaf.shape[1:]), layers["mlp"])
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_a_mixture_equals_a_dense_reference_on_one_device_and_on_many(kind: str) -> None:
+    experts: Any = KINDS[kind].experts
+    mlp, x, probe = _mlp(kind), jax.random.normal(KEYS[5], (8, 11, 32)), jax.random.normal(KEYS[6], (8, 11, 32))
+    want, grads = jax.value_and_grad(lambda mlp, x: jnp.sum(_dense(mlp, x, experts) * probe), (0, 1))(mlp, x)
+    for axes in ({}, {"fsdp": 2, "data": 2, "expert": 2}, {"expert": 4, "fsdp": 1}):
+        mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod([1, *axes.values()]))])
+
+        def ours(mlp: Any, x: Any, mesh: Any = mesh) -> Any:
+            with dividing(lambda h: h, mesh):
+                return jnp.sum(mixture(mlp, x, experts, jax.nn.silu)[0] * probe)
+
+        rules = ShardingRules(mesh=mesh, rules={r"experts/.*": P("expert")} if "expert" in axes else {})
+        rows = jax.sharding.NamedSharding(mesh, P(rules.batch_axes))
+        placed = jax.device_put((mlp, x), (map_with_paths(rules.of, mlp), rows))
+        got, ours_grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*placed)
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-3), ours_grads, grads)
+
+
+def test_the_loss_of_routers_counts_tokens_and_no_padding() -> None:
+    config = dataclasses.replace(
+        KINDS["qwen3_moe"], experts=dataclasses.replace(KINDS["qwen3_moe"].experts, router_loss_coef=0.5)
+    )
+    model = models.init(config, key=KEYS[0])
+    tokens = jax.random.randint(KEYS[1], (2, 12), 0, 96)
+    batch = {"tokens": tokens, "labels": tokens}
+    value, metrics = models.loss(model, batch)
+    plain = models.loss(dataclasses.replace(model, config=KINDS["qwen3_moe"]), batch)[0]
+    np.testing.assert_allclose(value, plain + 0.5 * metrics["router_loss"], rtol=1e-6)
+    assert 2.0 <= metrics["router_loss"] < 2.2  # even routers: as many as a token has experts
+    longer = {
+        name: jnp.concatenate([leaf, jnp.full((2, 5), fill)], axis=1)
+        for name, leaf, fill in (("tokens", tokens, 0), ("labels", tokens, -100))
+    }
+    segments = jnp.concatenate([jnp.ones((2, 12), int), jnp.zeros((2, 5), int)], axis=1)
+    again = models.loss(model, {**longer, "segment_ids": segments})
+    np.testing.assert_allclose(again[1]["router_loss"], metrics["router_loss"], rtol=1e-5)
+
+
+@pytest.mark.tpu_aot
+def test_a_step_computes_no_expert_that_no_token_chose(tpu_device: jax.Device) -> None:
+    config = models.DecoderConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_layers=1,  # XLA counts what is in a loop once
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=64,
+        experts=models.Experts(num_experts=16, num_experts_per_token=2, intermediate_size=512),
+        family="mixtral",
+    )
+    batch, length = 4, 512
+    model = jax.eval_shape(lambda: models.init(config, key=jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    step = lt.value_and_grad(lambda m, b: models.loss(m, b)[0], wrt="**/attn/**")
+    place = jax.sharding.SingleDeviceSharding(tpu_device)
+    args = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        (model, {"tokens": tokens, "labels": tokens}),
+    )
+    with jax.default_device(tpu_device):
+        compiled = jax.jit(step).trace(*args).lower(lowering_platforms=("tpu",)).compile()
+    per_token = 2 * (4 * 256 * 256 + 16 * 256) + 2 * 2 * length * 256  # projections and router; scores and their sums
+    experts = 2 * 2 * 3 * 256 * 512
+    head = 2 * 256 * 512
+    # Forward once, backward once for what enters, and for the weights of attention once more.
+    arithmetic = batch * length * (2 * (per_token + experts + head) + 2 * 4 * 256 * 256)
+    assert compiled.cost_analysis()["flops"] == pytest.approx(arithmetic, rel=0.15)
