@@ -48,6 +48,11 @@ def test_a_model_and_what_it_lacks(inspect, model_dir, capfd):
     assert facts["groups"]["MLP"] == sum(leaf.size for leaf in jax.tree.leaves(base.layers["mlp"]))
     assert facts["dtypes"] == {"F32": facts["parameters"]}
     assert (facts["family"], facts["layers"], facts["chat_template"]) == ("llama", 2, False)
+    raw = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 1}))
+    status, found, _ = inspect(model_dir)
+    assert status == 1 and "different models" in found["problems"][0]
+    (model_dir / "config.json").write_text(json.dumps(raw))
     (model_dir / "chat_template.jinja").write_text("x")
     assert inspect(model_dir)[1]["facts"]["chat_template"] is True
     assert main(["inspect", str(model_dir)]) == 0
@@ -59,6 +64,15 @@ def test_a_model_and_what_it_lacks(inspect, model_dir, capfd):
         assert status == 1 and field in found["problems"][0]
     (model_dir / "tokenizer.json").unlink()
     assert "tokenizer.json" in inspect(model_dir)[1]["problems"][1]
+
+
+def test_a_configuration_alone_has_exact_parameters(inspect, tmp_path, model_dir):
+    whole = inspect(model_dir)[1]["facts"]["parameters"]
+    shutil.copy(model_dir / "config.json", tmp_path)
+    shutil.rmtree(model_dir)
+    status, found, _ = inspect(tmp_path)
+    assert (status, found["facts"]["parameters"]) == (1, whole)
+    assert "no weights" in found["problems"][0]
 
 
 def test_parameters_of_a_mixture_that_a_token_uses(inspect, tmp_path):

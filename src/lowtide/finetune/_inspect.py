@@ -106,6 +106,7 @@ def _model(folder: Path) -> Inspection:
     facts: dict[str, Any] = {}
     raw: dict[str, Any] = {}
     experts: tuple[int, int] | None = None
+    asked: int | None = None
     if os.path.lexists(folder / "config.json"):
         raw = _json(folder, "config.json")
         facts["architecture"] = _first(raw.get("architectures"))
@@ -116,6 +117,7 @@ def _model(folder: Path) -> Inspection:
                 config = models.load_config(folder)
             facts |= {"layers": config.num_layers, "context": config.max_position_embeddings}
             facts["vocabulary"] = config.vocab_size
+            asked = _asked_for(config)
             if config.experts is not None:
                 experts = (config.experts.num_experts_per_token, config.experts.num_experts)
         except ModelFileError as error:
@@ -130,8 +132,26 @@ def _model(folder: Path) -> Inspection:
         {"lm_head.weight"} if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors else set[str]()
     )
     facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
+    if asked is not None and not files:
+        del facts["groups"], facts["dtypes"]
+        facts.pop("active_parameters", None)
+        facts["parameters"] = asked
+    elif asked is not None and facts["parameters"] != asked:
+        got = f"{facts['parameters']:,} parameters in the weights, {asked:,} that config.json asks for"
+        problems.append(f"weights and config.json are of different models: {got}")
     facts |= _tokenizer(folder, problems)
     return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems))
+
+
+def _asked_for(config: Any) -> int:
+    """Count the parameters of a configuration."""
+    import jax
+    import jax.numpy as jnp
+
+    from .. import models
+
+    shapes = jax.eval_shape(lambda: models.init(config, key=jax.random.key(0)))
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
 def _adapter(folder: Path) -> Inspection:
