@@ -50,7 +50,12 @@ def _model(seed=0, **switches):
     return jax.tree.map(lambda x: 8 * x if x.ndim > 2 else x, model)
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("kinds of layers", "soft caps", "mixture", "sinks")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case):
     model = _model(**CASES[case])
     ids = np.random.default_rng(0).integers(0, 61, (2, 14)).astype(np.int32)
