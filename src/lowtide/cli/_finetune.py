@@ -212,7 +212,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.described(data.report, config),
-        **_how(config, table),
+        **_how(config, table, experts=base.config.experts is not None),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _at_the_end(config),
@@ -247,7 +247,7 @@ def _pipeline(stages: Any) -> dict[str, str]:
     return {"pipeline": f"{sizes}: {time} (a scan that is differentiated: {stages.scan_over_ideal:.2f})"}
 
 
-def _how(config: Any, table: Any) -> dict[str, str]:
+def _how(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
     """Say what trains, and what is on the host."""
     if config.full:
         trained = {
@@ -256,7 +256,8 @@ def _how(config: Any, table: Any) -> dict[str, str]:
     else:
         targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
         size = format_bytes(table.trainable_bytes)
-        trained = {"adapter": f"LoRA rank {config.rank} on {targets}, {size} trainable"}
+        frozen = ", experts frozen" if experts else ""
+        trained = {"adapter": f"LoRA rank {config.rank} on {targets}, {size} trainable{frozen}"}
     if config.full and config.offload is None:
         return {**trained, "host": "layers, optimizer, activations"}
     return {**trained, "host": ", ".join(config.offload)} if config.offload else trained

@@ -296,7 +296,20 @@ class Finetune:
             "tokens to train on": data.num_train_tokens,
             "tokens held out": data.num_held_out_tokens,
         }
-        return {"Data": [(name, f"{count:,}") for name, count in counts.items()]}
+        rows = [(name, f"{count:,}") for name, count in counts.items()]
+        if (report := data.report) is not None:
+            found = {
+                "rows to train on": f"{report.num_rows:,}",
+                "of them no padding": f"{report.utilisation:.1%}",
+                "of that learned": f"{report.loss_share:.1%}",
+                "blank, left out": f"{report.num_blank:,}",
+                "without a token to learn, left out": f"{report.num_without_loss:,}",
+                "too long, left out": f"{report.num_dropped:,}",
+                "too long, cut or split": f"{report.num_cut:,}",
+                "tokens lost": f"{report.num_lost_tokens:,}",
+            }
+            rows += list(found.items())
+        return {"Data": rows}
 
     def write_report(
         self, table: MemoryTable, samples: Mapping[str, tuple[str, str]] | None = None, *, timeline: bool = False
