@@ -146,7 +146,8 @@ def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
         file.flush()  # what an interrupt, or a kill, leaves is whole lines
         return
     console = Console(highlight=False, soft_wrap=True)
-    prompt = record["prompt"] if "prompt" in record else record["messages"][-1]["content"]
+    # A prompt is continued; a question is answered below it.
+    prompt = record["prompt"] if "prompt" in record else record["messages"][-1]["content"] + "\n"
     names = [record["adapter"], f"sample {record['sample']}" if record["sample"] else None]
     if label := ", ".join(filter(None, names)):
         console.print(Text(label, style="bold"))
