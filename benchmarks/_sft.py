@@ -1,4 +1,4 @@
-"""A step of supervised fine-tuning on packed chats, by this library and by `transformers` with `peft`, on the same files.
+"""A fine-tuning step on packed chats, by this library and by `transformers` with `peft`, on the same files.
 
 Rows are filled with chats: turns of prompt and answer, of log-normal lengths; only answers have labels. Documents of a
 row do not see each other, and their positions restart. This library is told by ``segment_ids`` and ``positions``.
@@ -138,7 +138,8 @@ def their_step(
 ) -> tuple[Step, dict[str, Any]]:
     """The same in PyTorch; `options` go to ``from_pretrained``."""
     import torch
-    from peft import PeftModel
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -152,7 +153,14 @@ def their_step(
     model.config.use_cache = False
     if remat:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+    config = LoraConfig.from_pretrained(folder / "adapter")
+    config.inference_mode = False
+    model = get_peft_model(model, config)
+    # PEFT 0.21.2 does not load an adapter of a mixture with Transformers 5.0.0 (it passes `loading_info`).
+    factors = load_file(folder / "adapter" / "adapter_model.safetensors")
+    named = {f"{name.removesuffix('.weight')}.default.weight": value for name, value in factors.items()}
+    if unknown := model.load_state_dict(named, strict=False).unexpected_keys:
+        raise ValueError(f"PEFT has no {unknown}")
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sizes["num_trained"] = sum(parameter.numel() for parameter in trained)

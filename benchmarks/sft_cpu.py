@@ -55,9 +55,7 @@ def config_of(model: str) -> Any:
     if model == "dense":
         return lt.models.DecoderConfig(**SIZES, intermediate_size=1536, num_layers=4, family="qwen3")
     experts = lt.models.Experts(**EXPERTS)
-    return lt.models.DecoderConfig(
-        **SIZES, intermediate_size=1536, num_layers=3, family="qwen3_moe", experts=experts
-    )
+    return lt.models.DecoderConfig(**SIZES, intermediate_size=1536, num_layers=3, family="qwen3_moe", experts=experts)
 
 
 # --- one side ------------------------------------------------------------------------------------------------------

@@ -86,7 +86,8 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
     length = q_BTNH.shape[1]
     if implementation == "xla" and length > _MAX_QUERIES:
         return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores)
-    if scores.is_plain and sight.is_static and sight.start == 0:
+    on_cpu = traced_device().platform == "cpu"
+    if scores.is_plain and sight.is_static and sight.start == 0 and not on_cpu:
         window: Any = sight.window
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -104,7 +105,7 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
 def _attend_masked(
     q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores, implementation: Literal["cudnn", "xla"]
 ) -> Array:
-    if not scores.is_plain:
+    if not scores.is_plain or traced_device().platform == "cpu":
         return _attend_by_scores(q_BCNH, k_BSKH, v_BSKH, mask, scores)
     return jax.nn.dot_product_attention(
         q_BCNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
@@ -134,21 +135,30 @@ def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight,
 
 def _attend_by_scores(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores) -> Array:
     batch, length, heads, dim = q_BCNH.shape
-    q_BCKGH = q_BCNH.reshape(batch, length, k_BSKH.shape[2], -1, dim)
-    s_BKGCS = jnp.einsum("bckgh,bskh->bkgcs", q_BCKGH, k_BSKH, preferred_element_type=jnp.float32) * scores.scale
+    # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies them as they lie.
+    q_BKMH = q_BCNH.reshape(batch, length, k_BSKH.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
+    groups = q_BKMH.shape[:4]
+    q_BKMH = q_BKMH.reshape(*groups[:2], -1, dim)
+    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    s_BKMS = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scores.scale
+    s_BKGCS = s_BKMS.reshape(*groups, -1)
     if scores.soft_cap is not None:
         s_BKGCS = scores.soft_cap * jnp.tanh(s_BKGCS / scores.soft_cap)
-    s_BKGCS = jnp.where(mask[:, :, None], s_BKGCS, -jnp.inf)
-    # A sink is a key more without a value; without sinks, one that counts nothing.
-    sinks = jnp.full((heads,), -jnp.inf) if scores.sinks is None else scores.sinks.astype(jnp.float32)
-    sinks = sinks.reshape(1, k_BSKH.shape[2], -1, 1, 1)
-    highest = jnp.maximum(jnp.max(s_BKGCS, axis=-1, keepdims=True), sinks)
-    highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.finfo(jnp.float32).min))
+    # Finite: what fills up the last block may see nothing.
+    s_BKGCS = jnp.where(mask[:, :, None], s_BKGCS, jnp.finfo(jnp.float32).min)
+    highest = jnp.max(s_BKGCS, axis=-1, keepdims=True)
+    sinks = None
+    if scores.sinks is not None:  # a key more without a value
+        sinks = scores.sinks.astype(jnp.float32).reshape(1, k_BSKH.shape[2], -1, 1, 1)
+        highest = jnp.maximum(highest, sinks)
+    highest = jax.lax.stop_gradient(highest)
     p_BKGCS = jnp.exp(s_BKGCS - highest)
-    total = jnp.sum(p_BKGCS, axis=-1, keepdims=True) + jnp.exp(sinks - highest)
-    total = jnp.where(total == 0, 1.0, total)  # of what fills up the last block, and may see nothing
+    total = jnp.sum(p_BKGCS, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - highest)
     p_BKGCS = (p_BKGCS / total).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgcs,bskh->bckgh", p_BKGCS, v_BSKH).reshape(batch, length, heads, dim)
+    out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGCS.reshape(s_BKMS.shape), v_BKSH)
+    return out_BKMH.reshape(*groups, dim).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
 
 
 def attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
