@@ -1,6 +1,6 @@
 """Tokens per CPU second of a fine-tuning step on packed chats, beside `transformers` with `peft`, in pairs.
 
-    python benchmarks/sft_cpu.py [--model dense] [--model mixture] [--repeats 7] [--json FILE]
+    python benchmarks/sft_cpu.py [--model dense] [--model mixture] [--repeats 7]
 
 A dense decoder like Qwen3's and a mixture like Qwen3-MoE's, small, in float32, written once and read by both sides with
 the same adapters and the same packed rows (`_sft.py`). Each side is a process that waits for its turn: steps alternate,
@@ -26,7 +26,7 @@ from typing import Any
 from _sft import facts, our_step, packed, their_step, write_model
 
 ROWS, LENGTH, VOCABULARY = 2, 512, 8192
-WARMUP = 3
+WARMUP = 2
 TOLERANCE = 1e-4
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -162,7 +162,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="default: both")
     parser.add_argument("--repeats", type=int, default=7, help="pairs")
-    parser.add_argument("--json", type=Path, help="the file (default: results/sft_cpu.json)")
     parser.add_argument("--write", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -173,32 +172,42 @@ def main() -> None:
     elif options.worker:
         worker(options.worker, options.folder, options.remat)
     else:
-        compare(options.model or MODELS, options.repeats, options.json)
+        compare(options.model or MODELS, options.repeats)
 
 
-def compare(models: Any, repeats: int, path: Path | None) -> None:
-    """All cases; the parent imports neither framework before the end."""
-    load, rows = os.getloadavg(), []
-    with tempfile.TemporaryDirectory() as home:
-        for model in models:
+def compare(models: Any, repeats: int) -> None:
+    """All cases of the models; the parent never starts either framework."""
+    for model in models:
+        load, rows = os.getloadavg(), list[dict[str, Any]]()
+        with tempfile.TemporaryDirectory() as home:
             folder = Path(home, model)
             words = [sys.executable, __file__, "--write", model, "--folder", str(folder)]
             subprocess.run(words, check=True, env={**os.environ, **QUIET})
             for remat in (True, False):
                 rows.append(measure(model, remat, folder, repeats))
-                for name, side in rows[-1]["sides"].items():
-                    print(
-                        f"{model:8} remat={remat!s:5} {name:16} {side['tokens_per_cpu_second']:7.0f} tokens/CPU s, "
-                        f"ours {side['speed_of_ours']:.2f}, losses apart {side['loss_difference']:.1e}",
-                        flush=True,
-                    )
+                show(rows[-1])
+                save(model, load, rows)
+
+
+def show(row: dict[str, Any]) -> None:
+    """A line for each side."""
+    for name, side in row["sides"].items():
+        print(
+            f"{row['model']:8} remat={row['remat']!s:5} {name:16} {side['tokens_per_cpu_second']:7.0f} tokens/CPU s, "
+            f"ours {side['speed_of_ours']:.2f}, losses apart {side['loss_difference']:.1e}",
+            flush=True,
+        )
+
+
+def save(model: str, load: Any, rows: list[dict[str, Any]]) -> None:
+    """Write what a model has so far."""
     from _common import ROOT, header, write
 
-    content = header("python benchmarks/sft_cpu.py")
+    content = header(f"python benchmarks/sft_cpu.py --model {model}")
     content["versions"] |= {name: metadata.version(name) for name in ("torch", "transformers", "peft")}
     machine = {"label": "measured", "cores": os.cpu_count(), "cpu": _cpu(), "load_before": load, "warmup": WARMUP}
     sizes = {"dtype": "float32", "vocabulary": VOCABULARY}
-    write(path or ROOT / "results" / "sft_cpu.json", {**content, **machine, **sizes, "rows": rows})
+    write(ROOT / "results" / f"sft_cpu-{model}.json", {**content, **machine, **sizes, "rows": rows})
 
 
 def _cpu() -> str | None:

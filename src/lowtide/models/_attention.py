@@ -24,6 +24,9 @@ from ..core._compat import has_cudnn
 # XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks.
 _MAX_QUERIES = 2048
 _QUERY_BLOCK = 1024
+# On a CPU a quarter of the queries is given the keys up to its last one, where that saves more than it costs.
+_CAUSAL_PARTS = 4
+_LEAST_CAUSAL = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +90,9 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
     if implementation == "xla" and length > _MAX_QUERIES:
         return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores)
     on_cpu = traced_device().platform == "cpu"
+    from_start = isinstance(sight.start, int) and sight.start == 0 and k_BSKH.shape[1] == length
+    if on_cpu and from_start and length >= _LEAST_CAUSAL:
+        return _attend_in_parts(q_BTNH, k_BSKH, v_BSKH, sight, scores)
     if scores.is_plain and sight.is_static and sight.start == 0 and not on_cpu:
         window: Any = sight.window
         return jax.nn.dot_product_attention(
@@ -110,6 +116,23 @@ def _attend_masked(
     return jax.nn.dot_product_attention(
         q_BCNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
     )
+
+
+def _attend_in_parts(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend without the products with keys that come after all queries of a part: 5/8 of them remain."""
+    length = q_BTNH.shape[1]
+    size = -(-length // _CAUSAL_PARTS)
+    parts: list[Array] = []
+    for first in range(0, length, size):
+        end = min(first + size, length)
+        if sight.segments is not None:
+            of_queries, of_keys = sight.segments
+            seen = dataclasses.replace(sight, segments=(of_queries, of_keys[:, :end]))
+        else:
+            seen = sight
+        mask = seen.mask(jnp.arange(first, end), first, end)
+        parts.append(_attend_by_scores(q_BTNH[:, first:end], k_BTKH[:, :end], v_BTKH[:, :end], mask, scores))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
@@ -146,19 +169,19 @@ def _attend_by_scores(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, 
         s_BKGCS = scores.soft_cap * jnp.tanh(s_BKGCS / scores.soft_cap)
     # Finite: what fills up the last block may see nothing.
     s_BKGCS = jnp.where(mask[:, :, None], s_BKGCS, jnp.finfo(jnp.float32).min)
-    highest = jnp.max(s_BKGCS, axis=-1, keepdims=True)
-    sinks = None
-    if scores.sinks is not None:  # a key more without a value
-        sinks = scores.sinks.astype(jnp.float32).reshape(1, k_BSKH.shape[2], -1, 1, 1)
-        highest = jnp.maximum(highest, sinks)
-    highest = jax.lax.stop_gradient(highest)
-    p_BKGCS = jnp.exp(s_BKGCS - highest)
-    total = jnp.sum(p_BKGCS, axis=-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sinks - highest)
-    p_BKGCS = (p_BKGCS / total).astype(v_BSKH.dtype)
+    p_BKGCS = _shares(s_BKGCS, scores.sinks).astype(v_BSKH.dtype)
     out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGCS.reshape(s_BKMS.shape), v_BKSH)
     return out_BKMH.reshape(*groups, dim).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+
+
+def _shares(s_BKGCS: Array, sinks: Array | None) -> Array:
+    """Softmax of scores; a sink is a key more without a value."""
+    if sinks is None:
+        return jax.nn.softmax(s_BKGCS, axis=-1)  # keeps its result alone for the backward pass
+    sinks = sinks.astype(jnp.float32).reshape(1, *s_BKGCS.shape[1:3], 1, 1)
+    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(s_BKGCS, axis=-1, keepdims=True), sinks))
+    p_BKGCS = jnp.exp(s_BKGCS - highest)
+    return p_BKGCS / (jnp.sum(p_BKGCS, axis=-1, keepdims=True) + jnp.exp(sinks - highest))
 
 
 def attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
