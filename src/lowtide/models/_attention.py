@@ -2,7 +2,8 @@
 
 `jax.nn.dot_product_attention` where it can: cuDNN's fused kernel on a GPU in half precision, XLA elsewhere, which holds
 [B, N, T, T] scores for one layer (beyond 2048 tokens, of 1024 queries at a time). It has no soft cap and no sinks;
-models with those compute their scores here, in the same blocks.
+models with those compute their scores here, in the same blocks, and so do many queries on a CPU, where it multiplies
+heads of [B, T, N, H] arrays slowly.
 
 Shapes: B batch, T queries, S keys, C block of queries, N query heads, K key/value heads, G = N / K, H head.
 
@@ -24,9 +25,9 @@ from ..core._compat import has_cudnn
 # XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks.
 _MAX_QUERIES = 2048
 _QUERY_BLOCK = 1024
-# On a CPU a quarter of the queries is given the keys up to its last one, where that saves more than it costs.
+# On a CPU so many queries are multiplied here, a quarter of them at a time with the keys up to its last one.
+_LEAST_ON_CPU = 512
 _CAUSAL_PARTS = 4
-_LEAST_CAUSAL = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +90,10 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
     length = q_BTNH.shape[1]
     if implementation == "xla" and length > _MAX_QUERIES:
         return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores)
-    on_cpu = traced_device().platform == "cpu"
     from_start = isinstance(sight.start, int) and sight.start == 0 and k_BSKH.shape[1] == length
-    if on_cpu and from_start and length >= _LEAST_CAUSAL:
+    if from_start and _is_long_on_cpu(length):
         return _attend_in_parts(q_BTNH, k_BSKH, v_BSKH, sight, scores)
-    if scores.is_plain and sight.is_static and sight.start == 0 and not on_cpu:
+    if scores.is_plain and sight.is_static and sight.start == 0:
         window: Any = sight.window
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -111,11 +111,15 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
 def _attend_masked(
     q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores, implementation: Literal["cudnn", "xla"]
 ) -> Array:
-    if not scores.is_plain or traced_device().platform == "cpu":
+    if not scores.is_plain or _is_long_on_cpu(q_BCNH.shape[1]):
         return _attend_by_scores(q_BCNH, k_BSKH, v_BSKH, mask, scores)
     return jax.nn.dot_product_attention(
         q_BCNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
     )
+
+
+def _is_long_on_cpu(num_queries: int) -> bool:
+    return num_queries >= _LEAST_ON_CPU and traced_device().platform == "cpu"
 
 
 def _attend_in_parts(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, sight: Sight, scores: Scores) -> Array:
