@@ -19,6 +19,8 @@ SPEED_AIM, PEAK_AIM, OFFLOAD_AIM, ERROR_AIM, OVERHEAD_AIM = 1.3, 0.7, 1.10, 0.03
 LONG = "64k"
 SHAPES = [f"{model}-{rows}x2048-{kind}" for model in ("1b", "8b") for rows in (4, 16) for kind in ("remat", "plain")]
 """Of the LoRA steps that are listed, measured or not."""
+PACKED = ("8b-4x2048-remat", "moe-4x2048-remat")
+"""Of the fine-tuning steps on packed rows."""
 LEAST_PROGRAMS = 14
 LOSS_TOLERANCE = 0.05
 """Nats by which two sides that compute in bfloat16 may differ in their first steps."""
@@ -100,31 +102,40 @@ def peak(result: Result) -> list[Line]:
 
 def lora(result: Result) -> list[Line]:
     """Beside PEFT, as it comes and in its other settings."""
+    return _beside(result, "LoRA", SHAPES)
+
+
+def sft(result: Result) -> list[Line]:
+    """Packed rows beside PEFT."""
+    return _beside(result, "SFT", PACKED)
+
+
+def _beside(result: Result, what: str, shapes: Sequence[str]) -> list[Line]:
     rows, pairs = result.rows, list[Line]()
     for name, theirs in rows.items():
         base, _, peer = name.rpartition("-")
         if peer.startswith("peft"):
-            pairs += _beside_peft(base, peer, rows.get(f"{base}-lowtide", {}), theirs)
+            pairs += _beside_peft(f"{what} {base}", peer, rows.get(f"{base}-lowtide", {}), theirs)
     beside = {line.figure.split(":")[0] for line in pairs}
     alone = [
         Line(f"{figure}: tokens/s and peak", "", found, failed="failed" in ours)
         for name, ours in rows.items()
         if name.endswith("-lowtide") and ((found := _speed_and_peak(ours)) or "failed" in ours)
-        if (figure := f"LoRA {name.rpartition('-')[0]}") not in beside
+        if (figure := f"{what} {name.rpartition('-')[0]}") not in beside
     ]
     absent = [
         Line(f"{figure}, beside peft: tokens/s and peak", f"{SPEED_AIM} × at {PEAK_AIM} ×")
-        for shape in SHAPES
-        if (figure := f"LoRA {shape}") not in beside
+        for shape in shapes
+        if (figure := f"{what} {shape}") not in beside
     ]
     return [*pairs, *alone, *absent]
 
 
-def _beside_peft(base: str, peer: str, ours: Row, theirs: Row) -> list[Line]:
+def _beside_peft(step: str, peer: str, ours: Row, theirs: Row) -> list[Line]:
     """Speed and peak of one pair; a reason instead where they did not train the same."""
-    figures = f"LoRA {base}: tokens/s over {peer}'s", f"LoRA {base}: peak over {peer}'s"
+    figures = f"{step}: tokens/s over {peer}'s", f"{step}: peak over {peer}'s"
     if theirs.get("out_of_memory") and _speed(ours):
-        return [Line(f"LoRA {base}", "", f"{_and(_speed(ours), _peak(ours))}; {peer} runs out of memory")]
+        return [Line(step, "", f"{_and(_speed(ours), _peak(ours))}; {peer} runs out of memory")]
     if ours.get("out_of_memory") and _speed(theirs):
         return [Line(figures[0], f"{SPEED_AIM} ×", f"runs out of memory; {peer} {_speed_and_peak(theirs)}", False)]
     speed, size = _ratio(ours, theirs, "tokens_per_second"), _ratio(ours, theirs, "peak_bytes")
@@ -255,6 +266,7 @@ PARTS: dict[str, tuple[Callable[[Result], list[Line]], str]] = {
     "smoke": (smoke, "gpu_smoke.py"),
     "peak": (peak, "measured_peak.py"),
     "lora": (lora, "lora_peft.py"),
+    "sft": (sft, "sft_peft.py"),
     "offload": (offload, "offload_time.py"),
     "layerwise": (layerwise, "layerwise_time.py"),
     "trainer": (trainer, "trainer_time.py"),

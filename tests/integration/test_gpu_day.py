@@ -478,14 +478,18 @@ def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
 
 
 @pytest.mark.peers
-def test_the_peers_side_of_lora_can_be_rehearsed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("script", "step"),
+    [("lora_peft.py", "1b-4x2048-remat"), ("sft_peft.py", "8b-4x2048-remat"), ("sft_peft.py", "moe-4x2048-remat")],
+)
+def test_the_peers_side_can_be_rehearsed(script: str, step: str, tmp_path: Path) -> None:
     """Where PyTorch is: `test_every_part_can_be_rehearsed` runs where it is not."""
-    names = ["1b-4x2048-remat-lowtide", "1b-4x2048-remat-peft"]
+    names = [f"{step}-lowtide", f"{step}-peft"]
     words = [word for name in names for word in ("--case", name)]
-    command = [sys.executable, str(BENCHMARKS / "lora_peft.py"), "--rehearse", "--json", str(tmp_path / "lora.json")]
+    command = [sys.executable, str(BENCHMARKS / script), "--rehearse", "--json", str(tmp_path / "rows.json")]
     env = {**os.environ, "LOWTIDE_SCRATCH": str(tmp_path)}
     done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
-    rows = json.loads((tmp_path / "lora.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert {name: row["ok"] for name, row in rows.items()} == dict.fromkeys(names, True), done.stdout + done.stderr
     ours, theirs = (rows[name] for name in names)
     assert theirs["loss_difference"] <= lora_peft.TOLERANCE and theirs["num_trained"] == ours["num_trained"]

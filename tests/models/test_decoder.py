@@ -68,11 +68,12 @@ def test_blocks_of_queries_see_what_all_queries_see(window: Any, sinks: bool, mo
 
     for given in (None, segments):
         whole = jax.value_and_grad(run, (0, 1, 2))(q, k, v, given)
-        with monkeypatch.context() as patched:
-            patched.setattr(_attention, "_MAX_QUERIES", 8)
-            patched.setattr(_attention, "_QUERY_BLOCK", 4)
-            blocks = jax.value_and_grad(run, (0, 1, 2))(q, k, v, given)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), blocks, whole)
+        for limits in ({"_MAX_QUERIES": 8, "_QUERY_BLOCK": 4}, {"_LEAST_ON_CPU": 8}):
+            with monkeypatch.context() as patched:
+                for name, limit in limits.items():
+                    patched.setattr(_attention, name, limit)
+                blocks = jax.value_and_grad(run, (0, 1, 2))(q, k, v, given)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), blocks, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

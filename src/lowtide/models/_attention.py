@@ -2,7 +2,8 @@
 
 `jax.nn.dot_product_attention` where it can: cuDNN's fused kernel on a GPU in half precision, XLA elsewhere, which holds
 [B, N, T, T] scores for one layer (beyond 2048 tokens, of 1024 queries at a time). It has no soft cap and no sinks;
-models with those compute their scores here, in the same blocks.
+models with those compute their scores here, in the same blocks, and so do many queries on a CPU, where it multiplies
+heads of [B, T, N, H] arrays slowly.
 
 Shapes: B batch, T queries, S keys, C block of queries, N query heads, K key/value heads, G = N / K, H head.
 
@@ -24,6 +25,9 @@ from ..core._compat import has_cudnn
 # XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks.
 _MAX_QUERIES = 2048
 _QUERY_BLOCK = 1024
+# On a CPU so many queries are multiplied here, a quarter of them at a time with the keys up to its last one.
+_LEAST_ON_CPU = 512
+_CAUSAL_PARTS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +90,9 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
     length = q_BTNH.shape[1]
     if implementation == "xla" and length > _MAX_QUERIES:
         return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    from_start = isinstance(sight.start, int) and sight.start == 0 and k_BSKH.shape[1] == length
+    if from_start and _is_long_on_cpu(length):
+        return _attend_in_parts(q_BTNH, k_BSKH, v_BSKH, sight, scores)
     if scores.is_plain and sight.is_static and sight.start == 0:
         window: Any = sight.window
         return jax.nn.dot_product_attention(
@@ -104,11 +111,32 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
 def _attend_masked(
     q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores, implementation: Literal["cudnn", "xla"]
 ) -> Array:
-    if not scores.is_plain:
+    if not scores.is_plain or _is_long_on_cpu(q_BCNH.shape[1]):
         return _attend_by_scores(q_BCNH, k_BSKH, v_BSKH, mask, scores)
     return jax.nn.dot_product_attention(
         q_BCNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
     )
+
+
+def _is_long_on_cpu(num_queries: int) -> bool:
+    return num_queries >= _LEAST_ON_CPU and traced_device().platform == "cpu"
+
+
+def _attend_in_parts(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend without the products with keys that come after all queries of a part: 5/8 of them remain."""
+    length = q_BTNH.shape[1]
+    size = -(-length // _CAUSAL_PARTS)
+    parts: list[Array] = []
+    for first in range(0, length, size):
+        end = min(first + size, length)
+        if sight.segments is not None:
+            of_queries, of_keys = sight.segments
+            seen = dataclasses.replace(sight, segments=(of_queries, of_keys[:, :end]))
+        else:
+            seen = sight
+        mask = seen.mask(jnp.arange(first, end), first, end)
+        parts.append(_attend_by_scores(q_BTNH[:, first:end], k_BTKH[:, :end], v_BTKH[:, :end], mask, scores))
+    return jnp.concatenate(parts, axis=1)
 
 
 def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
@@ -134,21 +162,30 @@ def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight,
 
 def _attend_by_scores(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores) -> Array:
     batch, length, heads, dim = q_BCNH.shape
-    q_BCKGH = q_BCNH.reshape(batch, length, k_BSKH.shape[2], -1, dim)
-    s_BKGCS = jnp.einsum("bckgh,bskh->bkgcs", q_BCKGH, k_BSKH, preferred_element_type=jnp.float32) * scores.scale
+    # Queries that share keys are rows of one product, and heads come before rows: a CPU multiplies them as they lie.
+    q_BKMH = q_BCNH.reshape(batch, length, k_BSKH.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
+    groups = q_BKMH.shape[:4]
+    q_BKMH = q_BKMH.reshape(*groups[:2], -1, dim)
+    k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
+    s_BKMS = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scores.scale
+    s_BKGCS = s_BKMS.reshape(*groups, -1)
     if scores.soft_cap is not None:
         s_BKGCS = scores.soft_cap * jnp.tanh(s_BKGCS / scores.soft_cap)
-    s_BKGCS = jnp.where(mask[:, :, None], s_BKGCS, -jnp.inf)
-    # A sink is a key more without a value; without sinks, one that counts nothing.
-    sinks = jnp.full((heads,), -jnp.inf) if scores.sinks is None else scores.sinks.astype(jnp.float32)
-    sinks = sinks.reshape(1, k_BSKH.shape[2], -1, 1, 1)
-    highest = jnp.maximum(jnp.max(s_BKGCS, axis=-1, keepdims=True), sinks)
-    highest = jax.lax.stop_gradient(jnp.maximum(highest, jnp.finfo(jnp.float32).min))
+    # Finite: what fills up the last block may see nothing.
+    s_BKGCS = jnp.where(mask[:, :, None], s_BKGCS, jnp.finfo(jnp.float32).min)
+    p_BKGCS = _shares(s_BKGCS, scores.sinks).astype(v_BSKH.dtype)
+    out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGCS.reshape(s_BKMS.shape), v_BKSH)
+    return out_BKMH.reshape(*groups, dim).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
+
+
+def _shares(s_BKGCS: Array, sinks: Array | None) -> Array:
+    """Softmax of scores; a sink is a key more without a value."""
+    if sinks is None:
+        return jax.nn.softmax(s_BKGCS, axis=-1)  # keeps its result alone for the backward pass
+    sinks = sinks.astype(jnp.float32).reshape(1, *s_BKGCS.shape[1:3], 1, 1)
+    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(s_BKGCS, axis=-1, keepdims=True), sinks))
     p_BKGCS = jnp.exp(s_BKGCS - highest)
-    total = jnp.sum(p_BKGCS, axis=-1, keepdims=True) + jnp.exp(sinks - highest)
-    total = jnp.where(total == 0, 1.0, total)  # of what fills up the last block, and may see nothing
-    p_BKGCS = (p_BKGCS / total).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgcs,bskh->bckgh", p_BKGCS, v_BSKH).reshape(batch, length, heads, dim)
+    return p_BKGCS / (jnp.sum(p_BKGCS, axis=-1, keepdims=True) + jnp.exp(sinks - highest))
 
 
 def attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
