@@ -1,6 +1,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import grain
 import numpy as np
@@ -141,6 +142,15 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
     (store / "about.json").unlink()
     with pytest.raises(DataError, match="a store that is cut"):
         _data(file, tokenizer)
+
+
+def test_what_another_process_finishes_meanwhile_is_no_error(tmp_path, tokenizer, monkeypatch):
+    file = _file(tmp_path, [{"text": f"the tide {i}"} for i in range(20)])
+    home = tmp_path / "cache"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(home))
+    gone = home / "data" / "unfinished-gone"
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
+    assert _data(file, tokenizer).report.num_documents == 20
 
 
 def _killed(unfinished, folder):
