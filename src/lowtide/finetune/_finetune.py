@@ -307,6 +307,8 @@ class Finetune:
                 "too long, left out": f"{report.num_dropped:,}",
                 "too long, cut or split": f"{report.num_cut:,}",
                 "tokens lost": f"{report.num_lost_tokens:,}",
+                "held out, left out": f"{report.num_held_out_left_out:,}",
+                "held out, tokens lost": f"{report.num_held_out_lost_tokens:,}",
             }
             rows += list(found.items())
         return {"Data": rows}
