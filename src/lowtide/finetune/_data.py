@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..core import DataError
-from ._config import FinetuneConfig
+from ..core import ConfigError, DataError
+from ._config import FinetuneConfig, flag_of
 from ._formats import first_fields, is_binary, read_head
 from ._text import TextData, read_documents, text_data
 
@@ -53,6 +53,7 @@ def load_data(
     }
     is_plain = not is_read_as_records(config.data, config.columns)
     if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
+        _refuse_settings_of_records(config, is_plain=is_plain)
         documents = _texts(config.data, config.columns)
         evaluated = None if config.eval_data is None else _texts(config.eval_data, config.columns)
         return text_data(documents, tokenizer, eval_documents=evaluated, **options)
@@ -104,6 +105,20 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
         return True
     fields = set(first_fields(head, ".jsonl"))
     return "text" not in fields or any(kind <= fields for kind in _RECORDS)
+
+
+def _refuse_settings_of_records(config: FinetuneConfig, *, is_plain: bool) -> None:
+    """Refuse settings that windows of text would ignore."""
+    columns = config.columns if is_plain else None
+    given = {"chat_template": config.chat_template, "columns": columns}
+    given |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
+    if ignored := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{ignored[0]} does nothing for text in contiguous windows",
+            expected="records, or --packing best-fit or none",
+            got=f"{ignored[0]} = {getattr(config, ignored[0])!r}",
+            hint=f"leave {flag_of(ignored[0])} out, or look whether --data is the file that is meant",
+        )
 
 
 def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | list[str] | None:
