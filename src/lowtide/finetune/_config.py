@@ -34,8 +34,6 @@ _COUNTS = (
 )
 _FALLING = ("cosine", "linear", "warmup_stable_decay")
 """Schedules that have an end."""
-_MOST_BATCH_TOKENS = 2**28
-"""Of a batch, 4 GiB on the host before anything is compiled; more is a slip, and would take the machine's memory."""
 _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ((*_COUNTS, "schedule_steps"), lambda n: n >= 1, "at least 1"),
     (
@@ -188,8 +186,6 @@ class FinetuneConfig:
             for field in fields:
                 value = getattr(self, field)
                 _check(field, value, value is None or is_in_range(value), expected)
-        expected = f"at most {_MOST_BATCH_TOKENS:,} tokens in a batch of {self.batch_size}"
-        _check("seq_len", self.seq_len, self.seq_len * self.batch_size <= _MOST_BATCH_TOKENS, expected)
         fits = self.batch_size % self.num_microbatches == 0
         _check("num_microbatches", self.num_microbatches, fits, f"a divisor of batch_size {self.batch_size}")
         for field, known in (("offload", _OFFLOADS), ("track", _TRACKERS)):

@@ -13,6 +13,8 @@ from ._config import FinetuneConfig, flag_of
 from ._formats import first_fields, is_binary, read_head
 from ._text import TextData, read_documents, text_data
 
+_MOST_BATCH_TOKENS = 2**28
+"""Of a batch, 4 GiB on the host before anything is compiled; more is a slip, and would take the machine's memory."""
 _RECORDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
@@ -37,12 +39,20 @@ def load_data(
         The batches; of records with a report.
 
     Raises:
+        ConfigError: for a batch that no machine holds, and settings of records with text that ignores them.
         DataError: for unusable data.
         ModelFileError: for an unusable tokenizer or chat template.
 
     Memory:
         On the host all tokens of plain text; of records what `lowtide.finetune.data.record_data` says.
     """
+    if config.batch_size * config.seq_len > _MOST_BATCH_TOKENS:
+        raise ConfigError(
+            "seq_len: a batch is too large",
+            expected=f"at most {_MOST_BATCH_TOKENS:,} tokens in a batch",
+            got=f"{config.batch_size} × {config.seq_len:,}",
+            hint="look at --seq-len and --batch-size",
+        )
     options: dict[str, Any] = {
         "seq_len": config.seq_len,
         "batch_size": config.batch_size,
