@@ -1,3 +1,4 @@
+import dataclasses
 import io
 
 from rich.console import Console
@@ -19,6 +20,8 @@ REPORT = DataReport(
     num_rows=99,
     utilisation=0.981,
     loss_share=0.4,
+    num_held_out_left_out=1,
+    num_held_out_lost_tokens=1234,
     examples=[[("[ebb]?", False), ("flow" * 1000, True)]],
 )
 
@@ -28,6 +31,9 @@ def test_the_plan_says_what_became_of_records():
     assert said["records"] == "1,200 of the kind chat, rendered by model/chat_template.jinja, 50,000 tokens"
     assert said["left out"] == "3 blank, 2 without a token to learn; 7 cut at 512 tokens, 90 tokens lost"
     assert said["rows"] == "99 to train on, 98.1% full, 40.0% of their tokens learned"
+    assert said["held out"] == "1 documents left out, 1,234 tokens lost at 512 tokens"
+    whole = dataclasses.replace(REPORT, num_held_out_left_out=0, num_held_out_lost_tokens=0)
+    assert "held out" not in described(whole, FinetuneConfig())
     assert described(None, FinetuneConfig()) == {}
 
 

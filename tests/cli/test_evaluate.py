@@ -78,6 +78,19 @@ def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkey
     assert row["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
+def test_a_template_and_columns_are_those_of_the_run(evaluate, tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    chat = [{"role": "user", "content": "the tide"}, {"role": "assistant", "content": " goes out"}]
+    (tmp_path / "r.jsonl").write_text(json.dumps({"chat": chat, "text": "x"}))
+    flags = ("--seq-len", 24, "--columns", "messages=chat", "--chat-template", tmp_path / "mine.jinja")
+    (row,) = evaluate(*flags, data=tmp_path / "r.jsonl")[1]["results"]
+    assert row["num_tokens"] == len(models.load_tokenizer(tiny_model_dir).encode(" goes out").ids)
+    for flag in (flags[2:4], flags[4:]):
+        status, _, said = evaluate(*flag)
+        assert status == 2 and f"{flag[0]} is for records" in said
+
+
 @pytest.mark.slow
 def test_what_routers_are_trained_by_is_no_part_of_it():
     sizes = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_layers": 1, "num_heads": 2}

@@ -187,3 +187,15 @@ def test_messages_are_rendered_by_the_models_template(generate, chat_dir, tiny_m
     assert rendered[0]["messages"][0]["content"] == "the tide"
     status, _, said = generate("--prompts", tmp_path / "m.jsonl")
     assert status == 2 and "no chat template" in said
+    named = ["--chat-template", chat_dir / "chat_template.jinja", *flags, tmp_path / "named.jsonl"]
+    status, _, said = generate("--prompts", tmp_path / "m.jsonl", *named)
+    assert status == 0 and "is continued as it is" not in said
+    assert _records(tmp_path / "named.jsonl") == rendered
+
+
+def test_who_gives_text_to_a_model_of_chats_is_told(generate, chat_dir, monkeypatch):
+    monkeypatch.setattr(generation, "_tokens", lambda *_: iter(()))
+    for model, is_told in ((chat_dir, True), (None, False)):
+        named = {"model": model} if model else {}
+        status, _, said = generate("--prompt", "the tide", "--max-new-tokens", 1, **named)
+        assert status == 0 and ("is continued as it is" in said) == is_told

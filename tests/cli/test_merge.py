@@ -73,6 +73,13 @@ def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, a
     assert not list(tmp_path.glob(".out*"))
 
 
+def test_a_template_that_a_run_was_tuned_with_goes_along(merge, adapters, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages | length }}")
+    status, _ = merge("--adapter", adapters[1], "--chat-template", tmp_path / "mine.jinja")
+    assert status == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages | length }}"
+
+
 def test_adapters_add_up_by_their_weights_and_are_rounded_once(merge, adapters, tmp_path):
     base, one, two = adapters
     weights = ["--weight", 1, "--weight", "-0.5"]

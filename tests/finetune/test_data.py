@@ -46,6 +46,18 @@ def test_contiguous_windows_are_for_text(load):
         load(CHATS, packing="contiguous")
 
 
+@pytest.mark.parametrize("name", ["too_long", "loss_on", "columns", "chat_template"])
+def test_settings_of_records_are_refused_where_text_would_ignore_them(load, name):
+    value = {"too_long": "drop", "loss_on": "all", "columns": ("text=text",), "chat_template": "x.jinja"}[name]
+    with pytest.raises(ConfigError, match=rf"{name} does nothing for text in contiguous windows(.|\n)*hint: leave --"):
+        load(TEXTS, "data.txt", **{name: value})
+
+
+def test_a_batch_that_no_machine_holds_is_refused(load):
+    with pytest.raises(ConfigError, match=r"a batch is too large(.|\n)*2 × 1,000,000,000(.|\n)*hint:"):
+        load(CHATS, seq_len=10**9)
+
+
 def test_text_has_an_evaluation_set_of_its_own_too(load, tmp_path):
     (tmp_path / "eval.txt").write_text("another text to evaluate " * 20)
     data = load(TEXTS, eval_data=str(tmp_path / "eval.txt"))

@@ -28,7 +28,13 @@ def test_an_interrupted_run_has_a_page_of_its_files(out):
     text = page.read_text()
     assert page == out / "report.html" and "Held-out loss 5.0000 → 4.2500 in 2 of 9 steps" in text
     assert "&lt;i&gt;a" in text and "&lt;b&gt;mine" in text and "Sample before" in text
-    for said in ("4.2500 at step 2", "64", "rows", "the memory of a step is kept by runs with --report"):
+    for said in (
+        "4.2500 at step 2",
+        "Tokens in batches, with padding",
+        "64",
+        "rows",
+        "the memory of a step is kept by runs with --report",
+    ):
         assert said in text
     before = text
     assert write_report(out).read_text() == before

@@ -31,13 +31,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_template_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of a chat template: who tuned with one of their own needs it again."""
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="chat template to take instead of the model's (default: the model's)"
+    )
+
+
 def check_named(args: argparse.Namespace) -> None:
     """Refuse empty paths, which scripts give where a variable is unset, and adapters that are named twice.
 
     Raises:
         ConfigError: naming the flag.
     """
-    for flag, values in (("model", [args.model]), ("adapter", args.adapter)):
+    named = (("model", [args.model]), ("adapter", args.adapter), ("chat-template", [args.chat_template]))
+    for flag, values in named:
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     if twice := {name for name in args.adapter if args.adapter.count(name) > 1}:

@@ -28,11 +28,14 @@ def described(report: Any, config: Any) -> dict[str, str]:
     verb = "split" if config.too_long == "split" else "cut"
     lost = f", {report.num_lost_tokens:,} tokens lost" if report.num_lost_tokens else ""
     how = f", rendered by {report.template}" if report.template else ""
+    unseen = {"documents left out": report.num_held_out_left_out, "tokens lost": report.num_held_out_lost_tokens}
+    held_out = ", ".join(f"{count:,} {what}" for what, count in unseen.items() if count)
     return {
         "records": f"{report.num_documents:,} of the kind {report.kind}{how}, {report.num_tokens:,} tokens",
         "left out": f"{left_out or 'none'}; {report.num_cut:,} {verb} at {config.seq_len} tokens{lost}",
         "rows": f"{report.num_rows:,} to train on, {report.utilisation:.1%} full, {report.loss_share:.1%} of "
         "their tokens learned",
+        **({"held out": f"{held_out} at {config.seq_len} tokens"} if held_out else {}),
     }
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -13,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..core import ConfigError
-from ._answers import add_model_arguments, check_adapters, check_named, open_named, with_each
+from ._answers import add_model_arguments, add_template_argument, check_adapters, check_named, open_named, with_each
 from ._console import errors, wide_console
 from ._explain import positive
 from ._load import check_outputs, write_text
@@ -28,8 +29,12 @@ def register(commands: Any) -> None:
         "base. Of text every token but the first counts, of records completions and what the assistant says.",
     )
     add_model_arguments(parser)
+    add_template_argument(parser)
     parser.add_argument(
         "--data", required=True, metavar="PATH", help="text, a folder of it, or records as finetune takes them"
+    )
+    parser.add_argument(
+        "--columns", metavar="WORDS", help="which columns of records are meant, as of finetune: messages=chat"
     )
     parser.add_argument(
         "--seq-len", type=positive, metavar="N", help="tokens in a row (default: 1024, or the model's context if less)"
@@ -48,8 +53,12 @@ def run(args: argparse.Namespace) -> int:
     from ..finetune import is_read_as_records, read_documents
 
     console = errors()
+    is_text = not is_read_as_records(args.data, _columns(args))
+    for flag, value in (("--chat-template", args.chat_template), ("--columns", args.columns)):
+        if is_text and value is not None and Path(args.data).exists():
+            raise ConfigError(f"{flag} is for records, and {args.data} is plain text", hint=f"leave {flag} out")
     # Text is read before the model: a wrong path should be found before a large model is there.
-    documents = None if is_read_as_records(args.data, None) else read_documents(args.data)
+    documents = read_documents(args.data) if is_text else None
     base, tokenizer = open_named(args, console)
     check_adapters(base, args.adapter)
     context = base.config.max_position_embeddings
@@ -88,13 +97,25 @@ def _measure(
     end = end[0] if isinstance(end, tuple) else end
     if documents is None:
         sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
-        batches = record_batches(args.data, args.model, tokenizer, end_token=end, **sizes)
+        batches = record_batches(
+            args.data,
+            args.model,
+            tokenizer,
+            end_token=end,
+            chat_template=args.chat_template,
+            columns=_columns(args),
+            **sizes,
+        )
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
         return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
     stream = token_stream(documents, tokenizer, end)
     seq_len = min(seq_len, max(len(stream) - 1, 1))  # of short data no rows that are padding for the most part
     sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
     return lambda model, show: text_loss(model, stream, on_progress=show, **sizes), len(stream) - 1, seq_len
+
+
+def _columns(args: argparse.Namespace) -> tuple[str, ...] | None:
+    return None if args.columns is None else tuple(word.strip() for word in args.columns.split(","))
 
 
 def _show(rows: list[dict[str, Any]], args: argparse.Namespace, seq_len: int) -> None:

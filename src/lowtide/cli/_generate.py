@@ -16,7 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ..core import ConfigError, DataError, OutputError, format_bytes, shortened
-from ._answers import add_model_arguments, check_adapters, check_named, end_tokens, open_named, with_each
+from ._answers import (
+    add_model_arguments,
+    add_template_argument,
+    check_adapters,
+    check_named,
+    end_tokens,
+    open_named,
+    with_each,
+)
 from ._chat import messages_to_ids
 from ._console import errors
 from ._explain import positive
@@ -33,6 +41,7 @@ def register(commands: Any) -> None:
         "adapters on one base. A single answer is printed as it comes.",
     )
     add_model_arguments(parser)
+    add_template_argument(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="one prompt")
     source.add_argument(
@@ -83,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         ids = _all_ids(args, base, tokenizer, prompts)
         _say_plan(console, args, base, ids)
+        _say_text_is_no_question(console, args, prompts)
         _answer_all(console, args, base, tokenizer, sampling, prompts, ids, file)
     return 0
 
@@ -191,7 +201,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     messages: list[dict[str, str]] = []
     while text := _asked():
         messages.append({"role": "user", "content": text})
-        (ids,) = messages_to_ids(args.model, tokenizer, {"the conversation": messages})
+        (ids,) = messages_to_ids(args.model, tokenizer, {"the conversation": messages}, args.chat_template)
         answer = _stream(args, model, tokenizer, sampling, ids, errors())
         messages.append({"role": "assistant", "content": answer})
 
@@ -206,7 +216,7 @@ def _asked() -> str:
 def _all_ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
     """Tokenise prompts; of conversations all together, which one process renders."""
     chats = {f"prompt {at + 1}": each["messages"] for at, each in enumerate(prompts) if "messages" in each}
-    rendered = iter(messages_to_ids(args.model, tokenizer, chats) if chats else [])
+    rendered = iter(messages_to_ids(args.model, tokenizer, chats, args.chat_template) if chats else [])
     return [next(rendered) if "messages" in each else _ids(base, tokenizer, each["prompt"]) for each in prompts]
 
 
@@ -231,6 +241,20 @@ def _say_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[l
         console.print(
             f"[bold yellow]warning[/] prompt and answer may have {longest:,} tokens, more than the "
             f"{base.config.max_position_embeddings:,} positions that the model was made for"
+        )
+
+
+def _say_text_is_no_question(console: Console, args: argparse.Namespace, prompts: list[dict[str, Any]]) -> None:
+    """Warn who gives text to a model of chats, which then often has nothing to say."""
+    from ..finetune.data import load_chat_template
+    from ..models import base_path
+
+    if any("messages" in each for each in prompts):
+        return
+    if load_chat_template(args.model or base_path(), args.chat_template) is not None:
+        console.print(
+            "[bold yellow]warning[/] a prompt is continued as it is, without the model's chat template; for an answer "
+            'take --chat, or "messages" in a .jsonl file'
         )
 
 

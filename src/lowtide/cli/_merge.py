@@ -29,6 +29,9 @@ def register(commands: Any) -> None:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; it may not have anything in it")
     parser.add_argument("--dtype", choices=DTYPES[1:], help="dtype of the weights (default: that of the base)")
+    parser.add_argument(
+        "--chat-template", metavar="FILE", help="chat template to write (default: that of the base, if it has one)"
+    )
     parser.add_argument("--max-shard-size", default="5 GB", metavar="SIZE", help="most bytes of a file (default: 5 GB)")
     parser.set_defaults(run=run)
 
@@ -36,7 +39,12 @@ def register(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     console = Console(highlight=False)
-    for flag, values in (("model", [args.model]), ("adapter", args.adapter), ("out", [args.out])):
+    for flag, values in (
+        ("model", [args.model]),
+        ("adapter", args.adapter),
+        ("out", [args.out]),
+        ("chat-template", [args.chat_template]),
+    ):
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint="look whether a variable of your script is unset")
     most = parse_bytes(args.max_shard_size)
@@ -45,7 +53,13 @@ def run(args: argparse.Namespace) -> int:
         from ..finetune import write_merged
 
         model = write_merged(
-            args.model, args.adapter, args.out, weights=args.weight, dtype=args.dtype, max_shard_bytes=most
+            args.model,
+            args.adapter,
+            args.out,
+            weights=args.weight,
+            dtype=args.dtype,
+            max_shard_bytes=most,
+            chat_template=args.chat_template,
         )
     size = format_bytes(tree_bytes(model))
     console.print(f"{len(args.adapter)} merged into {args.out}, {size}", markup=False, soft_wrap=True)

@@ -8,11 +8,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..core import DataError
-from ._config import FinetuneConfig
+from ..core import ConfigError, DataError
+from ._config import FinetuneConfig, flag_of
 from ._formats import first_fields, is_binary, read_head
 from ._text import TextData, read_documents, text_data
 
+_MOST_BATCH_TOKENS = 2**28
+"""Of a batch, 4 GiB on the host before anything is compiled; more is a slip, and would take the machine's memory."""
 _RECORDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
@@ -37,12 +39,20 @@ def load_data(
         The batches; of records with a report.
 
     Raises:
+        ConfigError: for a batch that no machine holds, and settings of records with text that ignores them.
         DataError: for unusable data.
         ModelFileError: for an unusable tokenizer or chat template.
 
     Memory:
         On the host all tokens of plain text; of records what `lowtide.finetune.data.record_data` says.
     """
+    if config.batch_size * config.seq_len > _MOST_BATCH_TOKENS:
+        raise ConfigError(
+            "seq_len: a batch is too large",
+            expected=f"at most {_MOST_BATCH_TOKENS:,} tokens in a batch",
+            got=f"{config.batch_size} × {config.seq_len:,}",
+            hint="look at --seq-len and --batch-size",
+        )
     options: dict[str, Any] = {
         "seq_len": config.seq_len,
         "batch_size": config.batch_size,
@@ -53,6 +63,7 @@ def load_data(
     }
     is_plain = not is_read_as_records(config.data, config.columns)
     if config.packing == "contiguous" or (config.packing == "auto" and is_plain):
+        _refuse_settings_of_records(config, is_plain=is_plain)
         documents = _texts(config.data, config.columns)
         evaluated = None if config.eval_data is None else _texts(config.eval_data, config.columns)
         return text_data(documents, tokenizer, eval_documents=evaluated, **options)
@@ -104,6 +115,20 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
         return True
     fields = set(first_fields(head, ".jsonl"))
     return "text" not in fields or any(kind <= fields for kind in _RECORDS)
+
+
+def _refuse_settings_of_records(config: FinetuneConfig, *, is_plain: bool) -> None:
+    """Refuse settings that windows of text would ignore."""
+    columns = config.columns if is_plain else None
+    given = {"chat_template": config.chat_template, "columns": columns}
+    given |= {"too_long": config.too_long != "cut", "loss_on": config.loss_on != "completion"}
+    if ignored := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"{ignored[0]} does nothing for text in contiguous windows",
+            expected="records, or --packing best-fit or none",
+            got=f"{ignored[0]} = {getattr(config, ignored[0])!r}",
+            hint=f"leave {flag_of(ignored[0])} out, or look whether --data is the file that is meant",
+        )
 
 
 def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | list[str] | None:

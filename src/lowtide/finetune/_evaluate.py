@@ -152,6 +152,8 @@ def record_batches(
     seq_len: int,
     batch_size: int,
     end_token: int | None,
+    chat_template: str | Path | None = None,
+    columns: tuple[str, ...] | None = None,
 ) -> Sequence[dict[str, np.ndarray]]:
     """Pack records, such as conversations, as a fine-tuning run would, to evaluate on all of them.
 
@@ -162,6 +164,8 @@ def record_batches(
         seq_len: tokens in a row; what is longer is split, so that every token counts.
         batch_size: rows in a batch.
         end_token: put after completions.
+        chat_template: a template to take instead of the model's.
+        columns: ``field=column`` words, as in `FinetuneConfig`.
 
     Returns:
         Batches, whose labels are completions and the assistant's turns alone.
@@ -175,8 +179,14 @@ def record_batches(
     """
     from .data import load_chat_template, record_data
 
-    template = load_chat_template(models.base_path() if directory is None else directory)
-    options: dict[str, Any] = {"seq_len": seq_len, "batch_size": batch_size, "seed": 0, "too_long": "split"}
+    template = load_chat_template(models.base_path() if directory is None else directory, chat_template)
+    options: dict[str, Any] = {
+        "columns": columns,
+        "seq_len": seq_len,
+        "batch_size": batch_size,
+        "seed": 0,
+        "too_long": "split",
+    }
     source = Path(path)
     made = record_data(source, tokenizer, template, eval_source=source, end_token=end_token, **options)
     return made.held_out

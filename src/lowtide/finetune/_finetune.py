@@ -307,6 +307,8 @@ class Finetune:
                 "too long, left out": f"{report.num_dropped:,}",
                 "too long, cut or split": f"{report.num_cut:,}",
                 "tokens lost": f"{report.num_lost_tokens:,}",
+                "held out, left out": f"{report.num_held_out_left_out:,}",
+                "held out, tokens lost": f"{report.num_held_out_lost_tokens:,}",
             }
             rows += list(found.items())
         return {"Data": rows}
@@ -368,7 +370,11 @@ class Finetune:
         Memory:
             Layers on the host are streamed, all of them once for each token; embedding and head on the device.
         """
-        prompt = self.data.held_out[0]["tokens"][0, : min(_PROMPT_TOKENS, self.config.seq_len)]
+        batch = self.data.held_out[0]
+        row = batch["tokens"][0]
+        if "segment_ids" in batch:
+            row = row[batch["segment_ids"][0] == 1]  # of packed records the first document, and no padding
+        prompt = row[: min(_PROMPT_TOKENS, self.config.seq_len)]
         key = jax.random.fold_in(jax.random.key(self.config.seed), 1)
         model = dataclasses.replace(model, outer=to_device(model.outer))
         tokens = models.generate(model, jnp.asarray(prompt), self.config.sample_tokens, key=key, hidden=hidden)

@@ -37,6 +37,7 @@ def write_merged(
     weights: Sequence[float] | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    chat_template: str | Path | None = None,
 ) -> models.Decoder:
     """Fold adapters into their base, and write the directory of a whole model.
 
@@ -47,6 +48,7 @@ def write_merged(
         weights: a factor for each adapter; None: 1.
         dtype: of the weights that are written; None: as the base stores them.
         max_shard_bytes: the most bytes in one file.
+        chat_template: a file to write as `chat_template.jinja`; None: that of the base, if it has one.
 
     Returns:
         The merged model.
@@ -66,6 +68,8 @@ def write_merged(
     refuse_full_folder(out)
     tokenizer = input_file(base, "tokenizer.json", hint="save the tokenizer in the fast format")
     copied = {name: _content(base, name) for name in _COPIED if os.path.lexists(base / name)}
+    if chat_template is not None:
+        copied["chat_template.jinja"] = _content(Path(chat_template).parent, Path(chat_template).name)
     model = models.load(base, dtype="auto" if dtype is None else "float32")
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # rounded once, from float32

@@ -123,7 +123,8 @@ def _facts(
     times = [value for record in records if (value := _value(record, "seconds"))]
     if times:
         tokens = config.batch_size * config.seq_len
-        facts.append(("Tokens trained on", f"{tokens * len(times):,}"))
+        # Records say nothing of padding; which part of the rows it is stands in the table of the data.
+        facts.append(("Tokens in batches, with padding", f"{tokens * len(times):,}"))
         facts.append(("Time in steps", _duration(sum(times))))
         facts.append(("Tokens per second", f"{tokens / statistics.median(times):,.0f} (median)"))
     if memory is not None:

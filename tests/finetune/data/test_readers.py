@@ -60,6 +60,12 @@ def test_blank_records_are_told_from_wrong_ones(tmp_path):
     assert [each and each.text for each in _read(file)] == ["a", None, None, "b"]
 
 
+def test_roles_that_only_a_template_knows_are_left_to_it(tmp_path):
+    messages = [{"role": role, "content": "x"} for role in ("developer", "ipython", "tool", "model", "assistant")]
+    (example,) = read_records(_lines(tmp_path / "a.jsonl", json.dumps({"messages": messages})), {})
+    assert [each["role"] for each in example.messages] == [each["role"] for each in messages]
+
+
 def test_columns_say_which_field_is_meant(tmp_path):
     file = _lines(tmp_path / "a.jsonl", {"chat": CHAT["messages"], "text": "x", "question": "q", "answer": "a"})
     assert _read(file, "messages=chat")[0].kind == "chat"
@@ -93,6 +99,8 @@ BAD_LINES = {
     '{"messages": [{"role": "user"}, 3]}': "messages.1",
     '{"messages": "hello"}': "not readable as JSON",
     '{"messages": [{"content": "x"}]}': "messages.0.role is missing",
+    '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}': "hint: write assistant",
+    '{"prompt": [{"role": "User", "content": "x"}], "completion": [{"role": "a", "content": "y"}]}': "hint: write user",
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
     '{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}': "one of prompt and completion",
     '{"instruction": "x", "output": ["y"]}': "output has an unusable value",

@@ -1,6 +1,7 @@
 import json
 import os
 import time
+from pathlib import Path
 
 import grain
 import numpy as np
@@ -98,6 +99,12 @@ def test_what_is_too_long_is_counted(tmp_path, tokenizer):
     for way in ("cut", "drop", "split"):
         data = _data(file, tokenizer, seq_len=16, too_long=way, eval_source=[" more of it"])
         reports[way] = (data.report.num_cut, data.report.num_dropped, data.report.num_without_loss)
+    data = _data(file, tokenizer, seq_len=16, eval_source=["the tide " * 40, "an ebb"])
+    lost = int(data.report.num_held_out_lost_tokens)
+    assert lost > 16
+    assert data.report.num_held_out_left_out == 0
+    data = _data(file, tokenizer, seq_len=16, too_long="drop", eval_source=["the tide " * 40, "an ebb"])
+    assert (data.report.num_held_out_left_out, data.report.num_held_out_lost_tokens) == (1, lost + 16)
     assert reports["cut"] == (2, 0, 1)
     assert reports["drop"] == (0, 2, 0)
     assert reports["split"][:2] == (2, 0)
@@ -141,6 +148,15 @@ def test_what_was_not_finished_is_not_taken_for_whole(tmp_path, tokenizer, monke
     (store / "about.json").unlink()
     with pytest.raises(DataError, match="a store that is cut"):
         _data(file, tokenizer)
+
+
+def test_what_another_process_finishes_meanwhile_is_no_error(tmp_path, tokenizer, monkeypatch):
+    file = _file(tmp_path, [{"text": f"the tide {i}"} for i in range(20)])
+    home = tmp_path / "cache"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(home))
+    gone = home / "data" / "unfinished-gone"
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter([gone]))
+    assert _data(file, tokenizer).report.num_documents == 20
 
 
 def _killed(unfinished, folder):

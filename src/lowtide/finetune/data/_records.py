@@ -52,6 +52,10 @@ class DataReport:
     """Part of the tokens of these rows that is no padding."""
     loss_share: float
     """Part of those that is learned."""
+    num_held_out_left_out: int
+    """Documents to evaluate that were left out: too long and dropped, or with no token to learn."""
+    num_held_out_lost_tokens: int
+    """Tokens to evaluate that were cut off or dropped."""
     examples: list[list[tuple[str, bool]]]
     """The first documents: texts, and whether they are learned."""
 
@@ -202,7 +206,7 @@ def record_data(
     train, held_out = _divided(store, evaluated, held_out_fraction, seed)
     pack = _Packer(seq_len=seq_len, packing=packing, too_long=too_long)
     train, rows, counts = pack(store, train, "data: ")
-    evaluation, eval_rows, _ = pack(evaluated, held_out, "what is held out for evaluation: ")
+    evaluation, eval_rows, eval_counts = pack(evaluated, held_out, "what is held out for evaluation: ")
     made = RowSource(store, train, rows, seq_len)
     dataset = grain.MapDataset.source(made).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
     num_tokens = int(train.length.sum())
@@ -215,6 +219,8 @@ def record_data(
         num_tokens=len(store.tokens),
         num_rows=len(rows),
         utilisation=num_tokens / (len(rows) * seq_len),
+        num_held_out_left_out=eval_counts["num_dropped"] + eval_counts["num_without_loss"],
+        num_held_out_lost_tokens=eval_counts["num_lost_tokens"],
         examples=_examples(store, tokenizer, train.document[:_NUM_EXAMPLES]),
         **counts,
     )

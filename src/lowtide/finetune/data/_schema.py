@@ -8,6 +8,7 @@ prompt and a completion that are lists of messages become one chat whose turns b
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -36,6 +37,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+_USUAL = ("assistant", "user", "system", "tool")
 _HINT = 'one object a record, such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
 
 
@@ -163,6 +165,8 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     except ModelFileError as error:
         raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
     _check_unicode(record, where)
+    for name in ("messages", "prompt", "completion"):
+        _check_roles(record.get(name), where)
     if kind == "text":
         return Example(kind="text", where=where, text=record["text"])
     if kind == "alpaca":
@@ -253,6 +257,24 @@ def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
             hint="rename it, or write messages with role and content",
         )
     return {"role": role, "content": said["value"]}
+
+
+def _check_roles(turns: Any, where: str) -> None:
+    """Refuse a role that is nearly one of the usual ones; a template would write it, and nothing of it be learned.
+
+    Others, such as ``developer`` or ``ipython``, are for the template to know.
+    """
+    for turn in turns if isinstance(turns, list) else ():
+        role = turn["role"]
+        if role in _USUAL:
+            continue
+        if close := difflib.get_close_matches(role.strip().lower(), _USUAL, n=1, cutoff=0.8):
+            raise DataError(
+                f"{where}: a role {shown(role)}",
+                expected=f"one of {', '.join(_USUAL)}, or what the chat template knows besides",
+                got=shown(role),
+                hint=f"write {close[0]}",
+            )
 
 
 def _is_blank(value: Any) -> bool:

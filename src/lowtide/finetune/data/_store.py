@@ -129,7 +129,10 @@ def _new_folder(home: Path) -> Path:
 def _remove_abandoned(home: Path) -> None:
     """Remove what killed runs left: nothing was written to it for a day."""
     for folder in home.glob("unfinished-*"):
-        times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
+        try:
+            times = [file.stat().st_mtime for file in (folder, *folder.iterdir())]
+        except OSError:  # another process has renamed or removed it meanwhile, or it is another user's
+            continue
         if time.time() - max(times) > _ABANDONED_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
 
