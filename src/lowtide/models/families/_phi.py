@@ -29,6 +29,13 @@ PHI3 = Family(
     fields={"sliding_window": "sliding_window"},
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000},
     also=("original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop", "embd_pdrop"),
-    neutral={"ignore_keys_at_rope_validation": (None,), "attention_bias": (False,), "mlp_bias": (False,)},
+    neutral={
+        "ignore_keys_at_rope_validation": (None,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        # of Phi-4-mini, whose published file says them and whose model does not read them
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
     write=_write,
 )
