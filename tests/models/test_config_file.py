@@ -65,6 +65,7 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("phi3", {"attention_bias": True}, "'attention_bias'"),
         ("phi3", {"full_attn_mod": 2}, "'full_attn_mod'"),
+        ("phi3", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "auto_map names code of the model's own"),
         ("mixtral", {"router_jitter_noise": 0.1}, "'router_jitter_noise'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "'mlp_only_layers'"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step'"),

@@ -112,8 +112,6 @@ HARMLESS = frozenset(
     "architectures model_type transformers_version torch_dtype dtype name_or_path tokenizer_class finetuning_task "
     "task_specific_params id2label label2id num_labels problem_type prefix unsloth_version unsloth_fixed "
     "is_llama_config transformers.js_config license license_name "
-    # where its own code is, which is never run: the classes are those of transformers
-    "auto_map "
     # initial values, losses, and how rather than what to compute
     "initializer_range use_cache pretraining_tp attn_implementation use_flash_attn gradient_checkpointing "
     "use_bfloat16 torchscript tf_legacy_loss chunk_size_feed_forward is_decoder "
