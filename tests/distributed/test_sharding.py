@@ -35,6 +35,7 @@ def test_a_mesh_of_another_number_of_devices_is_refused(sizes):
     [
         ("layers/attn/q_proj/weight", (2, 64, 32), P(None, "tensor", "fsdp")),
         ("layers/attn/o_proj/weight", (2, 64, 32), P(None, "fsdp", "tensor")),
+        ("layers/mlp/gate_up_proj/weight", (2, 64, 32), P(None, "tensor", "fsdp")),
         ("layers/attn/q_proj/weight/weight", (2, 64, 32), P(None, "tensor", "fsdp")),
         ("block_0/fc1/kernel", (32, 64), P("fsdp", "tensor")),
         ("outer/embed/weight", (64, 32), P("tensor", "fsdp")),

@@ -60,9 +60,12 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("llama", {"num_experts": 4}, "'num_experts'"),
         ("qwen2", {"clip_qkv": 8.0}, "'clip_qkv'"),
         ("gemma2", {"hidden_activation": "relu"}, "'hidden_activation'"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is null"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "'use_bidirectional_attention'"),
         ("gemma3_text", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("phi3", {"attention_bias": True}, "'attention_bias'"),
+        ("phi3", {"full_attn_mod": 2}, "'full_attn_mod'"),
+        ("phi3", {"auto_map": {"AutoModelForCausalLM": "own.Own"}}, "auto_map names code of the model's own"),
         ("mixtral", {"router_jitter_noise": 0.1}, "'router_jitter_noise'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "'mlp_only_layers'"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step'"),
@@ -75,6 +78,18 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
 def test_what_would_change_the_mathematics_is_refused_by_name(kind: str, changes: dict[str, Any], name: str) -> None:
     with pytest.raises(ModelFileError, match=rf"config.json: (.|\n)*{name}(.|\n)*hint:"):
         config_from_hf({**FILES[kind], **changes}, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("phi3", {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}}),  # all that Microsoft published
+        ("phi3", {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}),  # Phi-4-mini
+        ("gemma2", {"hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096}),  # gemma-2-9b
+    ],
+)
+def test_what_published_files_say_beside_the_mathematics_changes_nothing(kind: str, more: dict[str, Any]) -> None:
+    assert config_from_hf({**FILES[kind], **more}, "config.json") == config_from_hf(FILES[kind], "config.json")
 
 
 def test_what_a_file_leaves_out_is_its_familys_default() -> None:

@@ -13,7 +13,7 @@ from jax import P
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import dividing, map_with_paths
+from lowtide.core import ConfigError, dividing, map_with_paths
 from lowtide.models._experts import mixture
 from lowtide.models._grouped import grouped_linear
 from lowtide.train import ShardingRules, make_mesh
@@ -98,6 +98,20 @@ def test_a_mixture_equals_a_dense_reference_on_one_device_and_on_many(kind: str)
         got, ours_grads = jax.jit(jax.value_and_grad(ours, (0, 1)))(*placed)
         np.testing.assert_allclose(got, want, rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-3), ours_grads, grads)
+
+
+def test_rows_that_cannot_be_divided_are_computed_everywhere_and_experts_that_cannot_are_named() -> None:
+    experts: Any = KINDS["mixtral"].experts
+    mlp, x = _mlp("mixtral"), jax.random.normal(KEYS[5], (3, 4, 32))
+
+    def ours(mlp: Any, x: Any) -> Any:
+        with dividing(lambda h: h, make_mesh(expert=4, fsdp=1, devices=jax.devices()[:4])):
+            return mixture(mlp, x, experts, jax.nn.silu)[0]
+
+    np.testing.assert_allclose(jax.jit(ours)(mlp, x), _dense(mlp, x, experts), rtol=1e-4, atol=1e-3)
+    experts = dataclasses.replace(experts, num_experts=6)
+    with pytest.raises(ConfigError, match=r"experts cannot be divided(.|\n)*hint:"):
+        ours(mlp, jnp.concatenate([x, x[:1]]))
 
 
 def test_the_loss_of_routers_counts_tokens_and_no_padding() -> None:

@@ -184,3 +184,8 @@ def test_bad_input(given, message):
 def test_a_sampling_out_of_range(name, value):
     with pytest.raises(ConfigError, match=f"{name}: out of its range"):
         Sampling(**{name: value})
+
+
+def test_one_prompt_of_another_vocabulary_is_refused():
+    with pytest.raises(ConfigError, match=r"not in the vocabulary(.|\n)*hint:"):
+        models.generate(_model(), jnp.asarray([61]), 2, key=jax.random.key(0))

@@ -12,6 +12,7 @@ equation 4, for the loss, over all layers together as in Hugging Face's models.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
-from ..core import BATCH_AXES, Tree, divided_mesh, linear
+from ..core import BATCH_AXES, ConfigError, Tree, divided_mesh, linear
 from ._config import Experts
 from ._grouped import grouped_linear
 
@@ -41,14 +42,26 @@ def mixture(
     Returns:
         The sum of the experts' results by their shares; each expert's probability; and how often it was chosen, 0 or 1.
 
+    Raises:
+        ConfigError: when the axis ``expert`` does not divide the experts.
+
     Memory:
-        Rows of the tokens of a device (along ``expert`` those of all its devices), one for each of a token's experts.
+        Rows of the tokens of a device (along ``expert`` those of all its devices), one for each of a token's experts;
+        and a device's experts of the layer, whole: along ``fsdp`` and ``data`` they are gathered.
     """
     mesh = divided_mesh()
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
+    if mesh is None or not axes or x_BTD.shape[0] % math.prod(mesh.shape[name] for name in axes):
+        # Rows that cannot be divided, such as the last of an evaluation, are on every device.
+        return _local(mlp, x_BTD, experts=experts, activation=activation, axis=False)
+    if experts.num_experts % mesh.shape.get("expert", 1):
+        raise ConfigError(
+            "the experts cannot be divided along the axis expert",
+            expected=f"a size that divides {experts.num_experts} experts",
+            got=mesh.shape["expert"],
+            hint="choose another size of expert in make_mesh, and fsdp for the rest",
+        )
     compute = functools.partial(_local, experts=experts, activation=activation, axis="expert" in axes)
-    if not axes:
-        return compute(mlp, x_BTD)
     rows, whole = P(axes), P()
     weights = {"router": whole, "experts": P("expert") if "expert" in axes else whole}
     mapped = jax.shard_map(

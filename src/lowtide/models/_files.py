@@ -35,10 +35,11 @@ from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf
 from ._decoder import Decoder, parameter_shapes, with_windows, without_windows
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
-from ._tensors import DTYPES, Source, open_tensors, read_leaf, stored_dtype
+from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf, stored_dtype
 from .families import family_of
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
+_HEAD = "lm_head.weight"
 _IMAGES = ("vision_tower.", "multi_modal_projector.")
 _AGAIN = "copy the file from the model's source again"
 
@@ -87,6 +88,7 @@ def load(
     with open_tensors(files) as tensors:
         tensors = _of_the_text(tensors, config)
         _check_tensors(tensors, config, directory)
+        _check_tied_head(tensors, config)
         shapes = parameter_shapes(config)
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         hosted = [False] * len(flat) if host is None else select(shapes, host)
@@ -253,7 +255,7 @@ def _check_tensors(tensors: dict[str, Source], config: DecoderConfig, directory:
             hint="config.json and weights are of different models, or a shard is missing",
         )
     # A tied checkpoint may repeat the embedding as lm_head; older ones store RoPE's constant frequencies.
-    ignored = {"lm_head.weight"} if config.tie_embeddings else set[str]()
+    ignored = {_HEAD} if config.tie_embeddings else set[str]()
     for name in sorted(tensors):
         if name not in expected and name not in ignored and not name.endswith("rotary_emb.inv_freq"):
             raise ModelFileError(
@@ -275,6 +277,26 @@ def _check_tensors(tensors: dict[str, Source], config: DecoderConfig, directory:
                 expected=f"one of {', '.join(DTYPES)}",
                 hint="load the unquantised checkpoint",
             )
+
+
+def _check_tied_head(tensors: dict[str, Source], config: DecoderConfig) -> None:
+    """Refuse a head that is stored beside the embedding it is said to be, and is another: it would be left out."""
+    head = tensors.get(_HEAD)
+    if not config.tie_embeddings or head is None:
+        return
+    (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
+    embedding = tensors[_tensor_names(path, config)[()]]
+    itemsize = max(jnp.dtype(DTYPES.get(each.dtype, "float32")).itemsize for each in (head, embedding))
+    if head.shape == embedding.shape and all(
+        np.array_equal(head.read(cut), embedding.read(cut)) for cut in pieces(head.shape, itemsize)
+    ):
+        return
+    raise ModelFileError(
+        f"{head.file}: {_HEAD} is not the embedding, but config.json says that they are one",
+        expected="tie_word_embeddings false, or no head in the file",
+        got=f"tie_word_embeddings true, and a head of shape {head.shape}",
+        hint="set tie_word_embeddings to false in config.json if the head was trained by itself",
+    )
 
 
 def _is_floating(name: Any) -> bool:

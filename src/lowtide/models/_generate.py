@@ -91,7 +91,8 @@ def generate(
         The prompt followed by the new tokens.
 
     Raises:
-        ConfigError: for an empty prompt, or a negative length or temperature.
+        ConfigError: for an empty prompt, a negative length or temperature, or, without `hidden`, tokens that are not
+            in the vocabulary.
 
     Memory:
         A cache of one row (`cache_bytes`), logits of one position, and one layer's attention scores over the prompt.
@@ -110,6 +111,7 @@ def generate(
         padded = jnp.concatenate([prompt, jnp.zeros((num_tokens,), prompt.dtype)])
         return _run_uncached(hidden, model, padded, jnp.int32(prompt.shape[0]), key, jnp.float32(temperature))
     rows = [[int(token) for token in np.asarray(prompt)]]
+    _check(model, rows, num_tokens, 1, 1)
     *_, (state, first) = _batch(model, rows, num_tokens, key[None], Sampling(temperature=temperature), ())
     new = jax.lax.dynamic_slice_in_dim(state.tokens[0], first, num_tokens)
     return jnp.concatenate([prompt, new.astype(prompt.dtype)])

@@ -7,6 +7,8 @@ expert's: they are computed in vain, and overwritten by the block that they belo
 
 Shapes: M rows, E experts, I in, O out, C rows of a block.
 
+Known limit: elsewhere than on a TPU first derivatives in reverse mode only (JAX refuses `jax.jvp` by name).
+
 Source: Gale et al., "MegaBlocks" (arXiv:2211.15841), for rows sorted by expert without dropping any.
 """
 

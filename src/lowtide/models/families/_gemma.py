@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from ...core import ConfigError
 from ._family import Family, layer_types, names, sliding_by_type
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ _DEFAULTS = {
 
 
 def _read_gemma2(file: ConfigFile) -> dict[str, Any]:
-    assert file.query_pre_attn_scalar is not None
+    if file.query_pre_attn_scalar is None:
+        raise ConfigError(
+            "query_pre_attn_scalar is null", expected="a number", hint="scores have no scale without it; copy it again"
+        )
     return {
         "attention_scale": file.query_pre_attn_scalar**-0.5,
         "attention_soft_cap": file.attn_logit_softcapping or None,
@@ -74,7 +78,7 @@ GEMMA2 = Family(
     },
     also=(
         "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window layer_types "
-        "cache_implementation"
+        "cache_implementation sliding_window_size"
     ).split(),
     neutral={
         "hidden_activation": ("gelu_pytorch_tanh", "gelu_new"),

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...core import ConfigError, shown
 from ._family import Family, names
 
 if TYPE_CHECKING:
     from .._config import DecoderConfig
+    from .._schema import ConfigFile
+
+_CODE = ("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM")
+"""What files published before transformers had the class name as their code: the same mathematics."""
+
+
+def _read(file: ConfigFile) -> dict[str, Any]:
+    given = (file.model_extra or {}).get("auto_map") or {}
+    code: Any = given if isinstance(given, dict) else {"auto_map": given}
+    for name, value in code.items():
+        if name != "AutoTokenizer" and not str(value).endswith(_CODE):
+            raise ConfigError(
+                "auto_map names code of the model's own",
+                expected=" and ".join(_CODE),
+                got=shown(value),
+                hint="Lowtide runs no code of a model; if it computes what transformers' Phi3 does, remove auto_map",
+            )
+    return {}
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -28,7 +47,15 @@ PHI3 = Family(
     fixed={"fused_projections": True},
     fields={"sliding_window": "sliding_window"},
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32000},
-    also=("original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop", "embd_pdrop"),
-    neutral={"ignore_keys_at_rope_validation": (None,), "attention_bias": (False,), "mlp_bias": (False,)},
+    also=("original_max_position_embeddings", "partial_rotary_factor", "resid_pdrop", "embd_pdrop", "auto_map"),
+    neutral={
+        "ignore_keys_at_rope_validation": (None,),
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        # of Phi-4-mini, whose published file says them and whose model does not read them
+        "full_attn_mod": (1,),
+        "interpolate_factor": (1,),
+    },
+    read=_read,
     write=_write,
 )
