@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lowtide.core import ModelFileError
+from lowtide.core import ModelFileError, memory_space
 from lowtide.models import _tensors
 from lowtide.models._tensors import open_tensors, read_leaf
 
@@ -35,6 +35,7 @@ PLACES = {
     "columns": lambda: _sharding(None, None, None, "b"),
     "every device": lambda: _sharding(),
     "the host": lambda: _sharding("a", memory_kind="pinned_host"),
+    "the host of one device": lambda: jax.sharding.SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host"),
 }
 
 
@@ -50,6 +51,7 @@ def test_a_leaf_is_put_together_from_pieces_wherever_it_belongs(stacked, monkeyp
     np.testing.assert_array_equal(np.asarray(leaf), values.astype(jnp.bfloat16))
     np.testing.assert_array_equal(one, values[1, 2])
     assert sharding is None or leaf.sharding == sharding
+    assert memory_space(leaf) == (jax.memory.Space.Host if "host" in place else jax.memory.Space.Device)
     assert leaf.dtype == jnp.bfloat16
 
 

@@ -129,6 +129,8 @@ def read_leaf(
     for bounds, devices in holders.items():
         places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
         parts += _filled(part, tuple(slice(*bound) for bound in bounds), dtype, places)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return parts[0]  # assembled by JAX (0.10 at least), its type would say that it is in the device's memory
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 

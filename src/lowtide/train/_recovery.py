@@ -308,5 +308,7 @@ def _restored(leaf: _Leaf) -> Any:
     ]
     # A buffer of its own: on a CPU device_put may share NumPy's, and the next step consumes it.
     parts = [part.copy() for part in parts] if kind != "pinned_host" else parts
-    array = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
+    # Of one device JAX (0.10 at least) would say by its type that it is in the device's memory, wherever it is.
+    is_whole = isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding)
+    array = parts[0] if is_whole else jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, parts)
     return array if leaf.impl is None else jax.random.wrap_key_data(array, impl=leaf.impl)
