@@ -313,7 +313,7 @@ def test_sizes_are_printed_as_in_python(browser: Page, reports: Any, tmp_path: P
     ]
     sizes += [7**n for n in range(1, 16)] + [1024 + 64 * n for n in range(40)]
     sizes += [-size for size in sizes[2:]]
-    script = f"{_html._asset('units.js')}\nreturn arguments[0].map(formatBytes)"
+    script = f"{_html.asset('units.js')}\nreturn arguments[0].map(formatBytes)"
     assert browser.js(script, sizes) == [format_bytes(size) for size in sizes]
 
 

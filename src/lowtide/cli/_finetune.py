@@ -222,7 +222,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         + (f", {format_bytes(target.device_bytes)} usable" if target.device_bytes is not None else "")
         + ")"
         + _on_the_host(table.ours),
-        "host": _beside(base, job.trainer.state),
+        "host memory": _beside(base, job.trainer.state),
         "out": str(job.out),
     }
     for name, text in rows.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextlib
 import dataclasses
 import functools
 import math
@@ -273,7 +274,10 @@ class Pipeline:
         def run(*arguments: Any) -> None:
             found.append(program.held(*arguments))
 
-        with self._saying_what_there_is(outer=outer, batch=batch):
+        # Blocks may compute otherwise on another kind of device: they are traced for those of the mesh.
+        ours = [one for one in self.mesh.devices.flat if one.process_index == jax.process_index()]
+        here = jax.default_device(ours[0]) if ours else contextlib.nullcontext()
+        with here, self._saying_what_there_is(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
             program = self._program(plan, trainable, frozen, batches)
