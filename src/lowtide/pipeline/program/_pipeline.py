@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextlib
 import dataclasses
 import functools
 import math
@@ -275,9 +274,7 @@ class Pipeline:
             found.append(program.held(*arguments))
 
         # Blocks may compute otherwise on another kind of device: they are traced for those of the mesh.
-        ours = [one for one in self.mesh.devices.flat if one.process_index == jax.process_index()]
-        here = jax.default_device(ours[0]) if ours else contextlib.nullcontext()
-        with here, self._saying_what_there_is(outer=outer, batch=batch):
+        with _traced_for(self.mesh), self._saying_what_there_is(outer=outer, batch=batch):
             split = functools.partial(self._microbatches, number=self.schedule.num_microbatches)
             batches, loss_weights = jax.eval_shape(split, shapes[2])
             program = self._program(plan, trainable, frozen, batches)
@@ -506,6 +503,13 @@ def _is_of_jax(error: BaseException) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     line = traceback.extract_tb(error.__traceback__)[-1].line or ""
     return frame.f_globals.get("__name__", "").split(".")[0] == "jax" or not line.startswith(("assert", "raise"))
+
+
+def _traced_for(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager[Any]:
+    """Trace what is inside for this process's devices of a mesh, where it has any."""
+    devices = [] if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+    ours = [device for device in devices if device.process_index == jax.process_index()]
+    return jax.default_device(ours[0]) if ours else contextlib.nullcontext()
 
 
 def _platform(mesh: Mesh | AbstractMesh) -> str:
