@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, DataError, ModelFileError, shortened, shown
+from ..core import ConfigError, DataError, shortened, shown
 from ._formats import refuse_folder_of_records, refuse_other_formats
+from ._tokens import encode, largest_id, refuse_unknown
 
 if TYPE_CHECKING:
     from .data import DataReport
@@ -193,33 +194,13 @@ def _tokenise(
     pieces: list[np.ndarray] = []
     end = [] if end_token is None else [end_token]
     for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        encodings = _encode(tokenizer, documents[start : start + _ENCODE_AT_ONCE])
+        encodings = encode(tokenizer, documents[start : start + _ENCODE_AT_ONCE])
         pieces.extend(np.asarray(encoding.ids + end, np.int32) for encoding in encodings)
         if on_progress is not None:
             on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
     stream = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
-    largest = max(tokenizer.get_vocab().values(), default=-1)
-    if stream.max(initial=-1) > max(largest, -1 if end_token is None else end_token):
-        raise ModelFileError(
-            "the tokenizer gives tokens that are not in its vocabulary",
-            expected=f"ids up to {largest}",
-            got=f"id {stream.max()}",
-            hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
-        )
+    refuse_unknown(int(stream.max(initial=-1)), largest_id(tokenizer, end_token))
     return stream
-
-
-def _encode(tokenizer: Tokenizer, documents: list[str]) -> Any:
-    try:
-        return tokenizer.encode_batch_fast(documents)
-    except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ModelFileError(
-            "the tokenizer cannot encode the data",
-            got=shortened(error),
-            hint="tokenizer.json lacks characters that the data has, or is damaged",
-        ) from error
 
 
 def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:

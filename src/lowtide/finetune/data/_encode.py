@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...core import DataError, ModelFileError, shortened
+from ...core import DataError
+from .._tokens import encode, largest_id, refuse_unknown
 from ._chat import ChatTemplate, Renderer, Spans
 from ._schema import Example
 
@@ -39,7 +40,7 @@ class Encoder:
     ) -> None:
         self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
         self._end = end_token
-        self._largest = max([*tokenizer.get_vocab().values(), -1 if end_token is None else end_token])
+        self._largest = largest_id(tokenizer, end_token)
         self._renderer: Renderer | None = None
 
     def close(self) -> None:
@@ -63,7 +64,7 @@ class Encoder:
         examples = [self._as_chat(each) for each in examples]
         is_chat = bool(examples) and examples[0].kind == "chat"
         written = [self._written(each) for each in examples]
-        encodings = self._encode([text for text, _ in written], add_special_tokens=not is_chat)
+        encodings = encode(self._tokenizer, [text for text, _ in written], special=not is_chat, offsets=True)
         return [
             self._finished(encoding, spans, is_chat=is_chat)
             for encoding, (_, spans) in zip(encodings, written, strict=True)
@@ -96,18 +97,6 @@ class Encoder:
         text, spans = self._renderer.render(example, turns=not learns_all)
         return text, None if learns_all else spans
 
-    def _encode(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]:
-        try:
-            return self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
-        except BaseException as error:  # the library raises bare Exception, and panics as a BaseException of its own
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
-            raise ModelFileError(
-                "the tokenizer cannot encode the data",
-                got=shortened(error),
-                hint="tokenizer.json lacks characters that the data has, or is damaged",
-            ) from error
-
     def _finished(self, encoding: Any, spans: Spans | None, *, is_chat: bool) -> tuple[np.ndarray, np.ndarray]:
         ids = list(encoding.ids)
         mask = np.ones(len(ids), np.uint8) if spans is None else _learned(encoding, spans)
@@ -116,13 +105,7 @@ class Encoder:
                 ids.append(self._end)
                 mask = np.append(mask, np.uint8(1))
             mask[-1] = 1
-        if max(ids, default=0) > self._largest:
-            raise ModelFileError(
-                "the tokenizer gives tokens that are not in its vocabulary",
-                expected=f"ids up to {self._largest}",
-                got=f"id {max(ids)}",
-                hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
-            )
+        refuse_unknown(max(ids, default=0), self._largest)
         return np.asarray(ids, np.int32), mask.astype(np.uint8)
 
 
