@@ -125,8 +125,7 @@ def measure(operation: str, folder: Path, gigabytes: float) -> dict[str, Any]:
 
 
 def _checkpoint(operation: str, folder: Path, model: Any) -> Any:
-    largest = max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model))
-    checkpoints = Checkpoints(folder / "checkpoints", largest_bytes=largest)
+    checkpoints = Checkpoints(folder / "checkpoints", like={"model": model})
     if operation == "checkpoint":
         checkpoints.save(1, {"model": model}, {})
         checkpoints.wait()

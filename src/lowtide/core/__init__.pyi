@@ -1,5 +1,9 @@
 """Tree paths and selection, partition, gradients, the layer stack, units and errors."""
 
+from ._assembling import PIECE_BYTES as PIECE_BYTES
+from ._assembling import Pieces as Pieces
+from ._assembling import assemble as assemble
+from ._assembling import is_staged as is_staged
 from ._batches import argument_shapes as argument_shapes
 from ._batches import as_arguments as as_arguments
 from ._batches import as_numpy as as_numpy

@@ -12,8 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from ..core import Tree
-from ._tensors import PIECE_BYTES, is_staged
+from ..core import PIECE_BYTES, Tree, is_staged
 
 _COPIES = 5
 

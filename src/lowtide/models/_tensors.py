@@ -1,13 +1,9 @@
 """Read safetensors files into arrays that are placed, a bounded piece at a time.
 
-A leaf is one tensor, or a stack of tensors over its leading axes (layers; layers and experts). What a device holds of
-it is made there, as zeros, and written over in place by pieces of at most `PIECE_BYTES`: each is read from the mapped
-file, cast, sent, and gone before the next. So the host holds a few pieces beside the placed arrays, also where the
-device is the CPU. A leaf in the host memory of a device is read as a whole, since only its device could write into it.
+A leaf is one tensor, or a stack of tensors over its leading axes (layers; layers and experts). It is assembled where it
+belongs by pieces of at most `PIECE_BYTES`, each of which is read from the mapped file and cast (`core.assemble`).
 
 What should happen to a tensor on the way (a cast; later a quantisation) happens in `_read_part`, of pieces.
-
-Known inefficiency: reading waits for what was sent.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from ..core import ModelFileError, format_bytes, shortened, shown
+from ..core import PIECE_BYTES, ModelFileError, Pieces, assemble, format_bytes, shortened, shown
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of dtypes in the files, and here."""
-PIECE_BYTES = 64 * 1024**2
-"""The most bytes that are read or written at once, unless one row of a tensor has more."""
-_Pieces = Iterator[tuple[tuple[int, ...], np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,27 +109,7 @@ def read_leaf(
     Memory:
         On the host a few times `PIECE_BYTES`, and beside them what one device holds of a leaf in host memory.
     """
-    part = functools.partial(_read_part, sources, shape, jnp.dtype(dtype))
-    whole = tuple(slice(0, size) for size in shape)
-    if sharding is None:
-        return _filled(part, whole, dtype, [None])[0]
-    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # what several devices hold is read once
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        plain = _plain(index or (), shape)
-        holders.setdefault(tuple((axis.start, axis.stop) for axis in plain), []).append(device)
-    kind = sharding.memory_kind
-    parts: list[jax.Array] = []
-    for bounds, devices in holders.items():
-        places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
-        parts += _filled(part, tuple(slice(*bound) for bound in bounds), dtype, places)
-    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-        return parts[0]  # assembled by JAX (0.10 at least), its type would say that it is in the device's memory
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
-
-
-def is_staged(sharding: jax.sharding.Sharding) -> bool:
-    """Whether a leaf is assembled as a whole before it is placed: in host memory nothing is written in place."""
-    return sharding.memory_kind == "pinned_host"
+    return assemble(functools.partial(_read_part, sources, shape, jnp.dtype(dtype)), shape, dtype, sharding)
 
 
 def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:
@@ -152,7 +125,7 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]
 
 def _read_part(
     sources: Sequence[Source], shape: tuple[int, ...], dtype: np.dtype[Any], index: tuple[slice, ...]
-) -> _Pieces:
+) -> Pieces:
     """Read a part of a leaf, as pieces and where in the part they begin."""
     stack = len(shape) - len(sources[0].shape)
     sizes = tuple(axis.stop - axis.start for axis in index)
@@ -166,42 +139,3 @@ def _read_part(
             )
             values = source.read(inside).astype(dtype, copy=False)
             yield (*at, *(own.start for own in cut)), values.reshape((1,) * stack + values.shape)
-
-
-def _filled(
-    part: Callable[[tuple[slice, ...]], _Pieces],
-    index: tuple[slice, ...],
-    dtype: Any,
-    places: Sequence[jax.sharding.Sharding | None],
-) -> list[jax.Array]:
-    """Make a part of a leaf in each of some places."""
-    shape = tuple(axis.stop - axis.start for axis in index)
-    is_small = math.prod(shape) * jnp.dtype(dtype).itemsize <= PIECE_BYTES  # one transfer, and nothing to compile
-    if is_small or any(place is not None and is_staged(place) for place in places):
-        whole = _assembled(part, index, dtype)
-        arrays = [jnp.asarray(whole) if place is None else jax.device_put(whole, place) for place in places]
-        return jax.block_until_ready(arrays)
-    arrays = [jnp.zeros(shape, dtype, device=place) for place in places]
-    for start, values in part(index):
-        arrays = [_written(array, values, tuple(np.int32(i) for i in start)) for array in arrays]
-        jax.block_until_ready(arrays)  # else pieces queue up
-    return arrays
-
-
-def _assembled(part: Callable[[tuple[slice, ...]], _Pieces], index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """Make a part of a leaf on the host."""
-    whole = np.empty(tuple(axis.stop - axis.start for axis in index), dtype)
-    for start, values in part(index):
-        whole[tuple(slice(i, i + size) for i, size in zip(start, values.shape, strict=True))] = values
-    return whole
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _written(whole: Any, piece: Any, start: tuple[Any, ...]) -> Any:
-    return jax.lax.dynamic_update_slice(whole, piece, start)
-
-
-def _plain(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
-    """Give every axis of an index a start and an end."""
-    full = (*index, *(slice(None) for _ in shape[len(index) :]))
-    return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(full, shape, strict=True))

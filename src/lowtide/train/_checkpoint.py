@@ -33,16 +33,19 @@ from ._checksums import FILE as CHECKSUMS
 from ._checksums import damage, has_checksums, sealed
 from ._events import level_of_user
 from ._folders import Deletion, check_folder, meant, refuse_foreign
+from ._reading import read_leaves
 from ._retention import FILE, Retention
 from ._signals import undisturbed
 from ._stored import (
-    IN_FLIGHT_BYTES,
+    CHUNK_BYTES,
     Rearrangement,
     check_base,
     check_leaves,
     check_random,
+    checkpoint_bytes,
+    chunking,
     flat,
-    largest_leaf,
+    under_way,
     unflat,
     warn_of_random,
 )
@@ -82,8 +85,8 @@ class Checkpoints:
         max_to_keep: how many of the newest to keep.
         best: name of the value in evaluations, such as ``eval_loss``, whose best checkpoint is kept beside them.
         best_mode: ``"min"`` or ``"max"``.
-        largest_bytes: of the largest leaf that is saved, where it is known: so much is written at once, and
-            `IN_FLIGHT_BYTES`. Otherwise as much as Orbax likes.
+        like: the state that is saved, arrays or shapes, where it is known: then as little of it is written at once as
+            `checkpoint_bytes` says. Otherwise as much as Orbax likes.
 
     Raises:
         ConfigError: for another `best_mode`, no checkpoint to keep, or the address of a bucket.
@@ -97,12 +100,13 @@ class Checkpoints:
         max_to_keep: int = 2,
         best: str | None = None,
         best_mode: str = "min",
-        largest_bytes: int | None = None,
+        like: Tree | None = None,
     ) -> None:
         import orbax.checkpoint as ocp  # takes a second; `import lowtide` does not need it
 
         self._ocp = ocp
-        self._largest_bytes = largest_bytes
+        self._under_way = None if like is None else under_way(like)
+        self._is_copied = like is None or checkpoint_bytes(like).is_copied
         self.directory = meant(directory)
         if not os.path.isdir(self.directory):  # one that is there may be for reading alone
             check_folder(self.directory)
@@ -122,14 +126,11 @@ class Checkpoints:
         self._waiter = concurrent.futures.ThreadPoolExecutor(1)
 
     def _handlers(self) -> dict[str, Any]:
-        state = self._state_handler("save_concurrent_gb", self._largest_bytes)
+        limit: Any = None if self._under_way is None else self._under_way / 10**9  # whole numbers, says its type
+        state = self._ocp.PyTreeCheckpointHandler(
+            save_concurrent_gb=limit, save_device_host_concurrent_gb=None if self._is_copied else limit
+        )
         return {_STATE: state, _NOTES: self._ocp.JsonCheckpointHandler()}
-
-    def _state_handler(self, limit: str, largest_bytes: int | None) -> Any:
-        """Make Orbax's reader and writer of states, of which this many bytes and `IN_FLIGHT_BYTES` are under way."""
-        # Orbax refuses a leaf that is not below the limit, so it is never the limit alone.
-        limits: dict[str, Any] = {} if largest_bytes is None else {limit: (largest_bytes + IN_FLIGHT_BYTES) / 10**9}
-        return self._ocp.StandardCheckpointHandler(**limits)
 
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, or None."""
@@ -204,9 +205,9 @@ class Checkpoints:
             OutputError: when it cannot be written, or an earlier one could not, or there is one of a later step.
 
         Memory:
-            One copy of the state on the host until the write ends, for which one that replaces another waits; none on
-            the device. On CPUs the state is on the host already and is not copied. Beside it the compressed form of at
-            most the largest leaf and `IN_FLIGHT_BYTES` of others.
+            None on the device. On the host what `checkpoint_bytes` says: a copy of a small state until the write ends,
+            for which a checkpoint that replaces another waits, or of a large one a leaf at a time, for which training
+            waits; and as much in compressed form. On CPUs the state is on the host already and is not copied.
         """
         is_there = step == self._manager.latest_step()
         if is_there and not replace:
@@ -220,8 +221,11 @@ class Checkpoints:
                 got=error,
                 hint="return plain numbers, such as float(value)",
             ) from error
+        leaves = flat(state)
+        chunked = {name: self._ocp.SaveArgs(**chunking(leaf)) for name, leaf in leaves.items()}
         items = {
-            _STATE: self._ocp.args.StandardSave(flat(state)),
+            # Of a file Orbax keeps all bytes until it has that many.
+            _STATE: self._ocp.args.PyTreeSave(leaves, save_args=chunked, ocdbt_target_data_file_size=CHUNK_BYTES),
             _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
         }
         args = self._ocp.args.Composite(**items)
@@ -238,6 +242,8 @@ class Checkpoints:
                     return True
                 self._delete_old()
                 is_begun = self._manager.save(step, args=args)
+            if not self._is_copied:
+                self._finish()  # what is not copied yet, the next step would consume
         if not is_begun:
             raise OutputError(
                 f"{self.directory}: nothing was saved at step {step}",
@@ -515,17 +521,11 @@ class Checkpoints:
             StructureError: when the checkpoint holds other leaves.
 
         Memory:
-            The state where it belongs; `like` holds no bytes when it is made of shapes. On the host beside it at most
-            the largest leaf and `IN_FLIGHT_BYTES` of others, and what the files of these have, compressed.
+            The state where it belongs; `like` holds no bytes when it is made of shapes. On the host beside it a few
+            chunks, as `checkpoint_bytes` says.
         """
         self.check(step, like)
-        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, flat(like))
-        handler = self._state_handler("restore_concurrent_gb", largest_leaf(like))
-        with self._ocp.Checkpointer(handler) as reader:
-            values: Any = reader.restore(
-                self.directory / str(step) / _STATE, args=self._ocp.args.StandardRestore(abstract)
-            )
-        return unflat(values, like)
+        return unflat(read_leaves(self.directory / str(step) / _STATE, flat(like)), like)
 
     def wait(self) -> None:
         """Wait until all begun checkpoints are complete on disk.

@@ -22,7 +22,6 @@ from ..distributed import Processes, fingerprint
 from ._checkpoint import Checkpoints
 from ._state import LiveState
 from ._step import TrainState
-from ._stored import largest_leaf
 
 _RANDOM = ("jax_default_prng_impl", "jax_threefry_partitionable")
 """Settings of JAX that decide which random numbers a seed gives."""
@@ -232,8 +231,7 @@ def open_checkpoints(
             hint="leave rollback=False out",
         )
     if directory is not None:
-        largest = largest_leaf(state)
-        return Checkpoints(directory, max_to_keep=max_to_keep, best=best, best_mode=best_mode, largest_bytes=largest)
+        return Checkpoints(directory, max_to_keep=max_to_keep, best=best, best_mode=best_mode, like=state)
     if best is not None:
         raise ConfigError("best needs checkpoint_dir", hint="Trainer(..., checkpoint_dir=...)")
     return None

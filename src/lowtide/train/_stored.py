@@ -18,8 +18,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host, side_of
 
-IN_FLIGHT_BYTES = 256 * 1024**2
-"""Bytes of leaves that Orbax may read or write at once, beside the largest leaf."""
+CHUNK_BYTES = 64 * 1024**2
+"""The most bytes of a leaf that are compressed, written and read as one. (Blocks of less than 32 MiB glibc keeps when
+they are freed, some of each thread.)"""
+_COPY_BYTES = 512 * 1024**2
+"""So much of the host's memory a copy of the state may take, for training to go on meanwhile."""
+_ROW_BYTES = 4 * 1024**2
+"""Of this size on, a row of a leaf is a chunk by itself: what is contiguous is not copied to be compressed."""
 
 
 def flat(state: Tree) -> dict[str, Any]:
@@ -46,6 +51,12 @@ def largest_leaf(state: Tree) -> int:
     return max((leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)), default=0)
 
 
+def chunking(leaf: Any) -> dict[str, Any]:
+    """How Orbax is to divide a leaf: arguments of its `SaveArgs`."""
+    is_divided = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
+    return {"chunk_byte_size": CHUNK_BYTES, "shard_axes": (0,) if is_divided else ()}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointBytes:
     """The most bytes of host memory that a process needs beside a state, where that is on the host itself."""
@@ -54,6 +65,14 @@ class CheckpointBytes:
     """While a checkpoint is written."""
     restoring: int
     """While one is read."""
+    is_copied: bool
+    """Whether training goes on while a checkpoint is written, of a copy of the state: one of at most 512 MiB, or of the
+    size of the largest leaf. Otherwise training waits, and leaves are copied one after the other."""
+
+
+def under_way(state: Tree) -> int:
+    """Bytes of leaves that Orbax may write at once: the largest leaf, and `CHUNK_BYTES`."""
+    return largest_leaf(state) + CHUNK_BYTES
 
 
 def checkpoint_bytes(state: Tree) -> CheckpointBytes:
@@ -65,9 +84,9 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
         state: arrays, or `jax.ShapeDtypeStruct`s, with shardings where they matter: what a trainer's `state` has.
 
     Returns:
-        Bounds in bytes: twice what is under way at once (as it is, and compressed), which is the largest leaf over all
-        devices and `IN_FLIGHT_BYTES`. Unless the device is a CPU, saving takes a copy of what this process holds, too:
-        training goes on while it is written.
+        Bounds in bytes. Written are at once the largest leaf, over all devices, and a few chunks of 64 MiB; unless the
+        device is a CPU, what is written is copied from it first. Read are a few chunks, and what one device holds of a
+        leaf in host memory.
 
     Memory:
         None.
@@ -78,9 +97,20 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
     """
     leaves = jax.tree.leaves(state)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    under_way = 2 * min(whole, largest_leaf(state) + IN_FLIGHT_BYTES)
     copied = sum(_copied_bytes(leaf) for leaf in leaves)
-    return CheckpointBytes(saving=copied + under_way, restoring=under_way)
+    written = min(2 * whole, largest_leaf(state) + 7 * CHUNK_BYTES)
+    is_copied = copied <= max(_COPY_BYTES, largest_leaf(state))
+    staged = max((_part_bytes(leaf) for leaf in leaves if on_host(getattr(leaf, "sharding", None))), default=0)
+    return CheckpointBytes(
+        saving=written + (copied if is_copied else min(copied, under_way(state))),
+        restoring=staged + min(2 * whole, 8 * CHUNK_BYTES),
+        is_copied=is_copied,
+    )
+
+
+def _part_bytes(leaf: Any) -> int:
+    """Bytes of what one device holds of a leaf."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
 def _copied_bytes(leaf: Any) -> int:
@@ -91,7 +121,7 @@ def _copied_bytes(leaf: Any) -> int:
     if next(iter(sharding.device_set)).platform == "cpu":
         return 0
     parts = {str(index) for index in sharding.addressable_devices_indices_map(leaf.shape).values()}
-    return len(parts) * math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return len(parts) * _part_bytes(leaf)
 
 
 def unflat(values: dict[str, Any], like: Tree) -> Tree:

@@ -1,0 +1,103 @@
+"""Assemble arrays where they belong, a bounded piece at a time.
+
+What a device holds of an array is made there, as zeros, and written over in place by pieces: each is read, sent, and
+gone before the next. So the host holds a few pieces beside the placed arrays, also where the device is the CPU. An
+array in the host memory of a device is read as a whole, since only its device could write into it.
+
+Known inefficiency: reading waits for what was sent.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PIECE_BYTES = 64 * 1024**2
+"""The most bytes that are read or written at once, unless one row of a tensor has more."""
+Pieces = Iterator[tuple[tuple[int, ...], np.ndarray]]
+"""Parts of a part of an array, and where in that they begin."""
+Reader = Callable[[tuple[slice, ...]], Pieces]
+"""Reads a part of an array, given by a start and an end along every axis, in pieces that cover it."""
+
+
+def assemble(read: Reader, shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    """Make an array of pieces, where it belongs.
+
+    Args:
+        read: gives the pieces of a part, of this dtype.
+        shape: of the array.
+        dtype: of the array.
+        sharding: where it belongs, or None for JAX's default device.
+
+    Returns:
+        The array, of which this process has read what its devices hold.
+
+    Memory:
+        On the host the pieces that `read` holds, and a copy of one; in place of these what one device holds of an array
+        in host memory (`is_staged`).
+    """
+    whole = tuple(slice(0, size) for size in shape)
+    if sharding is None:
+        return _filled(read, whole, dtype, [None])[0]
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}  # what several devices hold is read once
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        plain = _plain(index or (), shape)
+        holders.setdefault(tuple((axis.start, axis.stop) for axis in plain), []).append(device)
+    kind = sharding.memory_kind
+    parts: list[jax.Array] = []
+    for bounds, devices in holders.items():
+        places = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in devices]
+        parts += _filled(read, tuple(slice(*bound) for bound in bounds), dtype, places)
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return parts[0]  # assembled by JAX (0.10 at least), its type would say that it is in the device's memory
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def is_staged(sharding: jax.sharding.Sharding) -> bool:
+    """Whether a leaf is assembled as a whole before it is placed: in host memory nothing is written in place."""
+    return sharding.memory_kind == "pinned_host"
+
+
+def _filled(
+    read: Reader,
+    index: tuple[slice, ...],
+    dtype: Any,
+    places: Sequence[jax.sharding.Sharding | None],
+) -> list[jax.Array]:
+    """Make a part of a leaf in each of some places."""
+    shape = tuple(axis.stop - axis.start for axis in index)
+    is_small = math.prod(shape) * jnp.dtype(dtype).itemsize <= PIECE_BYTES  # one transfer, and nothing to compile
+    if is_small or any(place is not None and is_staged(place) for place in places):
+        whole = _assembled(read, index, dtype)
+        arrays = [jnp.asarray(whole) if place is None else jax.device_put(whole, place) for place in places]
+        return jax.block_until_ready(arrays)
+    arrays = [jnp.zeros(shape, dtype, device=place) for place in places]
+    for start, values in read(index):
+        arrays = [_written(array, values, tuple(np.int32(i) for i in start)) for array in arrays]
+        jax.block_until_ready(arrays)  # else pieces queue up
+    return arrays
+
+
+def _assembled(read: Reader, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """Make a part of a leaf on the host."""
+    whole = np.empty(tuple(axis.stop - axis.start for axis in index), dtype)
+    for start, values in read(index):
+        whole[tuple(slice(i, i + size) for i, size in zip(start, values.shape, strict=True))] = values
+    return whole
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(whole: Any, piece: Any, start: tuple[Any, ...]) -> Any:
+    return jax.lax.dynamic_update_slice(whole, piece, start)
+
+
+def _plain(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Give every axis of an index a start and an end."""
+    full = (*index, *(slice(None) for _ in shape[len(index) :]))
+    return tuple(slice(*axis.indices(size)[:2]) for axis, size in zip(full, shape, strict=True))
