@@ -6,6 +6,7 @@ from . import models as models
 from . import offload as offload
 from . import pipeline as pipeline
 from . import train as train
+from .adapters import adapted as adapted
 from .adapters import lora as lora
 from .core import LayerStack as LayerStack
 from .core import LowtideError as LowtideError

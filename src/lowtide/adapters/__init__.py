@@ -1,5 +1,6 @@
 """Small trainable weights beside frozen ones, on any pytree."""
 
 from . import lora as lora
+from ._adapted import adapted as adapted
 
-__all__ = ["lora"]
+__all__ = ["adapted", "lora"]

@@ -8,6 +8,7 @@ from ._calls import called as called
 from ._calls import equations as equations
 from ._calls import fold as fold
 from ._calls import kind_of as kind_of
+from ._calls import runner as runner
 from ._calls import variables_read as variables_read
 from ._calls import walk as walk
 from ._calls import with_bodies as with_bodies
@@ -44,6 +45,7 @@ __all__ = [
     "opened",
     "plain",
     "policy_names",
+    "runner",
     "saves_name",
     "scan_counts",
     "source_line",

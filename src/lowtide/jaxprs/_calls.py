@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from jax.extend import core as jex
 
-from ._versions import consts_of, is_jaxpr, opened, scan_counts, with_jaxprs
+from ._versions import close, consts_of, is_jaxpr, opened, scan_counts, with_jaxprs
 
 Context = TypeVar("Context")
 Known = TypeVar("Known")
@@ -199,6 +199,20 @@ def fold(
     return [read(var) for var in inner.outvars]
 
 
+def runner(eqn: Any) -> Callable[..., Sequence[Any]]:
+    """Return an operation as a function of all that it reads; literals are put in again by its jaxpr."""
+    variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
+    at = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
+    results = [var for var in eqn.outvars if not isinstance(var, jex.DropVar)]
+
+    def run(*values: Any) -> Sequence[Any]:
+        jaxpr = jex.Jaxpr([], variables, results, [eqn], eqn.effects, _DEBUG_INFO)
+        found = iter(jex.jaxpr_as_fun(close(jaxpr))(*(values[i] for i in at)))
+        return [None if isinstance(var, jex.DropVar) else next(found) for var in eqn.outvars]
+
+    return run
+
+
 def variables_read(jaxpr: Any) -> set[Any]:
     """Return the variables that an operation reads, or that are an output, in a jaxpr and in those inside."""
     inner = opened(jaxpr)
@@ -214,3 +228,6 @@ def _jaxprs(value: Any) -> Iterator[Any]:
     elif isinstance(value, tuple):
         for one in value:
             yield from _jaxprs(one)
+
+
+_DEBUG_INFO = jex.DebugInfo("lowtide", "one operation", None, None)

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend import core as jex
 
-from ...jaxprs import Kind, called, close, eqn_flops, fold, kind_of, scan_counts
+from ...jaxprs import Kind, called, eqn_flops, fold, kind_of, runner, scan_counts
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -220,7 +220,7 @@ class _Reader:
         results = [Value(var.aval, self.loop) for var in eqn.outvars]
         dropped = [isinstance(var, jex.DropVar) for var in eqn.outvars]
         gives = [None if drop else result for drop, result in zip(dropped, results, strict=True)]
-        op = Op(_name(eqn), reads, gives, _runner(eqn), _has_effects(eqn), _is_heavy(eqn), eqn, eqn_flops(eqn))
+        op = Op(_name(eqn), reads, gives, runner(eqn), _has_effects(eqn), _is_heavy(eqn), eqn, eqn_flops(eqn))
         self.items.append(op)
         return results
 
@@ -295,20 +295,3 @@ def _has_shardings(eqn: Any) -> bool:
     """Whether a call says how its arguments are divided, which dissolving it would forget."""
     given = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(type(sharding).__name__ != "UnspecifiedValue" for sharding in given)
-
-
-_DEBUG_INFO = jex.DebugInfo("split_backward", "one operation", None, None)
-
-
-def _runner(eqn: Any) -> Callable[..., Sequence[Any]]:
-    """Return the operation as a function of all that it reads; literals are put in again by its jaxpr."""
-    variables = list(dict.fromkeys(var for var in eqn.invars if isinstance(var, jex.Var)))
-    at = [next(i for i, var in enumerate(eqn.invars) if var is variable) for variable in variables]
-    results = [var for var in eqn.outvars if not isinstance(var, jex.DropVar)]
-
-    def run(*values: Any) -> Sequence[Any]:
-        jaxpr = jex.Jaxpr([], variables, results, [eqn], eqn.effects, _DEBUG_INFO)
-        found = iter(jex.jaxpr_as_fun(close(jaxpr))(*(values[i] for i in at)))
-        return [None if isinstance(var, jex.DropVar) else next(found) for var in eqn.outvars]
-
-    return run
