@@ -8,8 +8,9 @@ from ._config import Config as Config
 from ._files import check as check
 from ._files import load as load
 from ._files import save as save
+from ._kernel import LoRAKernel as LoRAKernel
 from ._model import add as add
 from ._model import merge as merge
 from ._weight import LoRAWeight as LoRAWeight
 
-__all__ = ["Config", "LoRAWeight", "add", "check", "combine", "load", "merge", "save"]
+__all__ = ["Config", "LoRAKernel", "LoRAWeight", "add", "check", "combine", "load", "merge", "save"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ...core import ConfigError, StructureError, Tree
+from ._kernel import LoRAKernel
 from ._model import attach
 from ._weight import LoRAWeight
+
+_KINDS = (LoRAWeight, LoRAKernel)
 
 
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
@@ -48,22 +52,27 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         )
 
     def of_one(*nodes: Any) -> Any:
-        base = nodes[0].weight if isinstance(nodes[0], LoRAWeight) else nodes[0]
-        found = [(node, by) for node, by in zip(nodes, factors, strict=True) if isinstance(node, LoRAWeight)]
+        base = nodes[0].weight if isinstance(nodes[0], _KINDS) else nodes[0]
+        found = [(node, by) for node, by in zip(nodes, factors, strict=True) if isinstance(node, _KINDS)]
         for node in nodes:
-            other = node.weight if isinstance(node, LoRAWeight) else node
+            other = node.weight if isinstance(node, _KINDS) else node
             if other.shape != base.shape:
                 raise StructureError(
                     "the models are not of one base", expected=base.shape, got=other.shape, hint="load them onto one"
                 )
         if not found:
             return base
-        lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in found], axis=-2)
+        first = found[0][0]
+        at = first.num_stacked if isinstance(first, LoRAKernel) else -2
+        lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in found], axis=at)
         lora_b = jnp.concatenate([by * node.scaling * jnp.asarray(node.lora_b) for node, by in found], axis=-1)
-        return attach(base, lora_a, lora_b, float(lora_a.shape[-2]))
+        rank = float(lora_b.shape[-1])
+        if isinstance(first, LoRAKernel):
+            return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=rank)
+        return attach(base, lora_a, lora_b, rank)
 
     try:
-        return jax.tree.map(of_one, *models, is_leaf=lambda node: isinstance(node, LoRAWeight))
+        return jax.tree.map(of_one, *models, is_leaf=lambda node: isinstance(node, _KINDS))
     except (ValueError, AttributeError) as error:
         if isinstance(error, StructureError):
             raise

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from ...core import ModelFileError, StructureError, Tree, input_file, shortened, write_files
+from ._kernel import LoRAKernel
 from ._model import attach
 from ._peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, describe, read_config, tensor_names
 from ._sites import Site, adapted_sites, layer_names, replace, sites
@@ -68,6 +69,14 @@ def save(
             expected="at least one LoRAWeight",
             hint="add one with lt.lora.add; a merged model has none left",
         )
+    for site in adapted:
+        if isinstance(site.node, LoRAKernel):
+            raise StructureError(
+                f"{site.path}: PEFT's files have no place for the adapter of this kernel",
+                expected="adapters of matrices",
+                got=f"a LoRAKernel{list(site.node.shape)}",
+                hint='fold it in with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
+            )
     ranks: dict[str, tuple[int, float]] = {}
     tensors: dict[str, np.ndarray] = {}
     for site in adapted:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +16,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ...core import ConfigError, ExternalNames, StructureError, Tree, put
+from .._uses import Use
 from ._config import Config
+from ._found import find_uses
+from ._kernel import LoRAKernel, fold, start
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites
 from ._weight import LoRAWeight
 
 
-def add(model: Tree, config: Config, *, key: Array) -> Tree:
+def add(
+    model: Tree, config: Config, *, key: Array, fn: Callable[..., Any] | None = None, args: Sequence[Any] = ()
+) -> Tree:
     """Give chosen weights a low-rank adapter that starts as no change.
 
     A is uniform in ±1/sqrt(in), as in PEFT, and B is zero, both float32 whatever the weight's dtype. A module's draw
@@ -32,14 +39,19 @@ def add(model: Tree, config: Config, *, key: Array) -> Tree:
             what its files call A is PEFT's B, transposed.) `jax.ShapeDtypeStruct` leaves give abstract adapters.
         config: rank, scale and targets.
         key: a JAX random key.
+        fn: a function of the model, such as its loss, where that does other things with weights: with `lowtide.adapted`
+            it is what will train. Its program says what each target is: a matrix whatever its axes' order, a kernel of
+            attention or of a convolution, a table of embeddings, a stack of such.
+        args: the other arguments of `fn`: arrays, or shapes.
 
     Returns:
-        The model with a `LoRAWeight` in place of each target; ``"**/lora_*"`` selects exactly the adapters.
+        The model with a `LoRAWeight` in place of each target, or a `LoRAKernel` where `fn` uses it as no matrix;
+        ``"**/lora_*"`` selects exactly the adapters.
 
     Raises:
         SelectionError: when a target pattern matches nothing.
-        StructureError: for a target that is no floating-point matrix, or has an adapter already; from
-            `lowtide.value_and_grad` and the trainer, where the model does more with a target than to multiply by it.
+        StructureError: for a target that is no floating-point matrix, or has an adapter already; with `fn` for one that
+            it does more with, or nothing, without it from `lowtide.value_and_grad` and the trainer.
         ConfigError: when the rank exceeds a target's smaller dimension, and for a model of Keras or NNX.
 
     Memory:
@@ -57,9 +69,10 @@ def add(model: Tree, config: Config, *, key: Array) -> Tree:
     """
     _refuse_object(model)
     targets = select_sites(model, config.targets)
+    of_program = {} if fn is None else find_uses(model, targets, fn, args)
     for site in targets:
-        _check_target(model, site, config.rank)
-    return replace(model, {site.index: _start(site, config, key) for site in targets})
+        _check_target(model, site, config.rank, of_program.get(site.index))
+    return replace(model, {site.index: _start(site, config, key, of_program.get(site.index)) for site in targets})
 
 
 def merge(model: Tree) -> Tree:
@@ -92,13 +105,17 @@ def merge(model: Tree) -> Tree:
             hint="add one with lt.lora.add or lt.lora.load; a merged model is merged already",
         )
     for site in adapted:
-        if not site.is_matrix or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        is_known = site.is_matrix or isinstance(site.node, LoRAKernel)
+        if not is_known or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise StructureError(
                 f"{site.path}: cannot merge into a {type(site.weight).__name__}",
                 expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
                 hint="merge into an unquantised base weight",
             )
-    return replace(model, {site.index: _fold(site.node) for site in adapted})
+    return replace(
+        model,
+        {site.index: fold(site.node) if isinstance(site.node, LoRAKernel) else _fold(site.node) for site in adapted},
+    )
 
 
 def attach(weight: Any, lora_a: Any, lora_b: Any, alpha: float) -> LoRAWeight:
@@ -131,34 +148,40 @@ def _refuse_object(model: Any) -> None:
             )
 
 
-def _check_target(model: Tree, site: Site, rank: int) -> None:
-    if isinstance(site.node, LoRAWeight):
+def _check_target(model: Tree, site: Site, rank: int, use: Use | None) -> None:
+    if isinstance(site.node, (LoRAWeight, LoRAKernel)):
         raise StructureError(
             f"{site.path}: already has an adapter of rank {site.node.rank}",
             expected="a weight without one",
             hint="fold the old one in with lt.lora.merge, or leave this target out",
         )
     shape = tuple(site.weight.shape)
-    if not site.is_matrix:
+    if use is None and not site.is_matrix:
         raise StructureError(
             f"{site.path}: no weight matrix to adapt",
             expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
             got=f"{site.weight.dtype}{list(shape)}",
             hint=f'narrow the targets, for instance with the pattern "!{site.module}"',
         )
-    if isinstance(model, ExternalNames):
+    if use is None and isinstance(model, ExternalNames):
         layer_names(model, site)  # refuses vectors of stacked layers, which look like a matrix [num_layers, dim]
-    if rank > min(shape[-2:]):
+    rows = len(shape) - 1 if use is None else use.num_stacked + use.num_rows
+    first = len(shape) - 2 if use is None else use.num_stacked
+    most = min(math.prod(shape[first:rows]), math.prod(shape[rows:]))
+    if rank > most:
         raise ConfigError(
             f"rank: {rank} is more than {site.path} can use",
-            expected=f"at most {min(shape[-2:])}, the smaller side of {list(shape)}",
+            expected=f"at most {most}, the smaller side of {list(shape)}",
             got=rank,
             hint="lower the rank, or train the whole weight",
         )
 
 
-def _start(site: Site, config: Config, key: Array) -> LoRAWeight:
+def _start(site: Site, config: Config, key: Array, use: Use | None) -> LoRAWeight | LoRAKernel:
     """Make a fresh adapter: A random, B zero; both abstract when the weight is."""
+    key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+    if use is not None and not (use.is_matrix and site.is_matrix):
+        return start(site.weight, use, config.rank, config.alpha, key)
     *layers, out, inner = site.weight.shape
     shape_a, shape_b = (*layers, config.rank, inner), (*layers, out, config.rank)
     if isinstance(site.weight, jax.ShapeDtypeStruct):
@@ -166,7 +189,6 @@ def _start(site: Site, config: Config, key: Array) -> LoRAWeight:
     else:
         # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
         bound = float(inner) ** -0.5
-        key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
         lora_a = jax.random.uniform(key, shape_a, jnp.float32, -bound, bound)
         lora_b = jnp.zeros(shape_b, jnp.float32)
     return attach(site.weight, lora_a, lora_b, config.alpha)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core import ExternalNames, StructureError, Tree, leaves_with_paths, match_names
+from ._kernel import LoRAKernel
 from ._weight import LoRAWeight
 
 LAYER = "{layer}"
@@ -24,7 +25,7 @@ class Site:
     path: str
     """Tree path of the weight."""
     node: Any
-    """What stands there: an array (or its shape), or a `LoRAWeight`."""
+    """What stands there: an array (or its shape), a `LoRAWeight` or a `LoRAKernel`."""
 
     @property
     def module(self) -> str:
@@ -34,14 +35,18 @@ class Site:
     @property
     def weight(self) -> Any:
         """The base weight."""
-        return self.node.weight if isinstance(self.node, LoRAWeight) else self.node
+        return self.node.weight if _is_adapted(self.node) else self.node
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether the base weight is an array of floating-point numbers."""
+        dtype = getattr(self.weight, "dtype", None)
+        return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
     @property
     def is_matrix(self) -> bool:
         """Whether the base weight is one floating-point matrix, or a stack of them."""
-        dtype = getattr(self.weight, "dtype", None)
-        floating = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-        return floating and len(self.weight.shape) in (2, 3)
+        return self.is_floating and len(self.weight.shape) in (2, 3)
 
 
 def sites(model: Tree) -> list[Site]:
@@ -56,7 +61,7 @@ def adapted_sites(model: Tree) -> list[Site]:
     Raises:
         StructureError: when a leaf is missing, as in one half of a partition.
     """
-    adapted = [site for site in sites(model) if isinstance(site.node, LoRAWeight)]
+    adapted = [site for site in sites(model) if _is_adapted(site.node)]
     for site in adapted:
         missing = [name for name in ("weight", "lora_a", "lora_b") if getattr(site.node, name) is None]
         if missing:
@@ -73,7 +78,7 @@ def select_sites(model: Tree, targets: str | Sequence[str]) -> list[Site]:
     """Select the sites whose module or own path the patterns match; errors as in `lowtide.core.match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
-        if isinstance(site.node, LoRAWeight) or hasattr(site.node, "shape"):
+        if _is_adapted(site.node) or hasattr(site.node, "shape"):
             for name in {site.module, site.path}:
                 by_name.setdefault(name, []).append(site)
     # Modules come first, so that a message about what there is shows the names one would write.
@@ -130,4 +135,4 @@ def layer_names(model: Tree, site: Site) -> list[str]:
 
 
 def _is_adapted(node: Any) -> bool:
-    return isinstance(node, LoRAWeight)
+    return isinstance(node, (LoRAWeight, LoRAKernel))

@@ -1,0 +1,248 @@
+"""What operations of a program do with weights that are no arrays: move them, or multiply by them.
+
+A rule takes an operation and its operands, and gives its results, or None where it is not what a weight is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+
+@runtime_checkable
+class KernelWeight(Protocol):
+    """Something that stands where a weight of two groups of axes stood: [*stack, *m, *n]."""
+
+    ndim: int
+    """How many axes it has, with those of its stack."""
+    num_rows: int
+    """How many axes m has."""
+    num_columns: int
+    """How many axes n has."""
+    num_stacked: int
+    """How many axes are before both."""
+
+    def transposed(self, order: tuple[int, ...]) -> Any:
+        """Transpose it; None where that mixes the groups."""
+        ...
+
+    def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
+        """Compute what is linear in the weight: see `lora.LoRAKernel.through`."""
+        ...
+
+
+class Weight(NamedTuple):
+    """A node while a program is computed."""
+
+    node: Any
+    path: str
+    """Where it stands in the arguments of the function."""
+    is_turned: bool = False
+    """Whether the program has its matrices transposed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the program takes for its shape."""
+        shape = tuple(self.node.shape)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.is_turned else shape
+
+
+def num_stacked(node: Any) -> int:
+    """How many leading axes of a node are those of a stack."""
+    return node.num_stacked if isinstance(node, KernelWeight) else node.ndim - 2
+
+
+# What moves a weight.
+
+
+def _same(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    return operands
+
+
+def _moved(change: Callable[..., Weight | None]) -> Callable[[Any, list[Any]], Sequence[Any] | None]:
+    """Make a rule of a function from operation, weight and other operands to a weight, or None where that cannot be."""
+
+    def rule(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+        weight, *others = operands
+        if not isinstance(weight, Weight) or any(isinstance(value, Weight) for value in others):
+            return None
+        moved = change(eqn, weight, *others)
+        return None if moved is None else [moved]
+
+    return rule
+
+
+def _transpose(eqn: Any, weight: Weight) -> Weight | None:
+    node, order = weight.node, tuple(eqn.params["permutation"])
+    last, same = node.ndim - 1, tuple(range(node.ndim))
+    if order == same:
+        return weight
+    if isinstance(node, KernelWeight):
+        turned = node.transposed(order)
+        return None if turned is None else weight._replace(node=turned)
+    return weight._replace(is_turned=not weight.is_turned) if order == (*same[:-2], last, last - 1) else None
+
+
+def _cast(eqn: Any, weight: Weight) -> Weight | None:
+    # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too.
+    return weight if jnp.issubdtype(eqn.params["new_dtype"], jnp.floating) else None
+
+
+def _layers(weight: Weight, start: Any, size: int) -> Weight:
+    """Slice the layers of a stack, and nothing else."""
+    node = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, start, size, 0), weight.node)
+    return weight._replace(node=node)
+
+
+def _slice(eqn: Any, weight: Weight) -> Weight | None:
+    starts, ends, strides = (eqn.params[name] for name in ("start_indices", "limit_indices", "strides"))
+    is_whole = not any(starts[1:]) and tuple(ends[1:]) == weight.shape[1:]
+    if not num_stacked(weight.node) or not is_whole or not (strides is None or all(step == 1 for step in strides)):
+        return None
+    return _layers(weight, starts[0], ends[0] - starts[0])
+
+
+def _dynamic_slice(eqn: Any, weight: Weight, *starts: Any) -> Weight | None:
+    sizes = tuple(eqn.params["slice_sizes"])
+    is_whole = num_stacked(weight.node) and sizes[1:] == weight.shape[1:]
+    return _layers(weight, starts[0], sizes[0]) if is_whole else None
+
+
+def _without_layers(eqn: Any, weight: Weight) -> Weight | None:
+    """Take the one layer out of a stack of one; `reshape` may do it, too."""
+    is_one = num_stacked(weight.node) and weight.shape == (1, *eqn.outvars[0].aval.shape)
+    return weight._replace(node=jax.tree.map(lambda leaf: leaf[0], weight.node)) if is_one else None
+
+
+# Products.
+
+
+def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+    left, right = operands
+    x: Any
+    (of_left, of_right), (stack_left, stack_right) = eqn.params["dimension_numbers"]
+    if isinstance(left, Weight) and isinstance(right, Weight):
+        return None
+    is_right = isinstance(right, Weight)
+    weight, x = (right, left) if is_right else (left, right)
+    node = weight.node
+    own, others = (of_right, of_left) if is_right else (of_left, of_right)
+    own_stack, other_stack = (stack_right, stack_left) if is_right else (stack_left, stack_right)
+    num_stack, out = num_stacked(node), eqn.outvars[0].aval
+    if own_stack != tuple(range(len(own_stack))) or len(own_stack) > num_stack:
+        return None
+    num_rows = node.num_rows if isinstance(node, KernelWeight) else 1
+    is_first = sorted(own) == list(range(num_stack, num_stack + num_rows))
+    if not is_first and sorted(own) != list(range(num_stack + num_rows, node.ndim)):
+        return None
+    # In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before.
+    x = x.astype(jnp.promote_types(x.dtype, out.dtype))
+    pairs = tuple((axis - num_stack, other) for axis, other in zip(own, others, strict=True))
+    product = _Product(pairs, is_first != weight.is_turned, is_right, eqn.params["precision"])
+    return [product.of(node, x, tuple(other_stack)).astype(out.dtype)]
+
+
+class _Product(NamedTuple):
+    """A product as `dot_general` has it: axes of the stack, then those of the left operand, then of the right one."""
+
+    pairs: tuple[tuple[int, int], ...]
+    """Axes that are summed over: of the weight without its stack, and of the activations."""
+    over_rows: bool
+    """Whether they are m of a weight [*stack, *m, *n], or n."""
+    is_right: bool
+    """Whether the weight is the right operand."""
+    precision: Any
+
+    def of(self, node: Any, x: Any, stack: tuple[int, ...]) -> Any:
+        """Multiply; `stack` are the axes of `x` that go with the leading axes of the weight."""
+        if stack:
+            first, rest = stack[0], tuple(i - (i > stack[0]) for i in stack[1:])
+            inner = self._replace(pairs=tuple((own, other - (other > first)) for own, other in self.pairs))
+            return jax.vmap(lambda one, y: inner.of(one, y, rest), (0, first))(node, x)
+        at = x.ndim - len(self.pairs) if self.is_right else 0
+        if num_stacked(node):
+            return jax.vmap(lambda one: self.of(one, x, ()), out_axes=at)(node)
+        if isinstance(node, KernelWeight):
+            run = lambda kernel: self._dense(kernel, x, node.num_rows)  # noqa: E731
+            return node.through(run, over_rows=self.over_rows, at=at, dtype=x.dtype)
+        x = jnp.moveaxis(x, self.pairs[0][1], -1)
+        result = x @ node if self.over_rows else node.linear(x)
+        return result if self.is_right else jnp.moveaxis(result, -1, 0)
+
+    def _dense(self, kernel: Any, x: Any, num_rows: int) -> Any:
+        """Multiply by an array that may have other axes in the place of those that are not summed over."""
+        moved = 0 if self.over_rows else kernel.ndim - len(self.pairs) - num_rows
+        own, others = [axis + moved for axis, _ in self.pairs], [other for _, other in self.pairs]
+        if self.is_right:
+            return jax.lax.dot_general(x, kernel, ((others, own), ((), ())), precision=self.precision)
+        return jax.lax.dot_general(kernel, x, ((own, others), ((), ())), precision=self.precision)
+
+
+def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+    x, weight = operands
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    is_grouped = params["feature_group_count"] != 1 or params["batch_group_count"] != 1
+    if isinstance(x, Weight) or is_grouped or not isinstance(weight.node, KernelWeight) or num_stacked(weight.node):
+        return None
+    node, channel = weight.node, numbers.rhs_spec[0]  # the axis of the weight that is not summed over
+    over_rows = channel == node.ndim - 1
+    if (node.num_columns if over_rows else node.num_rows) != 1 or channel not in (0, node.ndim - 1):
+        return None
+    out = eqn.outvars[0].aval
+    x = x.astype(jnp.promote_types(x.dtype, out.dtype))
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "precision")
+
+    def run(kernel: Any) -> Any:
+        return jax.lax.conv_general_dilated(x, kernel, **{name: params[name] for name in names})
+
+    return [node.through(run, over_rows=over_rows, at=numbers.out_spec[1], dtype=x.dtype).astype(out.dtype)]
+
+
+def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
+    """Take rows of a table, as ``table[ids]`` and `jnp.take` do."""
+    weight, indices = operands
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    if isinstance(indices, Weight) or not is_rows(eqn, weight.shape):
+        return None
+    node = weight.node
+    if not isinstance(node, KernelWeight) or num_stacked(node) or node.num_rows != 1:
+        return None
+    out, at = eqn.outvars[0].aval, numbers.offset_dims[0]
+
+    def run(table: Any) -> Any:
+        given = {name: params[name] for name in ("unique_indices", "indices_are_sorted", "mode", "fill_value")}
+        new = numbers._replace(offset_dims=tuple(range(at, at + table.ndim - 1)))
+        return jax.lax.gather(table, indices, new, (1, *table.shape[1:]), **given)
+
+    return [node.through(run, over_rows=True, at=at, dtype=out.dtype)]
+
+
+def is_rows(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a `gather` takes whole rows along the first axis."""
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    offsets = numbers.offset_dims
+    return (
+        (numbers.start_index_map, numbers.collapsed_slice_dims, numbers.operand_batching_dims) == ((0,), (0,), ())
+        and sizes == (1, *shape[1:])
+        and offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
+    )
+
+
+RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "gather": _rows,
+    "transpose": _moved(_transpose),
+    "convert_element_type": _moved(_cast),
+    "slice": _moved(_slice),
+    "dynamic_slice": _moved(_dynamic_slice),
+    "squeeze": _moved(_without_layers),
+    "reshape": _moved(_without_layers),
+    "copy": _same,
+    "copy_p": _same,
+    "optimization_barrier": _same,
+}
+"""What is done with weights by operations that hold no program; None is what cannot be done."""

@@ -1,0 +1,123 @@
+"""What a function does with weights, so that an adapter for each can be chosen before anything runs.
+
+The function's program is gone through as `lowtide.adapted` does, with `Probe`s in the weights' place, which note over
+which axes each is summed and compute what the program does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ..jaxprs import runner
+from ._products import is_rows
+
+
+class Use(NamedTuple):
+    """How a weight is used: its axes are [*stack, *m, *n], and what is summed over is m or n."""
+
+    num_stacked: int
+    num_rows: int
+    """How many axes m has."""
+    num_columns: int
+    """How many axes n has."""
+    is_product: bool
+    """Whether it is multiplied; else it is a convolution's kernel, or a table of which rows are taken."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is multiplied as one matrix, or as each of a stack."""
+        return self.is_product and self.num_rows == self.num_columns == 1
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["num_axes", "uses"])
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """An array that notes what is done with it."""
+
+    weight: Any
+    num_axes: int
+    """Of the whole weight (static); the leading ones may have been sliced off since."""
+    uses: _Uses
+    """What was done until now (static)."""
+
+    @property
+    def ndim(self) -> int:
+        """That of the weight."""
+        return self.weight.ndim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> Any:
+        """That of the weight."""
+        return self.weight.dtype
+
+
+class _Uses(set[Use]):
+    """A set that is compared and hashed as itself: the same in all copies of a probe."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType, reportUnannotatedClassAttribute]
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def probe(leaf: Any) -> Probe:
+    """Make a probe of an array or its shape."""
+    return Probe(leaf, len(leaf.shape), _Uses())
+
+
+def noted(eqn: Any, operands: Sequence[Any], at: int) -> Sequence[Any] | None:
+    """Note a use of a probe, and compute it; None where the operation is no use of a weight.
+
+    Args:
+        eqn: the operation.
+        operands: arrays, and the probe as a `Weight`.
+        at: which of them that is.
+    """
+    use = _USES.get(eqn.primitive.name)
+    weight = operands[at]
+    node: Probe = weight.node
+    found = None if use is None else use(eqn, node, at)
+    if found is None or (weight.is_turned and (found.num_rows, found.num_columns) != (1, 1)):
+        return None
+    node.uses.add(found._replace(num_stacked=found.num_stacked + node.num_axes - node.ndim))
+    array = node.weight.mT if weight.is_turned else node.weight
+    return runner(eqn)(*(array if i == at else value for i, value in enumerate(operands)))
+
+
+def _of_product(eqn: Any, node: Probe, at: int) -> Use | None:
+    contracted, stacks = eqn.params["dimension_numbers"]
+    own, stack = sorted(contracted[at]), stacks[at]
+    if stack != tuple(range(len(stack))):
+        return None
+    first, num_axes = len(stack), node.ndim - len(stack)
+    if num_axes > len(own) and own == list(range(first, first + len(own))):
+        return Use(first, len(own), num_axes - len(own), True)
+    if num_axes > len(own) and own == list(range(node.ndim - len(own), node.ndim)):
+        return Use(first, num_axes - len(own), len(own), True)
+    return Use(node.ndim - 2, 1, 1, True) if len(own) == 1 and own[0] >= node.ndim - 2 > 0 else None
+
+
+def _of_convolution(eqn: Any, node: Probe, at: int) -> Use | None:
+    channel, last = eqn.params["dimension_numbers"].rhs_spec[0], node.ndim - 1
+    is_grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
+    if at != 1 or is_grouped or channel not in (0, last):
+        return None
+    return Use(0, 1, last, False) if channel == 0 else Use(0, last, 1, False)
+
+
+def _of_rows(eqn: Any, node: Probe, at: int) -> Use | None:
+    return Use(0, 1, node.ndim - 1, False) if at == 0 and node.ndim > 1 and is_rows(eqn, node.shape) else None
+
+
+_USES = {"dot_general": _of_product, "conv_general_dilated": _of_convolution, "gather": _of_rows}
+"""What is a use of a weight; all else moves it, or is refused."""

@@ -1,0 +1,44 @@
+"""What a function's program says of the weights that are to be adapted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core import StructureError, Tree
+from .._adapted import uses
+from .._uses import Use, probe
+from ._sites import Site, replace
+
+
+def find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args: Sequence[Any]) -> dict[int, Use]:
+    """Find out how a function uses weights, by `Site.index`; those that no adapter can stand for are left out.
+
+    Raises:
+        StructureError: for a weight that it does not use, uses in several ways, or does more with than to multiply.
+    """
+    probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
+    found = uses(fn, replace(model, {site.index: probe(site.weight) for site in probed}), *args)
+    return {site.index: _one(site, of_site) for site, of_site in zip(probed, found, strict=True)}
+
+
+def _one(site: Site, found: set[Use]) -> Use:
+    """Return what all uses of a weight have in common."""
+    groups = {use[:3] for use in found}
+    if len(groups) == 1:
+        return min(found, key=lambda use: use.is_product)  # what stands for a table can be multiplied, too
+    shape = list(site.weight.shape)
+    if not groups:
+        raise StructureError(
+            f"{site.path}: the function does not multiply by this weight",
+            expected="a product, a convolution, or rows of a table",
+            got=f"a {site.weight.dtype}{shape} that it does not use",
+            hint=f'leave it out of the targets, for instance with the pattern "!{site.path}"',
+        )
+    ways = ", ".join(f"{list(shape[s : s + m])} by {list(shape[s + m :])}" for s, m, _ in sorted(groups))
+    raise StructureError(
+        f"{site.path}: the function uses this weight in several ways",
+        expected=f"one way to divide the axes of {shape} in rows and columns",
+        got=ways,
+        hint=f'leave it out of the targets, for instance with the pattern "!{site.path}"',
+    )

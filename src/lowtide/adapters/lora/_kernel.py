@@ -1,0 +1,186 @@
+"""The node for a weight that is no matrix: kernels of attention and convolutions, and tables of embeddings.
+
+A kernel W[m..., n...] has two groups of axes, of which a product sums over one. Its correction is B A with B[m..., r]
+and A[r, n...]: what is done with W over one group is done with that group's factor, and what comes of it, r wide, is
+multiplied by the other. So a convolution is one with r channels and a product of channels, as in PEFT; of a table the
+rows of B are taken and multiplied by A.
+
+Leading axes of a stack are before both groups, in all leaves. Products reach the node through `lowtide.adapted` alone.
+
+Source: Hu et al. (arXiv:2106.09685), section 4.1, for matrices; for convolutions PEFT's `lora.Conv2d`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+
+from ...core import put
+from .._uses import Use
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "lora_a", "lora_b"],
+    meta_fields=["alpha", "num_rows", "num_columns"],
+)
+@dataclasses.dataclass(frozen=True)
+class LoRAKernel:
+    """A weight of two groups of axes with a low-rank adapter; a pytree node for `lowtide.adapted`.
+
+    Its leaves stand at ``<path>/weight``, ``<path>/lora_a`` and ``<path>/lora_b``.
+
+    Examples:
+        >>> node = LoRAKernel(jnp.ones((3, 3, 4, 8)), jnp.ones((2, 8)), jnp.zeros((3, 3, 4, 2)), 1.0, 3, 1)
+        >>> node.rank, node.shape
+        (2, (3, 3, 4, 8))
+    """
+
+    weight: Any
+    """The base weight, [*stack, *m, *n]."""
+    lora_a: Any
+    """The factor A, [*stack, r, *n], float32."""
+    lora_b: Any
+    """The factor B, [*stack, *m, r], float32."""
+    alpha: float
+    """Numerator of the scale of the correction (static)."""
+    num_rows: int
+    """How many axes m has (static)."""
+    num_columns: int
+    """How many axes n has (static)."""
+
+    @property
+    def rank(self) -> int:
+        """The inner dimension r of B A."""
+        return int(self.lora_b.shape[-1])
+
+    @property
+    def num_stacked(self) -> int:
+        """How many leading axes are those of a stack."""
+        return self.ndim - self.num_rows - self.num_columns
+
+    @property
+    def scaling(self) -> float:
+        """The factor of B A: ``alpha / rank``."""
+        return self.alpha / self.rank
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """That of the weight."""
+        return self.weight.ndim
+
+    @property
+    def dtype(self) -> Any:
+        """That of the weight."""
+        return self.weight.dtype
+
+    def transposed(self, order: tuple[int, ...]) -> LoRAKernel | None:
+        """Transpose the weight; None where that mixes its groups of axes, or its stack with them."""
+        num_stack = self.num_stacked
+        stack, rest = order[:num_stack], order[num_stack:]
+        rows = range(num_stack, num_stack + self.num_rows)
+        is_swapped = rest[0] not in rows
+        split = self.num_columns if is_swapped else self.num_rows
+        first, second = rest[:split], rest[split:]
+        groups = (sorted(first), sorted(second))
+        own = ([*rows], [*range(rows.stop, self.ndim)])
+        if stack != tuple(range(num_stack)) or groups != (own[::-1] if is_swapped else own):
+            return None
+        of_rows, of_columns = (second, first) if is_swapped else (first, second)
+        # Where each factor has those axes: B [*stack, *m, r], A [*stack, r, *n].
+        last, middle = num_stack + self.num_rows, num_stack
+        b_axes, a_axes = of_rows, tuple(axis - self.num_rows + 1 for axis in of_columns)
+        weight = self.weight.transpose(order)
+        if is_swapped:
+            new_b = self.lora_a.transpose((*stack, *a_axes, middle))
+            new_a = self.lora_b.transpose((*stack, last, *b_axes))
+            return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_columns, self.num_rows)
+        new_a, new_b = self.lora_a.transpose((*stack, middle, *a_axes)), self.lora_b.transpose((*stack, *b_axes, last))
+        return LoRAKernel(weight, new_a, new_b, self.alpha, self.num_rows, self.num_columns)
+
+    def through(self, run: Callable[[Any], Any], *, over_rows: bool, at: int, dtype: Any) -> Any:
+        """Compute what is linear in the weight, without making W + scaling B A.
+
+        Args:
+            run: takes an array in the weight's place, without stack, with any number of axes in the place of the group
+                that is not summed over, and gives one that has them from axis `at` on.
+            over_rows: whether m is what `run` sums over, or takes rows of; else n.
+            at: of one axis in the place of the other group, where `run` leaves it.
+            dtype: to compute in.
+
+        Returns:
+            ``run(W + scaling B A)``, in this dtype.
+
+        Memory:
+            Beside the result, one with r in the place of the other group.
+        """
+        first, second = (self.lora_b, self.lora_a) if over_rows else (self.lora_a, self.lora_b)
+        low = jnp.moveaxis(run(first.astype(dtype)), at, -1) * jnp.asarray(self.scaling, dtype)
+        factor = second.astype(dtype) if over_rows else jnp.moveaxis(second.astype(dtype), -1, 0)
+        num_others = factor.ndim - 1
+        delta = jnp.tensordot(low, factor, 1)
+        others = range(delta.ndim - num_others, delta.ndim)
+        return run(self.weight.astype(dtype)) + jnp.moveaxis(delta, tuple(others), tuple(range(at, at + num_others)))
+
+
+def start(weight: Any, use: Use, rank: int, alpha: float, key: Any) -> LoRAKernel:
+    """Make a fresh adapter: A random in ±1/sqrt(columns), B zero; both abstract when the weight is."""
+    shape, first, split = tuple(weight.shape), use.num_stacked, use.num_stacked + use.num_rows
+    shape_a, shape_b = (*shape[:first], rank, *shape[split:]), (*shape[:split], rank)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        lora_a, lora_b = (jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape_a, shape_b))
+    else:
+        bound = float(math.prod(shape[split:])) ** -0.5
+        lora_a = jax.random.uniform(key, shape_a, jnp.float32, -bound, bound)
+        lora_b = jnp.zeros(shape_b, jnp.float32)
+    sharding = getattr(weight, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(weight, jax.core.Tracer):
+        spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+        along_a, along_b = (*spec[:first], None, *spec[split:]), (*spec[:split], None)
+        lora_a, lora_b = (
+            _placed(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
+            for leaf, axes in ((lora_a, along_a), (lora_b, along_b))
+        )
+    return LoRAKernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
+
+
+def _placed(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return put(leaf, sharding)
+
+
+def fold(node: LoRAKernel) -> Any:
+    """Compute W + scaling B A, in float32, rounded once to the dtype of W.
+
+    Memory:
+        A float32 copy of the weight while it is made.
+    """
+    if isinstance(node.weight, jax.ShapeDtypeStruct):
+        return node.weight
+    weight, lora_a, lora_b = (jnp.asarray(leaf) for leaf in (node.weight, node.lora_a, node.lora_b))
+    merged = _folded(weight, lora_a, lora_b, node.scaling, node.num_stacked)
+    sharding = getattr(node.weight, "sharding", None)
+    return jax.device_put(merged, sharding) if isinstance(sharding, jax.sharding.NamedSharding) else merged
+
+
+@functools.partial(jax.jit, static_argnums=4)
+def _folded(weight: Any, lora_a: Any, lora_b: Any, scaling: float, num_stacked: int) -> Any:
+    # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
+    product: Callable[..., Any] = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
+    for _ in range(num_stacked):
+        product = jax.vmap(product)
+    delta = product(lora_b.astype(jnp.float32), lora_a.astype(jnp.float32))
+    return (weight.astype(jnp.float32) + scaling * delta).astype(weight.dtype)

@@ -1,0 +1,165 @@
+"""Adapters of weights that are no matrices: what a function's program says of them, and what is computed with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import lowtide as lt
+from lowtide.adapters.lora import LoRAKernel, LoRAWeight
+from lowtide.core import ConfigError, StructureError, leaves_with_paths, map_with_paths
+
+KEY = jax.random.key(0)
+IMAGES = jax.random.normal(KEY, (2, 6, 6, 3))
+IDS = jnp.array([1, 2])
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion() -> Any:
+    """Flax adds its biases by rank promotion."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class Mixed(nnx.Module):
+    """Convolutions of an image and of a sequence, attention, a table that is the head, too, and a dense layer."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.image = nnx.Conv(3, 8, (3, 3), strides=2, rngs=rngs)
+        self.sequence = nnx.Conv(8, 8, (3,), rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=8, decode=False, rngs=rngs)
+        self.table = nnx.Embed(10, 8, rngs=rngs)
+        self.dense = nnx.Linear(8, 4, rngs=rngs)
+        self.depthwise = nnx.Conv(8, 8, (3,), feature_group_count=8, rngs=rngs)
+        self.unused = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, images: Any, ids: Any) -> Any:
+        h = self.image(images)
+        h = self.sequence(h.reshape(h.shape[0], -1, 8))
+        h = self.depthwise(self.attention(h) + self.table(ids)[:, None])
+        return jnp.mean(jnp.sin(self.dense(h))) + jnp.mean(jnp.sin(self.table.attend(h)))
+
+
+def mixed() -> tuple[Any, Callable[..., Any]]:
+    graph, state = nnx.split(Mixed(nnx.Rngs(0)))
+
+    def fn(params: Any, images: Any, ids: Any) -> Any:
+        own = nnx.state(nnx.merge(graph, state))
+        nnx.replace_by_pure_dict(own, params)
+        return nnx.merge(graph, own)(images, ids)
+
+    return nnx.to_pure_dict(state), fn
+
+
+def filled(model: Any) -> Any:
+    """Give adapters values that are no zeros."""
+    draw = lambda path, leaf: 0.2 * jax.random.normal(KEY, leaf.shape) if "lora_" in path else leaf  # noqa: E731
+    return map_with_paths(draw, model)
+
+
+KERNELS = ["image/kernel", "sequence/kernel", "attention/*/kernel", "table/embedding", "dense/kernel"]
+
+
+def test_values_and_gradients_are_those_of_the_merged_model() -> None:
+    params, fn = mixed()
+    model = lt.lora.add(params, lt.lora.Config(rank=2, alpha=1.0, targets=KERNELS), key=KEY, fn=fn, args=(IMAGES, IDS))
+    assert lt.adapted(fn)(model, IMAGES, IDS) == pytest.approx(float(fn(params, IMAGES, IDS)), rel=1e-5)
+    model = filled(model)
+    is_node = lambda node: isinstance(node, (LoRAKernel, LoRAWeight))  # noqa: E731
+    kinds = {path: type(node) for path, node in leaves_with_paths(model, is_leaf=is_node) if is_node(node)}
+    assert [path for path, kind in kinds.items() if kind is LoRAWeight] == ["dense/kernel"] and len(kinds) == 8
+
+    def of_merged(model: Any) -> Any:
+        return fn(lt.lora.merge(model), IMAGES, IDS)
+
+    expected = lt.value_and_grad(of_merged, "**/lora_*")(model)
+    found = jax.jit(lt.value_and_grad(lt.adapted(fn), "**/lora_*"))(model, IMAGES, IDS)
+    for (path, one), (_, other) in zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=path)
+        assert np.abs(one).max() > 0, path
+
+
+def test_a_kernel_of_pytorchs_layout_is_that_of_peft() -> None:
+    conv = eqx.nn.Conv2d(3, 5, 3, key=KEY)
+    fn = lambda conv, x: jnp.sum(conv(x) ** 2)  # noqa: E731
+    x = jax.random.normal(KEY, (3, 8, 8))
+    model = filled(lt.lora.add(conv, lt.lora.Config(rank=2, targets="weight"), key=KEY, fn=fn, args=(x,)))
+    assert model.weight.lora_a.shape == (2, 3, 3, 3) and model.weight.lora_b.shape == (5, 2)
+    np.testing.assert_allclose(lt.adapted(fn)(model, x), fn(lt.lora.merge(model), x), rtol=1e-5)
+
+
+def test_a_stack_of_kernels_is_scanned_over() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        return jnp.sum(jax.lax.scan(lambda h, w: (jnp.einsum("bi,ihd->bhd", h, w).sum(1), None), x, w["w"])[0])
+
+    x, config = jnp.ones((2, 4)), lt.lora.Config(rank=2, targets="w")
+    model = filled(lt.lora.add({"w": jnp.ones((3, 4, 2, 4))}, config, key=KEY, fn=fn, args=(x,)))
+    assert model["w"].lora_a.shape == (3, 2, 2, 4) and model["w"].lora_b.shape == (3, 4, 2)
+    np.testing.assert_allclose(lt.adapted(fn)(model, x), fn(lt.lora.merge(model), x), rtol=1e-5)
+
+
+def test_experts_that_are_indexed_are_a_stack() -> None:
+    fn = lambda w, x: jnp.sum(jnp.einsum("bi,eio->ebo", x, w["w"]) ** 2)  # noqa: E731
+    x, config = jnp.ones((2, 4)), lt.lora.Config(rank=2, targets="w")
+    model = lt.lora.add({"w": jnp.ones((3, 4, 5))}, config, key=KEY, fn=fn, args=(x,))
+    assert isinstance(model["w"], LoRAWeight) and model["w"].lora_a.shape == (3, 2, 5)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("depthwise/kernel", "depthwise/kernel: the model does more .*\n.*\n.*conv_general_dilated of a"),
+        ("unused/kernel", "unused/kernel: the function does not multiply by this weight"),
+        ("dense/bias", "dense/bias: no weight matrix to adapt"),
+    ],
+)
+def test_what_takes_no_adapter_is_refused_at_once_and_by_path(target: str, said: str) -> None:
+    params, fn = mixed()
+    with pytest.raises(StructureError, match=said):
+        lt.lora.add(params, lt.lora.Config(rank=2, targets=target), key=KEY, fn=fn, args=(IMAGES, IDS))
+
+
+def test_a_weight_that_is_used_in_two_ways_is_refused() -> None:
+    fn = lambda w, x: jnp.sum(jnp.tensordot(x, w["w"], 1)) + jnp.sum(jnp.einsum("ab,abc->c", x[:, :3], w["w"]))  # noqa: E731
+    with pytest.raises(StructureError, match="w: the function uses this weight in several ways"):
+        config = lt.lora.Config(rank=2, targets="w")
+        lt.lora.add({"w": jnp.ones((4, 3, 2))}, config, key=KEY, fn=fn, args=(jnp.ones((4, 4)),))
+
+
+def test_a_rank_above_what_a_kernel_has_is_refused() -> None:
+    params, fn = mixed()
+    with pytest.raises(ConfigError, match=r"image/kernel can use\n.*at most 8"):
+        lt.lora.add(params, lt.lora.Config(rank=9, targets="image/kernel"), key=KEY, fn=fn, args=(IMAGES, IDS))
+
+
+def test_shapes_are_enough() -> None:
+    params, fn = mixed()
+    shapes = jax.eval_shape(lambda: (params, IMAGES, IDS))
+    config = lt.lora.Config(rank=2, alpha=1.0, targets=KERNELS)
+    model = lt.lora.add(shapes[0], config, key=KEY, fn=fn, args=shapes[1:])
+    concrete = lt.lora.add(params, config, key=KEY, fn=fn, args=(IMAGES, IDS))
+    assert jax.tree.map(lambda leaf: leaf.shape, model) == jax.tree.map(lambda leaf: leaf.shape, concrete)
+
+
+def test_a_convolutional_net_trains_and_no_kernel_is_ever_made() -> None:
+    params, fn = mixed()
+    model = lt.lora.add(params, lt.lora.Config(rank=2, alpha=1.0, targets=KERNELS), key=KEY, fn=fn, args=(IMAGES, IDS))
+    loss = lambda model, batch: lt.adapted(fn)(model, *batch)  # noqa: E731
+    trainer = lt.Trainer(model, loss, optax.adam(1e-2), wrt="**/lora_*")
+    history = trainer.fit([(IMAGES, IDS)] * 8, num_steps=8)
+    assert history[7]["loss"] < history[0]["loss"]
+    closed = jax.make_jaxpr(lt.value_and_grad(loss, "**/lora_*"))(model, (IMAGES, IDS))
+    made = [
+        eqn.primitive.name
+        for eqn in lt.jaxprs.equations(closed)
+        if any(getattr(var.aval, "shape", ()) == (3, 3, 3, 8) for var in eqn.outvars)
+    ]
+    assert set(made) <= {"rev", "transpose", "jit", "pjit"}, made
