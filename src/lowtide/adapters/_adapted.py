@@ -36,8 +36,9 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
     Args:
         fn: any function of pytrees that can be traced by `jax.jit`. With the weights it may do what is linear in one
             operand: products (`jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot_general`), convolutions and rows of
-            tables (with what `lt.lora.add(..., fn=)` has made for them), transpose and cast them, take layers of a stack, close over them in `jax.lax.scan`, `fori_loop`, `cond`, `jax.checkpoint`, `jax.jit`,
-            scan over their layers; in `jax.vmap` and under differentiation, too.
+            tables (with what `lt.lora.add(..., fn=)` has made for them), transpose and cast them, take layers of a
+            stack, close over them in `jax.lax.scan`, `fori_loop`, `cond`, `jax.checkpoint`, `jax.jit`, scan over their
+            layers; in `jax.vmap` and under differentiation, too.
 
     Returns:
         A function of the same arguments, in which `LoRAWeight` and other nodes may stand for arrays. Without any it is
