@@ -110,6 +110,31 @@ def sft(result: Result) -> list[Line]:
     return _beside(result, "SFT", PACKED)
 
 
+def generate(result: Result) -> list[Line]:
+    """Answers beside transformers."""
+    lines = list[Line]()
+    for model in ("8b", "moe"):
+        ours = result.rows.get(f"{model}-lowtide", {})
+        for name, theirs in result.rows.items():
+            base, _, peer = name.partition("-")
+            if base == model and peer.startswith("transformers"):
+                shared = [shape for shape in ours.get("runs", {}) if shape in theirs.get("runs", {})]
+                lines += [
+                    _answers(f"generation {model}, {shape}, over {peer}", shape, ours, theirs) for shape in shared
+                ]
+                if not shared and ("failed" in ours or "failed" in theirs):
+                    lines.append(Line(f"generation {model}, over {peer}: tokens/s", failed=True))
+        if not any(line.figure.startswith(f"generation {model},") for line in lines):
+            lines.append(Line(f"generation {model}, beside transformers: tokens/s"))
+    return lines
+
+
+def _answers(figure: str, shape: str, ours: Row, theirs: Row) -> Line:
+    own, other = ours["runs"][shape], theirs["runs"][shape]
+    found = f"{own['tokens_per_second'] / other['tokens_per_second']:.2f} × ({own['tokens_per_second']:,.0f} tokens/s)"
+    return Line(f"{figure}: tokens/s", "", found + _mixed(ours, theirs))
+
+
 def _beside(result: Result, what: str, shapes: Sequence[str]) -> list[Line]:
     rows, pairs = result.rows, list[Line]()
     for name, theirs in rows.items():
@@ -267,6 +292,7 @@ PARTS: dict[str, tuple[Callable[[Result], list[Line]], str]] = {
     "peak": (peak, "measured_peak.py"),
     "lora": (lora, "lora_peft.py"),
     "sft": (sft, "sft_peft.py"),
+    "generate": (generate, "generate_time.py"),
     "offload": (offload, "offload_time.py"),
     "layerwise": (layerwise, "layerwise_time.py"),
     "trainer": (trainer, "trainer_time.py"),

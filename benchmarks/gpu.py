@@ -68,6 +68,7 @@ PARTS = (
     Part("peak", "measured_peak.py", "compiled against measured peak of many programs", 5),
     Part("lora", "lora_peft.py", "LoRA on 1B and 8B shapes beside PEFT: tokens a second and peak", 12),
     Part("sft", "sft_peft.py", "packed rows on Qwen3's shapes, dense and a mixture, beside PEFT", 10),
+    Part("generate", "generate_time.py", "answers of Qwen3's shapes, dense and a mixture, beside transformers", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
     Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
     Part("trainer", "trainer_time.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),

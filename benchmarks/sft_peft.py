@@ -83,13 +83,19 @@ def _fingerprint() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
-def _begin(side: str, model: str, rehearsal: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The files, the rows, and what was asked; another process writes what is missing, with the GPU for itself."""
+def files_of(model: str, rehearsal: bool) -> Path:
+    """The files of a model; another process writes what is missing, with the GPU for itself."""
     folder = place(model, rehearsal)
     if not is_complete(folder):
         words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
         with tempfile.TemporaryDirectory() as text:
             check_child(f"writing the weights of {model}", [*words, "--rows", text])
+    return folder
+
+
+def _begin(side: str, model: str, rehearsal: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The files, the rows, and what was asked."""
+    folder = files_of(model, rehearsal)
     vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rows = packed(vocab_size, 2 if rehearsal else ROWS, 128 if rehearsal else LENGTH)
     return folder, rows, {"side": side, "model": model, **facts(rows), "remat": True, "base_dtype": "bfloat16"}
