@@ -156,10 +156,11 @@ def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     results = None if rule is None else rule(eqn, operands)
     if results is None:
         weight = next(value for value in operands if isinstance(value, Weight))
+        kind_of_node = "weight" if isinstance(weight.node, Probe) else type(weight.node).__name__
         raise StructureError(
             f"{weight.path}: the model does more with this weight than to multiply by it",
             expected="products with activations; a weight may be transposed, cast, and taken from a stack of layers",
-            got=f"{eqn.primitive.name} of a {type(weight.node).__name__}{list(weight.node.shape)}, at "
+            got=f"{eqn.primitive.name} of a {kind_of_node}{list(weight.node.shape)}, at "
             f"{source_line(eqn) or 'an unknown line'}",
             hint=f'leave it out of the targets, for instance with the pattern "!{weight.path}"',
         )
