@@ -1,9 +1,12 @@
+import json
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 from lowtide import models
-from lowtide.finetune import Finetune, FinetuneConfig
+from lowtide.core import OutputError
+from lowtide.finetune import Finetune, FinetuneConfig, _finetune
 
 
 def test_a_sample_begins_with_one_document_and_no_padding(tiny_model_dir, monkeypatch):
@@ -22,3 +25,29 @@ def test_a_sample_begins_with_one_document_and_no_padding(tiny_model_dir, monkey
         run = SimpleNamespace(data=SimpleNamespace(held_out=[held_out]), config=config, tokenizer=tokenizer)
         assert Finetune.sample(run, model)[1] == tokenizer.decode([3])
     assert asked == [[5, 6, 7], tokens[0].tolist()]
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_day(tiny_model_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    chats = [
+        {"messages": [{"role": "user", "content": "ebb?"}, {"role": "assistant", "content": f"flow {i}"}]}
+        for i in range(9)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    turn = "{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}"
+    (tmp_path / "dated.jinja").write_text(
+        "{{ strftime_now('%d %B %Y') }}{% for m in messages %}" + turn + "{% endfor %}"
+    )
+    paths = {"model": str(tiny_model_dir), "data": str(tmp_path / "chats.jsonl")}
+    config = FinetuneConfig(**paths, chat_template=str(tmp_path / "dated.jinja"), seq_len=64, batch_size=2, rank=2)
+    with monkeypatch.context() as long_ago:
+        long_ago.setattr(_finetune, "begun_on", lambda out: "1999-12-31")
+        begun = Finetune(config, tmp_path / "run")
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "another cache"))
+    resumed = Finetune(config, tmp_path / "run")
+    other = Finetune(config, tmp_path / "other")
+    assert "31 December 1999" in begun.data.report.examples[0][0][0]
+    assert begun.data.digest == resumed.data.digest != other.data.digest
+    (tmp_path / "run" / "data.json").write_text('{"sha256_of_tokens": "a", "day": "yesterday"}')
+    with pytest.raises(OutputError, match=r"data.json: damaged(.|\n)*hint:"):
+        Finetune(config, tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     end_token: int | None,
+    day: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
     """Read, tokenise and pack the data of a run.
@@ -33,6 +35,7 @@ def load_data(
         directory: of the model, for its chat template.
         tokenizer: the model's.
         end_token: put after documents and completions.
+        day: what a chat template that writes the date takes for today; None: today.
         on_progress: called with documents done and in all.
 
     Returns:
@@ -69,10 +72,11 @@ def load_data(
         return text_data(documents, tokenizer, eval_documents=evaluated, **options)
     from .data import load_chat_template, record_data
 
+    template = load_chat_template(directory, config.chat_template)
     made = record_data(
         read_documents(config.data) if is_plain else Path(config.data or ""),
         tokenizer,
-        load_chat_template(directory, config.chat_template),
+        None if template is None else dataclasses.replace(template, day=day),
         eval_source=_source(config.eval_data, config.columns),
         columns=config.columns,
         loss_on=config.loss_on,

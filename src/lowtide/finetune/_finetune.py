@@ -50,6 +50,7 @@ from ._runs import (
     METRICS,
     MODEL,
     MetricsFile,
+    begun_on,
     check_checkpoint,
     check_same_run,
     read_records,
@@ -102,7 +103,9 @@ class Finetune:
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         end = self.base.config.eos_token_id
         end = end[0] if isinstance(end, tuple) else end
-        self.data = load_data(config, self.directory, self.tokenizer, end_token=end, on_progress=on_tokenise)
+        day = of_first(lambda: begun_on(self.out))
+        options: dict[str, Any] = {"end_token": end, "day": day, "on_progress": on_tokenise}
+        self.data = load_data(config, self.directory, self.tokenizer, **options)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
         model = self.base
@@ -117,12 +120,12 @@ class Finetune:
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
         refuse_other_folders(self._processes, self.out)
         # Before the trainer makes the folder of checkpoints: killed in between, the run could not be resumed.
-        of_first(lambda: (write_config(self.out, asked), check_same_run(self.out, config, self.data.digest)))
+        of_first(lambda: (write_config(self.out, asked), check_same_run(self.out, config, self.data.digest, day)))
         self.schedule = learning_rate(config)
         # For records, in one program; and now, for what waits for a device between a step and its record may lose it.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
-        options: dict[str, Any] = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
+        options = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
         if sharding is not None and STAGE in sharding.mesh.shape:
             options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
         if config.full:

@@ -12,6 +12,7 @@ report.html     with `report` one page of all of it, and in report.json and memo
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import tomllib
@@ -108,20 +109,38 @@ def write_config(out: Path, config: FinetuneConfig) -> None:
     write_files(out, {CONFIG: config_to_toml(config).encode()})
 
 
-def check_same_run(out: Path, config: FinetuneConfig, digest: str) -> None:
+def begun_on(out: Path) -> str:
+    """Return the day on which a run began, such as ``2025-01-31``: of a run that begins now, or recorded none, today.
+
+    Chat templates may write it, and resumed on another day the run has to see the same tokens.
+
+    Raises:
+        OutputError: when what was recorded is damaged.
+    """
+    path, today = out / DATA, datetime.date.today().isoformat()
+    return _recorded(path)[2] or today if path.is_file() else today
+
+
+def check_same_run(out: Path, config: FinetuneConfig, digest: str, day: str | None = None) -> None:
     """Refuse to resume over other data, or with other settings; the first call of a run records which they are.
 
     For the first process.
+
+    Args:
+        out: the run's folder.
+        config: its settings.
+        digest: of its tokens.
+        day: on which it began, of `begun_on`.
 
     Raises:
         ConfigError: when the tokens, or settings in `config.toml`, differ from those the run began with.
     """
     path, settings = out / DATA, _deciding(config)
     if not path.is_file():
-        begun = {"sha256_of_tokens": digest, "settings": settings, "num_steps": config.num_steps}
+        begun = {"sha256_of_tokens": digest, "settings": settings, "num_steps": config.num_steps, "day": day}
         write_files(out, {DATA: (json.dumps(begun) + "\n").encode()})
         return
-    digest_then, then = _recorded(path)
+    digest_then, then, _ = _recorded(path)
     changed = [name for name in sorted(then.keys() & settings.keys()) if then[name] != settings[name]]
     if changed:
         raise ConfigError(
@@ -237,10 +256,13 @@ def _deciding(config: FinetuneConfig) -> dict[str, Any]:
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 
-def _recorded(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the data and the settings that a run began with; earlier versions recorded no settings."""
+def _recorded(path: Path) -> tuple[str, dict[str, Any], str | None]:
+    """Return data, settings and day that a run began with; earlier versions recorded no settings, and no day."""
     try:
         values = json.loads(path.read_text())
-        return values["sha256_of_tokens"], dict(values.get("settings", {}))
+        day = values.get("day")
+        if day is not None:
+            datetime.date.fromisoformat(day)
+        return values["sha256_of_tokens"], dict(values.get("settings", {})), day
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{path}: damaged", got=str(error), hint="restore it, or start another --out") from error

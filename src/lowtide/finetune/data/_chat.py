@@ -42,6 +42,13 @@ class ChatTemplate:
     """``bos_token``, ``eos_token`` and other special tokens, by name."""
     where: str
     """The file that it is from."""
+    day: str | None = None
+    """What a template that writes the date takes for today, such as ``2025-01-31``, from its midnight; None: now."""
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether what it renders depends on the day."""
+        return "strftime_now" in self.source
 
 
 def load_chat_template(directory: str | Path, file: str | Path | None = None) -> ChatTemplate | None:
@@ -116,7 +123,7 @@ class Renderer:
             stderr=subprocess.DEVNULL,
         )
         try:
-            answer = self._ask({"template": template.source, "special": template.special})
+            answer = self._ask({"template": template.source, "special": template.special, "day": template.day})
             if "error" in answer:
                 raise self._refused(answer["error"])
         except BaseException:

@@ -11,7 +11,7 @@ import json
 import re
 import secrets
 import sys
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any
 
 _MOST_CHARACTERS = 16 * 1024**2
@@ -24,7 +24,7 @@ def main() -> None:
     _limit(most_bytes)
     first = json.loads(sys.stdin.readline())
     try:
-        render, has_generation = _compiled(first["template"], first["special"])
+        render, has_generation = _compiled(first["template"], first["special"], first["day"])
     except Exception as error:
         _answer({"error": _said(error)})
         return
@@ -52,7 +52,7 @@ def _rendered(render: Any, has_generation: bool, request: dict[str, Any]) -> dic
     return answer
 
 
-def _compiled(source: str, special: dict[str, str]) -> tuple[Any, bool]:
+def _compiled(source: str, special: dict[str, str], day: str | None) -> tuple[Any, bool]:
     """Compile a template with all that transformers gives one."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
@@ -84,6 +84,9 @@ def _compiled(source: str, special: dict[str, str]) -> tuple[Any, bool]:
     def fail(message: Any) -> None:
         raise TemplateError(str(message))
 
+    def now() -> datetime:
+        return datetime.now() if day is None else datetime.combine(date.fromisoformat(day), datetime.min.time())
+
     def tojson(
         x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
     ) -> str:
@@ -92,7 +95,7 @@ def _compiled(source: str, special: dict[str, str]) -> tuple[Any, bool]:
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = fail  # pyright: ignore[reportArgumentType]
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # pyright: ignore
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)  # pyright: ignore
     template = environment.from_string(source)
     marks = re.compile(re.escape(f"\x00{nonce}") + r"([()])")
 

@@ -8,6 +8,7 @@ under another name and renamed when it is whole: a killed run leaves nothing tha
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import json
 import os
@@ -72,7 +73,8 @@ def open_store(
     Args:
         source: what `read_records` takes, or texts.
         tokenizer: the model's.
-        template: its chat template, if any.
+        template: its chat template, if any; one that writes the date and has no day is given today, since what is kept
+            must not depend on the hour.
         columns: field to column.
         end_token: put after text and completions.
         loss_on: ``completion`` or ``all``.
@@ -87,7 +89,11 @@ def open_store(
         On the host 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
     """
     settings = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
+    if template is not None and template.writes_date and template.day is None:
+        template = dataclasses.replace(template, day=datetime.date.today().isoformat())
     chat = None if template is None else [template.source, template.special]
+    if template is not None and chat is not None and template.writes_date:
+        chat.append(template.day or "")
     name = hashlib.sha256(tokenizer.to_str().encode())
     name.update(json.dumps([settings, chat], sort_keys=True).encode())
     for piece in _digests(source):
