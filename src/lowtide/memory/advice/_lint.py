@@ -21,7 +21,7 @@ from .._owners import Owners
 from ._copies import residual_copies
 from ._finding import Finding, of_leaf
 from ._loops import copied_in_loops
-from ._traced import casts, constants, duplicated_averages, unmatched_names, unused_names, with_runs
+from ._traced import casts, constants, duplicated_averages, multiplied_out, unmatched_names, unused_names, with_runs
 
 _PRODUCTS = {"convolution", "custom-call", "dot"}
 _NOTABLE = 0.01
@@ -74,6 +74,7 @@ def lint(
     found += constants(program.jaxpr)
     if owners is not None:
         found += [*lint_owners(owners, report, program.jaxpr), *duplicated_averages(program.jaxpr, owners)]
+        found += multiplied_out(program.jaxpr, owners)
     else:
         found += _padded(report)
     kept = [f for f in found if f.num_bytes >= limit or f.rule == "checkpoint-name-unmatched"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core import format_bytes, leaf_bytes
-from ...jaxprs import bodies, consts_of, equations, policy_names, saves_name, walk
+from ...jaxprs import bodies, consts_of, equations, fold, kind_of, opened, policy_names, saves_name, source_line, walk
 from .._owners import Owners
 from ._finding import Finding, of_leaf
 
@@ -92,6 +93,72 @@ def _constants(closed: Any) -> Iterator[Any]:
     for equation in equations(closed):
         for body in bodies(equation):
             yield from consts_of(body.jaxpr)
+
+
+# --- adapters ------------------------------------------------------------------------------------------------------
+
+
+class _Known(NamedTuple):
+    """What a value holds of the step's arguments."""
+
+    leaf: int | None = None
+    """The argument that it is a copy, a cast or a part of; of a product the first factor."""
+    inner: int | None = None
+    """Of a product of two arguments, what it is summed over."""
+
+
+_MOVES = {"convert_element_type", "transpose", "squeeze", "reshape", "copy", "slice", "dynamic_slice", "neg", "mul"}
+"""What gives a value that holds no more than one operand does; of a product with a number, the other one."""
+
+
+def multiplied_out(jaxpr: Any, owners: Owners) -> Iterator[Finding]:
+    """Find sums of a weight and a product of two thin matrices, all of them arguments: W + B A."""
+    inner = jaxpr.jaxpr
+    if len(inner.invars) != len(owners.leaves):
+        return
+    found: dict[int, Any] = {}
+
+    def apply(eqn: Any, operands: list[_Known]) -> list[_Known]:
+        name, shape = eqn.primitive.name, getattr(eqn.outvars[0].aval, "shape", ()) if eqn.outvars else ()
+        if name == "dot_general" and all(known.leaf is not None and known.inner is None for known in operands):
+            (of_left, _), _ = eqn.params["dimension_numbers"]
+            summed = math.prod(eqn.invars[0].aval.shape[axis] for axis in of_left)
+            return [_Known(operands[0].leaf, summed)]
+        if name in ("add", "sub"):
+            whole = next((known for known in operands if known.leaf is not None and known.inner is None), None)
+            thin = next((known for known in operands if known.inner is not None), None)
+            if whole and thin and thin.inner and len(shape) > 1 and 2 * thin.inner <= min(shape[-2:]):
+                found.setdefault(whole.leaf or 0, eqn)
+        if name in _MOVES:
+            moved = [known for known in operands if known.leaf is not None]
+            return [moved[0] if len(moved) == 1 else _Known()]
+        kind, inside = kind_of(eqn), [_Known()] * len(eqn.outvars)
+        for body in bodies(eqn):
+            given = [_Known()] * len(opened(body.jaxpr).invars)
+            if body.reads is not None:
+                given = [
+                    known if i not in body.carried else _Known()
+                    for i, known in enumerate(map(operands.__getitem__, body.reads))
+                ]
+            results = fold(body.jaxpr, given, apply, lambda *_: _Known())
+            inside = results if kind is not None and kind.only_groups else inside
+        return inside
+
+    fold(
+        jaxpr,
+        [_Known(at) if len(var.aval.shape) > 1 else _Known() for at, var in enumerate(inner.invars)],
+        apply,
+        lambda *_: _Known(),
+    )
+    for at, eqn in found.items():
+        yield Finding(
+            rule="adapter-multiplied-out",
+            path=owners.leaves[at].path,
+            num_bytes=leaf_bytes(eqn.outvars[0].aval),
+            detail=f"{eqn.outvars[0].aval.str_short()} at {source_line(eqn) or 'an unknown line'}",
+            remedy="multiply by one factor after the other, x W + (x A) B: lowtide.lora.add puts an adapter in the "
+            "weight's place, and lowtide.adapted computes any function with it",
+        )
 
 
 # --- equal states --------------------------------------------------------------------------------------------------
