@@ -23,7 +23,6 @@ sys.path.insert(0, str(BENCHMARKS))
 import _gpu  # noqa: E402
 import _summary  # noqa: E402
 import gpu  # noqa: E402
-import lora_peft  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
@@ -475,41 +474,3 @@ def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
     written = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
     assert written.keys() == {part.name for part in gpu.PARTS}
     assert all(content["rehearsal"] and content["complete"] for content in written.values())
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize(
-    ("script", "step"),
-    [("lora_peft.py", "1b-4x2048-remat"), ("sft_peft.py", "8b-4x2048-remat"), ("sft_peft.py", "moe-4x2048-remat")],
-)
-def test_the_peers_side_can_be_rehearsed(script: str, step: str, tmp_path: Path) -> None:
-    """Where PyTorch is: `test_every_part_can_be_rehearsed` runs where it is not."""
-    names = [f"{step}-lowtide", f"{step}-peft"]
-    words = [word for name in names for word in ("--case", name)]
-    command = [sys.executable, str(BENCHMARKS / script), "--rehearse", "--json", str(tmp_path / "rows.json")]
-    env = {**os.environ, "LOWTIDE_SCRATCH": str(tmp_path)}
-    done = subprocess.run([*command, *words], env=env, capture_output=True, text=True, check=False)
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    assert {name: row["ok"] for name, row in rows.items()} == dict.fromkeys(names, True), done.stdout + done.stderr
-    ours, theirs = (rows[name] for name in names)
-    assert theirs["loss_difference"] <= lora_peft.TOLERANCE and theirs["num_trained"] == ours["num_trained"]
-
-
-@pytest.mark.peers
-def test_answers_beside_transformers_can_be_rehearsed(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "generate_time.py"),
-        "--rehearse",
-        "--json",
-        str(tmp_path / "rows.json"),
-    ]
-    env = {**os.environ, "LOWTIDE_SCRATCH": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    content = json.loads((tmp_path / "rows.json").read_text())
-    rows = content["rows"]
-    assert content["complete"] and all(row["ok"] for row in rows.values()), done.stdout + done.stderr
-    shares = [run["share_of_same_tokens"] for row in rows.values() for run in row["runs"].values() if "cache" in row]
-    assert shares == [1.0] * 6
-    lines = _summary.generate(_summary.Result(rows, True, list(rows)))
-    assert len(lines) == 6 and all(" × (" in line.found for line in lines)
