@@ -325,7 +325,8 @@ class TestBadFiles:
             ({"lora_alpha": 10**400}, "an integer of 401 digits"),
             ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj has an unusable value"),
             ({"use_rslora": "false"}, r"use_rslora has an unusable value(.|\n)*'false'"),
-            ({"layers_to_transform": 0}, "option 'layers_to_transform' is not supported"),
+            ({"layers_to_transform": -1}, r"layers_to_transform(.|\n)*unusable value"),
+            ({"layers_pattern": "(a+)+"}, r"layers_pattern(.|\n)*unusable value"),
             ({"target_modules": ["q_proj", 3]}, "target_modules.1 has an unusable value"),
         ],
     )
@@ -357,8 +358,8 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("option", "value"),
         [
-            ("use_dora", True), ("bias", "all"), ("fan_in_fan_out", True), ("modules_to_save", ["lm_head"]),
-            ("peft_type", "LOHA"), ("lora_bias", True), ("layers_to_transform", [0]), ("init_lora_weights", "pissa"),
+            ("bias", "all"), ("fan_in_fan_out", True), ("modules_to_save", ["lm_head"]),
+            ("peft_type", "LOHA"), ("lora_bias", True), ("init_lora_weights", "pissa"),
             ("layer_replication", [[0, 2]]), ("an_option_of_the_future", True),
         ],
     )  # fmt: skip
@@ -398,10 +399,6 @@ class TestBadFiles:
         name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         edit_tensors(directory, lambda tensors: tensors.update({name: np.ones((2, 4), np.int32)}))
         self.refuse(directory, rf"tensor {name} does not fit\n.*floating-point.*\n.*I32\[2, 4\]")
-
-    def test_some_layers_of_a_stack(self, directory):
-        edit_config(directory, target_modules=["v_proj", "model.layers.0.self_attn.q_proj"])
-        self.refuse(directory, r"adapts 1 of 3 layers of a stacked weight(.|\n)*layers.0.self_attn.q_proj")
 
     def test_layers_of_different_rank(self, directory):
         edit_config(directory, rank_pattern={r"layers\.0\.self_attn\.q_proj": 1})

@@ -209,11 +209,9 @@ class TestWeReadPefts:
     @pytest.mark.parametrize(
         ("named", "value"),
         [
-            ("use_dora", True),
             ("bias", "lora_only"),
             ("modules_to_save", ["lm_head"]),
             ("init_lora_weights", "pissa"),
-            ("layers_to_transform", [0]),
         ],
     )
     def test_what_it_cannot_read_is_refused_by_name(self, base, hf, tmp_path, named, value):

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._errors import StructureError
@@ -20,19 +21,26 @@ from ._paths import Tree, leaves_with_paths
 
 @runtime_checkable
 class LinearWeight(Protocol):
-    """Something that stands where a weight matrix of shape [out, in] stood."""
+    """Something that stands where a weight matrix of shape [out, in] stood.
+
+    One that changes what is added to the product, too, also has ``linear_with_bias(x, bias)``.
+    """
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x Wᵀ, in the dtype of `x`."""
         ...
 
 
-def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[Array, "*batch out"]:
-    """Multiply activations by a weight stored as [out, in]: y = x Wᵀ.
+def linear(
+    x: Float[Array, "*batch in"], weight: Array | LinearWeight, bias: Float[Array, " out"] | None = None
+) -> Float[Array, "*batch out"]:
+    """Multiply activations by a weight stored as [out, in]: y = x Wᵀ, with a bias y = x Wᵀ + b.
 
     Args:
         x: activations, shape [..., in]; their dtype is the compute dtype.
         weight: an array of shape [out, in], cast to the dtype of `x`, or a `LinearWeight`.
+        bias: what is added, cast to the dtype of `x`. A model that has one gives it here, for there are adapters that
+            scale it, too.
 
     Returns:
         Shape [..., out], in the dtype of `x`.
@@ -46,6 +54,12 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
         >>> linear(jnp.ones((2, 3)), jnp.ones((4, 3))).shape
         (2, 4)
     """
+    if bias is not None:
+        own: Any = getattr(weight, "linear_with_bias", None)
+        if own is not None:
+            return own(x, bias)
+        y = linear(x, weight)
+        return y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - 1)))
     if isinstance(weight, LinearWeight):
         return weight.linear(x)
     if weight.dtype == x.dtype:

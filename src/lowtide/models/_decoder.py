@@ -93,7 +93,13 @@ class Decoder:
 
         Returns:
             For instance ``model.layers.{layer}.self_attn.q_proj``.
+
+        Raises:
+            KeyError: for what is no module there, and for routers, which are no linear layers of `transformers`: PEFT
+                loads no adapter of one.
         """
+        if path.endswith("/router"):
+            raise KeyError(path)
         return family_of(self.config).names[path]
 
 
@@ -323,11 +329,7 @@ def _soft_capped(x: Array, cap: float | None) -> Array:
 
 
 def _dense(module: Tree, x: Array) -> Array:
-    y = linear(x, module["weight"])
-    if "bias" not in module:
-        return y
-    bias = module["bias"].astype(y.dtype)
-    return y + jnp.expand_dims(bias, tuple(range(y.ndim - 1)))
+    return linear(x, module["weight"], module.get("bias"))
 
 
 def rms_norm(x: Array, weight_D: Array, config: DecoderConfig) -> Array:

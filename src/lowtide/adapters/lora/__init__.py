@@ -1,16 +1,44 @@
-"""LoRA: train a low-rank correction of chosen weights and leave the weights alone.
+"""LoRA and its relatives: train a small correction of chosen weights and leave the weights alone.
 
 Use it as a namespace: ``lt.lora.Config``, ``lt.lora.add``, ``lt.lora.merge``, ``lt.lora.save``, ``lt.lora.load``.
 """
 
+from ._adapter import TRAINABLE as TRAINABLE
 from ._combine import combine as combine
 from ._config import Config as Config
+from ._config import IA3Config as IA3Config
+from ._config import VeRAConfig as VeRAConfig
+from ._dropout import dropout as dropout
 from ._files import check as check
 from ._files import load as load
 from ._files import save as save
 from ._kernel import LoRAKernel as LoRAKernel
 from ._model import add as add
+from ._model import disable as disable
 from ._model import merge as merge
+from ._report import Report as Report
+from ._report import report as report
+from ._vectors import IA3Weight as IA3Weight
+from ._vectors import VeRAWeight as VeRAWeight
 from ._weight import LoRAWeight as LoRAWeight
 
-__all__ = ["Config", "LoRAKernel", "LoRAWeight", "add", "check", "combine", "load", "merge", "save"]
+__all__ = [
+    "TRAINABLE",
+    "Config",
+    "IA3Config",
+    "IA3Weight",
+    "LoRAKernel",
+    "LoRAWeight",
+    "Report",
+    "VeRAConfig",
+    "VeRAWeight",
+    "add",
+    "check",
+    "combine",
+    "disable",
+    "dropout",
+    "load",
+    "merge",
+    "report",
+    "save",
+]

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ...core import ConfigError, StructureError, Tree
+from ._adapter import is_adapter, kind_of, placed
 from ._kernel import LoRAKernel
-from ._model import attach
+from ._vectors import VeRAWeight
 from ._weight import LoRAWeight
-
-_KINDS = (LoRAWeight, LoRAKernel)
 
 
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
@@ -31,7 +30,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
     Raises:
         ConfigError: when there are no models, or not one weight a model.
-        StructureError: when the models are not of one base.
+        StructureError: when the models are not of one base, or for DoRA and (IA)³, which are no sums.
 
     Memory:
         The adapters once more, in the dtype of their factors; the base is not copied.
@@ -52,30 +51,47 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         )
 
     def of_one(*nodes: Any) -> Any:
-        base = nodes[0].weight if isinstance(nodes[0], _KINDS) else nodes[0]
-        found = [(node, by) for node, by in zip(nodes, factors, strict=True) if isinstance(node, _KINDS)]
+        base = nodes[0].weight if is_adapter(nodes[0]) else nodes[0]
+        found = [(node, by) for node, by in zip(nodes, factors, strict=True) if is_adapter(node)]
         for node in nodes:
-            other = node.weight if isinstance(node, _KINDS) else node
+            other = node.weight if is_adapter(node) else node
             if other.shape != base.shape:
                 raise StructureError(
                     "the models are not of one base", expected=base.shape, got=other.shape, hint="load them onto one"
                 )
         if not found:
             return base
-        first = found[0][0]
-        at = first.num_stacked if isinstance(first, LoRAKernel) else -2
-        lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in found], axis=at)
-        lora_b = jnp.concatenate([by * node.scaling * jnp.asarray(node.lora_b) for node, by in found], axis=-1)
-        rank = float(lora_b.shape[-1])
-        if isinstance(first, LoRAKernel):
-            return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=rank)
-        return attach(base, lora_a, lora_b, rank)
+        kernels = [(node, by) for node, by in found if isinstance(node, LoRAKernel)]
+        if kernels and len(kernels) == len(found):
+            first = kernels[0][0]
+            lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in kernels], axis=first.num_stacked)
+            lora_b = jnp.concatenate([by * node.scaling * jnp.asarray(node.lora_b) for node, by in kernels], axis=-1)
+            return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=float(lora_b.shape[-1]))
+        pairs = [_factors(node) for node, _ in found]
+        lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
+        lora_b = jnp.concatenate([by * b for (_, b), (_, by) in zip(pairs, found, strict=True)], axis=-1)
+        return placed(LoRAWeight(base, lora_a, lora_b, float(lora_a.shape[-2])))
 
     try:
-        return jax.tree.map(of_one, *models, is_leaf=lambda node: isinstance(node, _KINDS))
+        return jax.tree.map(of_one, *models, is_leaf=is_adapter)
     except (ValueError, AttributeError) as error:
         if isinstance(error, StructureError):
             raise
         raise StructureError(
             "the models are not of one base", got=str(error)[:200], hint="load them onto one"
         ) from error
+
+
+def _factors(node: Any) -> tuple[Any, Any]:
+    """Return A and B with all scales of their product in them."""
+    if isinstance(node, VeRAWeight):
+        return node.factors()
+    if not isinstance(node, LoRAWeight) or node.lora_magnitude is not None:
+        raise StructureError(
+            f"an adapter of the kind {kind_of(node)} is no sum of a weight and a correction",
+            expected="LoRA, rsLoRA or VeRA",
+            got=kind_of(node),
+            hint="merge such a model by itself with lt.lora.merge",
+        )
+    scale = node.scaling if node.layer_scale is None else node.scaling * node.layer_scale[:, None, None]
+    return jnp.asarray(node.lora_a), scale * jnp.asarray(node.lora_b)

@@ -1,22 +1,26 @@
-"""What to adapt, and how strongly."""
+"""What to adapt, how, and how strongly."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core import ConfigError, is_count
+from ...core import ConfigError, check_choice, is_count
+
+ALL_LINEAR = "all-linear"
+_INITS = ("peft", "gaussian")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A LoRA configuration.
+    """A LoRA configuration; with `rslora` and `dora` two of its variants.
 
     Raises:
-        ConfigError: for a rank below 1, an alpha that is not positive and finite, or targets that are no patterns.
+        ConfigError: for a rank below 1, an alpha that is not positive and finite, an unknown `init`, or patterns and
+            layers that are none.
 
     Examples:
         >>> Config(rank=8, targets="**/{q,k,v,o}_proj").scaling
@@ -30,38 +34,175 @@ class Config:
     targets: str | Sequence[str] = "**/{q,v}_proj"
     """Globs on the paths of modules (whatever holds a leaf named ``weight``) or on the paths of the weights
     themselves; patterns that start with ``!`` exclude. They have to be weights that the model multiplies through
-    `lowtide.core.linear`."""
+    `lowtide.core.linear`. ``"all-linear"`` stands for every such matrix of a decoder's layers: no embeddings, no head,
+    no routers, no experts."""
+    exclude: str | Sequence[str] = ()
+    """Globs of what has no adapter after all, as patterns of `targets` with ``!``."""
+    rank_pattern: Mapping[str, int] | Sequence[tuple[str, int]] = ()
+    """Other ranks, by glob on the path of the module or the weight; the first that fits decides."""
+    alpha_pattern: Mapping[str, float] | Sequence[tuple[str, float]] = ()
+    """Other alphas, likewise."""
+    layers: Sequence[int] | None = None
+    """Indices of the layers that have an adapter, counted from 0; None for all. A stack stays one stack: its other
+    layers have factors of zeros, which train nothing and are not saved, but cost as many bytes of gradients and of
+    optimizer state as any."""
+    rslora: bool = False
+    """Whether the scale is ``alpha / sqrt(rank)``, which keeps the size of updates as the rank grows."""
+    dora: bool = False
+    """Whether the norm of each output's weights trains apart from their direction."""
+    init: str = "peft"
+    """How A begins: "peft", uniform in ±1/sqrt(in), or "gaussian", with standard deviation 1/rank. B begins as zero."""
 
     def __post_init__(self) -> None:
-        """Check the fields; a list of targets becomes a tuple."""
-        if not is_count(self.rank, 1):
-            raise ConfigError(
-                f"rank: {self.rank!r} is no rank",
-                expected="an integer of at least 1",
-                got=repr(self.rank),
-                hint="common ranks are 8, 16 and 64; to train no adapter, do not add one",
-            )
-        alpha: Any = self.alpha
-        if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real) or not 0 < float(alpha) < math.inf:
-            raise ConfigError(
-                f"alpha: {self.alpha!r} cannot scale a correction",
-                expected="a finite number above 0 (with 0 the adapter would have no effect and no gradient)",
-                got=repr(self.alpha),
-                hint="a common choice is twice the rank",
-            )
-        targets: Any = self.targets if isinstance(self.targets, str) else tuple(self.targets)
-        if not targets or not all(isinstance(pattern, str) and pattern for pattern in targets):
-            raise ConfigError(
-                f"targets: {self.targets!r} names nothing to adapt",
-                expected="a glob, or several",
-                got=repr(self.targets),
-                hint='for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
-            )
+        """Check the fields; lists and mappings become tuples."""
+        check_rank(self.rank, "rank")
+        _check_alpha(self.alpha, "alpha")
+        _settle(self, self.targets, self.exclude, self.layers)
+        for field, check in (("rank_pattern", check_rank), ("alpha_pattern", _check_alpha)):
+            pairs: Any = getattr(self, field)
+            pairs = tuple(pairs.items() if isinstance(pairs, Mapping) else (tuple(pair) for pair in pairs))
+            for pair in pairs:
+                if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+                    raise ConfigError(
+                        f"{field}: {pair!r} is no glob with a value",
+                        expected=f'a mapping such as {{"**/down_proj": {8 if field == "rank_pattern" else 16.0}}}',
+                        got=repr(pairs),
+                        hint="keys are globs on the paths of modules, as in targets",
+                    )
+                check(pair[1], f"{field}[{pair[0]!r}]")
+            object.__setattr__(self, field, pairs)
+        check_choice(f"init: {self.init!r} is unknown", self.init, _INITS, 'leave it out for "peft"')
+        for field in ("rslora", "dora"):
+            _check_flag(field, getattr(self, field))
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "alpha", float(self.alpha))
-        object.__setattr__(self, "targets", targets)
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``."""
-        return self.alpha / self.rank
+        """The factor of B A: ``alpha / rank``, rank-stabilised ``alpha / sqrt(rank)``."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IA3Config:
+    """An (IA)³ configuration: a vector that scales the outputs, or the inputs, of each target.
+
+    Raises:
+        ConfigError: for patterns and layers that are none.
+
+    Examples:
+        >>> IA3Config(targets="**/{k,v}_proj", feedforward=()).layers is None
+        True
+    """
+
+    targets: str | Sequence[str] = ("**/{k,v}_proj", "**/down_proj")
+    """Globs, as in `Config.targets`."""
+    feedforward: str | Sequence[str] = "**/down_proj"
+    """Which of the targets have their inputs scaled instead of their outputs; ``()`` for none."""
+    exclude: str | Sequence[str] = ()
+    """Globs, as in `Config.exclude`."""
+    layers: Sequence[int] | None = None
+    """Indices of layers, as in `Config.layers`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields; lists become tuples."""
+        _settle(self, self.targets, self.exclude, self.layers)
+        object.__setattr__(self, "feedforward", _globs("feedforward", self.feedforward, may_be_empty=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VeRAConfig:
+    """A VeRA configuration: random projections, the same for all targets, and two vectors each that train.
+
+    Raises:
+        ConfigError: for a rank below 1, a `d_initial` that is zero or not finite, or patterns and layers that are none.
+
+    Examples:
+        >>> VeRAConfig(rank=64).d_initial
+        0.1
+    """
+
+    rank: int = 256
+    """Inner dimension of the projections."""
+    d_initial: float = 0.1
+    """What the vector of the inner dimension begins with; the other begins as zero."""
+    targets: str | Sequence[str] = "**/{q,v}_proj"
+    """Globs, as in `Config.targets`."""
+    exclude: str | Sequence[str] = ()
+    """Globs, as in `Config.exclude`."""
+    layers: Sequence[int] | None = None
+    """Indices of layers, as in `Config.layers`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields; lists become tuples."""
+        check_rank(self.rank, "rank")
+        d: Any = self.d_initial
+        if isinstance(d, bool) or not isinstance(d, numbers.Real) or not math.isfinite(float(d)) or float(d) == 0:
+            raise ConfigError(
+                f"d_initial: {self.d_initial!r} cannot begin a vector",
+                expected="a finite number other than 0, with which nothing would ever train",
+                got=repr(self.d_initial),
+                hint="its authors advise 0.1 or less",
+            )
+        _settle(self, self.targets, self.exclude, self.layers)
+        object.__setattr__(self, "rank", int(self.rank))
+        object.__setattr__(self, "d_initial", float(d))
+
+
+AnyConfig = Config | IA3Config | VeRAConfig
+
+
+def check_rank(rank: Any, name: str) -> None:
+    """Raise for what is no rank."""
+    if not is_count(rank, 1):
+        raise ConfigError(
+            f"{name}: {rank!r} is no rank",
+            expected="an integer of at least 1",
+            got=repr(rank),
+            hint="common ranks are 8, 16 and 64; to train no adapter, do not add one",
+        )
+
+
+def _check_alpha(alpha: Any, name: str) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, numbers.Real) or not 0 < float(alpha) < math.inf:
+        raise ConfigError(
+            f"{name}: {alpha!r} cannot scale a correction",
+            expected="a finite number above 0 (with 0 the adapter would have no effect and no gradient)",
+            got=repr(alpha),
+            hint="a common choice is twice the rank",
+        )
+
+
+def _check_flag(name: str, flag: Any) -> None:
+    if not isinstance(flag, bool):
+        raise ConfigError(f"{name}: {flag!r} is no truth value", expected="True or False", got=repr(flag), hint="True")
+
+
+def _settle(config: Any, targets: Any, exclude: Any, layers: Any) -> None:
+    """Check what all configurations have, and make it hashable."""
+    object.__setattr__(config, "targets", _globs("targets", targets))
+    object.__setattr__(config, "exclude", _globs("exclude", exclude, may_be_empty=True))
+    if layers is None:
+        return
+    given = tuple(layers) if isinstance(layers, Sequence) and not isinstance(layers, str) else ()
+    if not given or not all(is_count(layer, 0) for layer in given):
+        raise ConfigError(
+            f"layers: {layers!r} names no layers",
+            expected="indices from 0 on, at least one",
+            got=repr(layers),
+            hint="for instance layers=range(8, 16); None adapts all",
+        )
+    object.__setattr__(config, "layers", tuple(sorted({int(layer) for layer in given})))
+
+
+def _globs(name: str, given: Any, *, may_be_empty: bool = False) -> Any:
+    globs: Any = given if isinstance(given, str) else tuple(given)
+    may = may_be_empty and globs == ()
+    if not may and (not globs or not all(isinstance(pattern, str) and pattern for pattern in globs)):
+        raise ConfigError(
+            f"{name}: {given!r} names nothing to adapt",
+            expected="a glob, or several",
+            got=repr(given),
+            hint='for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
+        )
+    return globs

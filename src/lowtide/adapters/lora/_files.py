@@ -16,12 +16,25 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from ...core import ModelFileError, StructureError, Tree, input_file, shortened, write_files
+from ._adapter import kind_of, placed
 from ._kernel import LoRAKernel
-from ._model import attach
-from ._peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, describe, read_config, tensor_names
+from ._peft import (
+    CONFIG_FILE,
+    IA3,
+    LORA,
+    VERA,
+    VERA_TENSORS,
+    WEIGHTS_FILE,
+    PeftConfig,
+    describe,
+    read_config,
+    tensor_names,
+)
 from ._sites import Site, adapted_sites, layer_names, replace, sites
+from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 
+_PEFT_TYPES = {LoRAWeight: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 _DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -45,7 +58,8 @@ def save(
         task_type: PEFT's name of the kind of model; None makes it a plain `PeftModel`.
 
     Raises:
-        StructureError: when there is no adapter, it is abstract, or two modules have one name.
+        StructureError: when there is no adapter, it is abstract, two modules have one name, or adapters are of several
+            kinds.
         OutputError: when the folder cannot be written; nothing half-written remains.
 
     Memory:
@@ -66,7 +80,7 @@ def save(
     if not adapted:
         raise StructureError(
             "the model has no adapter to save",
-            expected="at least one LoRAWeight",
+            expected="at least one adapter, such as a LoRAWeight",
             hint="add one with lt.lora.add; a merged model has none left",
         )
     for site in adapted:
@@ -77,21 +91,27 @@ def save(
                 got=f"a LoRAKernel{list(site.node.shape)}",
                 hint='fold it in with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
             )
-    ranks: dict[str, tuple[int, float]] = {}
+    kind = _kind(adapted)
+    described: dict[str, dict[str, Any]] = {}
     tensors: dict[str, np.ndarray] = {}
     for site in adapted:
-        factors = _host_factors(site)
+        leaves, scales = _host_leaves(site)
         for layer, name in enumerate(layer_names(model, site)):
-            if name in ranks:
+            if name in described:
                 raise StructureError(
                     f"{site.path}: another adapted module is called {name!r}, too",
                     hint="rename one of them, or give the model an external_name that tells them apart",
                 )
-            ranks[name] = (site.node.rank, site.node.alpha)
-            for key, factor in zip(tensor_names(name), factors, strict=True):
-                tensors[key] = np.ascontiguousarray(factor[layer] if factor.ndim == 3 else factor)
+            if scales is not None and scales[layer] == 0:
+                continue
+            described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
+            for leaf, key in tensor_names(name, kind, dora=described[name].get("dora", False)).items():
+                values = leaves[leaf][layer] if len(site.weight.shape) == 3 else leaves[leaf]
+                tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
+    if kind == VERA:
+        tensors |= _projections(adapted)
     modules = [name for names in _names_by_site(model).values() for name in names]
-    config = describe(ranks, modules, base_model_name_or_path=base_model_name_or_path, task_type=task_type)
+    config = describe(described, modules, kind, base_model_name_or_path=base_model_name_or_path, task_type=task_type)
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -102,8 +122,8 @@ def save(
 def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
-    Rank-stabilised scales and rank and alpha patterns are read; alpha is stored so that ``alpha / rank`` is the
-    file's scale. Loaded adapters train on from where they were.
+    LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA are read, with rank and alpha patterns, and with layers
+    that have no adapter. Loaded adapters train on from where they were.
 
     Args:
         model: the base model, or one that has adapters of the same shapes on the same modules, whose values are then
@@ -115,8 +135,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
     Raises:
         ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
-            configuration asks for what is not supported (DoRA, biases, fully trained modules, other PEFT methods).
-            `lora_dropout` gives one warning: it has no effect on results, and is not applied in training.
+            configuration asks for what is not supported (biases, fully trained modules, other PEFT methods). Dropout
+            gives one warning: it has no effect on results, and training has it where `dropout` is called.
         StructureError: when the model has other adapters.
 
     Memory:
@@ -144,9 +164,21 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     try:
         with safe_open(path, framework="numpy") as file:
             keys = set(file.keys())
-            chosen = {index: names[index] for index in names if _is_chosen(names[index], config, keys, path)}
-            _check_keys(path, keys, {key for group in chosen.values() for name in group for key in tensor_names(name)})
-            nodes = {index: _read_node(file, path, by_index[index], chosen[index], config) for index in chosen}
+            hits = {index: _hits(names[index], config, keys) for index in names}
+            chosen = {index: hits[index] for index in names if any(hits[index])}
+            expected = {
+                key
+                for index, on in chosen.items()
+                for name, is_on in zip(names[index], on, strict=True)
+                if is_on
+                for key in config.tensors(name).values()
+            }
+            _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
+            wholes = _read_projections(file, path, config) if config.kind == VERA else ()
+            nodes = {
+                index: _read_node(file, path, by_index[index], names[index], on, config, wholes)
+                for index, on in chosen.items()
+            }
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
@@ -167,17 +199,63 @@ def check(directory: str | os.PathLike[str]) -> None:
     read_config(Path(directory))
 
 
-def _host_factors(site: Site) -> tuple[np.ndarray, np.ndarray]:
-    factors = (site.node.lora_a, site.node.lora_b)
-    if any(isinstance(factor, jax.ShapeDtypeStruct) for factor in factors):
+def _kind(adapted: Sequence[Site]) -> str:
+    """Return PEFT's name of the kind of all adapters."""
+    kinds = {(_PEFT_TYPES[type(site.node)], getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
+    if len(kinds) > 1:
+        raise StructureError(
+            "the model has adapters of several kinds, and a directory of PEFT's has one",
+            expected="LoRA, DoRA, (IA)³ or VeRA",
+            got=" and ".join(sorted({kind_of(site.node) for site in adapted})),
+            hint="merge some of them with lt.lora.merge",
+        )
+    return next(iter(kinds))[0]
+
+
+def _said(node: Any, layer_scale: float) -> dict[str, Any]:
+    """Return what `adapter_config.json` has to say of the node, for one layer of it."""
+    if isinstance(node, IA3Weight):
+        return {"feedforward": node.feedforward}
+    if isinstance(node, VeRAWeight):
+        return {"rank": node.rank}
+    dora = node.lora_magnitude is not None
+    return {"rank": node.rank, "alpha": node.alpha * layer_scale, "rslora": node.rslora, "dora": dora}
+
+
+def _as_peft(values: np.ndarray, node: Any) -> np.ndarray:
+    """Give a leaf of one layer the shape that PEFT has."""
+    return values.reshape((1, -1) if node.feedforward else (-1, 1)) if isinstance(node, IA3Weight) else values
+
+
+def _projections(adapted: Sequence[Site]) -> dict[str, np.ndarray]:
+    """Return the projections of which every node of VeRA has the first rows and columns."""
+    both = [_host_leaves(site)[0] for site in adapted]
+    parts = [[leaves[name].reshape(-1, *leaves[name].shape[-2:]) for leaves in both] for name in ("vera_a", "vera_b")]
+    wholes = [max(group, key=lambda part: part.size // len(part))[0] for group in parts]
+    for whole, group in zip(wholes, parts, strict=True):
+        for site, part in zip(adapted, group, strict=True):
+            cut = whole[: part.shape[1], : part.shape[2]]
+            if cut.shape != part.shape[1:] or not (part == cut[None]).all():
+                raise StructureError(
+                    f"{site.path}: its projections are others than those of {adapted[0].path}",
+                    expected="the same for all weights, from one call of lt.lora.add",
+                    hint="PEFT's VeRA has one pair of projections; merge some of the adapters with lt.lora.merge",
+                )
+    return dict(zip(VERA_TENSORS, (np.ascontiguousarray(whole) for whole in wholes), strict=True))
+
+
+def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Return an adapter's leaves by name, and what its layers are scaled by."""
+    leaves = {name: getattr(site.node, name) for name in site.node.AXES if getattr(site.node, name) is not None}
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
         raise StructureError(
             f"{site.path}: the adapter has shapes but no values",
             expected="arrays",
             got="jax.ShapeDtypeStruct",
             hint="save the adapter of a model that was run, not of one that was analysed",
         )
-    lora_a, lora_b = (np.asarray(factor, np.float32) for factor in factors)
-    return lora_a, lora_b
+    arrays = {name: np.asarray(leaf, np.float32) for name, leaf in leaves.items()}
+    return arrays, arrays.get("layer_scale")
 
 
 def _names_by_site(model: Tree) -> dict[int, list[str]]:
@@ -192,20 +270,11 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
     return names
 
 
-def _is_chosen(names: Sequence[str], config: PeftConfig, keys: set[str], path: Path) -> bool:
-    """Whether the directory adapts a weight: all layers of it, or none."""
+def _hits(names: Sequence[str], config: PeftConfig, keys: set[str]) -> list[bool]:
+    """Say of each layer of a weight whether the directory adapts it."""
     if config.file.target_modules is None:
-        hits = [name for name in names if keys.intersection(tensor_names(name))]
-    else:
-        hits = [name for name in names if config.targets(name)]
-    if hits and len(hits) < len(names):
-        raise ModelFileError(
-            f"{path}: adapts {len(hits)} of {len(names)} layers of a stacked weight",
-            expected=f"all of {names[0]} … {names[-1]}, or none",
-            got=", ".join(hits[:6]),
-            hint="add the missing layers in PEFT with lora_B = 0, which changes no result",
-        )
-    return bool(hits)
+        return [bool(keys.intersection(config.tensors(name).values())) for name in names]
+    return [config.targets(name) for name in names]
 
 
 def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
@@ -221,7 +290,56 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
         )
 
 
-def _read_node(file: Any, path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> LoRAWeight:
+def _read_node(
+    file: Any,
+    path: Path,
+    site: Site,
+    names: Sequence[str],
+    on: Sequence[bool],
+    config: PeftConfig,
+    wholes: Sequence[np.ndarray],
+) -> Any:
+    """Read the node of a weight; layers that the directory does not adapt have zeros, and a scale of zero."""
+    there = [name for name, is_on in zip(names, on, strict=True) if is_on]
+    out, inner = site.weight.shape[-2:]
+    said = _one_for_all(path, site, there, config)
+    shapes: dict[str, tuple[int, ...]] = {"lora_magnitude": (out,), "lora_lambda_b": (out,)}
+    if config.kind == IA3:
+        shapes["lora_scale"] = (1, inner) if said["feedforward"] else (out, 1)
+    else:
+        rank = said.pop("rank")
+        shapes |= {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_lambda_d": (rank,)}
+    leaves: dict[str, Any] = {}
+    for leaf in config.tensors(there[0]):
+        read = {name: _read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
+        of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
+        flat = [values.reshape(-1) if config.kind == IA3 else values for values in of_layers]
+        leaves[leaf] = jnp.asarray(np.stack(flat) if len(site.weight.shape) == 3 else flat[0])
+    scale = None if all(on) else jnp.asarray(on, jnp.float32)
+    kind = {LORA: LoRAWeight, IA3: IA3Weight, VERA: VeRAWeight}[config.kind]
+    if config.kind == VERA:
+        whole_a, whole_b = wholes
+        _check_projections(path, site, wholes)
+        layers = site.weight.shape[:-2]
+        leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(whole_a[:, :inner]), (*layers, whole_a.shape[0], inner))
+        leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(whole_b[:out]), (*layers, out, whole_b.shape[1]))
+    return placed(kind(site.weight, **leaves, layer_scale=scale, **said))
+
+
+def _one_for_all(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:
+    """Return what the configuration says of a weight, which has to be the same for all its layers."""
+    if config.kind == VERA:
+        return {"rank": config.file.r}
+    if config.kind == IA3:
+        both = {config.is_feedforward(name) for name in names}
+        if len(both) > 1:
+            raise ModelFileError(
+                f"{path}: of the layers of {site.path} some are feedforward modules and some are not",
+                expected="all, or none",
+                got=f"{len(names)} layers of both kinds",
+                hint="name all of them in feedforward_modules, and train the adapter again",
+            )
+        return {"feedforward": both.pop()}
     scales = {(config.rank_of(name), config.alpha_of(name)) for name in names}
     if len(scales) > 1:
         raise ModelFileError(
@@ -231,17 +349,31 @@ def _read_node(file: Any, path: Path, site: Site, names: Sequence[str], config: 
             hint="pad the adapters in PEFT to one rank with rows and columns of zeros",
         )
     ((rank, alpha),) = scales
+    return {"rank": rank, "alpha": alpha, "rslora": bool(config.file.use_rslora)}
+
+
+def _read_projections(file: Any, path: Path, config: PeftConfig) -> list[np.ndarray]:
+    found: list[np.ndarray] = []
+    for key, axis in zip(VERA_TENSORS, (0, 1), strict=True):
+        shape = tuple(file.get_slice(key).get_shape())
+        wanted = [*shape] if len(shape) == 2 else [1, 1]
+        wanted[axis] = config.file.r
+        found.append(_read_tensor(file, path, key, tuple(wanted)))
+    return found
+
+
+def _check_projections(path: Path, site: Site, wholes: Sequence[np.ndarray]) -> None:
     out, inner = site.weight.shape[-2:]
-    groups: list[list[np.ndarray]] = [[], []]
-    for name in names:
-        for group, key, shape in zip(groups, tensor_names(name), ((rank, inner), (out, rank)), strict=True):
-            group.append(_read_tensor(file, path, key, shape))
-    stacked = len(site.weight.shape) == 3
-    lora_a, lora_b = (jnp.asarray(np.stack(group) if stacked else group[0]) for group in groups)
-    return attach(site.weight, lora_a, lora_b, alpha)
+    if wholes[0].shape[1] < inner or wholes[1].shape[0] < out:
+        raise ModelFileError(
+            f"{path}: the projections are too small for {site.path}",
+            expected=f"at least {inner} columns of {VERA_TENSORS[0]} and {out} rows of {VERA_TENSORS[1]}",
+            got=f"{list(wholes[0].shape)} and {list(wholes[1].shape)}",
+            hint="load it into the model that it was made for",
+        )
 
 
-def _read_tensor(file: Any, path: Path, key: str, shape: tuple[int, int]) -> np.ndarray:
+def _read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
     found = file.get_slice(key)
     if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
         raise ModelFileError(
@@ -261,20 +393,27 @@ def _read_tensor(file: Any, path: Path, key: str, shape: tuple[int, int]) -> np.
     return values
 
 
-def _check_present(present: Sequence[Site], nodes: Mapping[int, LoRAWeight]) -> None:
+def _check_present(present: Sequence[Site], nodes: Mapping[int, Any]) -> None:
     """Adapters that the model has already may only be replaced by ones of the same shapes at the same places."""
     if not present:
         return
-    ranks = {site.index: site.node.rank for site in present}
-    if ranks != {index: node.rank for index, node in nodes.items()}:
+    ranks = {site.index: _described(site.node) for site in present}
+    found = {index: _described(node) for index, node in nodes.items()}
+    if ranks != found:
         raise StructureError(
             f"{present[0].path}: the model has other adapters than the directory",
             expected="a model without adapters, or with the same ranks on the same modules",
-            got=f"ranks {dict(Counter(ranks.values()))} in the model, "
-            f"{dict(Counter(node.rank for node in nodes.values()))} in the directory (rank: number of weights)",
+            got=f"{dict(Counter(ranks.values()))} in the model, {dict(Counter(found.values()))} in the directory "
+            "(adapter: number of weights)",
             hint="load into the base model, or fold the old adapters in first with lt.lora.merge",
         )
 
 
 def _some(names: Sequence[str]) -> str:
     return shortened(", ".join(names[:4]), 500) + (f", … ({len(names) - 4} more)" if len(names) > 4 else "")
+
+
+def _described(node: Any) -> str:
+    if isinstance(node, IA3Weight):
+        return f"(IA)³ on {'inputs' if node.feedforward else 'outputs'}"
+    return f"{kind_of(node)} of rank {node.rank}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -135,16 +134,14 @@ class LoRAKernel:
         return run(self.weight.astype(dtype)) + jnp.moveaxis(delta, tuple(others), tuple(range(at, at + num_others)))
 
 
-def start(weight: Any, use: Use, rank: int, alpha: float, key: Any) -> LoRAKernel:
-    """Make a fresh adapter: A random in ±1/sqrt(columns), B zero; both abstract when the weight is."""
+def start(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[int, ...]], Any]) -> LoRAKernel:
+    """Make a fresh adapter: A drawn, B zero; both abstract when the weight is."""
     shape, first, split = tuple(weight.shape), use.num_stacked, use.num_stacked + use.num_rows
     shape_a, shape_b = (*shape[:first], rank, *shape[split:]), (*shape[:split], rank)
     if isinstance(weight, jax.ShapeDtypeStruct):
         lora_a, lora_b = (jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape_a, shape_b))
     else:
-        bound = float(math.prod(shape[split:])) ** -0.5
-        lora_a = jax.random.uniform(key, shape_a, jnp.float32, -bound, bound)
-        lora_b = jnp.zeros(shape_b, jnp.float32)
+        lora_a, lora_b = draw(shape_a), jnp.zeros(shape_b, jnp.float32)
     sharding = getattr(weight, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(weight, jax.core.Tracer):
         spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))

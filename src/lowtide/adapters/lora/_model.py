@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,50 +13,63 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...core import ConfigError, ExternalNames, StructureError, Tree, put
+from ...core import ConfigError, ExternalNames, NonFiniteError, StructureError, Tree
 from .._uses import Use
-from ._config import Config
+from ._adapter import Adapter, is_adapter, named_sharding, placed
+from ._config import AnyConfig, IA3Config
 from ._found import find_uses
-from ._kernel import LoRAKernel, fold, start
-from ._sites import Site, adapted_sites, layer_names, replace, select_sites
-from ._weight import LoRAWeight
+from ._kernel import LoRAKernel, fold
+from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
+from ._start import of_layers, started
+from ._vectors import IA3Weight
 
 
 def add(
-    model: Tree, config: Config, *, key: Array, fn: Callable[..., Any] | None = None, args: Sequence[Any] = ()
+    model: Tree,
+    config: AnyConfig,
+    *,
+    key: Array | None = None,
+    fn: Callable[..., Any] | None = None,
+    args: Sequence[Any] = (),
 ) -> Tree:
-    """Give chosen weights a low-rank adapter that starts as no change.
+    """Give chosen weights an adapter that starts as no change.
 
-    A is uniform in ±1/sqrt(in), as in PEFT, and B is zero, both float32 whatever the weight's dtype. A module's draw
-    depends on `key` and on its path only, not on what else is adapted.
+    Of LoRA A is random, as in PEFT, and B is zero; of (IA)³ the vector is ones; of VeRA the projections are random, and
+    one of the vectors is zero. All are float32 whatever the weight's dtype. What is drawn for a LoRA module depends on
+    `key` and on its path only, not on what else is adapted.
 
     Args:
         model: any pytree that multiplies by its weights and does nothing else with them: through
             `lowtide.core.linear`, or as ``weight @ x``, ``x @ weight`` or ``x @ weight.T``, as Equinox does. Weights
-            have shape [out, in], or [num_layers, out, in] for stacked layers. (One of shape [in, out] trains as well;
-            what its files call A is PEFT's B, transposed.) `jax.ShapeDtypeStruct` leaves give abstract adapters.
-        config: rank, scale and targets.
-        key: a JAX random key.
+            have shape [out, in], or [num_layers, out, in] for stacked layers. (One of shape [in, out] trains as well
+            with plain LoRA, and ``x @ weight``; what its files call A is PEFT's B, transposed.)
+            `jax.ShapeDtypeStruct` leaves give abstract adapters.
+        config: a `Config`, `IA3Config` or `VeRAConfig`.
+        key: a JAX random key; (IA)³ needs none.
         fn: a function of the model, such as its loss, where that does other things with weights: with `lowtide.adapted`
             it is what will train. Its program says what each target is: a matrix whatever its axes' order, a kernel of
             attention or of a convolution, a table of embeddings, a stack of such.
         args: the other arguments of `fn`: arrays, or shapes.
 
     Returns:
-        The model with a `LoRAWeight` in place of each target, or a `LoRAKernel` where `fn` uses it as no matrix;
-        ``"**/lora_*"`` selects exactly the adapters.
+        The model with a `LoRAWeight`, `IA3Weight` or `VeRAWeight` in place of each target, or a `LoRAKernel` where `fn`
+        uses it as no matrix; `TRAINABLE`, the glob ``"**/lora_*"``, selects exactly what trains.
 
     Raises:
-        SelectionError: when a target pattern matches nothing.
-        StructureError: for a target that is no floating-point matrix, or has an adapter already; with `fn` for one that
-            it does more with, or nothing, without it from `lowtide.value_and_grad` and the trainer.
-        ConfigError: when the rank exceeds a target's smaller dimension, and for a model of Keras or NNX.
+        SelectionError: when a pattern matches nothing.
+        StructureError: for a target that is no floating-point matrix, or has an adapter already; for (IA)³ on outputs
+            to which the model adds a bias itself; with `fn` for a target that it does more with than to multiply by it,
+            or nothing, without it from `lowtide.value_and_grad` and the trainer.
+        ConfigError: when the rank exceeds a target's smaller dimension, `layers` names one that is not there, `key` is
+            missing, for what a kernel does not take (DoRA, some layers, (IA)³, VeRA), and for a model of Keras or NNX.
 
     Memory:
-        ``4 * rank * (out + in)`` bytes for each matrix. The weights are referred to, not copied. Adapters of a weight
-        with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
+        ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;
+        of VeRA ``4 * (rank + out)`` that train, and the projections, once a layer. The weights are referred to, not
+        copied. Adapters of a weight with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
 
     Examples:
+        >>> from lowtide.adapters.lora import Config
         >>> model = {"q_proj": {"weight": jnp.ones((8, 8))}}
         >>> model = add(model, Config(rank=2, targets="q_proj"), key=jax.random.key(0))
         >>> model["q_proj"]["weight"].lora_a.shape
@@ -68,31 +79,41 @@ def add(
         Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685).
     """
     _refuse_object(model)
-    targets = select_sites(model, config.targets)
-    of_program = {} if fn is None else find_uses(model, targets, fn, args)
+    if key is None and not isinstance(config, IA3Config):
+        raise ConfigError("key: the adapter begins at random", got="None", hint="for instance key=jax.random.key(0)")
+    targets = select_sites(model, config.targets, config.exclude)
+    uses = {} if fn is None else find_uses(model, targets, fn, args)
+    kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
+    targets = of_layers(targets, config.layers)
     for site in targets:
-        _check_target(model, site, config.rank, of_program.get(site.index))
-    return replace(model, {site.index: _start(site, config, key, of_program.get(site.index)) for site in targets})
+        _check_target(model, site, uses.get(site.index))
+    nodes = started(model, targets, config, key, kernels)
+    return replace(model, {index: placed(node) for index, node in nodes.items()})
 
 
 def merge(model: Tree) -> Tree:
-    """Fold every adapter into its weight: W + scaling B A, in float32, rounded once to the dtype of W.
+    """Fold every adapter into its weight (of LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
+
+    The given model stays as it is, so there is nothing to undo. Of weights that are on a disk only merged, what a LoRA
+    adapter added is taken off by ``merge(combine([load(merged, dir)], [-1.0]))``.
 
     Args:
         model: a model with adapters.
 
     Returns:
-        The model with plain weights, without any `LoRAWeight`. Rounding to bfloat16 loses the part of a correction
-        that is below half a unit in the last place of W.
+        The model with plain weights, without any adapter. (IA)³ on outputs scales the module's bias, too.
+        Rounding to bfloat16 loses the part of a correction that is below half a unit in the last place of W.
 
     Raises:
         StructureError: when there is no adapter, or a base weight is no array.
+        NonFiniteError: when a merged weight has a value that is no finite number (not seen under `jax.jit`).
 
     Memory:
         A new array for each adapted weight, made one at a time; while one is made, a float32 copy of one layer of it.
         The given model is not changed: drop it to free its weights.
 
     Examples:
+        >>> from lowtide.adapters.lora import LoRAWeight
         >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
         >>> merge({"w": node})["w"].tolist()
         [[3.0, 3.0], [3.0, 3.0]]
@@ -112,20 +133,58 @@ def merge(model: Tree) -> Tree:
                 expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
                 hint="merge into an unquantised base weight",
             )
-    return replace(
-        model,
-        {site.index: fold(site.node) if isinstance(site.node, LoRAKernel) else _fold(site.node) for site in adapted},
-    )
+    by_path = {site.path: site for site in sites(model)}
+    nodes: dict[int, Any] = {}
+    for site in adapted:
+        nodes[site.index] = _checked(site.path, _fold(site.node))
+        bias = by_path.get(f"{site.module}/bias")
+        if isinstance(site.node, IA3Weight) and bias is not None and not isinstance(bias.node, jax.ShapeDtypeStruct):
+            nodes[bias.index] = site.node.folded_bias(bias.node)
+    return replace(model, nodes)
 
 
-def attach(weight: Any, lora_a: Any, lora_b: Any, alpha: float) -> LoRAWeight:
-    """Make the node for a weight and its factors; these are sharded like the weight along the axes they share."""
-    sharding = _named_sharding(weight)
-    if sharding is not None:
-        *layers, out, inner = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
-        lora_a = _place(lora_a, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, None, inner)))
-        lora_b = _place(lora_b, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, out, None)))
-    return LoRAWeight(weight, lora_a, lora_b, alpha)
+def disable(model: Tree) -> Tree:
+    """Return the model without its adapters: the base as it is.
+
+    Args:
+        model: a model with adapters.
+
+    Returns:
+        The model with the weights that the adapters stand on.
+
+    Raises:
+        StructureError: when there is no adapter.
+
+    Memory:
+        No copy.
+
+    Examples:
+        >>> from lowtide.adapters.lora import LoRAWeight
+        >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
+        >>> disable({"w": node})["w"] is node.weight
+        True
+    """
+    adapted = adapted_sites(model)
+    if not adapted:
+        raise StructureError(
+            "the model has no adapter to leave out", expected="at least one", hint="it is the base already"
+        )
+    return replace(model, {site.index: site.weight for site in adapted})
+
+
+def _checked(path: str, weight: Any) -> Any:
+    if isinstance(weight, jax.Array) and not isinstance(weight, jax.core.Tracer) and not _is_finite(weight):
+        raise NonFiniteError(
+            f"{path}: merged, it has values that are no finite numbers",
+            got="infinity or NaN",
+            hint="the adapter or its base is damaged, its training had diverged, or its values are beyond the dtype",
+        )
+    return weight
+
+
+@jax.jit
+def _is_finite(weight: Array) -> Array:
+    return jnp.isfinite(weight).all()
 
 
 def _refuse_object(model: Any) -> None:
@@ -148,10 +207,15 @@ def _refuse_object(model: Any) -> None:
             )
 
 
-def _check_target(model: Tree, site: Site, rank: int, use: Use | None) -> None:
-    if isinstance(site.node, (LoRAWeight, LoRAKernel)):
+def _is_matrix(site: Site, uses: Mapping[int, Use]) -> bool:
+    return site.is_matrix and uses[site.index].is_matrix
+
+
+def _check_target(model: Tree, site: Site, use: Use | None) -> None:
+    if is_adapter(site.node):
+        rank = "" if isinstance(site.node, IA3Weight) else f" of rank {site.node.rank}"
         raise StructureError(
-            f"{site.path}: already has an adapter of rank {site.node.rank}",
+            f"{site.path}: already has an adapter{rank}",
             expected="a weight without one",
             hint="fold the old one in with lt.lora.merge, or leave this target out",
         )
@@ -161,83 +225,36 @@ def _check_target(model: Tree, site: Site, rank: int, use: Use | None) -> None:
             f"{site.path}: no weight matrix to adapt",
             expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
             got=f"{site.weight.dtype}{list(shape)}",
-            hint=f'narrow the targets, for instance with the pattern "!{site.module}"',
+            hint=f'narrow the targets, for instance with the pattern "!{site.module}"'
+            + (": experts of a mixture take no adapter" if len(shape) == 4 else ""),
         )
     if use is None and isinstance(model, ExternalNames):
         layer_names(model, site)  # refuses vectors of stacked layers, which look like a matrix [num_layers, dim]
-    rows = len(shape) - 1 if use is None else use.num_stacked + use.num_rows
-    first = len(shape) - 2 if use is None else use.num_stacked
-    most = min(math.prod(shape[first:rows]), math.prod(shape[rows:]))
-    if rank > most:
-        raise ConfigError(
-            f"rank: {rank} is more than {site.path} can use",
-            expected=f"at most {most}, the smaller side of {list(shape)}",
-            got=rank,
-            hint="lower the rank, or train the whole weight",
-        )
 
 
-def _start(site: Site, config: Config, key: Array, use: Use | None) -> LoRAWeight | LoRAKernel:
-    """Make a fresh adapter: A random, B zero; both abstract when the weight is."""
-    key = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-    if use is not None and not (use.is_matrix and site.is_matrix):
-        return start(site.weight, use, config.rank, config.alpha, key)
-    *layers, out, inner = site.weight.shape
-    shape_a, shape_b = (*layers, config.rank, inner), (*layers, out, config.rank)
-    if isinstance(site.weight, jax.ShapeDtypeStruct):
-        lora_a, lora_b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (shape_a, shape_b))
-    else:
-        # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
-        bound = float(inner) ** -0.5
-        lora_a = jax.random.uniform(key, shape_a, jnp.float32, -bound, bound)
-        lora_b = jnp.zeros(shape_b, jnp.float32)
-    return attach(site.weight, lora_a, lora_b, config.alpha)
-
-
-def _place(factor: Any, sharding: jax.sharding.NamedSharding) -> Any:
-    if isinstance(factor, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(factor.shape, factor.dtype, sharding=sharding)
-    return put(factor, sharding)
-
-
-def _fold(node: LoRAWeight) -> Any:
+def _fold(node: Adapter) -> Any:
+    if isinstance(node, LoRAKernel):
+        return fold(node)
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
-    weight, lora_a, lora_b = (jnp.asarray(leaf) for leaf in (node.weight, node.lora_a, node.lora_b))
-    sharding = _named_sharding(weight)
+    node = jax.tree.map(jnp.asarray, node)
+    weight, sharding = node.weight, named_sharding(node.weight)
     if weight.ndim == 2:
-        merged = _fold_matrix(weight, lora_a, lora_b, node.scaling)
+        merged = _fold_matrix(node)
     else:
         # Layer by layer into one buffer. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
         merged = jnp.zeros(weight.shape, weight.dtype, device=sharding)
         for layer in range(weight.shape[0]):
-            merged = _fold_layer(merged, layer, weight, lora_a, lora_b, node.scaling)
+            merged = _fold_layer(merged, layer, node)
     return merged if sharding is None else jax.device_put(merged, sharding)
 
 
 @jax.jit
-def _fold_matrix(
-    weight: Float[Array, "out in"], lora_a: Float[Array, "r in"], lora_b: Float[Array, "out r"], scaling: float
-) -> Float[Array, "out in"]:
-    # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
-    a, b = lora_a.astype(jnp.float32), lora_b.astype(jnp.float32)
-    delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
-    return (weight.astype(jnp.float32) + scaling * delta).astype(weight.dtype)
+def _fold_matrix(node: Any) -> Float[Array, "out in"]:
+    return node.folded().astype(node.weight.dtype)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fold_layer(
-    merged: Float[Array, "L out in"],
-    layer: int,
-    weight: Float[Array, "L out in"],
-    lora_a: Float[Array, "L r in"],
-    lora_b: Float[Array, "L out r"],
-    scaling: float,
-) -> Float[Array, "L out in"]:
-    one = [jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False) for leaf in (weight, lora_a, lora_b)]
-    return jax.lax.dynamic_update_index_in_dim(merged, _fold_matrix(*one, scaling), layer, 0)
-
-
-def _named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
-    sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
-    return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+def _fold_layer(merged: Float[Array, "L out in"], layer: int, node: Any) -> Float[Array, "L out in"]:
+    one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), node)
+    return jax.lax.dynamic_update_index_in_dim(merged, _fold_matrix(one), layer, 0)

@@ -16,49 +16,66 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...core import ModelFileError, input_file, parse_json, read_input, shortened, shown, validate
 from ._patterns import Matcher
-
-if TYPE_CHECKING:
-    from ._schema import AdapterFile
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _MOST_BYTES = 16 * 1024**2
 
+LORA, IA3, VERA = "LORA", "IA3", "VERA"
+
 # Options that say nothing about the values a loaded adapter computes with.
 _NO_EFFECT = frozenset(
-    "auto_mapping base_model_name_or_path corda_config eva_config inference_mode layers_pattern loftq_config "
-    "lora_ga_config megatron_core peft_version qalora_group_size revision runtime_config task_type".split()
+    "auto_mapping base_model_name_or_path corda_config d_initial eva_config inference_mode init_ia3_weights "
+    "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
+    "revision runtime_config task_type".split()
 )
-_READ = frozenset(
-    "alpha_pattern bias exclude_modules init_lora_weights lora_alpha lora_dropout peft_type r rank_pattern "
-    "target_modules use_rslora".split()
-)
+_READ_OF_ALL = "exclude_modules layers_pattern layers_to_transform peft_type target_modules"
+_READ = {
+    LORA: "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora use_rslora",
+    IA3: "feedforward_modules",
+    VERA: "bias r save_projection vera_dropout",
+}
 # Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change them.
 _PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
-def tensor_names(module: str) -> tuple[str, str]:
-    """Return the names of a module's A and B in the file."""
-    return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
+"""The projections of VeRA, which all modules share."""
+
+
+def tensor_names(module: str, kind: str, *, dora: bool = False) -> dict[str, str]:
+    """Return what the file calls the leaves of a module's node, by the leaf's name."""
+    leaves = {
+        LORA: {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"},
+        IA3: {"lora_scale": "ia3_l"},
+        VERA: {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"},
+    }[kind]
+    if dora:
+        leaves = {**leaves, "lora_magnitude": "lora_magnitude_vector"}
+    return {leaf: f"base_model.model.{module}.{name}" for leaf, name in leaves.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeftConfig:
     """What `adapter_config.json` says about the adapted modules."""
 
-    file: AdapterFile
-    """The file."""
+    file: Any
+    """The file, of the schema of its kind."""
+    kind: str = LORA
+    """PEFT's name of the kind of adapter."""
     matcher: Matcher
     """What matches its patterns."""
 
     def check_patterns(self) -> None:
         """Raise for what is no regular expression, whether or not a module is looked for with it."""
         texts = [text for text in (self.file.target_modules, self.file.exclude_modules) if isinstance(text, str)]
-        ends = [*(self.file.rank_pattern or ()), *(self.file.alpha_pattern or ())]
+        if self.kind == IA3 and isinstance(self.file.feedforward_modules, str):
+            texts.append(self.file.feedforward_modules)
+        ends = [*(self.file.rank_pattern or ()), *(self.file.alpha_pattern or ())] if self.kind == LORA else []
         for pattern in (*texts, *map(_end_of, ends)):
             self.matcher.matches(pattern, "")
 
@@ -67,21 +84,48 @@ class PeftConfig:
         return _by_pattern(self.file.rank_pattern, module, self.matcher, self.file.r)
 
     def alpha_of(self, module: str) -> float:
-        """Return the alpha with which ``alpha / rank`` is the scale that the file asks for."""
-        alpha = _by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha)
-        return float(alpha * math.sqrt(self.rank_of(module))) if self.file.use_rslora else float(alpha)
+        """Return the alpha of a module."""
+        return float(_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
+
+    def is_feedforward(self, module: str) -> bool:
+        """Whether (IA)³ scales a module's inputs."""
+        named = self.file.feedforward_modules
+        if isinstance(named, str):
+            return self.matcher.matches(named, module)
+        return any(module.endswith(name) for name in named or ())
+
+    @property
+    def dora(self) -> bool:
+        """Whether there are magnitudes."""
+        return self.kind == LORA and bool(self.file.use_dora)
+
+    @property
+    def tensors(self) -> Any:
+        """`tensor_names` of this kind, a function of the module's name."""
+        return lambda module: tensor_names(module, self.kind, dora=self.dora)
 
     def targets(self, module: str) -> bool:
         """Whether a module has an adapter; True when the file does not say."""
         named, excluded = self.file.target_modules, self.file.exclude_modules
         if excluded and _matches(excluded, module, self.matcher):
             return False
-        return named is None or _matches(named, module, self.matcher)
+        return (named is None or _matches(named, module, self.matcher)) and self._has_layer(module)
+
+    def _has_layer(self, module: str) -> bool:
+        """Whether a module is of a layer that has adapters."""
+        layers, before = self.file.layers_to_transform, self.file.layers_pattern
+        if layers is None:
+            return True
+        words = [before] if isinstance(before, str) and before else before or ["[^.]*"]
+        found = (re.match(rf".*\.{word}\.(\d+)\.", module) for word in words)
+        index = next((int(match[1]) for match in found if match), None)
+        return index is not None and index in ([layers] if isinstance(layers, int) else layers)
 
 
 def describe(
-    adapted: Mapping[str, tuple[int, float]],
+    adapted: Mapping[str, Mapping[str, Any]],
     modules: Sequence[str],
+    kind: str,
     *,
     base_model_name_or_path: str | None,
     task_type: str | None,
@@ -89,37 +133,51 @@ def describe(
     """Return the contents of `adapter_config.json`.
 
     Args:
-        adapted: rank and alpha of every adapted module.
+        adapted: of every adapted module what its node says: ``rank``, ``alpha``, ``rslora``, ``dora``, ``feedforward``.
         modules: the names of all modules of the model that could be adapted.
+        kind: of the adapters.
         base_model_name_or_path: where the base model is.
         task_type: PEFT's name of the kind of model.
 
     Returns:
         A dictionary with the keys PEFT writes.
     """
-    rank, rank_pattern = _default_and_pattern({name: rank for name, (rank, _) in adapted.items()})
-    alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, (_, alpha) in adapted.items()})
-    return {
-        "alpha_pattern": alpha_pattern,
+    common = {
         "auto_mapping": None,
         "base_model_name_or_path": base_model_name_or_path,
-        "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
         "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": rank_pattern,
+        "peft_type": kind,
         "revision": None,
         "target_modules": _target_modules(list(adapted), modules),
         "task_type": task_type,
-        "use_dora": False,
-        "use_rslora": False,
+    }
+    if kind == IA3:
+        wide = [name for name, node in adapted.items() if node["feedforward"]]
+        return {**common, "feedforward_modules": _target_modules(wide, modules) if wide else []}
+    common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None}
+    first = next(iter(adapted.values()))
+    if kind == VERA:
+        return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
+    rslora = all(node["rslora"] for node in adapted.values())
+    # A scale of one kind among those of the other is written as what gives the same number.
+    alphas = {
+        name: node["alpha"] * (math.sqrt(node["rank"]) if node["rslora"] and not rslora else 1)
+        for name, node in adapted.items()
+    }
+    rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
+    alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, alpha in alphas.items()})
+    return {
+        **common,
+        "alpha_pattern": alpha_pattern,
+        "init_lora_weights": True,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "r": rank,
+        "rank_pattern": rank_pattern,
+        "use_dora": first["dora"],
+        "use_rslora": rslora,
     }
 
 
@@ -130,7 +188,7 @@ def read_config(directory: Path) -> PeftConfig:
         ModelFileError: when it is missing, no JSON object, lacks or garbles a value, or asks for something that would
             change the result and is not supported.
     """
-    from ._schema import AdapterFile
+    from ._schema import AdapterFile, IA3File, VeraFile
 
     path = input_file(
         directory,
@@ -139,40 +197,55 @@ def read_config(directory: Path) -> PeftConfig:
         hint="give the directory that PEFT's save_pretrained or lt.lora.save wrote",
     )
     raw = parse_json(read_input(path, most_bytes=_MOST_BYTES), str(path))
-    _refuse_unsupported(path, raw)
-    file = validate(
-        AdapterFile, raw, f"{path}: not a LoRA configuration", hint="write it again with PEFT or with lt.lora.save"
+    kind = _refuse_unsupported(path, raw)
+    schema = {LORA: AdapterFile, IA3: IA3File, VERA: VeraFile}[kind]
+    names = {LORA: "LoRA", IA3: "(IA)³", VERA: "VeRA"}
+    file: Any = validate(
+        schema, raw, f"{path}: not a {names[kind]} configuration", hint="write it again with PEFT or with lt.lora.save"
     )
-    config = PeftConfig(file=file, matcher=Matcher(str(path)))
+    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)))
     config.check_patterns()
-    if file.lora_dropout:
+    if kind == VERA and not file.save_projection:
+        raise ModelFileError(
+            f"{path}: option 'save_projection' is false: the projections are not in the file",
+            expected="save_projection = true, PEFT's default",
+            got="numbers that only one version of PyTorch draws again",
+            hint="load it with PEFT, set save_projection there, and save it again",
+        )
+    option = {LORA: "lora_dropout", VERA: "vera_dropout"}.get(kind)
+    if option is not None and getattr(file, option):
         warnings.warn(
-            f"{path}: lora_dropout {file.lora_dropout} is not applied; results are those of PEFT's eval mode, and "
-            "training goes on without dropout",
+            f"{path}: {option} {getattr(file, option)} is not applied; results are those of PEFT's eval mode, and "
+            "training goes on without dropout unless the loss function calls lt.lora.dropout",
             stacklevel=3,
         )
     return config
 
 
-def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse every option, known or not, that is switched on and would change what the adapter computes."""
-    wrong = {
-        name: raw.get(name, default)
-        for name, default in (("peft_type", "LORA"), ("bias", "none"))
-        if raw.get(name, default) != default
-    }
+def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
+    """Refuse every option, known or not, that is switched on and would change what the adapter computes.
+
+    Returns:
+        The kind of adapter.
+    """
+    kind: Any = raw.get("peft_type", LORA)
+    wrong: dict[str, Any] = {}
+    if not isinstance(kind, str) or kind not in _READ:
+        wrong, kind = {"peft_type": kind}, LORA
+    if raw.get("bias", "none") != "none":
+        wrong["bias"] = raw["bias"]
     if raw.get("init_lora_weights") not in _PURE_INITS:
         wrong["init_lora_weights"] = raw["init_lora_weights"]
-    wrong |= {name: value for name, value in raw.items() if value and name not in _NO_EFFECT | _READ}
-    if raw.get("layers_to_transform") == 0:  # the first layer alone, which is no "off"
-        wrong["layers_to_transform"] = 0
+    known = {*_NO_EFFECT, *_READ_OF_ALL.split(), *_READ[kind].split()}
+    wrong |= {name: value for name, value in raw.items() if value and name not in known}
     if wrong:
         raise ModelFileError(
             f"{path}: option {shown(next(iter(wrong)))} is not supported",
-            expected="a plain or rank-stabilised LoRA adapter without biases",
+            expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter, without biases",
             got=shortened(", ".join(f"{name}={shown(value)}" for name, value in wrong.items())),
             hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
         )
+    return kind
 
 
 def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bool:

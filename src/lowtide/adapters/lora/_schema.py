@@ -13,14 +13,29 @@ Rank = Annotated[int, Field(ge=1, le=2**20)]
 Alpha = Annotated[float, Field(ge=-1e9, le=1e9)]
 Pattern = Annotated[str, Field(max_length=2**18)]
 Names = Pattern | list[Pattern]
+Layer = Annotated[int, Field(ge=0, le=2**20)]
+Word = Annotated[str, Field(pattern=r"^\w*$", max_length=2**10)]
 
 
-class AdapterFile(BaseModel):
-    """The options that Lowtide reads, strictly: text is no number, a number is no truth value, numbers are finite."""
+class CommonFile(BaseModel):
+    """What every kind of adapter says, strictly: text is no number, a number is no truth value, numbers are finite."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
     peft_type: str = "LORA"
+    target_modules: Names | None = None
+    """Which modules have an adapter; None when the file does not say."""
+    exclude_modules: Names | None = None
+    """Which of them have none after all."""
+    layers_to_transform: Layer | list[Layer] | None = None
+    """Which layers have one; None for all."""
+    layers_pattern: Word | list[Word] | None = None
+    """What stands before the index of a layer in a module's name; None for anything."""
+
+
+class AdapterFile(CommonFile):
+    """The options of LoRA that Lowtide reads."""
+
     r: Rank
     """Rank of modules that no pattern names."""
     lora_alpha: Alpha
@@ -31,10 +46,25 @@ class AdapterFile(BaseModel):
     """Other alphas, likewise."""
     use_rslora: bool | None = None
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
-    target_modules: Names | None = None
-    """Which modules have an adapter; None when the file does not say."""
-    exclude_modules: Names | None = None
-    """Which of them have none after all."""
+    use_dora: bool | None = None
+    """Whether there are magnitudes."""
     lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
     bias: str | None = "none"
     init_lora_weights: Any = True
+
+
+class IA3File(CommonFile):
+    """The options of (IA)³ that Lowtide reads."""
+
+    feedforward_modules: Names | None = None
+    """Of which modules inputs are scaled."""
+
+
+class VeraFile(CommonFile):
+    """The options of VeRA that Lowtide reads."""
+
+    r: Rank
+    save_projection: bool = True
+    """Whether the projections are in the file."""
+    vera_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
+    bias: str | None = "none"

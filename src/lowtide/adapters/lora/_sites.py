@@ -9,9 +9,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core import ExternalNames, StructureError, Tree, leaves_with_paths, match_names
-from ._kernel import LoRAKernel
-from ._weight import LoRAWeight
+from ...core import (
+    ConfigError,
+    ExternalNames,
+    LinearWeight,
+    SelectionError,
+    StructureError,
+    Tree,
+    leaves_with_paths,
+    match_names,
+)
+from ._adapter import NEEDED, is_adapter
+from ._config import ALL_LINEAR
 
 LAYER = "{layer}"
 
@@ -25,7 +34,7 @@ class Site:
     path: str
     """Tree path of the weight."""
     node: Any
-    """What stands there: an array (or its shape), a `LoRAWeight` or a `LoRAKernel`."""
+    """What stands there: an array (or its shape), another `lowtide.core.LinearWeight`, or an adapter."""
 
     @property
     def module(self) -> str:
@@ -35,7 +44,7 @@ class Site:
     @property
     def weight(self) -> Any:
         """The base weight."""
-        return self.node.weight if _is_adapted(self.node) else self.node
+        return self.node.weight if is_adapter(self.node) else self.node
 
     @property
     def is_floating(self) -> bool:
@@ -51,45 +60,76 @@ class Site:
 
 def sites(model: Tree) -> list[Site]:
     """Every leaf, and every adapted weight as one, in flattening order."""
-    leaves = leaves_with_paths(model, is_leaf=_is_adapted)
+    leaves = leaves_with_paths(model, is_leaf=_is_weight)
     return [Site(index=index, path=path, node=node) for index, (path, node) in enumerate(leaves)]
 
 
 def adapted_sites(model: Tree) -> list[Site]:
-    """Return the sites that carry an adapter, all three leaves present.
+    """Return the sites that carry an adapter, all leaves present that it needs.
 
     Raises:
         StructureError: when a leaf is missing, as in one half of a partition.
     """
-    adapted = [site for site in sites(model) if _is_adapted(site.node)]
+    adapted = [site for site in sites(model) if is_adapter(site.node)]
     for site in adapted:
-        missing = [name for name in ("weight", "lora_a", "lora_b") if getattr(site.node, name) is None]
+        needed = NEEDED[type(site.node)]
+        missing = [name for name in needed if getattr(site.node, name) is None]
         if missing:
             raise StructureError(
                 f"{site.path}: the adapter has no {' and no '.join(missing)}",
-                expected="weight, lora_a and lora_b",
+                expected=f"{', '.join(needed[:-1])} and {needed[-1]}",
                 got="one half of a partition",
                 hint="put the halves together first: lt.combine(trainable, frozen)",
             )
     return adapted
 
 
-def select_sites(model: Tree, targets: str | Sequence[str]) -> list[Site]:
+def select_sites(model: Tree, targets: str | Sequence[str], exclude: str | Sequence[str] = ()) -> list[Site]:
     """Select the sites whose module or own path the patterns match; errors as in `lowtide.core.match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
-        if _is_adapted(site.node) or hasattr(site.node, "shape"):
+        if is_adapter(site.node) or hasattr(site.node, "shape"):
             for name in {site.module, site.path}:
                 by_name.setdefault(name, []).append(site)
     # Modules come first, so that a message about what there is shows the names one would write.
     names = sorted(by_name, key=lambda name: not any(name == site.module != site.path for site in by_name[name]))
-    chosen = {site.index: site for name in match_names(names, targets) for site in by_name[name]}
+    given = [targets] if isinstance(targets, str) else [*targets]
+    patterns = [pattern for pattern in given if pattern != ALL_LINEAR]
+    if len(patterns) < len(given):
+        patterns = [*_all_linear(model), *patterns]
+    chosen = {site.index: site for name in match_names(names, patterns) for site in by_name[name]}
+    if exclude:
+        # By site, not by name: one is excluded by its module's name though it was chosen by its own.
+        for name in match_names(names, exclude):
+            for site in by_name[name]:
+                chosen.pop(site.index, None)
+        if not chosen:
+            raise SelectionError(
+                "the exclusions leave nothing selected", got=repr(exclude), hint="narrow the patterns of exclude"
+            )
     return [chosen[index] for index in sorted(chosen)]
+
+
+def _all_linear(model: Tree) -> list[str]:
+    """List the paths of all stacked matrices that other software knows as a module of each layer."""
+    found: list[str] = []
+    for site in sites(model) if isinstance(model, ExternalNames) else ():
+        name = external_name(model, site)
+        if site.is_matrix and len(site.weight.shape) == 3 and name is not None and name.count("{") == 1:
+            found.append(site.path)
+    if not found:
+        raise ConfigError(
+            f'targets: "{ALL_LINEAR}" needs a model that says which of its weights are linear layers',
+            expected="a decoder of Lowtide, or a model with stacked layers and an external_name",
+            got=type(model).__name__,
+            hint='name them with globs, for instance "**/*_proj"',
+        )
+    return found
 
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
     """Put other nodes at some sites of the model, keyed by `Site.index`."""
-    leaves, treedef = jax.tree.flatten(model, is_leaf=_is_adapted)
+    leaves, treedef = jax.tree.flatten(model, is_leaf=_is_weight)
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
@@ -134,5 +174,6 @@ def layer_names(model: Tree, site: Site) -> list[str]:
     return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
 
 
-def _is_adapted(node: Any) -> bool:
-    return isinstance(node, (LoRAWeight, LoRAKernel))
+def _is_weight(node: Any) -> bool:
+    """Whether a node stands for one weight; a module of somebody's may well have a field named ``linear``."""
+    return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))

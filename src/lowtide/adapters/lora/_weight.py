@@ -5,9 +5,12 @@ a stacked node is sliced by `jax.lax.scan` like the array it replaced.
 
 The product is computed as x Wᵀ + (alpha / r) (x Aᵀ) Bᵀ; W + BA never exists, neither forward nor backward.
 
-Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685). Deviation from PEFT: it
-multiplies in the adapter's dtype (float32) and rounds the sum; here the factors are cast to the dtype of `x`, so a
-bfloat16 model multiplies in bfloat16 throughout.
+Sources: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv:2106.09685); Kalajdzievski, "A Rank
+Stabilization Scaling Factor for Fine-Tuning with LoRA" (arXiv:2312.03732); Liu et al., "DoRA: Weight-Decomposed
+Low-Rank Adaptation" (arXiv:2402.09353). Deviations from PEFT: it multiplies in the adapter's dtype (float32) and rounds
+the sum; here the factors are cast to the dtype of `x`, so a bfloat16 model multiplies in bfloat16 throughout. For DoRA
+it multiplies W + BA out to take the norms of its rows; here they are ‖W‖² + 2 s (W Aᵀ) · B + s² B A Aᵀ Bᵀ, in float32.
+Known inefficiency: the norms of W, a constant, are computed again in every use, which reads W once more.
 
 A model that knows nothing of `lowtide.core.linear` writes ``weight @ x`` (Equinox), ``x @ weight`` or ``x @ weight.T``:
 the node multiplies so, too. What else is done to an array it cannot, and `lowtide.value_and_grad` and the trainer say
@@ -18,16 +21,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+import math
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import StructureError, linear
+from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_a", "lora_b"], meta_fields=["alpha"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["weight", "lora_a", "lora_b", "lora_magnitude", "layer_scale", "dropout_key"],
+    meta_fields=["alpha", "rslora", "dropout"],
+)
 @dataclasses.dataclass(frozen=True)
 class LoRAWeight:
     """A weight with a low-rank adapter; a pytree node that multiplies like the weight it replaced.
@@ -42,6 +51,14 @@ class LoRAWeight:
         (2, 4)
     """
 
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "lora_a": ("rank", "in"),
+        "lora_b": ("out", "rank"),
+        "lora_magnitude": ("out",),
+        "layer_scale": (),
+    }
+    """The axes of each leaf after those of layers."""
+
     weight: Any
     """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
     lora_a: Any
@@ -50,6 +67,17 @@ class LoRAWeight:
     """The factor B that writes the output, [out, r] or [L, out, r], float32."""
     alpha: float
     """Numerator of the scale of the correction (static)."""
+    lora_magnitude: Any = None
+    """DoRA's norm of each row of the result, [out] or [L, out], float32; None for plain LoRA."""
+    layer_scale: Any = None
+    """Of a stack, a further factor of each layer's correction, [L], float32, which does not train: 0 for layers without
+    an adapter. None: 1 for all."""
+    dropout_key: Any = None
+    """With dropout a random key (of a stack one a layer), from `lowtide.lora.dropout`; None without."""
+    rslora: bool = False
+    """Whether the scale is ``alpha / sqrt(rank)`` (static)."""
+    dropout: float = 0.0
+    """Part of the activations that the correction does not see (static)."""
 
     __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
 
@@ -60,11 +88,14 @@ class LoRAWeight:
 
     @property
     def scaling(self) -> float:
-        """The factor of B A: ``alpha / rank``."""
-        return self.alpha / self.rank
+        """The factor of B A: ``alpha / rank``, rank-stabilised ``alpha / sqrt(rank)``."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
         """Compute x (W + scaling B A)ᵀ, in the dtype of `x`, without forming W + scaling B A.
+
+        With a magnitude m, each output is multiplied by m / ‖row of W + scaling B A‖, of which the norm is a constant
+        to gradients, as DoRA's authors advise.
 
         Args:
             x: activations, shape [..., in]; their dtype is the compute dtype, to which the adapter is cast.
@@ -74,33 +105,91 @@ class LoRAWeight:
 
         Memory:
             Beside the result, activations of width r. The backward pass keeps `x` and those; nothing of shape
-            [out, in] unless W itself trains or has to be cast to the dtype of `x`.
+            [out, in] unless W itself trains or has to be cast to the dtype of `x`. With a magnitude it keeps the
+            result before it was scaled, too. With dropout, `x` once more.
         """
-        low_rank = linear(x, self.lora_a) * self.scaling
-        return linear(x, self.weight) + linear(low_rank, self.lora_b)
+        seen = x if self.dropout_key is None else dropped(x, self.dropout_key, self.dropout)
+        low_rank = linear(seen, self.lora_a)
+        correction = linear(low_rank * self._factor(low_rank), self.lora_b)
+        base = linear(x, self.weight)
+        if self.lora_magnitude is None:
+            return base + correction
+        scale = over_rows(self._row_scale(x.dtype), base)
+        if self.dropout_key is None:
+            return scale * (base + correction)
+        # As in PEFT, what is not seen is missing from the scaled part of the base's product, too.
+        return base + (scale - 1) * linear(seen, self.weight) + scale * correction
+
+    def _factor(self, like: Array) -> Any:
+        """Return the scale of the correction for an array whose axes begin with those of `layer_scale`."""
+        if self.layer_scale is None:
+            return self.scaling
+        scale = (self.scaling * self.layer_scale).astype(like.dtype)
+        return jnp.expand_dims(scale, tuple(range(scale.ndim, like.ndim)))
+
+    def _row_scale(self, dtype: Any) -> Float[Array, " out"]:
+        """Return m / ‖W + scaling B A‖, the norms from those of W, from W Aᵀ and from A Aᵀ, all thin."""
+        if len(self.lora_a.shape) != 2:
+            raise StructureError(
+                "a stack of weights with magnitudes is multiplied layer by layer",
+                got=f"A of shape {list(self.lora_a.shape)}",
+                hint="multiply inside of jax.lax.scan or jax.vmap over the layers",
+            )
+        weight, a, b = jax.lax.stop_gradient((self.weight, self.lora_a, self.lora_b))
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32) * self._factor(b)
+        crossed = linear(a.astype(dtype), weight).astype(jnp.float32)  # A Wᵀ, [r, out]
+        gram = jnp.matmul(a, a.T, precision=jax.lax.Precision.HIGHEST)
+        inner = jnp.matmul(b, gram, precision=jax.lax.Precision.HIGHEST)
+        squares = row_squares(weight) + 2 * jnp.sum(b * crossed.T, axis=-1) + jnp.sum(inner * b, axis=-1)
+        return self._over_norm(jax.lax.stop_gradient(squares))
+
+    def _over_norm(self, squares: Float[Array, " out"]) -> Float[Array, " out"]:
+        # A row of zeros has no direction to scale, and its result is zero.
+        norms = jnp.sqrt(jnp.where(squares > 0, squares, 1.0))
+        scale = self.lora_magnitude.astype(jnp.float32) / norms
+        return scale if self.layer_scale is None else jnp.where(self.layer_scale != 0, scale, 1.0)
+
+    def folded(self) -> Float[Array, "out in"]:
+        """Return what `linear` multiplies by, multiplied out in float32, of one matrix; for merging alone."""
+        # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
+        a, b = self.lora_a.astype(jnp.float32), self.lora_b.astype(jnp.float32)
+        delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
+        whole = self.weight.astype(jnp.float32) + self._factor(delta) * delta
+        if self.lora_magnitude is None:
+            return whole
+        return whole * self._over_norm(row_squares(whole))[:, None]
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
         """Compute (W + scaling B A) x, in the dtype that W x has."""
+        if not self._is_plain:
+            return matmul(self, x)
         result = self.weight @ x
-        low_rank = (self.lora_a.astype(result.dtype) @ x * self.scaling).astype(result.dtype)
+        low_rank = self.lora_a.astype(result.dtype) @ x
+        low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
         lora_b = self.lora_b.astype(result.dtype)
         # Of a stacked weight a vector gives [L, r], which is no matrix.
         return result + (lora_b @ low_rank if x.ndim > 1 else jnp.einsum("...or,...r->...o", lora_b, low_rank))
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
         """Compute x (W + scaling B A), in the dtype that x W has."""
+        if not self._is_plain:
+            return NotImplemented
         result = x @ self.weight
-        low_rank = (x @ self.lora_b.astype(result.dtype) * self.scaling).astype(result.dtype)
+        low_rank = x @ self.lora_b.astype(result.dtype)
+        low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
         lora_a = self.lora_a.astype(result.dtype)
         return result + (low_rank @ lora_a if x.ndim > 1 else jnp.einsum("...r,...ri->...i", low_rank, lora_a))
 
     @property
-    def mT(self) -> LoRAWeight:  # noqa: N802 - NumPy's name
+    def mT(self) -> Any:  # noqa: N802 - NumPy's name
         """The transposed weight, [in, out] or [L, in, out], whose factors are Bᵀ and Aᵀ."""
-        return LoRAWeight(self.weight.mT, self.lora_b.mT, self.lora_a.mT, self.alpha)
+        if not self._is_plain:
+            return transposed(self)
+        changed = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
+        return dataclasses.replace(self, **changed)
 
     @property
-    def T(self) -> LoRAWeight:  # noqa: N802 - NumPy's name
+    def T(self) -> Any:  # noqa: N802 - NumPy's name
         """The transposed weight, [in, out], of one that is not stacked.
 
         Raises:
@@ -113,7 +202,12 @@ class LoRAWeight:
                 got=f"shape {list(self.shape)}",
                 hint="write weight.mT, or narrow the targets",
             )
-        return LoRAWeight(self.weight.T, self.lora_b.T, self.lora_a.T, self.alpha)
+        return self.mT
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether W, A and B may be multiplied from either side."""
+        return self.lora_magnitude is None and self.dropout_key is None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,71 @@
+"""Which nodes are adapters, and what all of them have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import jax
+import jax.core
+
+from ...core import put
+from ._kernel import LoRAKernel
+from ._vectors import IA3Weight, VeRAWeight
+from ._weight import LoRAWeight
+
+Adapter = LoRAWeight | LoRAKernel | IA3Weight | VeRAWeight
+KINDS: Mapping[type, str] = {LoRAWeight: "LoRA", LoRAKernel: "LoRA of a kernel", IA3Weight: "(IA)³", VeRAWeight: "VeRA"}
+
+TRAINABLE = "**/lora_*"
+"""A glob that selects what trains of every kind of adapter, and nothing else."""
+
+NEEDED: Mapping[type, tuple[str, ...]] = {
+    LoRAWeight: ("weight", "lora_a", "lora_b"),
+    LoRAKernel: ("weight", "lora_a", "lora_b"),
+    IA3Weight: ("weight", "lora_scale"),
+    VeRAWeight: ("weight", "vera_a", "vera_b", "lora_lambda_d", "lora_lambda_b"),
+}
+"""Leaves without which a node is half of one."""
+
+
+def is_adapter(node: Any) -> TypeGuard[Adapter]:
+    """Whether a node is a weight with an adapter."""
+    return isinstance(node, (LoRAWeight, LoRAKernel, IA3Weight, VeRAWeight))
+
+
+def kind_of(node: Adapter) -> str:
+    """Name the kind of an adapter, as its authors do."""
+    if isinstance(node, LoRAWeight):
+        stabilised = "rsLoRA" if node.rslora else "LoRA"
+        return stabilised if node.lora_magnitude is None else f"{stabilised} with DoRA" if node.rslora else "DoRA"
+    return KINDS[type(node)]
+
+
+def placed(node: Any) -> Any:
+    """Shard the leaves of an adapter like its weight along the axes they share."""
+    sharding = named_sharding(node.weight)
+    if sharding is None or isinstance(node, LoRAKernel):  # the factors of a kernel are placed when they are made
+        return node
+    *layers, out, inner = (*sharding.spec, *(None,) * (len(node.weight.shape) - len(sharding.spec)))
+    along = {"out": out, "in": inner, "rank": None}
+    changed: dict[str, Any] = {}
+    for name, axes in node.AXES.items():
+        leaf = getattr(node, name)
+        if leaf is not None:
+            changed[name] = _place(
+                leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*layers, *(along[axis] for axis in axes)))
+            )
+    return dataclasses.replace(node, **changed)
+
+
+def named_sharding(weight: Any) -> jax.sharding.NamedSharding | None:
+    """Return how an array is divided along a mesh, where it is."""
+    sharding = None if isinstance(weight, jax.core.Tracer) else getattr(weight, "sharding", None)
+    return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+
+def _place(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return put(leaf, sharding)

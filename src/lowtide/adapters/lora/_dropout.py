@@ -1,0 +1,67 @@
+"""Dropout of adapters, with randomness that is given and not kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import zlib
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from ...core import ConfigError, StructureError, Tree
+from ._sites import adapted_sites, replace
+from ._vectors import IA3Weight
+
+
+def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
+    """Return the model as one training step sees it: corrections that do not see a part of their inputs.
+
+    To be called in a loss function, with a key of its own for every step. `lowtide.Trainer` gives such a key to a loss
+    function that takes ``key``, the same one when a run is resumed: ``def loss(model, batch, *, key, training)``. The
+    keys are leaves of the nodes, one a layer, so they are right under `jax.lax.scan`, and a block that is computed
+    again in the backward pass draws the same numbers. A model that this was not called on has no dropout.
+
+    Args:
+        model: a model with LoRA, DoRA or VeRA adapters.
+        rate: the part of each correction's inputs that is set to zero, at least 0 and less than 1.
+        key: a JAX random key.
+
+    Returns:
+        The model, its adapters with a `dropout_key`.
+
+    Raises:
+        ConfigError: for a rate out of range.
+        StructureError: when there is no adapter, or one of (IA)³, which has no correction.
+
+    Memory:
+        The backward pass keeps the inputs of each correction, after dropout, beside those of the weight.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import Config, add
+        >>> model = add({"w": jnp.ones((4, 4))}, Config(rank=2, targets="w"), key=jax.random.key(0))
+        >>> dropout(model, 0.1, key=jax.random.key(1))["w"].dropout
+        0.1
+    """
+    given: Any = rate
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) < 1:
+        raise ConfigError(
+            f"rate: {rate!r} is no part of the inputs",
+            expected="a number of at least 0 and less than 1",
+            got=repr(rate),
+            hint="0.05 is usual",
+        )
+    adapted = adapted_sites(model)
+    if not adapted:
+        raise StructureError("the model has no adapter to drop inputs of", hint="add one with lt.lora.add")
+    nodes: dict[int, Any] = {}
+    for site in adapted:
+        if isinstance(site.node, IA3Weight):
+            raise StructureError(f"{site.path}: (IA)³ has no dropout", got="IA3Weight", hint="leave the dropout out")
+        own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+        layers = site.weight.shape[:-2]
+        keys = jax.random.split(own, layers) if layers else own
+        nodes[site.index] = dataclasses.replace(site.node, dropout_key=keys, dropout=float(given))
+    return replace(model, nodes if given else {})

@@ -1,0 +1,71 @@
+"""What the nodes of all adapters have in common, as small functions of arrays.
+
+Shapes: L layers; ``out`` and ``in`` are the weight's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...core import StructureError
+
+
+def over_rows(vector: Float[Array, " n"], like: Array) -> Array:
+    """Cast a vector to the dtype of activations [..., n], with as many axes."""
+    return jnp.expand_dims(vector.astype(like.dtype), tuple(range(like.ndim - vector.ndim)))
+
+
+def dropped(x: Float[Array, "*batch in"], key: Array, rate: float) -> Float[Array, "*batch in"]:
+    """Set a part of activations to zero, and scale the others so that their mean stays."""
+    keep = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))
+
+
+def row_squares(weight: Any) -> Float[Array, "*L out"]:
+    """Return the squared norm of each row of a weight, in float32, without a float32 copy of it."""
+    whole = weight.dequantize() if hasattr(weight, "dequantize") else weight
+    return jnp.sum(jnp.square(whole.astype(jnp.float32)), axis=-1)
+
+
+def matmul(node: Any, x: Array) -> Array:
+    """Compute ``node @ x`` of a matrix by the node's own ``linear``, in the dtype that W x would have."""
+    if len(node.shape) != 2 or x.ndim > 2:
+        raise StructureError(
+            f"weight @ x of shapes {list(node.shape)} and {list(x.shape)} with an adapter that scales rows",
+            expected="one matrix [out, in], and a vector or a matrix",
+            hint="multiply with lowtide.linear(x, weight), or under jax.vmap",
+        )
+    x = jnp.asarray(x, jnp.result_type(x, node.dtype))
+    return node.linear(x) if x.ndim == 1 else node.linear(x.T).T
+
+
+class Transposed:
+    """The transpose of a node, which knows one thing: ``x @ weight.T``."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __rmatmul__(self, x: Array) -> Array:
+        return self._node.linear(jnp.asarray(x, jnp.result_type(x, self._node.dtype)))
+
+
+def transposed(node: Any) -> Transposed:
+    """Return the transpose of a node that is one matrix.
+
+    Raises:
+        StructureError: for a stack of matrices.
+    """
+    if len(node.shape) != 2:
+        raise StructureError(
+            "a stacked weight with an adapter that scales rows cannot be transposed",
+            expected="one matrix [out, in]",
+            got=f"shape {list(node.shape)}",
+            hint="multiply with lowtide.linear(x, weight), or under jax.vmap",
+        )
+    return Transposed(node)

@@ -1,0 +1,99 @@
+"""Which weights have an adapter, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from ...core import Tree, format_bytes, leaf_bytes, leaves_with_paths, match_path
+from ._adapter import TRAINABLE, kind_of
+from ._sites import adapted_sites
+from ._vectors import IA3Weight
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matched:
+    """One weight with an adapter."""
+
+    path: str
+    """Tree path of the weight."""
+    kind: str
+    """Such as "LoRA" or "DoRA"."""
+    rank: int | None
+    """Of the adapter; None for (IA)³."""
+    shape: tuple[int, ...]
+    """Of the weight."""
+    num_parameters: int
+    """Numbers of it that train, of all layers."""
+    trainable_bytes: int
+    """Their bytes."""
+    frozen_bytes: int
+    """Bytes of what it holds beside the weight and does not train."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """All weights of a model with an adapter."""
+
+    matched: tuple[Matched, ...]
+    """In the order of the tree."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers that train."""
+        return sum(each.num_parameters for each in self.matched)
+
+    @property
+    def trainable_bytes(self) -> int:
+        """Their bytes."""
+        return sum(each.trainable_bytes for each in self.matched)
+
+    def __str__(self) -> str:
+        rows = [
+            f"{each.path}: {each.kind}{'' if each.rank is None else f' of rank {each.rank}'} on {list(each.shape)}, "
+            f"{each.num_parameters:,} parameters, {format_bytes(each.trainable_bytes)}"
+            for each in self.matched
+        ]
+        total = f"{len(rows)} weights, {self.num_parameters:,} parameters, {format_bytes(self.trainable_bytes)}"
+        return "\n".join([*rows, total])
+
+
+def report(model: Tree) -> Report:
+    """Say which weights of a model have an adapter, and what it costs.
+
+    Args:
+        model: a model with adapters, or without; shapes are enough.
+
+    Returns:
+        What matched, with parameters and bytes; its text is a table.
+
+    Memory:
+        None.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import Config, add
+        >>> model = add({"w": jnp.ones((4, 4))}, Config(rank=2, targets="w"), key=jax.random.key(0))
+        >>> print(report(model))
+        w: LoRA of rank 2 on [4, 4], 16 parameters, 64 B
+        1 weights, 16 parameters, 64 B
+    """
+    rows: list[Matched] = []
+    for site in adapted_sites(model):
+        leaves = [(path, leaf) for path, leaf in leaves_with_paths(site.node) if path.split("/")[0] != "weight"]
+        trains = [leaf for path, leaf in leaves if match_path(path, TRAINABLE)]
+        size = sum(leaf_bytes(leaf) for leaf in trains)
+        rows.append(
+            Matched(
+                path=site.path,
+                kind=kind_of(site.node),
+                rank=None if isinstance(site.node, IA3Weight) else site.node.rank,
+                shape=tuple(site.weight.shape),
+                num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trains),
+                trainable_bytes=size,
+                frozen_bytes=sum(leaf_bytes(leaf) for _, leaf in leaves) - size,
+            )
+        )
+    return Report(matched=tuple(rows))

@@ -1,0 +1,194 @@
+"""The first values of adapters, which change nothing."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ...core import ConfigError, ExternalNames, SelectionError, StructureError, Tree, match_names, match_path
+from .._uses import Use
+from ._config import AnyConfig, Config, IA3Config, VeRAConfig
+from ._kernel import start
+from ._pieces import row_squares
+from ._sites import Site, sites
+from ._vectors import IA3Weight, VeRAWeight
+from ._weight import LoRAWeight
+
+_row_squares = jax.jit(row_squares)
+
+
+def of_layers(chosen: Sequence[Site], layers: Sequence[int] | None) -> list[Site]:
+    """Leave out what belongs to other layers, where layers are no stack; check the indices.
+
+    Raises:
+        ConfigError: for a layer that is not there.
+    """
+    if layers is None:
+        return list(chosen)
+    kept = [site for site in chosen if len(site.weight.shape) == 3 or _index_of(site) in layers]
+    counts = [site.weight.shape[0] for site in chosen if len(site.weight.shape) == 3]
+    there = {index for count in counts for index in range(count)} | {_index_of(site) for site in kept}
+    if absent := [layer for layer in layers if layer not in there]:
+        raise ConfigError(
+            f"layers: {absent[0]} is no layer of the targets",
+            expected=f"indices below {min(counts)}" if counts else "indices that paths such as layers/3/q_proj have",
+            got=list(layers),
+            hint="layers are counted from 0",
+        )
+    return kept
+
+
+def started(
+    model: Tree, chosen: Sequence[Site], config: AnyConfig, key: Array | None, kernels: Mapping[int, Use]
+) -> dict[int, Any]:
+    """Make the node of every site, by its index; `kernels` says how those are used that are no matrices.
+
+    Raises:
+        ConfigError: for what a kernel or a matrix does not take.
+    """
+    for site in chosen if kernels else ():
+        is_plain = isinstance(config, Config) and not config.dora and config.layers is None
+        if site.index in kernels and not is_plain:
+            raise ConfigError(
+                f"{site.path}: this kernel takes plain LoRA alone",
+                expected="no DoRA, no (IA)³, no VeRA, and all layers",
+                got=f"a {type(config).__name__} for a weight {list(site.weight.shape)}",
+                hint="leave it out of the targets, or add it with a configuration of its own",
+            )
+    if isinstance(config, Config):
+        return _lora(chosen, config, key, kernels)
+    if isinstance(config, VeRAConfig):
+        return _vera(chosen, config, key)
+    return _ia3(model, chosen, config)
+
+
+def _index_of(site: Site) -> int | None:
+    """Return the index of a layer that is in a path."""
+    return next((int(part) for part in site.path.split("/") if part.isdecimal()), None)
+
+
+def _names(site: Site) -> tuple[str, str]:
+    return site.module, site.path
+
+
+def _by_glob(chosen: Sequence[Site], pairs: Any, default: Any) -> dict[int, Any]:
+    """Return for each site what the first glob that fits says, and raise for one that fits none."""
+    for pattern, _ in pairs:
+        match_names([name for site in chosen for name in _names(site)], pattern)
+    return {
+        site.index: next((v for pattern, v in pairs if any(match_path(n, pattern) for n in _names(site))), default)
+        for site in chosen
+    }
+
+
+def _layer_scale(site: Site, layers: Sequence[int] | None) -> Any:
+    if layers is None or len(site.weight.shape) != 3:
+        return None
+    return _filled(site, (), lambda shape: jnp.asarray([float(i in layers) for i in range(shape[0])], jnp.float32))
+
+
+def _filled(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...]], Array]) -> Any:
+    """Make an array with the weight's layers in front, or its shape where the weight is one."""
+    whole = (*site.weight.shape[:-2], *shape)
+    abstract = isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct)
+    return jax.ShapeDtypeStruct(whole, jnp.float32) if abstract else make(whole)
+
+
+def _lora(chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int, Use]) -> dict[int, Any]:
+    ranks = _by_glob(chosen, config.rank_pattern, config.rank)
+    alphas = _by_glob(chosen, config.alpha_pattern, config.alpha)
+    nodes: dict[int, Any] = {}
+    for site in chosen:
+        use, shape = kernels.get(site.index), tuple(site.weight.shape)
+        first, split = (-2, -1) if use is None else (use.num_stacked, use.num_stacked + use.num_rows)
+        out, inner = math.prod(shape[first:split]), math.prod(shape[split:])
+        rank = ranks[site.index]
+        if rank > min(out, inner):
+            raise ConfigError(
+                f"rank: {rank} is more than {site.path} can use",
+                expected=f"at most {min(out, inner)}, the smaller side of {list(shape)}",
+                got=rank,
+                hint="lower the rank, or train the whole weight",
+            )
+        scale = None if use is not None else _layer_scale(site, config.layers)
+
+        def drawn(
+            shape: tuple[int, ...], site: Site = site, rank: int = rank, scale: Any = scale, inner: int = inner
+        ) -> Array:
+            own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+            if config.init == "gaussian":
+                values = jax.random.normal(own, shape, jnp.float32) / rank
+            else:
+                # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).
+                bound = float(inner) ** -0.5
+                values = jax.random.uniform(own, shape, jnp.float32, -bound, bound)
+            # With both factors zero neither has a gradient, and weight decay changes nothing.
+            return values if scale is None else values * scale[:, None, None]
+
+        if use is not None:
+            alpha = float(alphas[site.index]) * (rank**0.5 if config.rslora else 1)
+            nodes[site.index] = start(site.weight, use, rank, alpha, drawn)
+            continue
+        lora_a = _filled(site, (rank, inner), drawn)
+        lora_b = _filled(site, (out, rank), lambda shape: jnp.zeros(shape, jnp.float32))
+        magnitude = None
+        if config.dora:
+            magnitude = _filled(site, (out,), lambda shape, w=site.weight: jnp.sqrt(_row_squares(w)))
+        nodes[site.index] = LoRAWeight(
+            site.weight, lora_a, lora_b, float(alphas[site.index]), magnitude, scale, rslora=config.rslora
+        )
+    return nodes
+
+
+def _ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[int, Any]:
+    names = [name for site in chosen for name in _names(site)]
+    wide: set[str] = set()
+    if config.feedforward != ():
+        try:
+            wide = set(match_names(names, config.feedforward))
+        except SelectionError as error:
+            raise SelectionError(
+                f"feedforward: {error.message}", expected="some of the targets", got=error.got, hint=error.hint
+            ) from error
+    paths = {site.path for site in sites(model)}
+    nodes: dict[int, Any] = {}
+    for site in chosen:
+        is_wide = bool(wide.intersection(_names(site)))
+        if not is_wide and f"{site.module}/bias" in paths and not isinstance(model, ExternalNames):
+            raise StructureError(
+                f"{site.path}: its output has a bias, which (IA)³ would have to scale, too",
+                expected="a model with an external_name that multiplies by lowtide.linear(x, weight, bias)",
+                got=type(model).__name__,
+                hint="name the module in feedforward, which scales its input, or leave it out",
+            )
+        size = site.weight.shape[-1 if is_wide else -2]
+        ones = _filled(site, (size,), lambda shape: jnp.ones(shape, jnp.float32))
+        nodes[site.index] = IA3Weight(site.weight, ones, _layer_scale(site, config.layers), is_wide)
+    return nodes
+
+
+def _vera(chosen: Sequence[Site], config: VeRAConfig, key: Any) -> dict[int, Any]:
+    most_out, most_in = (max(site.weight.shape[axis] for site in chosen) for axis in (-2, -1))
+
+    def projection(fold: int, shape: tuple[int, int]) -> Array:
+        bound = (6.0 / shape[-1]) ** 0.5  # kaiming_uniform_, PEFT's choice
+        return jax.random.uniform(jax.random.fold_in(key, fold), shape, jnp.float32, -bound, bound)
+
+    whole_a, whole_b = projection(0, (config.rank, most_in)), projection(1, (most_out, config.rank))
+    return {site.index: vera_node(site, whole_a, whole_b, config) for site in chosen}
+
+
+def vera_node(site: Site, whole_a: Array, whole_b: Array, config: VeRAConfig) -> VeRAWeight:
+    """Make the node of a site from the projections of all, of which it takes the first rows and columns."""
+    out, inner = site.weight.shape[-2:]
+    a = _filled(site, (config.rank, inner), lambda shape: jnp.broadcast_to(whole_a[:, :inner], shape))
+    b = _filled(site, (out, config.rank), lambda shape: jnp.broadcast_to(whole_b[:out], shape))
+    d = _filled(site, (config.rank,), lambda shape: jnp.full(shape, config.d_initial, jnp.float32))
+    zeros = _filled(site, (out,), lambda shape: jnp.zeros(shape, jnp.float32))
+    return VeRAWeight(site.weight, a, b, d, zeros, _layer_scale(site, config.layers))

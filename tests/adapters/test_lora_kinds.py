@@ -1,0 +1,285 @@
+"""rsLoRA, DoRA, (IA)³ and VeRA: parity with dense weights, nothing multiplied out, layers, dropout, files, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide import models
+from lowtide.adapters import lora
+from lowtide.core import (
+    ConfigError,
+    ModelFileError,
+    NonFiniteError,
+    SelectionError,
+    StructureError,
+    combine,
+    linear,
+    partition,
+    value_and_grad,
+)
+from lowtide.jaxprs import equations
+from tests.models.kinds import KINDS
+
+KEY = jax.random.key(0)
+OUT, IN, LAYERS, ROWS = 40, 56, 3, 5
+CONFIGS: dict[str, Any] = {
+    "LoRA": lora.Config(rank=2, alpha=2, targets="w"),
+    "rsLoRA": lora.Config(rank=4, alpha=2, targets="w", rslora=True, init="gaussian"),
+    "DoRA": lora.Config(rank=2, alpha=2, targets="w", dora=True),
+    "(IA)³": lora.IA3Config(targets="w", feedforward=()),
+    "(IA)³ of inputs": lora.IA3Config(targets="w", feedforward="w"),
+    "VeRA": lora.VeRAConfig(rank=3, targets="w"),
+    "DoRA of a layer": lora.Config(rank=2, alpha=2, targets="w", dora=True, layers=[1]),
+    "(IA)³ of a layer": lora.IA3Config(targets="w", feedforward=(), layers=[1]),
+    "VeRA of a layer": lora.VeRAConfig(rank=3, targets="w", layers=[1]),
+}
+
+
+def noisy(model: Any) -> Any:
+    """Adapters that do something, in every leaf that trains."""
+
+    def fill(path: Any, leaf: Any) -> Any:
+        name = getattr(path[-1], "name", "")
+        seed = jax.random.key(sum(map(ord, name)))
+        return leaf + 0.3 * jax.random.normal(seed, leaf.shape) if name.startswith("lora_") else leaf
+
+    return jax.tree_util.tree_map_with_path(fill, model)
+
+
+def base(dtype: Any = jnp.float32) -> Any:
+    return {"w": (jax.random.normal(KEY, (LAYERS, OUT, IN)) / IN**0.5).astype(dtype)}
+
+
+def build(kind: str, dtype: Any = jnp.float32) -> Any:
+    return noisy(lora.add(base(dtype), CONFIGS[kind], key=KEY))
+
+
+def outputs(model: Any, x: jax.Array) -> jax.Array:
+    return jax.lax.scan(lambda _, w: (None, linear(x, w)), None, model["w"])[1]
+
+
+def loss(model: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.sin(outputs(model, x).astype(jnp.float32)))
+
+
+X = jax.random.normal(jax.random.key(5), (ROWS, IN))
+
+
+def dense(node: Any) -> jax.Array:
+    """Every kind written out from its paper, with the norm of DoRA as a constant; no code of the node's."""
+    w, on = node.weight, 1.0 if node.layer_scale is None else node.layer_scale[:, None, None]
+    if isinstance(node, lora.IA3Weight):
+        scale = node.lora_scale[:, None, :] if node.feedforward else node.lora_scale[:, :, None]
+        return w * (on * scale + 1 - on)
+    if isinstance(node, lora.VeRAWeight):
+        b, d = node.lora_lambda_b[:, :, None], node.lora_lambda_d[:, :, None]
+        return w + on * ((b * node.vera_b) @ (d * node.vera_a))
+    rank = node.lora_a.shape[1]
+    whole = w + on * node.alpha / (rank**0.5 if node.rslora else rank) * (node.lora_b @ node.lora_a)
+    if node.lora_magnitude is None:
+        return whole
+    norm = jax.lax.stop_gradient(jnp.linalg.norm(whole, axis=-1))
+    return jnp.where(on > 0, whole * (node.lora_magnitude / norm)[:, :, None], w)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_values_and_gradients_equal_those_of_the_dense_weight_and_merge(kind: str) -> None:
+    fresh = lora.add(base(), CONFIGS[kind], key=KEY)
+    np.testing.assert_allclose(outputs(fresh, X), outputs(base(), X), atol=1e-6)
+    model = build(kind)
+    value, grads = jax.jit(value_and_grad(jax.checkpoint(loss), wrt=lora.TRAINABLE))(model, X)
+    trainable, frozen = partition(model, lora.TRAINABLE)
+    want = jax.value_and_grad(lambda t: loss({"w": dense(combine(t, frozen)["w"])}, X))(trainable)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want[1])
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+    np.testing.assert_allclose(lora.merge(model)["w"], dense(model["w"]), rtol=1e-5, atol=1e-6)
+    if "layer" in kind:
+        np.testing.assert_array_equal(lora.merge(model)["w"][::2], model["w"].weight[::2])
+        assert all(not leaf[::2].any() for leaf in jax.tree.leaves(grads))
+    assert lora.disable(model)["w"] is model["w"].weight
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_no_second_array_of_the_weights_size_is_made(kind: str) -> None:
+    """Of DoRA the squares of W are summed at once; everything else is thin."""
+    model = build(kind, jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(value_and_grad(loss, wrt=lora.TRAINABLE))(model, X.astype(jnp.bfloat16))
+    made = {
+        equation.primitive.name
+        for equation in equations(jaxpr.jaxpr)
+        for var in equation.outvars
+        if tuple(getattr(var.aval, "shape", ()))[-2:] in ((OUT, IN), (IN, OUT))
+    }
+    squared = {"convert_element_type", "square", "stop_gradient", "integer_pow", "transpose", "copy"}
+    assert not made - squared, made
+    assert "DoRA" in kind or not made & {"square", "integer_pow", "convert_element_type"}
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "(IA)³", "VeRA"])
+def test_weight_at_x_of_one_matrix(kind: str) -> None:
+    node = jax.tree.map(lambda leaf: leaf[1], build(kind)["w"])
+    want = dense(jax.tree.map(lambda leaf: leaf[None], node))[0]
+    np.testing.assert_allclose(node @ X.T, want @ X.T, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(node @ X[0], want @ X[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(X @ node.T, X @ want.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_files_keep_the_adapter_and_its_gradient(kind: str, tmp_path: Any) -> None:
+    model = build(kind)
+    if "layer" in kind:  # what is not saved comes back as zeros, and is not seen
+        off = np.arange(LAYERS) != 1
+        node = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf.at[off].set(0) if path[-1].name.startswith("lora_") else leaf, model["w"]
+        )
+        model = {"w": node}
+    lora.save(model, tmp_path)
+    again = lora.load(base(), tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    jax.tree.map(np.testing.assert_array_equal, again, model)
+    step = jax.jit(value_and_grad(loss, wrt=lora.TRAINABLE))
+    jax.tree.map(np.testing.assert_array_equal, step(again, X), step(model, X))
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "DoRA", "VeRA"])
+def test_dropout_is_the_same_for_one_key_and_right_on_average(kind: str) -> None:
+    model = build(kind)
+    run = jax.jit(lambda key: outputs(lora.dropout(model, 0.5, key=key), X))
+    np.testing.assert_array_equal(run(KEY), run(KEY))
+    many = jax.vmap(run)(jax.random.split(KEY, 2000))
+    assert np.abs(many[0] - many[1]).max() > 0.01
+    assert np.abs(many[0, 0] - many[0, 1]).max() > 0.01  # layers draw their own
+    np.testing.assert_allclose(many.mean(0), outputs(model, X), atol=0.15)
+    plain, again = (
+        jax.grad(lambda x, f=f: jnp.sum(f(lambda x: outputs(lora.dropout(model, 0.5, key=KEY), x))(x)))(X)
+        for f in (lambda fn: fn, jax.checkpoint)
+    )
+    np.testing.assert_allclose(plain, again, rtol=1e-5, atol=1e-6)
+
+
+class TestDecoder:
+    def model(self, kind: str = "qwen2") -> models.Decoder:
+        return models.init(KINDS[kind], key=KEY)
+
+    @pytest.mark.parametrize(("kind", "count"), [("qwen2", 7), ("phi3", 4), ("qwen3_moe", 4)])
+    def test_all_linear_is_every_projection_of_a_layer(self, kind: str, count: int) -> None:
+        found = lora.report(lora.add(self.model(kind), lora.Config(rank=2, targets="all-linear"), key=KEY))
+        assert len(found.matched) == count
+        assert all(each.path.endswith("_proj/weight") for each in found.matched)
+
+    def test_patterns_exclusions_and_the_report(self) -> None:
+        config = lora.Config(
+            rank=4,
+            targets="all-linear",
+            exclude="**/o_proj",
+            rank_pattern={"**/down_proj": 2},
+            alpha_pattern=[("**/{up,down}_proj", 5)],
+        )
+        model = lora.add(self.model(), config, key=KEY)
+        found = {each.path.split("/")[2]: each for each in lora.report(model).matched}
+        assert {name: each.rank for name, each in found.items()} == {
+            **dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], 4),
+            "down_proj": 2,
+        }
+        assert model.layers["mlp"]["down_proj"]["weight"].alpha == 5
+        assert found["down_proj"].num_parameters == 4 * 2 * (32 + 48)
+        assert lora.report(model).trainable_bytes == sum(
+            x.nbytes for x in jax.tree.leaves(partition(model, "**/lora_*")[0])
+        )
+
+    def test_merging_ia3_scales_the_bias(self) -> None:
+        model = self.model()
+        bias = model.layers["attn"]["k_proj"]["bias"]
+        model.layers["attn"]["k_proj"]["bias"] = jnp.ones_like(bias)
+        model = noisy(lora.add(model, lora.IA3Config(), key=None))
+        tokens = jnp.arange(12).reshape(2, 6)
+        np.testing.assert_allclose(models.logits(lora.merge(model), tokens), models.logits(model, tokens), atol=1e-5)
+
+    @pytest.mark.parametrize("targets", ["layers/mlp/router", "layers/mlp/experts/up"])
+    def test_routers_and_experts_are_refused_by_path(self, targets: str) -> None:
+        with pytest.raises(StructureError, match=rf"(?s){targets}/weight.*hint: "):
+            lora.add(self.model("mixtral"), lora.Config(rank=2, targets=targets), key=KEY)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"init": "pissa"}, "init: 'pissa' is unknown"),
+            ({"rank_pattern": {"w": 0}}, r"rank_pattern\['w'\]: 0 is no rank"),
+            ({"alpha_pattern": {"w": -1}}, r"alpha_pattern\['w'\]: -1 cannot scale"),
+            ({"layers": []}, "names no layers"),
+            ({"layers": [-1]}, "names no layers"),
+            ({"dora": 1}, "dora: 1 is no truth value"),
+        ],
+    )
+    def test_configurations(self, options: Any, match: str) -> None:
+        with pytest.raises(ConfigError, match=rf"(?s){match}.*hint: "):
+            lora.Config(**options)
+
+    def test_what_matches_nothing(self) -> None:
+        for options in ({"rank_pattern": {"v": 2}}, {"exclude": "v"}):
+            with pytest.raises(SelectionError, match="'v' matches nothing"):
+                lora.add(base(), lora.Config(rank=2, targets="w", **options), key=KEY)
+        with pytest.raises(SelectionError, match="feedforward: pattern 'v' matches nothing"):
+            lora.add(base(), lora.IA3Config(targets="w", feedforward="v"))
+        with pytest.raises(ConfigError, match="layers: 3 is no layer of the targets"):
+            lora.add(base(), lora.Config(rank=2, targets="w", layers=[0, 3]), key=KEY)
+        with pytest.raises(ConfigError, match="all-linear.*needs a model that says"):
+            lora.add(base(), lora.Config(targets="all-linear"), key=KEY)
+        with pytest.raises(ConfigError, match="key: the adapter begins at random"):
+            lora.add(base(), lora.Config(targets="w"))
+
+    def test_a_bias_that_the_model_adds_itself(self) -> None:
+        model = {"a": {"weight": jnp.ones((4, 4)), "bias": jnp.ones(4)}}
+        with pytest.raises(StructureError, match=r"(?s)a/weight: its output has a bias.*hint: "):
+            lora.add(model, lora.IA3Config(targets="a", feedforward=()))
+
+    def test_a_merge_that_is_not_finite(self) -> None:
+        node = build("LoRA")["w"]
+        broken = dataclasses.replace(node, lora_b=node.lora_b.at[0, 0, 0].set(jnp.inf))
+        with pytest.raises(NonFiniteError, match=r"(?s)w: merged, it has values.*hint: "):
+            lora.merge({"w": broken})
+
+    def test_sums_of_what_is_no_sum_and_files_of_several_kinds(self, tmp_path: Any) -> None:
+        with pytest.raises(StructureError, match=r"(?s)kind DoRA is no sum.*hint: "):
+            lora.combine([build("DoRA")])
+        both = {"a": build("DoRA")["w"], "b": build("LoRA")["w"]}
+        with pytest.raises(StructureError, match=r"several kinds(.|\n)*DoRA and LoRA"):
+            lora.save(both, tmp_path)
+        models = [build(kind) for kind in ("VeRA of a layer", "rsLoRA")]
+        got = lora.merge(lora.combine(models, [1.0, -0.5]))["w"]
+        want = base()["w"] + sum(by * (dense(m["w"]) - base()["w"]) for m, by in zip(models, (1, -0.5), strict=True))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("kind", "change", "match"),
+        [
+            ("VeRA", {"save_projection": False}, "the projections are not in the file"),
+            ("VeRA", {"r": 2**31}, "r has an unusable value"),
+            ("VeRA", {"r": 2}, "does not fit"),
+            ("(IA)³", {"feedforward_modules": ["w.1"]}, "some are feedforward modules and some are not"),
+            ("(IA)³", {"feedforward_modules": "("}, "not a LoRA configuration"),
+            ("(IA)³", {"r": 4}, "option 'r' is not supported"),
+            ("DoRA", {"use_dora": False}, "unexpected: .*lora_magnitude_vector"),
+            ("LoRA", {"use_dora": True}, "missing: .*lora_magnitude_vector"),
+            ("LoRA", {"layers_to_transform": [0, 1]}, "unexpected: .*w.2"),
+        ],
+    )
+    def test_files_that_say_otherwise(self, kind: str, change: Any, match: str, tmp_path: Any) -> None:
+        import json
+
+        stack = {"layers": {"w": build(kind)["w"]}}
+        lora.save(stack, tmp_path)
+        path = tmp_path / "adapter_config.json"
+        change = {k: ["layers.1.w"] if v == ["w.1"] else v for k, v in change.items()}
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        with pytest.raises(ModelFileError, match=rf"(?s){match.replace('w.2', 'lora_')}.*hint: "):
+            lora.load({"layers": base()}, tmp_path)
