@@ -378,9 +378,11 @@ class TestBytes:
         assert temp < dense_temp + MATRIX_BYTES / 4
 
     @pytest.mark.tpu_aot
-    def test_a_scanned_stack_on_a_tpu(self):
+    @pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+    def test_a_scanned_stack_on_a_tpu(self, dora):
         """bfloat16 weights: of float32 ones XLA makes a bfloat16 copy ahead of the loop, with or without adapters."""
-        model = lora.add(abstract_stack(jnp.bfloat16), self.config, key=KEY)
+        config = dataclasses.replace(self.config, dora=dora)
+        model = lora.add(abstract_stack(jnp.bfloat16), config, key=KEY)
         x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
         out, temp = compiled_bytes(value_and_grad(stacked_loss, wrt="**/lora_*"), model, x, tpu=True)
         assert out <= tree_bytes(partition(model, "**/lora_*")[0]) + 4096

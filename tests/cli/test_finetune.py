@@ -280,6 +280,31 @@ def test_rank_zero_and_targets_that_match_nothing_are_named(finetune, tmp_path):
     _error(finetune("--config", _config(tmp_path, targets="**/query")), "'**/query'", "near")
 
 
+@pytest.mark.parametrize("method", ["dora", "ia3", "vera"])
+def test_methods_train_and_an_adapter_goes_on_training(finetune, tmp_path, tiny_model_dir, method):
+    size = ("--seq-len", "8", "--batch-size", "4")
+    rank = () if method == "ia3" else ("--rank", "3")
+    status, printed, _ = finetune("--method", method, *rank, *size, "--steps", "2")
+    assert status == 0 and {"dora": "DoRA rank 3", "ia3": "(IA)³ on", "vera": "VeRA rank 3"}[method] in printed
+    status, printed, _ = finetune("--adapter", str(tmp_path / "run" / "adapter"), *size, "--steps", "2", out="more")
+    assert status == 0 and "that of" in printed
+    # The second run begins where the first ended.
+    ended, began = (
+        [record["eval_loss"] for record in _records(tmp_path / out) if "eval_loss" in record] for out in ("run", "more")
+    )
+    assert began[0] == pytest.approx(ended[-1], rel=1e-6) and began[-1] != began[0]
+    base = models.load(tiny_model_dir)
+    first, second = (lora.load(base, tmp_path / out / "adapter") for out in ("run", "more"))
+    assert lora.report(first) == lora.report(second)
+
+
+def test_settings_that_a_method_has_not_are_named(finetune):
+    _error(finetune("--method", "lokr"), "method is out of range", "one of lora, rslora, dora, ia3, vera")
+    _error(finetune("--method", "ia3"), "rank contradicts method", "ia3 has no rank")
+    _error(finetune("--method", "vera", "--alpha", "2"), "alpha contradicts method", "vera has no alpha")
+    _error(finetune("--adapter", "somewhere"), "rank contradicts adapter")
+
+
 def test_an_unwritable_folder_is_named(finetune, data):
     _error(finetune(out="data.txt/run"), "data.txt/run: cannot be written")
 
@@ -343,6 +368,7 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
     sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     kind = type(field.default) if field.default is not None else None
     words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
+    words |= {"method": "vera"}
     words |= {"schedule": "linear", "num_epochs": "0.5", "warmup_ratio": "0.5", "track": "wandb,trackio"}
     needs = {
         "clip_mode": {"full": True},

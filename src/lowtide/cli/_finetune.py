@@ -254,10 +254,9 @@ def _how(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
             "tuning": f"all parameters, a layer at a time inside the backward pass, {_CLIPPED[config.clip_mode]}"
         }
     else:
-        targets = config.targets if isinstance(config.targets, str) else ", ".join(config.targets)
         size = format_bytes(table.trainable_bytes)
         frozen = ", experts frozen" if experts else ""
-        trained = {"adapter": f"LoRA rank {config.rank} on {targets}, {size} trainable{frozen}"}
+        trained = {"adapter": f"{config.adapter_text}, {size} trainable{frozen}"}
     if config.full and config.offload is None:
         return {**trained, "host": "layers, optimizer, activations"}
     return {**trained, "host": ", ".join(config.offload)} if config.offload else trained

@@ -27,7 +27,8 @@ _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
 _TRACKERS = ("tensorboard", "wandb", "trackio")
-_OF_ADAPTERS = ("rank", "alpha", "targets")
+_OF_ADAPTERS = ("method", "adapter", "rank", "alpha", "targets")
+_METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
 _COUNTS = (
     *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
     *("max_to_keep", "early_stopping_patience"),
@@ -53,6 +54,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
     (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
+    (("method",), lambda word: word in _METHODS, f"one of {', '.join(_METHODS)}; all parameters are tuned with full"),
     (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
 )
 """Of fields whose type allows more than makes sense, which values do, and how a message says it."""
@@ -92,8 +94,13 @@ class FinetuneConfig:
     """Optimizer steps."""
     num_epochs: float | None = None
     """Passes over the training data, in place of `num_steps`; may be a fraction."""
+    method: str = "lora"
+    """The kind of adapter: lora, rslora, dora, ia3 or vera."""
+    adapter: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    """A folder with an adapter that training goes on from, in place of a new one; it says what the settings of adapters
+    say otherwise."""
     rank: int = 16
-    """LoRA rank."""
+    """Rank of the adapter; (IA)³ has none."""
     alpha: float = 32.0
     """LoRA scale: the adapter's product is multiplied by alpha / rank."""
     targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
@@ -174,7 +181,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
             _check_type(field, getattr(self, field), kind)
-        for field in ("model", "data", "eval_data", "chat_template"):
+        for field in ("model", "data", "eval_data", "chat_template", "adapter"):
             if getattr(self, field) == "":
                 raise ConfigError(
                     f"{field} is empty",
@@ -196,6 +203,15 @@ class FinetuneConfig:
             from .data import parse_columns
 
             parse_columns(self.columns)
+
+    @property
+    def adapter_text(self) -> str:
+        """What trains, in words."""
+        if self.adapter is not None:
+            return f"that of {self.adapter}"
+        targets = self.targets if isinstance(self.targets, str) else ", ".join(self.targets)
+        rank = "" if self.method == "ia3" else f" rank {self.rank}"
+        return f"{_METHODS[self.method]}{rank} on {targets}"
 
 
 def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
@@ -293,8 +309,14 @@ def _check_combination(config: FinetuneConfig) -> None:
     """Refuse settings that are right by themselves and contradict each other."""
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
+    changed = [name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]]
+    if config.adapter is not None and (others := [name for name in changed if name != "adapter"]):
+        _refuse_both(others[0], "adapter", "the adapter's files say it")
+    unused = {"ia3": ("rank", "alpha"), "vera": ("alpha",)}.get(config.method, ())
+    if others := [name for name in unused if name in changed]:
+        _refuse_both(others[0], "method", f"{config.method} has no {others[0]}")
     if config.full:
-        _refuse_with_full([name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]])
+        _refuse_with_full(changed)
         if config.param_dtype not in ("auto", "float32"):
             raise ConfigError(
                 "param_dtype: with full the parameters are what trains",

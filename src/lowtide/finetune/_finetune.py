@@ -37,6 +37,7 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
+from ._adapters import adapted
 from ._base import open_base
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
@@ -110,8 +111,7 @@ class Finetune:
         self.config = config
         model = self.base
         if not config.full:
-            adapters = lora.Config(rank=config.rank, alpha=config.alpha, targets=config.targets)
-            model = lora.add(model, adapters, key=jax.random.key(config.seed))
+            model = adapted(model, config)
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
         jax.eval_shape(loss_fn, model, self.data.train[0])

@@ -165,7 +165,16 @@ def _adapter(folder: Path) -> Inspection:
             lora.check(folder)
     except ModelFileError as error:
         problems.append(_said(error))
-    names = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+    names = (
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "use_dora",
+        "target_modules",
+        "rank_pattern",
+        "alpha_pattern",
+    )
     facts = {name: raw[name] for name in names if raw.get(name)}
     facts["base"] = raw.get("base_model_name_or_path")
     name = "adapter_model.safetensors"
