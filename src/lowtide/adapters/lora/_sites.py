@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core import ExternalNames, StructureError, Tree, leaves_with_paths, match_names
+from ...core import ExternalNames, LinearWeight, StructureError, Tree, leaves_with_paths, match_names
 from ._weight import LoRAWeight
 
 LAYER = "{layer}"
@@ -130,4 +130,4 @@ def layer_names(model: Tree, site: Site) -> list[str]:
 
 
 def _is_adapted(node: Any) -> bool:
-    return isinstance(node, LoRAWeight)
+    return isinstance(node, LinearWeight)  # a quantised weight is one, too, and no place for three adapters
