@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lowtide as lt
-from lowtide.core import ConfigError, SelectionError, StructureError, linear, rows, tree_bytes
+from lowtide.core import ConfigError, ModelFileError, SelectionError, StructureError, linear, rows, tree_bytes
 from lowtide.models import LlamaConfig, init, logits, loss
 from lowtide.quant._formats import E2M1_VALUES, NF4_VALUES
 
@@ -219,3 +219,25 @@ def test_other_blocks_and_zeros() -> None:
     assert node("int4", block=0).scales.shape == (24, 1) and node("nf4", block=128).scales.shape == (24, 1)
     for form in FORMATS:
         np.testing.assert_array_equal(node(form, np.zeros((4, 64), np.float32)).dense(), np.zeros((4, 64)))
+
+
+def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
+    model = init(CONFIG, key=jax.random.key(0))
+    lt.models.save(model, tmp_path)
+    read = lt.models.load(tmp_path, quantize="nf4")
+    jax.tree.map(np.testing.assert_array_equal, read, lt.quantize(model, "layers/**/*_proj"))
+    hosted = lt.models.load(
+        tmp_path, quantize="int8", quantize_match=["layers/mlp/*_proj", "outer/embed"], host="layers/**"
+    )
+    wanted = lt.quantize(model, ["layers/mlp/*_proj", "outer/embed"], "int8")
+    jax.tree.map(np.testing.assert_array_equal, hosted, wanted)
+    codes = hosted.layers["mlp"]["up_proj"]["weight"].codes
+    assert codes.sharding.memory_kind == "pinned_host"
+    rules = lt.train.ShardingRules(mesh=lt.train.make_mesh(fsdp=8), min_bytes=0)
+    divided = lt.models.load(tmp_path, quantize="nf4", sharding=rules.of)
+    jax.tree.map(np.testing.assert_array_equal, divided, read)
+    assert not divided.layers["mlp"]["up_proj"]["weight"].codes.sharding.is_fully_replicated
+    with pytest.raises(SelectionError, match="matches nothing"):
+        lt.models.load(tmp_path, quantize="nf4", quantize_match="layers/nothing")
+    with pytest.raises(ModelFileError, match="hint: make arrays of quantised weights with lt.dequantize"):
+        lt.models.save(read, tmp_path / "again")

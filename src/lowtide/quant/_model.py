@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,14 +76,7 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
         if _is_matrix(path, leaf):
             found[index] = _quantized(path, leaf, form)
     if not found:
-        paths = [path for path, _ in named if path in chosen]
-        first = next(leaf for path, leaf in named if path == paths[0])
-        raise StructureError(
-            f"{paths[0]}: no weight matrix to quantise" + (f", nor {len(paths) - 1} more" if len(paths) > 1 else ""),
-            expected="a floating-point array of shape [out, in], or [num_layers, out, in] below layers/",
-            got=f"{first.dtype}{list(first.shape)}",
-            hint="vectors such as norms and biases are few bytes; match the projections",
-        )
+        raise _no_matrix([(path, leaf) for path, leaf in named if path in chosen])
     return treedef.unflatten([found.get(index, leaf) for index, (_, leaf) in enumerate(leaves)])
 
 
@@ -166,18 +159,64 @@ def _quantized(path: str, leaf: Any, form: Format) -> QuantizedWeight:
         return jax.tree.map(
             lambda part, place: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place), node, places
         )
-    stack = tuple(leaf.shape[:-2])
+    return build(path, leaf, form, lambda at: leaf[at] if at else leaf, places)
+
+
+def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
+    """Return the paths of the matrices that a match selects, as `quantize` does.
+
+    Raises:
+        SelectionError: when a pattern matches nothing.
+        StructureError: when there is no matrix among what it matches.
+    """
+    named = leaves_with_paths(tree)
+    chosen = _matched([path for path, _ in named], match)
+    found = {path for path, leaf in named if path in chosen and _is_matrix(path, leaf)}
+    if not found:
+        raise _no_matrix([(path, leaf) for path, leaf in named if path in chosen])
+    return found
+
+
+def _no_matrix(named: list[tuple[str, Any]]) -> StructureError:
+    path, first = named[0]
+    return StructureError(
+        f"{path}: no weight matrix to quantise" + (f", nor {len(named) - 1} more" if len(named) > 1 else ""),
+        expected="a floating-point array of shape [out, in], or [num_layers, out, in] below layers/",
+        got=f"{first.dtype}{list(first.shape)}",
+        hint="vectors such as norms and biases are few bytes; match the projections",
+    )
+
+
+def build(
+    path: str, like: Any, form: Format, matrix: Callable[[tuple[int, ...]], Any], places: QuantizedWeight | None = None
+) -> QuantizedWeight:
+    """Quantise a weight of which one matrix at a time is there.
+
+    Args:
+        path: of the weight, for messages.
+        like: its shape and dtype.
+        form: the format.
+        matrix: gives the matrix at an index of the stack, () where there is no stack.
+        places: where the leaves belong, as `placed` says; None for JAX's default device.
+
+    Raises:
+        StructureError: for a number that is not finite.
+
+    Memory:
+        The node, and beside it one matrix with a few float32 copies. Leaves for host memory pass through the device.
+    """
+    stack = tuple(like.shape[:-2])
     if not stack:
-        made, is_finite = _matrix(form, leaf)
+        made, is_finite = _matrix(form, matrix(()))
         _check_finite(path, bool(is_finite))
         return made if places is None else jax.tree.map(put, made, places)
-    # A matrix at a time into buffers that are written over: in a `lax.map`, XLA for CPU would hold a bfloat16 stack in
-    # float32.
-    made = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), node)
-    if places is not None:
-        made = jax.tree.map(put, made, places)
+    # Into buffers that are written over: in a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
+    on_device = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
+    made = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), abstract(tuple(like.shape), form, like.dtype))
+    if on_device is not None:
+        made = jax.tree.map(put, made, on_device)
     for at in np.ndindex(*stack):
-        one, is_finite = _matrix(form, leaf[at])
+        one, is_finite = _matrix(form, matrix(at))
         _check_finite(f"{path}[{', '.join(map(str, at))}]", bool(is_finite))
         made = _written(made, one, tuple(np.int32(i) for i in at))
     return made if places is None else jax.tree.map(jax.device_put, made, places)
