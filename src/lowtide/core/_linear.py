@@ -55,12 +55,13 @@ def linear(x: Float[Array, "*batch in"], weight: Array | LinearWeight) -> Float[
     return jax.checkpoint(_product, prevent_cse=False)(x, weight)
 
 
-def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
+def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "weight") -> Float[Array, "*ids in"]:
     """Look up rows of a weight stored as [rows, width], such as an embedding.
 
     Args:
         weight: an array, or a `LinearWeight` that has a method ``rows(ids)``.
         ids: which rows; one that is not there gives NaN.
+        path: of the module that holds the weight, for messages.
 
     Returns:
         Shape [..., width], in the dtype of the weight.
@@ -81,7 +82,7 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"]) -> Float[Array, 
     look_up: Any = getattr(weight, "rows", None)
     if look_up is None:
         raise StructureError(
-            "an embedding looks rows up, and cannot be adapted or factored like a matrix",
+            f"{path}: an embedding looks rows up, and cannot be adapted or factored like a matrix",
             expected="an array [rows, width], or a weight with a method rows(ids)",
             got=type(weight).__name__,
             hint='leave it out of the targets, for instance with the pattern "!outer/embed"',

@@ -256,7 +256,7 @@ def _stack(config: DecoderConfig, compute_dtype: str) -> LayerStack:
     routed = experts if experts is not None and experts.router_loss_coef > 0 else None
 
     def first(outer: Tree, batch: Tree) -> Any:
-        h_BTD = rows(outer["embed"]["weight"], batch["tokens"]).astype(dtype)
+        h_BTD = rows(outer["embed"]["weight"], batch["tokens"], path="outer/embed").astype(dtype)
         if config.scale_embedding:
             h_BTD = h_BTD * jnp.asarray(math.sqrt(config.hidden_size), dtype)
         if routed is None:
