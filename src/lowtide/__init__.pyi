@@ -14,6 +14,9 @@ from .core import accumulate as accumulate
 from .core import combine as combine
 from .core import partition as partition
 from .core import value_and_grad as value_and_grad
+from .quant import QuantizedWeight as QuantizedWeight
+from .quant import dequantize as dequantize
+from .quant import quantize as quantize
 from .targets import target as target
 from .train import Trainer as Trainer
 

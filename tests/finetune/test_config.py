@@ -41,6 +41,9 @@ def test_toml_round_trips(tmp_path):
         ({"offload": ["optimiser"]}, r"offload: unknown word 'optimiser'(.|\n)*hint: did you mean optimizer"),
         ({"offload": "optimizer"}, r"offload has the wrong type(.|\n)*hint:"),
         ({"full": True, "rank": 16}, r"rank is a setting of adapters(.|\n)*hint: leave out rank, or full"),
+        ({"quantize": "nf5"}, r"quantize is out of range(.|\n)*nf4, int4, mxfp4, int8, fp8"),
+        ({"quantize": "int8", "full": True}, r"quantize is a setting of adapters"),
+        ({"quantize": "nf4", "offload": ["parameters"]}, r"contradict each other(.|\n)*hint: in 4 bits"),
         ({"full": True, "targets": ["a"], "alpha": 1.0}, r"alpha is a setting(.|\n)*hint: leave out alpha, targets"),
         (
             {"full": True, "param_dtype": "bfloat16"},

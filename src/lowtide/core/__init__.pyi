@@ -41,6 +41,7 @@ from ._inputs import validate as validate
 from ._linear import LinearWeight as LinearWeight
 from ._linear import linear as linear
 from ._linear import products_explained as products_explained
+from ._linear import rows as rows
 from ._microbatches import accumulate as accumulate
 from ._microbatches import fractions as fractions
 from ._microbatches import microbatch_weights as microbatch_weights

@@ -1,6 +1,6 @@
-"""The seam between models and what replaces a weight: ``linear(x, weight)``.
+"""The seam between models and what replaces a weight: ``linear(x, weight)``, and ``rows(weight, ids)`` of embeddings.
 
-Models multiply through this function. An adapter or a quantised weight is a pytree node in the place of the array
+Models multiply through these functions. An adapter or a quantised weight is a pytree node in the place of the array
 that knows how to multiply itself (`LinearWeight`), so models know nothing of adapters, and a factored weight is never
 multiplied out on the way.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ._errors import StructureError
 from ._paths import Tree, leaves_with_paths
@@ -66,6 +66,41 @@ def linear(
         return _product(x, weight)
     # Else the cast weight would wait for the backward pass: under a scan, a second copy of all stacked weights.
     return jax.checkpoint(_product, prevent_cse=False)(x, weight)
+
+
+def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "weight") -> Float[Array, "*ids in"]:
+    """Look up rows of a weight stored as [rows, width], such as an embedding.
+
+    Args:
+        weight: an array, or a `LinearWeight` that has a method ``rows(ids)``.
+        ids: which rows; one that is not there gives NaN.
+        path: of the module that holds the weight, for messages.
+
+    Returns:
+        Shape [..., width], in the dtype of the weight.
+
+    Raises:
+        StructureError: for a `LinearWeight` that cannot look rows up.
+
+    Memory:
+        The rows.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> rows(jnp.eye(3), jnp.array([2, 0])).tolist()
+        [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    """
+    if not isinstance(weight, LinearWeight):
+        return jnp.take(weight, ids, axis=0)
+    look_up: Any = getattr(weight, "rows", None)
+    if look_up is None:
+        raise StructureError(
+            f"{path}: an embedding looks rows up, and cannot be adapted or factored like a matrix",
+            expected="an array [rows, width], or a weight with a method rows(ids)",
+            got=type(weight).__name__,
+            hint='leave it out of the targets, for instance with the pattern "!outer/embed"',
+        )
+    return look_up(ids)
 
 
 def _product(x: Array, weight: Array) -> Array:

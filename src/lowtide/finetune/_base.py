@@ -20,6 +20,7 @@ def open_base(
     compute_dtype: str = "auto",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
+    quantize: str | None = None,
 ) -> tuple[models.Decoder, Tokenizer]:
     """Read a model and its tokenizer.
 
@@ -29,6 +30,7 @@ def open_base(
         compute_dtype: dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), or a dtype's name.
         host: as in `lowtide.models.load`.
         sharding: as in `lowtide.models.load`.
+        quantize: as in `lowtide.models.load`.
 
     Returns:
         The model and the tokenizer.
@@ -62,4 +64,5 @@ def open_base(
             got=f"ids up to {largest}",
             hint="tokenizer.json and config.json are of different models",
         )
-    return models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding), tokenizer
+    model = models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding, quantize=quantize)
+    return model, tokenizer

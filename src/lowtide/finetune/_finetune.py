@@ -401,6 +401,7 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),
         sharding=sharding,
+        quantize=config.quantize,
     )
 
 

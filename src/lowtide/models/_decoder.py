@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import LayerStack, LinearWeight, StructureError, Tree, linear
+from ..core import LayerStack, Tree, linear, rows
 from ..losses import chunked_cross_entropy
 from ._attention import Scores, Sight, attend
 from ._config import DecoderConfig
@@ -262,15 +262,7 @@ def _stack(config: DecoderConfig, compute_dtype: str) -> LayerStack:
     routed = experts if experts is not None and experts.router_loss_coef > 0 else None
 
     def first(outer: Tree, batch: Tree) -> Any:
-        table = outer["embed"]["weight"]
-        if isinstance(table, LinearWeight):
-            raise StructureError(
-                "outer/embed: an embedding looks rows up, and cannot be adapted or factored like a matrix",
-                expected="an array [vocabulary, model]",
-                got=type(table).__name__,
-                hint='leave it out of the targets, for instance with the pattern "!outer/embed"',
-            )
-        h_BTD = jnp.take(table, batch["tokens"], axis=0).astype(dtype)
+        h_BTD = rows(outer["embed"]["weight"], batch["tokens"], path="outer/embed").astype(dtype)
         if config.scale_embedding:
             h_BTD = h_BTD * jnp.asarray(math.sqrt(config.hidden_size), dtype)
         if routed is None:

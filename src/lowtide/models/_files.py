@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..core import (
     shortened,
     validate,
 )
+from ..quant import Format, QuantizedWeight, abstract, build, format_named, matrices, placed
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf
 from ._decoder import Decoder, parameter_shapes, with_windows, without_windows
@@ -51,6 +52,8 @@ def load(
     compute_dtype: Any = "float32",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
+    quantize: str | None = None,
+    quantize_match: str | Sequence[str] = "layers/**/*_proj",
 ) -> Decoder:
     """Read a decoder from a Hugging Face directory.
 
@@ -63,6 +66,9 @@ def load(
             may be larger than it.
         sharding: where the leaf of a path and a shape (`jax.ShapeDtypeStruct`) belongs on several devices, such as
             `lowtide.train.ShardingRules.of`. Each process reads what its devices hold.
+        quantize: a format of `lowtide.quantize` to store weights in, such as ``"nf4"``: frozen, and made of the tensors
+            while they are read.
+        quantize_match: which, as in `lowtide.quantize`; by default the projections of all layers.
 
     Returns:
         The decoder, on JAX's default device but for the leaves that `host` selects, or as `sharding` says.
@@ -75,7 +81,8 @@ def load(
 
     Memory:
         The parameters where they belong, and beside them on the host a few pieces of 64 MiB. Of leaves that `host`
-        selects, also what one device holds of the largest.
+        selects, also what one device holds of the largest. Of quantised weights one matrix at a time is on the default
+        device, with a few float32 copies, and beside the codes; of a weight that `sharding` divides, too.
     """
     for name in (compute_dtype,) if dtype == "auto" else (dtype, compute_dtype):
         if not _is_floating(name):
@@ -92,7 +99,9 @@ def load(
         shapes = parameter_shapes(config)
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         hosted = [False] * len(flat) if host is None else select(shapes, host)
-        leaves: list[jax.Array] = []
+        form = None if quantize is None else format_named(quantize)
+        packed = set[str]() if form is None else matrices(shapes, quantize_match)
+        leaves: list[Any] = []
         for (path, leaf), on_the_host in zip(flat, hosted, strict=True):
             shape, names = leaf.shape, _tensor_names(path, config).values()
             sources = [tensors[name] for name in names]
@@ -101,9 +110,29 @@ def load(
             place = None if sharding is None else sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
             if on_the_host:
                 place = _host_memory() if place is None else place.with_memory_kind("pinned_host")
-            leaves.append(read_leaf(sources, shape, kind, place))
+            if form is not None and path_str(path) in packed:
+                leaves.append(_read_quantized(path_str(path), sources, jax.ShapeDtypeStruct(shape, kind), form, place))
+            else:
+                leaves.append(read_leaf(sources, shape, kind, place))
     params = treedef.unflatten(leaves)
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
+
+
+def _read_quantized(
+    path: str, sources: list[Source], like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
+) -> QuantizedWeight:
+    """Read one leaf, a matrix at a time, and quantise each."""
+    stack = like.shape[:-2]
+
+    def matrix(at: tuple[int, ...]) -> jax.Array:
+        index = int(np.ravel_multi_index(at, stack)) if at else 0
+        return read_leaf([sources[index]], like.shape[-2:], like.dtype, None)
+
+    if place is None or isinstance(place, jax.sharding.NamedSharding):
+        places = placed(abstract(like.shape, form, like.dtype), place)
+    else:
+        places = jax.tree.map(lambda _: place, abstract(like.shape, form, like.dtype))
+    return build(path, like, form, matrix, places)
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -163,7 +192,8 @@ def save(
         raise ModelFileError(
             f"{wrong[0]}: the parameters are not those of the model's configuration",
             got=f"shape {wrong[1]}",
-            hint="merge adapters with lt.lora.merge, or save them alone with lt.lora.save",
+            hint="make arrays of quantised weights with lt.dequantize, merge adapters with lt.lora.merge, or save them "
+            "alone with lt.lora.save",
         )
     tensors = [
         Tensor(name, leaf, index)

@@ -1,0 +1,86 @@
+"""From weights to codes and scales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ._double import nested
+from ._formats import Format
+from ._weight import QuantizedWeight, numbers
+
+_LEAST = 2.0**-126
+_E8M0_BIAS = 127
+
+
+class Codes(NamedTuple):
+    """Rows of a weight in few bits; scales are not quantised yet."""
+
+    codes: Array
+    """[..., out, in]."""
+    scales: Array
+    """[..., out, blocks]."""
+
+
+def encode(weight: Float[Array, "*stack out in"], form: Format) -> Codes:
+    """Quantise rows; each by itself, so that a weight may come in parts.
+
+    Args:
+        weight: finite numbers.
+        form: the format.
+    """
+    weight = weight.astype(jnp.float32)
+    *outer, inner = weight.shape
+    block = form.block or inner
+    number = -(-inner // block)
+    padded = jnp.pad(weight, ((0, 0),) * len(outer) + ((0, number * block - inner),))
+    blocks = padded.reshape(*outer, number, block)
+    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    if form.scales == jnp.uint8:
+        exponents = jnp.floor(jnp.log2(jnp.maximum(largest, _LEAST))) - 2  # the largest is then 4 to 8, of at most 6
+        scales = jnp.clip(exponents + _E8M0_BIAS, 1, 254).astype(jnp.uint8)
+        divisor = numbers(scales, form.name)
+    else:
+        scales = (largest / form.largest).astype(form.scales)
+        divisor = scales.astype(jnp.float32)
+    if form.name == "nf4":  # multiplied by the inverse as bitsandbytes does: numbers between two codes depend on it
+        scaled = jnp.clip(blocks * (1 / jnp.maximum(divisor, _LEAST))[..., None], -1, 1)
+    else:
+        scaled = blocks / jnp.where(divisor > 0, divisor, 1)[..., None]
+    codes = _rounded(scaled, form).reshape(*outer, number * block)[..., :inner]
+    return Codes(codes, scales)
+
+
+def _rounded(scaled: Array, form: Format) -> Array:
+    if form.table:
+        code_of = {value: code for code, value in reversed([*enumerate(form.table)])}  # of two zeros the first
+        values = sorted(code_of)
+        place = jnp.zeros(scaled.shape, jnp.int32)
+        for low, high in zip(values, values[1:], strict=False):
+            place += scaled > (np.float32(low) + np.float32(high)) / np.float32(2)
+        codes = jnp.asarray([code_of[value] for value in values], jnp.int32)[place]
+        return codes.astype(jnp.uint8).astype(form.codes)
+    if form.name == "fp8":
+        clipped = jnp.clip(scaled, -form.largest, form.largest)
+        return jax.lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return jnp.clip(jnp.round(scaled), -form.largest, form.largest).astype(jnp.int8).astype(form.codes)
+
+
+def assembled(codes: Any, scales: Any, form: Format, dtype: Any) -> QuantizedWeight:
+    """Make the node of whole matrices, their scales quantised where the format says so.
+
+    Args:
+        codes: [..., out, in].
+        scales: [..., out, blocks].
+        form: the format.
+        dtype: of the weight that it stands for.
+    """
+    name = jnp.dtype(dtype).name
+    if not form.double:
+        return QuantizedWeight(codes, scales, None, None, form.name, form.block, name)
+    codes_of_scales, nested_scales, offset = nested(scales)
+    return QuantizedWeight(codes, codes_of_scales, nested_scales, offset, form.name, form.block, name)

@@ -1,0 +1,302 @@
+"""Quantise chosen weights of a tree, and make arrays of them again."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..core import LinearWeight, StructureError, Tree, leaves_with_paths, match_names, put, side_of
+from ._encode import assembled, encode
+from ._formats import Format, format_named
+from ._weight import QuantizedWeight
+
+
+def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, block: int | None = None) -> Tree:
+    """Store chosen frozen weights in few bits.
+
+    Args:
+        tree: any pytree that multiplies by its weights, or looks rows up, through `lowtide.core.linear` and
+            `lowtide.core.rows`, or as ``weight @ x``, ``x @ weight`` or ``x @ weight.T``. Weights have shape [out, in],
+            or [num_layers, out, in] for stacked layers. `jax.ShapeDtypeStruct` leaves give abstract nodes.
+        match: globs on the paths of weights or of the modules that hold them. Of what they match, floating-point
+            matrices are quantised; vectors (norms, biases) and what has more axes (experts, convolutions) stay.
+        format: ``"nf4"``: 4 bits, quantiles of a normal distribution, blocks of 64 with 8-bit scales: 4.13 bits a
+            weight, the codes and scales of bitsandbytes where 64 divides the rows. ``"int4"``: 4 bits, blocks of 32:
+            4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``: 8 bits,
+            one scale a row.
+        block: neighbours of a row that share a scale, where they should be others than the format's; 0: whole rows. The
+            last block of a row may be shorter.
+
+    Returns:
+        The tree with a `QuantizedWeight` in place of each weight. Its leaves are frozen: they get no gradient.
+
+    Raises:
+        SelectionError: when a pattern matches nothing.
+        ConfigError: for an unknown format or block.
+        StructureError: when no floating-point matrix is matched, one is quantised already, or holds a number that is
+            not finite.
+
+    Memory:
+        ``bits * out * in / 8`` bytes for each matrix, in new arrays, made one matrix at a time; while one is made, a
+        few float32 copies of it. The given tree is not changed: drop it to free its weights. `lowtide.models.load`
+        quantises while it reads, so that no whole weight is ever there.
+
+    Examples:
+        >>> tree = {"q_proj": {"weight": jnp.ones((8, 64))}, "norm": {"weight": jnp.ones(64)}}
+        >>> tree = quantize(tree, "*", "int8")
+        >>> type(tree["q_proj"]["weight"]).__name__, type(tree["norm"]["weight"]).__name__
+        ('QuantizedWeight', 'ArrayImpl')
+
+    References:
+        Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs" (arXiv:2305.14314).
+    """
+    form = format_named(format, block)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_node)
+    named = leaves_with_paths(tree, is_leaf=_is_node)
+    chosen = _matched([path for path, leaf in named if hasattr(leaf, "shape")], match)
+    found: dict[int, Any] = {}
+    for index, (path, leaf) in enumerate(named):
+        if path not in chosen:
+            continue
+        if isinstance(leaf, QuantizedWeight):
+            raise StructureError(
+                f"{path}: is quantised already",
+                expected="a floating-point array",
+                got=f"a QuantizedWeight in {leaf.format}",
+                hint="lt.dequantize first, or leave this path out",
+            )
+        if _is_matrix(path, leaf):
+            found[index] = _quantized(path, leaf, form)
+    if not found:
+        raise _no_matrix([(path, leaf) for path, leaf in named if path in chosen])
+    return treedef.unflatten([found.get(index, leaf) for index, (_, leaf) in enumerate(leaves)])
+
+
+def dequantize(tree: Tree) -> Tree:
+    """Make plain arrays of every quantised weight, in the dtype it had.
+
+    Args:
+        tree: a pytree with `QuantizedWeight` nodes, below adapters too.
+
+    Returns:
+        The tree without any; the rounding of the format stays.
+
+    Raises:
+        StructureError: when there is none.
+
+    Memory:
+        A new array for each weight; while one is made, a float32 copy of one matrix of it.
+
+    Examples:
+        >>> tree = quantize({"w": jnp.full((2, 64), 3.0)}, "w", "nf4")
+        >>> bool(jnp.allclose(dequantize(tree)["w"], 3.0, rtol=1e-3))
+        True
+    """
+    nodes = [leaf for leaf in jax.tree.leaves(tree, is_leaf=_is_quantized) if _is_quantized(leaf)]
+    if not nodes:
+        raise StructureError(
+            "the tree has no quantised weight",
+            expected="at least one QuantizedWeight",
+            hint="quantise with lt.quantize; a dequantised model is one of plain arrays",
+        )
+    return jax.tree.map(lambda leaf: _dense(leaf) if _is_quantized(leaf) else leaf, tree, is_leaf=_is_quantized)
+
+
+def abstract(shape: tuple[int, ...], form: Format, dtype: Any) -> QuantizedWeight:
+    """Return the node of a weight of some shape, its leaves `jax.ShapeDtypeStruct`s."""
+    return jax.eval_shape(functools.partial(_whole, form, dtype), jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight)
+
+
+def _is_node(leaf: Any) -> bool:
+    """Whether a node is a weight: one that is quantised already, or of another kind that holds none itself."""
+    return isinstance(leaf, QuantizedWeight) or (isinstance(leaf, LinearWeight) and not hasattr(leaf, "weight"))
+
+
+def _matched(paths: list[str], match: Any) -> set[str]:
+    """Match whole paths, and modules that hold a weight."""
+    by_name: dict[str, list[str]] = {}
+    for path in paths:
+        # Below an adapter the weight stands at <module>/weight/weight.
+        for name in {path, path.removesuffix("/weight"), path.removesuffix("/weight").removesuffix("/weight")}:
+            by_name.setdefault(name, []).append(path)
+    return {path for name in match_names(list(by_name), match) for path in by_name[name]}
+
+
+def _is_matrix(path: str, leaf: Any) -> bool:
+    """Whether a leaf is one floating-point matrix, or a stack of them."""
+    if not hasattr(leaf, "shape") or not jnp.issubdtype(leaf.dtype, jnp.floating) or not math.prod(leaf.shape):
+        return False
+    parts = path.split("/")
+    if parts[-1].startswith("lora_"):
+        return False
+    # Layers that are listed, as in Equinox, have numbers in their paths and no axis of their own.
+    is_stacked = side_of(path) == "layers" and not any(part.isdigit() for part in parts)
+    stack = len(leaf.shape) - 2
+    return stack == 1 if is_stacked else stack in (0, 1)
+
+
+def _quantized(path: str, leaf: Any, form: Format) -> QuantizedWeight:
+    if isinstance(leaf, jax.core.Tracer):
+        return _whole(form, leaf.dtype, leaf)
+    node = abstract(tuple(leaf.shape), form, leaf.dtype)
+    sharding = getattr(leaf, "sharding", None)
+    places = placed(node, sharding if isinstance(sharding, jax.sharding.NamedSharding) else None)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        if places is None:
+            return node
+        return jax.tree.map(
+            lambda part, place: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place), node, places
+        )
+    return build(path, leaf, form, lambda at: leaf[at] if at else leaf, places)
+
+
+def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
+    """Return the paths of the matrices that a match selects, as `quantize` does.
+
+    Raises:
+        SelectionError: when a pattern matches nothing.
+        StructureError: when there is no matrix among what it matches.
+    """
+    named = leaves_with_paths(tree)
+    chosen = _matched([path for path, _ in named], match)
+    found = {path for path, leaf in named if path in chosen and _is_matrix(path, leaf)}
+    if not found:
+        raise _no_matrix([(path, leaf) for path, leaf in named if path in chosen])
+    return found
+
+
+def _no_matrix(named: list[tuple[str, Any]]) -> StructureError:
+    path, first = named[0]
+    return StructureError(
+        f"{path}: no weight matrix to quantise" + (f", nor {len(named) - 1} more" if len(named) > 1 else ""),
+        expected="a floating-point array of shape [out, in], or [num_layers, out, in] below layers/",
+        got=f"{first.dtype}{list(first.shape)}",
+        hint="vectors such as norms and biases are few bytes; match the projections",
+    )
+
+
+def build(
+    path: str, like: Any, form: Format, matrix: Callable[[tuple[int, ...]], Any], places: QuantizedWeight | None = None
+) -> QuantizedWeight:
+    """Quantise a weight of which one matrix at a time is there.
+
+    Args:
+        path: of the weight, for messages.
+        like: its shape and dtype.
+        form: the format.
+        matrix: gives the matrix at an index of the stack, () where there is no stack.
+        places: where the leaves belong, as `placed` says; None for JAX's default device.
+
+    Raises:
+        StructureError: for a number that is not finite.
+
+    Memory:
+        The node, and beside it one matrix with a few float32 copies. Leaves for host memory pass through the device.
+    """
+    stack = tuple(like.shape[:-2])
+    if not stack:
+        made, is_finite = _matrix(form, matrix(()))
+        _check_finite(path, bool(is_finite))
+        return made if places is None else jax.tree.map(put, made, places)
+    # Into buffers that are written over: in a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
+    on_device = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
+    made = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), abstract(tuple(like.shape), form, like.dtype))
+    if on_device is not None:
+        made = jax.tree.map(put, made, on_device)
+    for at in np.ndindex(*stack):
+        one, is_finite = _matrix(form, matrix(at))
+        _check_finite(f"{path}[{', '.join(map(str, at))}]", bool(is_finite))
+        made = _written(made, one, tuple(np.int32(i) for i in at))
+    return made if places is None else jax.tree.map(jax.device_put, made, places)
+
+
+def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -> Any:
+    """Return where the leaves of a node belong: divided as the weight is, where that divides scales, too.
+
+    Args:
+        node: its leaves, or their shapes.
+        sharding: of the weight, or None.
+
+    Returns:
+        A node of shardings, or None.
+    """
+    if sharding is None:
+        return None
+    ndim = len(node.codes.shape)
+    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+
+    def one(leaf: Any) -> Any:
+        axes = spec if len(leaf.shape) == ndim else (*spec[: ndim - 2], *(None,) * (len(leaf.shape) - ndim + 2))
+        sizes = [math.prod(sharding.mesh.shape[name] for name in _axis_names(axis)) for axis in axes]
+        fits = [axis if size % n == 0 else None for axis, size, n in zip(axes, leaf.shape, sizes, strict=True)]
+        return jax.sharding.NamedSharding(sharding.mesh, jax.P(*fits), memory_kind=sharding.memory_kind)
+
+    return jax.tree.map(one, node)
+
+
+def _axis_names(axis: Any) -> tuple[Any, ...]:
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
+def _check_finite(path: str, is_finite: bool) -> None:
+    if not is_finite:
+        raise StructureError(
+            f"{path}: holds a number that is not finite, which would spoil its block",
+            expected="finite numbers",
+            got="nan or inf",
+            hint="the weights are damaged, or a run diverged; load them again",
+        )
+
+
+def _whole(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
+    parts = encode(weight, form)
+    return assembled(parts.codes, parts.scales, form, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
+    return _whole(form, weight.dtype, weight), jnp.all(jnp.isfinite(weight))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _written(whole: QuantizedWeight, one: QuantizedWeight, at: tuple[Any, ...]) -> QuantizedWeight:
+    def write(into: Array, part: Array) -> Array:
+        start = (*at, *(0,) * part.ndim)
+        return jax.lax.dynamic_update_slice(into, part[(None,) * len(at)], start)
+
+    return jax.tree.map(write, whole, one)
+
+
+def _dense(node: QuantizedWeight) -> Any:
+    if isinstance(node.codes, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
+    stack = node.codes.shape[:-2]
+    if not stack or isinstance(node.codes, jax.core.Tracer):
+        return _dense_matrix(node)
+    whole = jnp.zeros(node.shape, node.dtype, device=node.sharding)
+    for at in np.ndindex(*stack):
+        one = _dense_matrix(jax.tree.map(lambda leaf, at=at: leaf[at], node))
+        whole = _set(whole, one, tuple(np.int32(i) for i in at))
+    return whole if node.sharding is None else jax.device_put(whole, node.sharding)
+
+
+@jax.jit
+def _dense_matrix(node: QuantizedWeight) -> Array:
+    return node.dense()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _set(whole: Array, one: Array, at: tuple[Any, ...]) -> Array:
+    return jax.lax.dynamic_update_slice(whole, one[(None,) * len(at)], (*at, *(0,) * one.ndim))

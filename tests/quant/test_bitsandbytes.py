@@ -1,0 +1,51 @@
+"""nf4 beside bitsandbytes' own, its build for CPUs."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide.quant._double import decoded, dynamic_map, unnested
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((6, 128), "float32"), ((300, 320), "bfloat16"), ((512, 4096), "float16")]
+)
+def test_codes_and_scales_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = (0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))).to(getattr(torch, dtype))
+    weight[1, :64] = 0
+    codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
+    _, plain = functional.quantize_4bit(weight, blocksize=64, compress_statistics=False, quant_type="nf4")
+    node = lt.quantize({"w": jnp.asarray(weight.float().numpy())}, "w", "nf4")["w"]
+
+    ours = np.asarray(node.codes).astype(np.uint8).ravel()
+    np.testing.assert_array_equal(ours[::2] << 4 | ours[1::2], codes.numpy().ravel())
+    np.testing.assert_array_equal(dynamic_map(), state.state2.code.numpy())
+    np.testing.assert_allclose(decoded(jnp.arange(256, dtype=jnp.uint8)), dynamic_map(), rtol=0, atol=1e-7)
+    # Sums in another order: one unit in the last place.
+    np.testing.assert_allclose(node.offset, state.offset, rtol=1e-6)
+    np.testing.assert_allclose(node.nested_scales, state.state2.absmax, rtol=1e-6)
+    # bitsandbytes rounds a scale to one of 65,536 numbers before it chooses a code: near a tie it may be the next one.
+    other = np.asarray(node.scales).ravel().astype(int) - state.absmax.numpy().astype(int)
+    assert np.max(np.abs(other)) <= 1 and np.mean(other != 0) < 0.005
+    # What their codes stand for here is what they stand for there.
+    theirs = jnp.asarray(state.absmax.numpy().reshape(node.scales.shape))
+    read = lt.QuantizedWeight(
+        node.codes,
+        theirs,
+        jnp.asarray(state.state2.absmax.numpy()),
+        jnp.asarray(state.offset.numpy()),
+        node.format,
+        node.block,
+        "float32",
+    )
+    state.dtype = torch.float32
+    np.testing.assert_allclose(read.dense(), functional.dequantize_4bit(codes, state), rtol=0, atol=1e-6)
+    scales = unnested(read.scales, read.nested_scales, read.offset)
+    np.testing.assert_allclose(scales.ravel(), plain.absmax.numpy(), rtol=0, atol=1e-3)

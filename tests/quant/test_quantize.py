@@ -1,0 +1,243 @@
+"""Quantised weights: values, products, gradients, bytes, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError, ModelFileError, SelectionError, StructureError, linear, rows, tree_bytes
+from lowtide.models import LlamaConfig, init, logits, loss
+from lowtide.quant._formats import E2M1_VALUES, NF4_VALUES
+
+FORMATS = ("nf4", "int8", "int4", "fp8", "mxfp4")
+BITS = {"nf4": 4 + 8 / 64 + 32 / (64 * 256), "int8": 8 + 32 / 1024, "int4": 4.5, "fp8": 8 + 32 / 1024, "mxfp4": 4.25}
+WEIGHT = np.random.default_rng(0).normal(size=(24, 100)).astype(np.float32)
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16
+)
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 96, (2, 12)))
+BATCH = {"tokens": TOKENS, "labels": TOKENS}
+
+
+def node(form: str = "nf4", weight: Any = WEIGHT, **kwargs: Any) -> Any:
+    return lt.quantize({"w": jnp.asarray(weight)}, "w", form, **kwargs)["w"]
+
+
+def blocks_of(weight: np.ndarray, size: int) -> list[np.ndarray]:
+    return [row[start : start + size] for row in weight for start in range(0, weight.shape[1], size)]
+
+
+def nearest(values: np.ndarray, table: Any) -> np.ndarray:
+    table = np.asarray(table, np.float32)
+    return table[np.argmin(np.abs(values[:, None] - table), axis=1)]
+
+
+def reference(form: str, weight: np.ndarray) -> np.ndarray:
+    """Quantise and dequantise block by block; of nf4 without scales of scales."""
+    size = {"nf4": 64, "int4": 32, "mxfp4": 32}.get(form, weight.shape[1])
+    made: list[np.ndarray] = []
+    for block in blocks_of(weight, size):
+        largest = np.max(np.abs(block))
+        if form == "nf4":
+            made.append(nearest(block / largest, NF4_VALUES) * largest)
+        elif form == "mxfp4":
+            scale = 2.0 ** (np.floor(np.log2(largest)) - 2)
+            made.append(nearest(block / scale, E2M1_VALUES) * scale)
+        elif form == "fp8":
+            scale = largest / np.float32(448)
+            made.append((block / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale)
+        else:
+            most = {"int8": 127, "int4": 7}[form]
+            scale = largest / np.float32(most)
+            scale = scale.astype(ml_dtypes.bfloat16).astype(np.float32) if form == "int4" else scale
+            made.append(np.clip(np.round(block / scale), -most, most) * scale)
+    return np.concatenate(made).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_values_are_those_of_a_plain_reference(form: str) -> None:
+    """Rows of 100 numbers: the last block is shorter."""
+    got = np.asarray(node(form).dense())
+    # The 8-bit scales of nf4 are within one part in 30 of the largest's distance from the mean.
+    np.testing.assert_allclose(got, reference(form, WEIGHT), rtol=0, atol=0.04 if form == "nf4" else 1e-6)
+    half = node(form, WEIGHT.astype(ml_dtypes.bfloat16))
+    assert half.dtype == jnp.bfloat16 and half.dense().dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
+    made = node(form, np.ones((512, 1024), np.float32))
+    assert tree_bytes(made) == pytest.approx(512 * 1024 * BITS[form] / 8, rel=0.03)
+    shapes = jax.eval_shape(
+        lambda w: lt.quantize({"w": w}, "w", form), jax.ShapeDtypeStruct((4, 512, 1024), "bfloat16")
+    )
+    given = lt.quantize({"w": jax.ShapeDtypeStruct((4, 512, 1024), "bfloat16")}, "w", form)
+    assert shapes == given and tree_bytes(given) == 4 * tree_bytes(made)
+
+
+def test_products_and_rows_are_those_of_the_array() -> None:
+    made, x = node(), jax.random.normal(jax.random.key(0), (5, 100))
+    dense = made.dense()
+    np.testing.assert_array_equal(linear(x, made), linear(x, dense))
+    np.testing.assert_array_equal(made @ x.T, dense @ x.T)
+    np.testing.assert_array_equal(x @ made.T, x @ dense.T)
+    np.testing.assert_array_equal(np.ones((2, 24), np.float32) @ made, jnp.ones((2, 24)) @ dense)
+    np.testing.assert_array_equal(made.T.linear(jnp.ones((2, 24))), jnp.ones((2, 24)) @ dense)
+    np.testing.assert_allclose(jax.vmap(made.linear)(x), x @ dense.T, rtol=1e-4, atol=1e-5)
+    ids = jnp.array([[0, 23], [-1, 24]])
+    np.testing.assert_array_equal(rows(made, ids), jnp.take(dense, ids, axis=0))
+    assert made.T.shape == (100, 24) and made.mT.mT == made.T.T
+
+
+def test_derivatives_in_x_of_every_kind() -> None:
+    made, x = node("int4"), jax.random.normal(jax.random.key(0), (2, 100))
+    ours, theirs = (lambda x, w=w: jnp.sum(linear(x, w) ** 3) for w in (made, made.dense()))
+    np.testing.assert_allclose(jax.grad(ours)(x), jax.grad(theirs)(x), rtol=1e-5)
+    np.testing.assert_allclose(jax.jvp(ours, (x,), (x,))[1], jax.jvp(theirs, (x,), (x,))[1], rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.grad(lambda x: jnp.sum(jax.grad(ours)(x) ** 2))(x),
+        jax.grad(lambda x: jnp.sum(jax.grad(theirs)(x) ** 2))(x),
+        rtol=1e-4,
+    )
+
+
+def test_only_codes_and_scales_wait_for_the_backward_pass() -> None:
+    made = node("nf4", np.ones((40, 128), np.float32))
+    _, vjp = jax.vjp(made.linear, jnp.ones((3, 128)))
+    kept = sorted(leaf.dtype.name for leaf in jax.tree.leaves(vjp))
+    assert kept == ["float32", "float32", "uint4", "uint8"]
+    assert sum(leaf.size for leaf in jax.tree.leaves(vjp) if leaf.dtype == jnp.float32) < 3
+
+
+@pytest.fixture(scope="module")
+def quantized() -> Any:
+    model = init(CONFIG, key=jax.random.key(0))
+    return lt.quantize(lt.quantize(model, "layers/**"), "outer/{embed,lm_head}", "int8")
+
+
+def test_a_decoder_with_everything_quantised_trains_as_the_dequantised_one(quantized: Any) -> None:
+    model = lt.lora.add(quantized, lt.lora.Config(rank=4, targets="**/*_proj"), key=jax.random.key(1))
+    model = jax.tree_util.tree_map_with_path(lambda at, x: x + 0.01 if "lora_b" in str(at) else x, model)
+    step = jax.jit(lt.value_and_grad(lambda m, b: loss(m, b, remat=True)[0], "**/lora_*"))
+    (value, grads), (want, wanted) = step(model, BATCH), step(lt.dequantize(model), BATCH)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    for got, there in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, there, atol=1e-6)
+        assert jnp.any(got != 0)
+    merged = lt.lora.merge(lt.dequantize(model))
+    np.testing.assert_allclose(logits(merged, TOKENS), logits(model, TOKENS), atol=1e-4)
+
+
+def test_no_weight_gradient_and_no_stack_of_weights_in_the_step(quantized: Any) -> None:
+    model = lt.lora.add(quantized, lt.lora.Config(rank=4, targets="**/*_proj"), key=jax.random.key(1))
+    text = str(jax.make_jaxpr(lt.value_and_grad(lambda m, b: loss(m, b, remat=True)[0], "**/lora_*"))(model, BATCH))
+    for shape in ("3,96,64", "3,64,96", "3,64,64", "3,32,64"):  # stacks of all projections: codes, no weight, no dW
+        assert f":u4[{shape}]" in text
+    for shape in ("3,96,64", "3,64,96", "3,64,64"):
+        assert f":f32[{shape}]" not in text
+
+
+@pytest.mark.tpu_aot
+def test_compiled_for_a_chip_at_most_one_weight_is_made_at_a_time() -> None:
+    """Bytes of the model are those of the codes, and no array has the shape of a stack of weights."""
+    layers, width, wide = 8, 512, 2048
+    shapes = {"up": (layers, wide, width), "down": (layers, width, wide)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
+    model = {"layers": {name: {"weight": weight} for name, weight in weights.items()}, "scale": jnp.bfloat16(1)}
+    model = jax.eval_shape(lambda model: lt.quantize(model, "layers/**"), model)
+
+    def fn(model: Any, x: Any) -> Any:
+        def block(h: Any, layer: Any) -> Any:
+            return h + linear(jax.nn.silu(linear(h, layer["up"]["weight"])), layer["down"]["weight"]), None
+
+        h = jax.lax.scan(jax.checkpoint(block, prevent_cse=False), x * model["scale"], model["layers"])[0]
+        return jnp.sum(h.astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((256, width), jnp.bfloat16)
+    report = lt.memory.analyze(lt.value_and_grad(fn, "scale"), model, x, target="v5e")
+    made = [
+        each for each in report.buffers if each.dtype == "bf16" and each.shape[-2:] in ((wide, width), (width, wide))
+    ]
+    assert all(len(each.shape) == 2 for each in made)
+    arguments = sum(each.num_bytes for each in report.buffers if each.path.startswith("0/layers"))
+    assert arguments == pytest.approx(layers * 2 * wide * width * BITS["nf4"] / 8, rel=0.03)
+    assert report.device_bytes < 1.5 * arguments + 2 * wide * width * 2
+
+
+def test_a_quantised_stack_is_sharded_like_its_weight() -> None:
+    mesh = lt.train.make_mesh(fsdp=4, tensor=2)
+    place = jax.sharding.NamedSharding(mesh, jax.P(None, "tensor", "fsdp"))
+    weight = jax.random.normal(jax.random.key(0), (2, 64, 512))
+    plain = lt.quantize({"layers": {"w": weight}}, "layers/w")["layers"]["w"]
+    made = lt.quantize({"layers": {"w": jax.device_put(weight, place)}}, "layers/w")["layers"]["w"]
+    assert made.codes.sharding == place and made.sharding == place
+    assert made.scales.sharding.spec == jax.P(None, "tensor", "fsdp")
+    jax.tree.map(np.testing.assert_array_equal, made, plain)
+    x = jnp.ones((8, 512))
+    one = jax.tree.map(lambda leaf: leaf[1], made)
+    np.testing.assert_allclose(jax.jit(linear)(x, one), x @ plain.dense()[1].T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tree", "match", "form", "error", "text"),
+    [
+        ({"w": jnp.ones((2, 64), int)}, "w", "nf4", StructureError, "w: no weight matrix to quantise"),
+        ({"layers": {"norm": jnp.ones((3, 64))}}, "layers/*", "nf4", StructureError, "layers/norm: no weight matrix"),
+        ({"w": jnp.ones((2, 64))}, "v", "nf4", SelectionError, "pattern 'v' matches nothing"),
+        ({"w": jnp.ones((2, 64))}, "w", "nf5", ConfigError, "no format to quantise in"),
+        ({"w": jnp.ones((2, 64)).at[1, 3].set(jnp.nan)}, "w", "int8", StructureError, "w: holds a number that is not"),
+        ({"w": jnp.ones((3, 2, 64)).at[2].set(jnp.inf)}, "w", "int8", StructureError, r"w\[2\]: holds a number"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(tree: Any, match: str, form: str, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text) as caught:
+        lt.quantize(tree, match, form)
+    assert "hint: " in str(caught.value)
+
+
+def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
+    with pytest.raises(StructureError, match="q_proj/weight: is quantised already"):
+        lt.quantize(quantized, "**/q_proj")
+    with pytest.raises(StructureError, match="has no quantised weight"):
+        lt.dequantize({"w": jnp.ones(3)})
+    with pytest.raises(ConfigError, match="block: 7 is no size"):
+        node(block=7)
+    with pytest.raises(SelectionError, match="codes: a leaf of type uint4 cannot be differentiated"):
+        lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/**")(quantized, BATCH)
+    adapted = lt.lora.add(quantized, lt.lora.Config(rank=2, targets="**/q_proj"), key=jax.random.key(0))
+    with pytest.raises(StructureError, match="cannot merge into a QuantizedWeight"):
+        lt.lora.merge(adapted)
+
+
+def test_other_blocks_and_zeros() -> None:
+    assert node("int4", block=0).scales.shape == (24, 1) and node("nf4", block=128).scales.shape == (24, 1)
+    for form in FORMATS:
+        np.testing.assert_array_equal(node(form, np.zeros((4, 64), np.float32)).dense(), np.zeros((4, 64)))
+
+
+def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
+    model = init(CONFIG, key=jax.random.key(0))
+    lt.models.save(model, tmp_path)
+    read = lt.models.load(tmp_path, quantize="nf4")
+    jax.tree.map(np.testing.assert_array_equal, read, lt.quantize(model, "layers/**/*_proj"))
+    hosted = lt.models.load(
+        tmp_path, quantize="int8", quantize_match=["layers/mlp/*_proj", "outer/embed"], host="layers/**"
+    )
+    wanted = lt.quantize(model, ["layers/mlp/*_proj", "outer/embed"], "int8")
+    jax.tree.map(np.testing.assert_array_equal, hosted, wanted)
+    codes = hosted.layers["mlp"]["up_proj"]["weight"].codes
+    assert codes.sharding.memory_kind == "pinned_host"
+    rules = lt.train.ShardingRules(mesh=lt.train.make_mesh(fsdp=8), min_bytes=0)
+    divided = lt.models.load(tmp_path, quantize="nf4", sharding=rules.of)
+    jax.tree.map(np.testing.assert_array_equal, divided, read)
+    assert not divided.layers["mlp"]["up_proj"]["weight"].codes.sharding.is_fully_replicated
+    with pytest.raises(SelectionError, match="matches nothing"):
+        lt.models.load(tmp_path, quantize="nf4", quantize_match="layers/nothing")
+    with pytest.raises(ModelFileError, match="hint: make arrays of quantised weights with lt.dequantize"):
+        lt.models.save(read, tmp_path / "again")
