@@ -259,3 +259,24 @@ def test_weights_that_are_divided() -> None:
     placed = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P())), with_adapters(W))
     x = jax.device_put(jnp.tile(X, (8, 1))[:8], jax.NamedSharding(mesh, jax.P("a")))
     assert_same(scanned, placed, x)
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_adapters_of_quantised_weights(form: str) -> None:
+    base = {"w": jax.random.normal(KEY, (64, 64)), "stack": jax.random.normal(KEY, (3, 64, 64)) / 8}
+    x = jax.random.normal(KEY, (5, 64))
+
+    def fn(params: Any, x: Any) -> Any:
+        return jnp.mean(scanned(params, jnp.einsum("bi,oi->bo", x, params["w"])))
+
+    quantised = lt.quantize(base, "**", form)
+    np.testing.assert_allclose(lt.adapted(fn)(quantised, x), fn(lt.dequantize(quantised), x), rtol=1e-5)
+    config = lt.lora.Config(rank=2, targets=["w", "stack"])
+    model = lt.lora.add(quantised, config, key=KEY, fn=fn, args=(x,))
+    dense = lt.lora.add(lt.dequantize(quantised), config, key=KEY, fn=fn, args=(x,))
+    found, expected = (jax.jit(lt.value_and_grad(lt.adapted(fn), "**/lora_*"))(each, x) for each in (model, dense))
+    pairs = zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True)
+    for (path, one), (_, other) in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max() + 1e-9), err_msg=path)
+    merged = lt.lora.merge(lt.dequantize(model))
+    np.testing.assert_allclose(fn(merged, x), found[0], rtol=1e-4)

@@ -71,7 +71,7 @@ class _Uses(set[Use]):
 
 
 def probe(leaf: Any) -> Probe:
-    """Make a probe of an array or its shape."""
+    """Make a probe of the shape of a weight, or of an array."""
     return Probe(leaf, len(leaf.shape), _Uses())
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from ...core import StructureError, Tree
 from .._adapted import uses
 from .._uses import Use, probe
@@ -18,7 +20,8 @@ def find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args
         StructureError: for a weight that it does not use, uses in several ways, or does more with than to multiply.
     """
     probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
-    found = uses(fn, replace(model, {site.index: probe(site.weight) for site in probed}), *args)
+    shapes = {site.index: jax.ShapeDtypeStruct(site.weight.shape, site.weight.dtype) for site in probed}
+    found = uses(fn, replace(model, {index: probe(shape) for index, shape in shapes.items()}), *args)
     return {site.index: _one(site, of_site) for site, of_site in zip(probed, found, strict=True)}
 
 

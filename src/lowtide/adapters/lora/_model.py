@@ -131,7 +131,7 @@ def merge(model: Tree) -> Tree:
             raise StructureError(
                 f"{site.path}: cannot merge into a {type(site.weight).__name__}",
                 expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
-                hint="merge into an unquantised base weight",
+                hint="make an array of it first: lt.lora.merge(lt.dequantize(model))",
             )
     by_path = {site.path: site for site in sites(model)}
     nodes: dict[int, Any] = {}

@@ -11,7 +11,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ...core import ConfigError, ExternalNames, SelectionError, StructureError, Tree, match_names, match_path
+from ...core import (
+    ConfigError,
+    ExternalNames,
+    LinearWeight,
+    SelectionError,
+    StructureError,
+    Tree,
+    match_names,
+    match_path,
+)
 from .._uses import Use
 from ._config import AnyConfig, Config, IA3Config, VeRAConfig
 from ._kernel import start
@@ -54,10 +63,10 @@ def started(
     """
     for site in chosen if kernels else ():
         is_plain = isinstance(config, Config) and not config.dora and config.layers is None
-        if site.index in kernels and not is_plain:
+        if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             raise ConfigError(
-                f"{site.path}: this kernel takes plain LoRA alone",
-                expected="no DoRA, no (IA)³, no VeRA, and all layers",
+                f"{site.path}: this kernel takes plain LoRA alone, on an array",
+                expected="no DoRA, no (IA)³, no VeRA, all layers, and no quantised weight",
                 got=f"a {type(config).__name__} for a weight {list(site.weight.shape)}",
                 hint="leave it out of the targets, or add it with a configuration of its own",
             )
