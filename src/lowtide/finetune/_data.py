@@ -101,6 +101,9 @@ def load_data(
 def _noted(data: TextData, config: FinetuneConfig) -> TextData:
     """Add what a user may not expect."""
     notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
+    num_rows, batch_size = data.num_train_sequences, config.batch_size
+    if num_rows is not None and num_rows < batch_size:
+        notes.append(f"a batch of {batch_size:,} has rows more than once: there are {num_rows:,} to train on")
     return dataclasses.replace(data, notes=tuple(notes))
 
 

@@ -83,7 +83,7 @@ def read_documents(path: str | Path | None) -> list[str]:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        hint = "--data takes a text file, a folder, or a .jsonl file"
+        hint = "--data takes a file of text or of records (.jsonl, .json, .csv, .tsv, .parquet), or a folder of them"
         raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from error
