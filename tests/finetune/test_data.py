@@ -40,6 +40,12 @@ def test_text_keeps_its_windows_and_records_are_packed(load):
     assert load(TEXTS, columns=("text=text",)).report.num_documents == 12
 
 
+def test_a_batch_with_rows_more_than_once_is_said(load):
+    assert load(CHATS, packing="none", batch_size=11).notes == ()
+    (note,) = load(CHATS, packing="none", batch_size=12).notes
+    assert note == "a batch of 12 has rows more than once: there are 11 to train on"
+
+
 def test_contiguous_windows_are_for_text(load):
     assert load(TEXTS, "data.ndjson", packing="contiguous").report is None
     with pytest.raises(DataError, match=r"data.jsonl:1: contiguous windows are for plain text(.|\n)*hint:"):

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.json)
     if not args.data:
         raise ConfigError("--data is empty", hint="look whether a variable of your script is unset")
-    from ..finetune import is_read_as_records, read_documents
+    from ..finetune import is_read_as_records, notes_on, read_documents
 
     console = errors()
     is_text = not is_read_as_records(args.data, _columns(args))
@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{flag} is for records, and {args.data} is plain text", hint=f"leave {flag} out")
     # Text is read before the model: a wrong path should be found before a large model is there.
     documents = read_documents(args.data) if is_text else None
+    for note in notes_on(args.data, _columns(args), is_evaluation=True):
+        console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
     base, tokenizer = open_named(args, console)
     check_adapters(base, args.adapter)
     context = base.config.max_position_embeddings

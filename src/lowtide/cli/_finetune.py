@@ -228,6 +228,8 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
     for name, text in rows.items():
         grid.add_row(Text(name, style="bold"), Text(text))
     console.print(grid)
+    for note in data.notes:
+        console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
     _data_report.print_examples(console, data.report)
     if config.seq_len > base.config.max_position_embeddings:
         console.print(

@@ -236,7 +236,8 @@ def _say_plan(console: Console, args: argparse.Namespace, base: Any, ids: list[l
     longest = max(map(len, ids)) + args.max_new_tokens
     rows = min(args.batch_size, len(ids) * args.num_samples)
     size = format_bytes(cache_bytes(base.config, rows, longest, base.compute_dtype))
-    console.print(f"{len(ids):,} prompts, {rows} at once; keys and values take {size}", style="dim")
+    count = f"{len(ids):,} prompt" + ("" if len(ids) == 1 else "s")
+    console.print(f"{count}, {rows} at once; keys and values take {size}", style="dim")
     if longest > base.config.max_position_embeddings:
         console.print(
             f"[bold yellow]warning[/] prompt and answer may have {longest:,} tokens, more than the "

@@ -7,6 +7,7 @@ from ._config import config_to_toml as config_to_toml
 from ._config import flag_of as flag_of
 from ._config import read_config as read_config
 from ._data import is_read_as_records as is_read_as_records
+from ._data import notes_on as notes_on
 from ._evaluate import TextLoss as TextLoss
 from ._evaluate import batches_loss as batches_loss
 from ._evaluate import record_batches as record_batches

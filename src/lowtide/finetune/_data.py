@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..core import ConfigError, DataError
+from ..core import ConfigError, DataError, shown
 from ._config import FinetuneConfig, flag_of
-from ._formats import first_fields, is_binary, read_head
+from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
 from ._text import TextData, read_documents, text_data
+from ._walk import files_below
 
+_MOST_NAMES = 6
 _MOST_BATCH_TOKENS = 2**28
 """Of a batch, 4 GiB on the host before anything is compiled; more is a slip, and would take the machine's memory."""
-_RECORDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
 
 
 def load_data(
@@ -69,7 +70,7 @@ def load_data(
         _refuse_settings_of_records(config, is_plain=is_plain)
         documents = _texts(config.data, config.columns)
         evaluated = None if config.eval_data is None else _texts(config.eval_data, config.columns)
-        return text_data(documents, tokenizer, eval_documents=evaluated, **options)
+        return _noted(text_data(documents, tokenizer, eval_documents=evaluated, **options), config)
     from .data import load_chat_template, record_data
 
     template = load_chat_template(directory, config.chat_template)
@@ -84,7 +85,7 @@ def load_data(
         too_long=config.too_long,
         **options,
     )
-    return TextData(
+    data = TextData(
         train=made.train,
         held_out=made.held_out,
         num_documents=made.report.num_documents,
@@ -94,6 +95,16 @@ def load_data(
         digest=made.digest,
         report=made.report,
     )
+    return _noted(data, config)
+
+
+def _noted(data: TextData, config: FinetuneConfig) -> TextData:
+    """Add what a user may not expect."""
+    notes = [*notes_on(config.data, config.columns), *notes_on(config.eval_data, config.columns, is_evaluation=True)]
+    num_rows, batch_size = data.num_train_sequences, config.batch_size
+    if num_rows is not None and num_rows < batch_size:
+        notes.append(f"a batch of {batch_size:,} has rows more than once: there are {num_rows:,} to train on")
+    return dataclasses.replace(data, notes=tuple(notes))
 
 
 def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> bool:
@@ -118,7 +129,45 @@ def is_read_as_records(data: str | None, columns: tuple[str, ...] | None) -> boo
     if path.suffix != ".jsonl" or columns:
         return True
     fields = set(first_fields(head, ".jsonl"))
-    return "text" not in fields or any(kind <= fields for kind in _RECORDS)
+    return "text" not in fields or any(kind <= fields for kind in KINDS)
+
+
+def notes_on(data: str | None, columns: tuple[str, ...] | None, *, is_evaluation: bool = False) -> list[str]:
+    """Say which files of a folder are not read, or not as what they are.
+
+    Args:
+        data: a path, as the configuration has it.
+        columns: of the configuration.
+        is_evaluation: whether it is data to evaluate.
+
+    Returns:
+        Sentences; none for a file, and where nothing is left out.
+    """
+    if not data or not Path(data).is_dir():
+        return []
+    from .data._readers import folder_of_records
+
+    folder, notes = Path(data), list[str]()
+    if not is_read_as_records(data, columns):
+        if tables := files_read_as_text(files_below(folder)):
+            notes.append(f"{folder}: read as plain text, braces and commas included: {_named(folder, tables)}")
+        return notes
+    if (found := folder_of_records(folder)) is None:  # what `datasets` saved
+        return []
+    if found.held_back:
+        names = _named(folder, found.held_back)
+        notes.append(f"{folder}: not read, by name for evaluation (--eval-data FILE, or a folder of it): {names}")
+    if found.is_evaluation and not is_evaluation:
+        notes.append(f"{folder}: trained on, though by name for evaluation: {_named(folder, found.read)}")
+    if found.others:
+        notes.append(f"{folder}: not read, no records: {_named(folder, found.others)}")
+    return notes
+
+
+def _named(folder: Path, files: Sequence[Path]) -> str:
+    names = [shown(str(file.relative_to(folder))).strip("'") for file in files]
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _refuse_settings_of_records(config: FinetuneConfig, *, is_plain: bool) -> None:

@@ -17,6 +17,7 @@ from ..core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
 _AS_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
+_ONE_FORMAT = "name one of its files, or a folder of records of one format"
 _UNPACK = "unpack it first"
 
 _BY_SUFFIX = {
@@ -56,6 +57,8 @@ _BY_HEAD = (
     (b"%PDF-", _BY_SUFFIX[".pdf"]),
 )
 _TEXTS = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".jl")
+KINDS = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {"instruction", "output"})
+"""Fields that only records to tune on have."""
 _UTF16 = ("text in UTF-16", "convert it: iconv -f UTF-16 -t UTF-8")
 
 
@@ -96,19 +99,21 @@ def refuse_other_formats(path: Path) -> None:
 
 
 def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
-    """Raise for a folder that is records more than text; a source tree may hold a few.
+    """Raise for a folder that is records more than text, or chats beside text; a source tree may hold a few tables.
 
     Args:
         folder: as the user named it.
         files: those of its files that would be read.
 
     Raises:
-        DataError: when half of the bytes or more are in files that `refuse_other_formats` would refuse for their names.
+        DataError: when half of the bytes or more are in files that `refuse_other_formats` would refuse for their names,
+            or one of them has the fields of chats, prompts or instructions.
     """
     sizes = {file: file.stat().st_size for file in files}
     records = [file for file in files if file.suffix.lower() in _BY_SUFFIX]
     num_bytes = sum(sizes[file] for file in records)
     if not records or 2 * num_bytes < sum(sizes.values()):
+        _refuse_records_beside_text(folder, records, len(files))
         return
     first, suffix = records[0], records[0].suffix.lower()
     what, hint = _BY_SUFFIX[suffix]
@@ -118,8 +123,28 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
         expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
         got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} such files; "
         f"{first.name} is {what}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
-        hint=hint,
+        hint=hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT,
     )
+
+
+def _refuse_records_beside_text(folder: Path, records: Sequence[Path], num_files: int) -> None:
+    """Raise where a file's first record is one of those to tune on: as text the model would learn its braces."""
+    for file in records:
+        suffix = file.suffix.lower()
+        fields = first_fields(read_head(file), suffix) if suffix in _TEXTS else []
+        if any(kind <= {*fields} for kind in KINDS):
+            raise DataError(
+                f"{folder}: text, with records in it that would be read as text, too",
+                expected="a folder of text or source, or of records that are half of its bytes or more",
+                got=f"{len(records)} files of tables or JSON among {num_files}; {file.relative_to(folder)} has fields "
+                f"{shortened(', '.join(fields), 300)}",
+                hint=f"name that file: --data {file}; or move it elsewhere, to tune on the text alone",
+            )
+
+
+def files_read_as_text(files: Sequence[Path]) -> list[Path]:
+    """List files of records or tables that a folder of text has, and that are text, too."""
+    return [file for file in files if file.suffix.lower() in _TEXTS]
 
 
 def first_fields(head: bytes, suffix: str) -> list[str]:

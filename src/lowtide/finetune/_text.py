@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -21,6 +20,7 @@ from tokenizers import Tokenizer
 from ..core import ConfigError, DataError, shortened, shown
 from ._formats import refuse_folder_of_records, refuse_other_formats
 from ._tokens import encode, largest_id, refuse_unknown
+from ._walk import files_below, unreadable
 
 if TYPE_CHECKING:
     from .data import DataReport
@@ -50,6 +50,8 @@ class TextData:
     """SHA-256 of all tokens in their order, to tell whether a resumed run sees the same data."""
     report: DataReport | None = None
     """Of records, what became of them."""
+    notes: tuple[str, ...] = ()
+    """What a user may not expect: files that were not read, or not as what they are."""
 
 
 def read_documents(path: str | Path | None) -> list[str]:
@@ -81,12 +83,12 @@ def read_documents(path: str | Path | None) -> list[str]:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        hint = "--data takes a text file, a folder, or a .jsonl file"
+        hint = "--data takes a file of text or of records (.jsonl, .json, .csv, .tsv, .parquet), or a folder of them"
         raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if path.is_dir():
-        files = list(_files(path))
+        files = files_below(path)
         refuse_folder_of_records(path, files)
         documents = [text for file in files if (text := _utf8(file)) is not None]
     else:
@@ -212,48 +214,11 @@ def _pad_rows(rows: np.ndarray, batch_size: int) -> np.ndarray:
     return np.pad(rows, ((0, batch_size - len(rows)), (0, 0)), constant_values=IGNORE)
 
 
-def _files(folder: Path) -> list[Path]:
-    """List the files below a folder that are not hidden, in sorted order."""
-    found: list[Path] = []
-
-    def fail(error: OSError) -> NoReturn:
-        raise _unreadable(Path(error.filename or folder), error) from error
-
-    root, seen = folder.resolve(), {folder.resolve()}
-    for here, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        paths = {name: Path(here, name) for name in [*folders, *names] if not name.startswith(".")}
-        # A folder that is linked to twice, or is in this one anyway, perhaps around the link, is read once.
-        folders[:] = [name for name in sorted(folders) if name in paths and not _is_seen(paths[name], root, seen)]
-        for name in names:
-            if name in paths and paths[name].is_symlink() and not paths[name].exists():
-                raise DataError(f"{paths[name]}: a link to nothing", hint="delete it, or put back what it links to")
-            if name in paths and paths[name].is_file():
-                found.append(paths[name])
-    return sorted(found)
-
-
-def _is_seen(folder: Path, root: Path, seen: set[Path]) -> bool:
-    if not folder.is_symlink():
-        return False
-    real = folder.resolve()
-    is_seen = real in seen or real.is_relative_to(root)
-    seen.add(real)
-    return is_seen
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"{path}: cannot be read",
-        got=error.strerror or error,
-        hint="check the permissions; what cannot be read is not left out, since the data would be another one",
-    )
-
-
 def _utf8(path: Path) -> str | None:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if b"\0" in data:
         return None
     try:

@@ -159,6 +159,8 @@ def test_a_folder_of_shards_is_read_in_order(tmp_path):
     assert is_records(tmp_path)
     assert [each.text for each in _read(tmp_path)] == ["a", "b", "c"]
     (tmp_path / "d.txt").write_text("text")
+    assert [each.text for each in _read(tmp_path)] == ["a", "b", "c"]
+    (tmp_path / "d.txt").write_text("text" * 100)  # more than the records: a folder of text
     assert not is_records(tmp_path)
     assert not is_records(tmp_path / "d.txt")
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from ...core import DataError, ModelFileError, format_bytes, parse_json, shortened, shown
 from ._arrow import read_parquet, read_saved, saved_split
+from ._folders import RecordFolder, record_folder
 from ._schema import Example, parse_list, parse_record
 
 _MOST_LINE_BYTES = 256 * 1024**2
 _MOST_JSON_BYTES = 1024**3
 _MOST_FIELD = 64 * 1024**2
-_NOTES = ("readme.md", "readme", "license", "license.txt", "license.md", "dataset_infos.json", "dataset_info.json")
 Raw = Iterator[tuple[str, Mapping[str, Any]]]
 
 
@@ -30,7 +30,7 @@ def is_records(path: Path) -> bool:
         path: a file or a folder; what is neither is none.
     """
     if path.is_dir():
-        return saved_split(path) is not None or bool(_shards(path))
+        return saved_split(path) is not None or folder_of_records(path) is not None
     return path.is_file() and path.suffix.lower() in _READERS
 
 
@@ -38,8 +38,9 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
     """Stream the records of a file or a folder.
 
     Args:
-        path: a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of one kind
-            (read in sorted order), or a folder that `datasets` saved with ``save_to_disk``.
+        path: a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of one format
+            (in sorted order; without those named as for evaluation, where others are there), or a folder that
+            `datasets` saved with ``save_to_disk``.
         columns: field to column, of `parse_columns`.
 
     Yields:
@@ -71,7 +72,15 @@ def data_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     split = saved_split(path)
-    return sorted(each for each in split.iterdir() if each.is_file()) if split is not None else _shards(path)
+    if split is not None:
+        return sorted(each for each in split.iterdir() if each.is_file())
+    found = folder_of_records(path)
+    return [] if found is None else found.read
+
+
+def folder_of_records(path: Path) -> RecordFolder | None:
+    """Say which files of a folder are read; None for what is no folder of files of records of one format."""
+    return record_folder(path, _READERS) if path.is_dir() and saved_split(path) is None else None
 
 
 def _raw(path: Path) -> Raw:
@@ -91,18 +100,6 @@ def _raw(path: Path) -> Raw:
         except OSError as error:
             got = error.strerror or str(error)
             raise DataError(f"{file}: cannot be read", got=got, hint="check the permissions") from error
-
-
-def _shards(folder: Path) -> list[Path]:
-    """List files of records of one kind; empty where the folder holds anything else, or several kinds."""
-    try:
-        files = [each for each in sorted(folder.rglob("*")) if each.is_file()]
-    except OSError:
-        return []
-    files = [each for each in files if not any(part.startswith(".") for part in each.relative_to(folder).parts)]
-    files = [each for each in files if each.name.lower() not in _NOTES]
-    kinds = {each.suffix.lower() for each in files}
-    return files if len(kinds) == 1 and kinds <= set(_READERS) else []
 
 
 def _read_lines(path: Path) -> Raw:

@@ -153,7 +153,7 @@ def _unwritable(home: Path, error: OSError) -> OutputError:
 
 def _home() -> Path:
     named = os.environ.get("LOWTIDE_CACHE")
-    return (Path(named) if named else Path.home() / ".cache" / "lowtide") / "data"
+    return (Path(named).expanduser() if named else Path.home() / ".cache" / "lowtide") / "data"
 
 
 def _write(
