@@ -93,9 +93,9 @@ def test_an_adapter_says_what_it_touches(inspect, tiny_model_dir, tmp_path):
     assert found["facts"]["modules"] == {"model.layers.*.self_attn.q_proj": {"layers": 2, "ranks": [3]}}
     assert found["facts"]["parameters"] == 2 * 3 * (16 + 16)
     raw = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "use_dora": True}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "modules_to_save": ["lm_head"]}))
     status, found, _ = inspect(tmp_path)
-    assert status == 1 and "use_dora" in found["problems"][0]
+    assert status == 1 and "modules_to_save" in found["problems"][0]
 
 
 def test_a_run_and_its_checkpoints(inspect, tiny_model_dir, tmp_path):

@@ -93,7 +93,7 @@ def test_what_is_replaced_takes_its_partners_along(environment: Any) -> None:
         **{"orbax-checkpoint": ("0.11.5", "tensorstore>=0.1.71, protobuf"), "protobuf": ("6.0", "")},
     )
     assert gpu.lacking(text) == text.split()[:4]  # protobuf is in a version that Lowtide takes
-    pairs = {"orbax-checkpoint": ("0.12.8", ""), "tensorstore": store, "protobuf": ("6.0", "")}
+    pairs = {"orbax-checkpoint": ("0.12.8", ""), "tensorstore": ("0.1.86", ""), "protobuf": ("6.0", "")}
     environment(**JAX, **pairs, pydantic=("2.12.0", "pydantic-core==2.41.1"), **{"pydantic-core": ("2.41.1", "")})
     assert gpu.lacking(text) == []
     # What an installation that left the partner out brought about.

@@ -166,7 +166,10 @@ def test_a_damaged_tokenizer_is_refused(directory):
 
 def test_adapters_are_not_saved_as_a_model(model, tmp_path):
     adapted = lora.add(model, lora.Config(rank=2), key=jax.random.key(0))
-    with pytest.raises(ModelFileError, match=r"not those of the model's configuration(.|\n)*hint: merge"):
+    with pytest.raises(
+        ModelFileError,
+        match=r"not those of the model's configuration(.|\n)*hint: make arrays of quantised weights(.|\n)*merge",
+    ):
         save(adapted, tmp_path)
 
 

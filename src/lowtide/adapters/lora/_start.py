@@ -62,12 +62,13 @@ def started(
         ConfigError: for what a kernel or a matrix does not take.
     """
     for site in chosen if kernels else ():
+        shape = list(site.weight.shape)
         is_plain = isinstance(config, Config) and not config.dora and config.layers is None
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             raise ConfigError(
                 f"{site.path}: this kernel takes plain LoRA alone, on an array",
                 expected="no DoRA, no (IA)³, no VeRA, all layers, and no quantised weight",
-                got=f"a {type(config).__name__} for a weight {list(site.weight.shape)}",
+                got=f"a {type(config).__name__} for a weight {shape}",
                 hint="leave it out of the targets, or add it with a configuration of its own",
             )
     if isinstance(config, Config):
