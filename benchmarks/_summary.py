@@ -115,24 +115,40 @@ def generate(result: Result) -> list[Line]:
     lines = list[Line]()
     for model in ("8b", "moe"):
         ours = result.rows.get(f"{model}-lowtide", {})
-        for name, theirs in result.rows.items():
-            base, _, peer = name.partition("-")
-            if base == model and peer.startswith("transformers"):
-                shared = [shape for shape in ours.get("runs", {}) if shape in theirs.get("runs", {})]
-                lines += [
-                    _answers(f"generation {model}, {shape}, over {peer}", shape, ours, theirs) for shape in shared
-                ]
-                if not shared and ("failed" in ours or "failed" in theirs):
-                    lines.append(Line(f"generation {model}, over {peer}: tokens/s", failed=True))
-        if not any(line.figure.startswith(f"generation {model},") for line in lines):
-            lines.append(Line(f"generation {model}, beside transformers: tokens/s"))
+        peers = {name.partition("-")[2]: row for name, row in result.rows.items() if name.startswith(f"{model}-transf")}
+        found = [_answers(model, shape, ours, peers) for shape in _shapes(ours, *peers.values())]
+        lines += [line for each in found for line in each]
+        if not found:
+            failed = any("failed" in row for row in (ours, *peers.values()))
+            said = "runs out of memory" * bool(ours.get("out_of_memory"))
+            figure = f"generation {model}, beside transformers: tokens/s"
+            lines.append(Line(figure, "", said, False if said else None, failed))
     return lines
 
 
-def _answers(figure: str, shape: str, ours: Row, theirs: Row) -> Line:
-    own, other = ours["runs"][shape], theirs["runs"][shape]
-    found = f"{own['tokens_per_second'] / other['tokens_per_second']:.2f} × ({own['tokens_per_second']:,.0f} tokens/s)"
-    return Line(f"{figure}: tokens/s", "", found + _mixed(ours, theirs))
+def _shapes(*rows: Row) -> list[str]:
+    """What any side has measured, in order."""
+    return [*dict.fromkeys(shape for row in rows for shape in row.get("runs", {}))]
+
+
+def _answers(model: str, shape: str, ours: Row, peers: Mapping[str, Row]) -> list[Line]:
+    """One shape of prompts, beside each peer; alone where there is none."""
+    own, figure = ours.get("runs", {}).get(shape), f"generation {model}, {shape}"
+    speed = "" if own is None else f"{own['tokens_per_second']:,.0f} tokens/s"
+    lines = list[Line]()
+    for peer, row in peers.items():
+        other = row.get("runs", {}).get(shape)
+        if own and other:
+            same = other.get("share_of_same_tokens")
+            told = "" if same is None else f"; {_percent(same)} of the tokens are the same"
+            ratio = own["tokens_per_second"] / other["tokens_per_second"]
+            found = f"{ratio:.2f} × ({speed}{told}){_mixed(ours, row)}"
+            lines.append(Line(f"{figure}: tokens/s over {peer}'s", "", found))
+        elif own and row.get("out_of_memory"):
+            lines.append(Line(f"{figure}: tokens/s over {peer}'s", "", f"{speed}; {peer} runs out of memory"))
+        elif other and ours.get("out_of_memory"):
+            lines.append(Line(f"{figure}: tokens/s over {peer}'s", "", "runs out of memory, which it does not", False))
+    return lines or ([Line(f"{figure}: tokens/s", "", speed)] if own else [])
 
 
 def _beside(result: Result, what: str, shapes: Sequence[str]) -> list[Line]:

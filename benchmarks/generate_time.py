@@ -91,7 +91,11 @@ def run_transformers(model: str, cache: str | None, rehearsal: bool) -> dict[str
     try:
         decoder: Any = AutoModelForCausalLM.from_pretrained(folder, **options).to(device).eval()
         for size, length in shapes(rehearsal):
+            if cache is not None:  # else graphs of the shapes before are made again for sizes of any kind, and slower
+                torch._dynamo.reset()
+                vars(decoder).pop("_cache", None)
             found, figures = measured(answer, folder, size, length, rehearsal)
+            figures["compiled"] = "_compiled_call" in vars(decoder)
             row["runs"][f"{size}x{length}"] = {**figures, **_beside(folder, size, length, found)}
     except torch.OutOfMemoryError as error:
         row |= {"out_of_memory": True, "error": str(error)[:1000]}
@@ -159,7 +163,7 @@ def _cases() -> dict[str, Callable[[bool], dict[str, Any]]]:
 
 
 CASES = _cases()
-NEEDS = {name: ("torch", "transformers", "accelerate") for name in CASES if "transformers" in name}
+NEEDS = {name: ("torch", "transformers") for name in CASES if "transformers" in name}
 
 if __name__ == "__main__":
     limits = dict.fromkeys(CASES, 5.0)

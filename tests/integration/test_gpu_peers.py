@@ -54,4 +54,4 @@ def test_answers_beside_transformers_can_be_rehearsed(tmp_path: Path) -> None:
     shares = [run["share_of_same_tokens"] for row in rows.values() for run in row["runs"].values() if "cache" in row]
     assert shares == [1.0] * 6
     lines = _summary.generate(_summary.Result(rows, True, list(rows)))
-    assert len(lines) == 6 and all(" × (" in line.found for line in lines)
+    assert len(lines) == 6 and all(" × (" in line.found and "100 % of the tokens" in line.found for line in lines)

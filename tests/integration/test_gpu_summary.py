@@ -377,3 +377,19 @@ def test_a_refused_offload_is_not_verified(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["verified"] is False and "elsewhere" in found["verify_error"]
     per_token = 16 * 2 * (2048 + 2 * 512 + 2 * 8192)  # layers, bytes, features
     assert asked == [4096 * per_token // 2]
+
+
+def test_answers_are_told_also_where_a_side_has_none() -> None:
+    run = {"tokens_per_second": 300.0}
+    ours = {"runs": {"1x128": run, "8x128": run}}
+    theirs = {"runs": {"1x128": {"tokens_per_second": 150.0, "share_of_same_tokens": 0.5}}, "out_of_memory": True}
+    both = {"8b-lowtide": ours, "8b-transformers": theirs}
+    lines = _summary.generate(_summary.Result(both, True, list(both)))
+    assert lines[0].found.startswith("2.00 × (300 tokens/s; 50 % of the tokens are the same)")
+    assert lines[1].found == "300 tokens/s; transformers runs out of memory"
+    alone = {"8b-lowtide": ours, "8b-transformers": {"not_here": "torch"}}
+    assert [line.found for line in _summary.generate(_summary.Result(alone, True, list(alone)))][:2] == [
+        "300 tokens/s"
+    ] * 2
+    short = {"8b-lowtide": {"runs": {}, "out_of_memory": True}, "8b-transformers": {"runs": {"1x128": run}}}
+    assert _summary.generate(_summary.Result(short, True, list(short)))[0].state == "missed"
