@@ -93,6 +93,11 @@ def test_products_and_rows_are_those_of_the_array() -> None:
     ids = jnp.array([[0, 23], [-1, 24]])
     np.testing.assert_array_equal(rows(made, ids), jnp.take(dense, ids, axis=0))
     assert made.T.shape == (100, 24) and made.mT.mT == made.T.T
+    wide = lt.quantize({"w": jax.random.normal(jax.random.key(1), (300, 192)) * jnp.arange(1.0, 301)[:, None]}, "w")[
+        "w"
+    ]
+    ids = jnp.array([-1, -150, -300, -301, 299, 128])  # whose scales are in several blocks of scales
+    np.testing.assert_array_equal(rows(wide, ids), jnp.take(wide.dense(), ids, axis=0))
 
 
 def test_derivatives_in_x_of_every_kind() -> None:

@@ -135,7 +135,7 @@ class QuantizedWeight:
                 got=f"shape {list(self.shape)}" + (", transposed" if self.transposed else ""),
                 hint="look up before the weight is transposed, and in one layer of a stack",
             )
-        node = _frozen(self)
+        node, ids = _frozen(self), jnp.where(ids < 0, ids + self.shape[0], ids)
         take = functools.partial(jnp.take, axis=0, fill_value=0, mode="fill")
         codes, scales = take(node.codes, ids), take(node.scales, ids)
         if node.nested_scales is not None:
@@ -144,7 +144,7 @@ class QuantizedWeight:
             scales = numbers(scales, self.format)
         values = _values(codes, self.format) * self._spread(scales, codes.shape[-1])
         # What jnp.take gives for a row that is not there.
-        known = (ids >= -self.shape[0]) & (ids < self.shape[0])
+        known = (ids >= 0) & (ids < self.shape[0])
         return jnp.where(known[..., None], values, jnp.nan).astype(self.dtype)
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
