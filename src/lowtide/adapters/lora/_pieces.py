@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ...core import StructureError
+from ...core import LinearWeight, StructureError
 
 
 def over_rows(vector: Float[Array, " n"], like: Array) -> Array:
@@ -27,8 +27,12 @@ def dropped(x: Float[Array, "*batch in"], key: Array, rate: float) -> Float[Arra
 
 def row_squares(weight: Any) -> Float[Array, "*L out"]:
     """Return the squared norm of each row of a weight, in float32, without a float32 copy of it."""
-    whole = weight.dequantize() if hasattr(weight, "dequantize") else weight
-    return jnp.sum(jnp.square(whole.astype(jnp.float32)), axis=-1)
+    if isinstance(weight, LinearWeight):  # a quantised one; of a stack one matrix at a time is made
+        dense: Any = weight
+        if len(dense.shape) > 2:
+            return jax.lax.map(row_squares, weight)
+        weight = dense.dense()
+    return jnp.sum(jnp.square(weight.astype(jnp.float32)), axis=-1)
 
 
 def matmul(node: Any, x: Array) -> Array:
