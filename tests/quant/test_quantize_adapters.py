@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import leaves_with_paths, linear, map_with_paths
+from lowtide.core import StructureError, leaves_with_paths, linear, map_with_paths
 
 KEY = jax.random.key(0)
 CONFIGS: dict[str, Any] = {
@@ -45,3 +46,29 @@ def test_adapters_of_every_kind(kind: str, form: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(np.abs(other).max()), err_msg=path)
         assert np.abs(other).max() > 0, path
     np.testing.assert_allclose(loss(lt.lora.merge(lt.dequantize(ours)), x), found[0], rtol=1e-4)
+
+
+def _model(seed: int = 0) -> Any:
+    base = {"w": jax.random.normal(jax.random.key(seed), (3, 64, 64)) / 8, "e": jax.random.normal(KEY, (32, 64))}
+    return lt.lora.add(lt.quantize(base, "*", "nf4"), lt.lora.Config(rank=2, targets="w"), key=KEY)
+
+
+def _of_ids(model: Any, batch: Any) -> Any:
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(linear(h, w)), None), lt.core.rows(model["e"], batch["x"]), model["w"])
+    return jnp.mean((h - 1) ** 2)
+
+
+def test_a_trainer_resumes_over_the_same_base_and_no_other(tmp_path: Any) -> None:
+    data = [{"x": jnp.arange(8)}] * 6
+
+    def trainer(folder: Any, seed: int = 0) -> lt.Trainer:
+        return lt.Trainer(_model(seed), _of_ids, optax.adam(1e-2), wrt="**/lora_*", checkpoint_dir=folder)
+
+    trainer(tmp_path).fit(data, num_steps=3)
+    again = trainer(tmp_path)
+    assert again.restore() == 3
+    resumed, whole = again.fit(data, num_steps=6), trainer(None).fit(data, num_steps=6)
+    assert resumed[-1]["loss"] == whole[-1]["loss"] < whole[0]["loss"]
+    assert again.model["w"].weight.codes.dtype == jnp.uint4
+    with pytest.raises(StructureError, match="trained over other frozen weights"):
+        trainer(tmp_path, seed=1).restore()
