@@ -127,6 +127,19 @@ def test_what_takes_no_adapter_is_refused_at_once_and_by_path(target: str, said:
         lt.lora.add(params, lt.lora.Config(rank=2, targets=target), key=KEY, fn=fn, args=(IMAGES, IDS))
 
 
+@pytest.mark.parametrize("fill", [None, 0.0, 1.0])
+def test_rows_out_of_range_are_zero_or_nan_or_refused(fill: float | None) -> None:
+    fn = lambda w, ids: w["t"].at[ids].get(mode="fill", fill_value=fill)  # noqa: E731
+    add = lambda: lt.lora.add({"t": jnp.ones((9, 4))}, lt.lora.Config(rank=2, targets="t"), key=KEY, fn=fn, args=(IDS,))  # noqa: E731
+    if fill == 1.0:
+        with pytest.raises(StructureError, match="gather of a weight"):
+            add()
+        return
+    model = map_with_paths(lambda path, leaf: leaf + 1.0 if path.endswith("lora_b") else leaf, add())
+    ids = jnp.array([1, 20])
+    np.testing.assert_allclose(lt.adapted(fn)(model, ids), fn(lt.lora.merge(model), ids), rtol=1e-5)
+
+
 def test_a_weight_that_is_used_in_two_ways_is_refused() -> None:
     fn = lambda w, x: jnp.sum(jnp.tensordot(x, w["w"], 1)) + jnp.sum(jnp.einsum("ab,abc->c", x[:, :3], w["w"]))  # noqa: E731
     with pytest.raises(StructureError, match="w: the function uses this weight in several ways"):

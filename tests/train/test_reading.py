@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
 
 import lowtide as lt
 from lowtide.core import StateError, _assembling, memory_space
@@ -34,6 +35,8 @@ def small_chunks(monkeypatch):
     for module, name in ((_assembling, "PIECE_BYTES"), (_stored, "CHUNK_BYTES"), (_reading, "_AHEAD_BYTES")):
         monkeypatch.setattr(module, name, 64)
     monkeypatch.setattr(_stored, "_ROW_BYTES", 48)
+    monkeypatch.setattr(_stored, "_LEAST_BYTES", 1)
+    monkeypatch.setattr(_reading, "_JOINED_BYTES", 64)
 
 
 def _state():
@@ -123,3 +126,34 @@ def test_a_state_that_is_too_large_to_copy_is_written_before_training_goes_on(tm
     with pytest.raises(StateError, match="damaged"):
         next((tmp_path / "6" / "state" / "d").iterdir()).write_bytes(b"nothing")
         _trainer(tmp_path).restore(step=6)
+
+
+def test_a_prime_length_is_not_divided_into_ones_and_small_chunks_are_read_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(_stored, "CHUNK_BYTES", 8192)
+    for name, value in (("_AHEAD_BYTES", 12288), ("_JOINED_BYTES", 4096)):
+        monkeypatch.setattr(_reading, name, value)
+    chunks = _reading._chunks
+    state = {"vector": jnp.arange(2.0 * 4099), "table": jnp.arange(8 * 4099.0).reshape(4099, 8)}
+    monkeypatch.setattr(_stored, "_LEAST_BYTES", 32)  # what a row of the table has
+    ours = Checkpoints(tmp_path, like=state)
+    ours.save(1, state, {})
+    ours.wait()
+    assert _stored.chunking(state["vector"])["chunk_byte_size"] == 4 * 8192
+    assert _stored.chunking(state["table"])["chunk_byte_size"] == 8192
+    pieces = []
+    monkeypatch.setattr(
+        _reading, "_chunks", lambda *part: ((pieces.append(x.shape) or (start, x)) for start, x in chunks(*part))
+    )
+    found = ours.restore(1, state)
+    assert all((found[name] == state[name]).all() for name in state)
+    assert pieces.count((128, 8)) == 4099 // 128 and pieces.count((4099,)) == 2
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (59, 26), (12, 51, 35), (2, 3, 59, 16)])
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_the_chunks_are_those_that_orbax_makes(shape, is_divided):
+    leaf = jax.ShapeDtypeStruct(shape, "float32")
+    axes = (0,) if is_divided and shape else ()
+    for limit in (4, 64, 400, 4000, 10**6):
+        chunk = choose_chunk_shape(shape, shape, leaf.dtype, limit, shard_axes=axes)
+        assert _stored._divided_bytes(leaf, limit, bool(axes)) == 4 * np.prod(chunk, dtype=int)

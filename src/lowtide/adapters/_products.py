@@ -221,8 +221,14 @@ def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def is_rows(eqn: Any, shape: tuple[int, ...]) -> bool:
-    """Whether a `gather` takes whole rows along the first axis."""
+    """Whether a `gather` takes whole rows along the first axis, and out of range zeros or NaN (which None stands for).
+
+    Another value would come from the factors of a low rank, too, and be multiplied.
+    """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    fill = eqn.params["fill_value"]
+    if eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP and fill is not None and fill == fill and fill != 0:
+        return False
     offsets = numbers.offset_dims
     return (
         (numbers.start_index_map, numbers.collapsed_slice_dims, numbers.operand_batching_dims) == ((0,), (0,), ())

@@ -222,10 +222,12 @@ class Checkpoints:
                 hint="return plain numbers, such as float(value)",
             ) from error
         leaves = flat(state)
-        chunked = {name: self._ocp.SaveArgs(**chunking(leaf)) for name, leaf in leaves.items()}
+        chunks = {name: chunking(leaf) for name, leaf in leaves.items()}
+        chunked = {name: self._ocp.SaveArgs(**own) for name, own in chunks.items()}
+        file_bytes = max((own["chunk_byte_size"] for own in chunks.values()), default=CHUNK_BYTES)
         items = {
             # Of a file Orbax keeps all bytes until it has that many.
-            _STATE: self._ocp.args.PyTreeSave(leaves, save_args=chunked, ocdbt_target_data_file_size=CHUNK_BYTES),
+            _STATE: self._ocp.args.PyTreeSave(leaves, save_args=chunked, ocdbt_target_data_file_size=file_bytes),
             _NOTES: self._ocp.args.JsonSave({**notes, CHECKSUMS: True}),
         }
         args = self._ocp.args.Composite(**items)

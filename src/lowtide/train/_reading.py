@@ -27,6 +27,9 @@ from ._stored import CHUNK_BYTES
 _AHEAD_BYTES = 3 * CHUNK_BYTES // 2
 """Bytes of chunks that are read while one is put in place, unless one has more."""
 
+_JOINED_BYTES = CHUNK_BYTES // 4
+"""Smaller chunks are read together, up to this size."""
+
 
 def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Read the leaves of a checkpoint.
@@ -63,8 +66,9 @@ def read_leaves(folder: Path, like: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
     """Read a part of an array along the borders of its chunks, a few ahead."""
-    chunk = stored.chunk_layout.read_chunk.shape or ()  # None where there is no axis
-    size = math.prod(chunk) * stored.dtype.numpy_dtype.itemsize
+    itemsize = stored.dtype.numpy_dtype.itemsize
+    chunk = _joined(stored.chunk_layout.read_chunk.shape or (), stored.shape, itemsize)  # None where there is no axis
+    size = math.prod(chunk) * itemsize
     ahead: collections.deque[tuple[tuple[int, ...], Any]] = collections.deque()
     cuts = _cuts(index, chunk)
     while True:
@@ -75,6 +79,15 @@ def _chunks(stored: Any, index: tuple[slice, ...]) -> Pieces:
             return
         start, values = ahead.popleft()
         yield start, np.asarray(values.result())
+
+
+def _joined(chunk: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Join chunks of a few kilobytes, as of a table of a prime number of rows: each piece is a program's call."""
+    sizes = list(chunk)
+    for axis in reversed(range(len(sizes))):
+        room = _JOINED_BYTES // (math.prod(sizes) * itemsize)
+        sizes[axis] *= max(1, min(room, -(-shape[axis] // sizes[axis])))
+    return tuple(sizes)
 
 
 def _cuts(index: tuple[slice, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

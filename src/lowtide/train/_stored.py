@@ -19,12 +19,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..core import StructureError, Tree, is_stacked, leaves_with_paths, map_with_paths, on_host, side_of
 
 CHUNK_BYTES = 64 * 1024**2
-"""The most bytes of a leaf that are compressed, written and read as one. (Blocks of less than 32 MiB glibc keeps when
-they are freed, some of each thread.)"""
+"""The most bytes of a leaf that are compressed, written and read as one, unless primes forbid it. (Blocks of less than
+32 MiB glibc keeps when they are freed, some of each thread.)"""
 _COPY_BYTES = 512 * 1024**2
 """So much of the host's memory a copy of the state may take, for training to go on meanwhile."""
 _ROW_BYTES = 4 * 1024**2
 """Of this size on, a row of a leaf is a chunk by itself: what is contiguous is not copied to be compressed."""
+_LEAST_BYTES = 4 * 1024
+"""Of a smaller chunk, TensorStore's 0.2 ms for each are too many."""
 
 
 def flat(state: Tree) -> dict[str, Any]:
@@ -54,7 +56,33 @@ def largest_leaf(state: Tree) -> int:
 def chunking(leaf: Any) -> dict[str, Any]:
     """How Orbax is to divide a leaf: arguments of its `SaveArgs`."""
     is_divided = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
-    return {"chunk_byte_size": CHUNK_BYTES, "shard_axes": (0,) if is_divided else ()}
+    limit, part = CHUNK_BYTES, _part_bytes(leaf)
+    while _divided_bytes(leaf, limit, is_divided) < min(_LEAST_BYTES, CHUNK_BYTES, part) and limit < part:
+        limit *= 2  # a prime length is divided into ones or not at all
+    return {"chunk_byte_size": limit, "shard_axes": (0,) if is_divided else ()}
+
+
+def _divided_bytes(leaf: Any, limit: int, is_divided: bool) -> int:
+    """Bytes of a chunk of a leaf, as Orbax (0.11) divides it: into divisors of its lengths, the longest first."""
+    part = _part_shape(leaf)
+    factors = [_divisors(size) for size in part]  # the last of each is the chunk's length
+    is_cut = [own != whole for own, whole in zip(part, leaf.shape, strict=True)]  # these before the others
+    if is_divided:
+        factors[0], is_cut[0] = [1], True
+    while (found := math.prod(own[-1] for own in factors) * leaf.dtype.itemsize) > limit:
+        long = [axis for axis, own in enumerate(factors) if len(own) > 1]
+        if not long:
+            break
+        is_cut = is_cut if any(is_cut[axis] for axis in long) else [True] * len(part)
+        axis = max((axis for axis in long if is_cut[axis]), key=lambda axis: factors[axis][-1])
+        factors[axis].pop()
+        is_cut[axis] = True
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    small = [factor for factor in range(1, math.isqrt(number) + 1) if number % factor == 0]
+    return sorted({*small, *(number // factor for factor in small)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,19 +126,25 @@ def checkpoint_bytes(state: Tree) -> CheckpointBytes:
     leaves = jax.tree.leaves(state)
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     copied = sum(_copied_bytes(leaf) for leaf in leaves)
-    written = min(2 * whole, largest_leaf(state) + 7 * CHUNK_BYTES)
+    longest = max((chunking(leaf)["chunk_byte_size"] for leaf in leaves), default=CHUNK_BYTES) - CHUNK_BYTES
+    written = min(2 * whole, largest_leaf(state) + 7 * CHUNK_BYTES + 2 * longest)
     is_copied = copied <= max(_COPY_BYTES, largest_leaf(state))
     staged = max((_part_bytes(leaf) for leaf in leaves if on_host(getattr(leaf, "sharding", None))), default=0)
     return CheckpointBytes(
         saving=written + (copied if is_copied else min(copied, under_way(state))),
-        restoring=staged + min(2 * whole, 8 * CHUNK_BYTES),
+        restoring=staged + min(2 * whole, 8 * CHUNK_BYTES + 3 * longest),
         is_copied=is_copied,
     )
 
 
 def _part_bytes(leaf: Any) -> int:
     """Bytes of what one device holds of a leaf."""
-    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return math.prod(_part_shape(leaf)) * leaf.dtype.itemsize
+
+
+def _part_shape(leaf: Any) -> tuple[int, ...]:
+    sharding = getattr(leaf, "sharding", None)
+    return tuple(leaf.shape) if sharding is None else sharding.shard_shape(leaf.shape)
 
 
 def _copied_bytes(leaf: Any) -> int:
