@@ -157,3 +157,8 @@ def test_the_chunks_are_those_that_orbax_makes(shape, is_divided):
     for limit in (4, 64, 400, 4000, 10**6):
         chunk = choose_chunk_shape(shape, shape, leaf.dtype, limit, shard_axes=axes)
         assert _stored._divided_bytes(leaf, limit, bool(axes)) == 4 * np.prod(chunk, dtype=int)
+
+
+def test_leaves_without_elements_and_scalars_cost_nothing() -> None:
+    state = {"none": jnp.zeros((4, 0)), "other": jnp.zeros((0, 4)), "one": jnp.float32(1)}
+    assert _stored.checkpoint_bytes(state) == _stored.CheckpointBytes(saving=8, restoring=8, is_copied=True)

@@ -57,7 +57,7 @@ def chunking(leaf: Any) -> dict[str, Any]:
     """How Orbax is to divide a leaf: arguments of its `SaveArgs`."""
     is_divided = leaf.ndim > 0 and leaf.size * leaf.dtype.itemsize >= _ROW_BYTES * leaf.shape[0]
     limit, part = CHUNK_BYTES, _part_bytes(leaf)
-    while _divided_bytes(leaf, limit, is_divided) < min(_LEAST_BYTES, CHUNK_BYTES, part) and limit < part:
+    while part and _divided_bytes(leaf, limit, is_divided) < min(_LEAST_BYTES, CHUNK_BYTES, part) and limit < part:
         limit *= 2  # a prime length is divided into ones or not at all
     return {"chunk_byte_size": limit, "shard_axes": (0,) if is_divided else ()}
 
