@@ -280,3 +280,22 @@ def test_adapters_of_quantised_weights(form: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max() + 1e-9), err_msg=path)
     merged = lt.lora.merge(lt.dequantize(model))
     np.testing.assert_allclose(fn(merged, x), found[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "(IA)³", "VeRA"])
+def test_what_scales_outputs_is_refused_where_weights_are_stored_the_other_way(kind: str) -> None:
+    configs = {
+        "DoRA": lt.lora.Config(rank=2, targets="w", dora=True),
+        "(IA)³": lt.lora.IA3Config(targets="w", feedforward=()),
+        "VeRA": lt.lora.VeRAConfig(rank=2, targets="w"),
+    }
+    model = lt.lora.add(W, configs[kind], key=KEY)
+    right = jnp.ones((2, 6))
+    np.testing.assert_allclose(lt.adapted(lambda w: right @ w["w"].T)(model), right @ W["w"].T, rtol=1e-5)
+    with pytest.raises(StructureError, match="w: the model does more with this weight"):
+        lt.adapted(lambda w: X @ w["w"])(model)
+
+
+def test_a_rounding_to_eight_bits_is_not_left_out() -> None:
+    with pytest.raises(StructureError, match="convert_element_type of a LoRAWeight"):
+        lt.adapted(lambda w, x: x @ w["w"].astype(jnp.float8_e4m3fn).astype(x.dtype))(with_adapters(W), X)

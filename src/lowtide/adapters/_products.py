@@ -87,8 +87,10 @@ def _transpose(eqn: Any, weight: Weight) -> Weight | None:
 
 
 def _cast(eqn: Any, weight: Weight) -> Weight | None:
-    # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too.
-    return weight if jnp.issubdtype(eqn.params["new_dtype"], jnp.floating) else None
+    # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too. A cast to eight bits
+    # is a rounding that the model wants, and that the node would leave out.
+    dtype = jnp.dtype(eqn.params["new_dtype"])
+    return weight if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else None
 
 
 def _layers(weight: Weight, start: Any, size: int) -> Weight:
@@ -138,11 +140,18 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     is_first = sorted(own) == list(range(num_stack, num_stack + num_rows))
     if not is_first and sorted(own) != list(range(num_stack + num_rows, node.ndim)):
         return None
+    over_rows = is_first != weight.is_turned
+    if over_rows and not isinstance(node, KernelWeight) and not _multiplies_from_both_sides(node):
+        return None  # what scales outputs of x Wᵀ, as DoRA does
     # In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before.
     x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     pairs = tuple((axis - num_stack, other) for axis, other in zip(own, others, strict=True))
-    product = _Product(pairs, is_first != weight.is_turned, is_right, eqn.params["precision"])
+    product = _Product(pairs, over_rows, is_right, eqn.params["precision"])
     return [product.of(node, x, tuple(other_stack)).astype(out.dtype)]
+
+
+def _multiplies_from_both_sides(node: Any) -> bool:
+    return hasattr(node, "__rmatmul__") and getattr(node, "is_plain", True)
 
 
 class _Product(NamedTuple):

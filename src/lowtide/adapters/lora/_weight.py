@@ -161,7 +161,7 @@ class LoRAWeight:
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
         """Compute (W + scaling B A) x, in the dtype that W x has."""
-        if not self._is_plain:
+        if not self.is_plain:
             return matmul(self, x)
         result = self.weight @ x
         low_rank = self.lora_a.astype(result.dtype) @ x
@@ -172,7 +172,7 @@ class LoRAWeight:
 
     def __rmatmul__(self, x: Float[Array, "*batch out"]) -> Float[Array, "*batch in"]:
         """Compute x (W + scaling B A), in the dtype that x W has."""
-        if not self._is_plain:
+        if not self.is_plain:
             return NotImplemented
         result = x @ self.weight
         low_rank = x @ self.lora_b.astype(result.dtype)
@@ -183,7 +183,7 @@ class LoRAWeight:
     @property
     def mT(self) -> Any:  # noqa: N802 - NumPy's name
         """The transposed weight, [in, out] or [L, in, out], whose factors are Bᵀ and Aᵀ."""
-        if not self._is_plain:
+        if not self.is_plain:
             return transposed(self)
         changed = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
         return dataclasses.replace(self, **changed)
@@ -205,7 +205,7 @@ class LoRAWeight:
         return self.mT
 
     @property
-    def _is_plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether W, A and B may be multiplied from either side."""
         return self.lora_magnitude is None and self.dropout_key is None
 
