@@ -87,7 +87,7 @@ def _transpose(eqn: Any, weight: Weight) -> Weight | None:
 
 
 def _cast(eqn: Any, weight: Weight) -> Weight | None:
-    # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too. A cast to eight bits
+    # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too. A cast to 8 bits
     # is a rounding that the model wants, and that the node would leave out.
     dtype = jnp.dtype(eqn.params["new_dtype"])
     return weight if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else None
