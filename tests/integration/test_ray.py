@@ -41,8 +41,7 @@ from ray.cluster_utils import Cluster
 cluster, nodes = Cluster(), []
 for line in sys.stdin:
     while len(nodes) < int(line):
-        how = {"include_dashboard": False, "object_store_memory": 2**27, "temp_dir": sys.argv[1]}
-        nodes.append(cluster.add_node(num_cpus=1, **how))
+        nodes.append(cluster.add_node(num_cpus=1, include_dashboard=False, object_store_memory=2**27))
     while len(nodes) > int(line):
         cluster.remove_node(nodes.pop(), allow_graceful=False)
     print("at", cluster.address, flush=True)
@@ -75,9 +74,10 @@ def environment() -> dict[str, str]:
 class Cluster:
     def __init__(self, folder: str) -> None:
         token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.environment = {**environment(), **token}
+        # Not `temp_dir` of a node: Ray also writes its address, into a folder that only RAY_TMPDIR moves.
+        self.environment = {**environment(), **token, "RAY_TMPDIR": folder}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", CLUSTER, folder],
+            [sys.executable, "-c", CLUSTER],
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
