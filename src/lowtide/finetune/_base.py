@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ def open_base(
     compute_dtype: str = "auto",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str] | None = None,
 ) -> tuple[models.Decoder, Tokenizer]:
     """Read a model and its tokenizer.
 

@@ -27,7 +27,7 @@ _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
 _TRACKERS = ("tensorboard", "wandb", "trackio")
-_OF_ADAPTERS = ("method", "adapter", "rank", "alpha", "targets", "quantize")
+_OF_ADAPTERS = ("method", "adapter", "rank", "alpha", "targets", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
 _FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FORMATS = (*_FOUR_BITS, "int8", "fp8")
@@ -52,7 +52,11 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("decay_fraction",), lambda x: 0 < x <= 1, "more than 0, up to 1"),
     (("project", "run_name"), lambda name: bool(name.strip()), "a name"),
     (("schedule",), lambda word: word in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
-    (("quantize",), lambda word: word is None or word in _FORMATS, f"one of {', '.join(_FORMATS)}, or nothing"),
+    (
+        ("quantize", "quantize_embeddings"),
+        lambda word: word is None or word in _FORMATS,
+        f"one of {', '.join(_FORMATS)}, or nothing",
+    ),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
@@ -111,7 +115,10 @@ class FinetuneConfig:
     and the flag again for another."""
     quantize: str | None = None
     """Store the frozen projections of the layers in few bits while they are read: nf4 (4.1 bits each, as QLoRA), int4,
-    mxfp4, int8 or fp8. Embedding, head and norms stay as they are."""
+    mxfp4, int8 or fp8."""
+    quantize_embeddings: str | None = None
+    """Store the frozen embedding and head in few bits, likewise; int8 rounds by at most half a percent of a row's
+    largest entry."""
     batch_size: int = 8
     """Sequences in a batch."""
     seq_len: int = 128
@@ -337,13 +344,15 @@ def _check_combination(config: FinetuneConfig) -> None:
             got=config.clip_mode,
             hint="leave clip_mode out, or tune with --full",
         )
-    if config.quantize in _FOUR_BITS and "parameters" in (config.offload or ()):
-        raise ConfigError(
-            f"quantize = {config.quantize} and offload of parameters contradict each other",
-            expected="int8 or fp8, or layers on the device: JAX runs no program on 4-bit arrays in host memory",
-            got=f"{config.quantize}, with parameters on the host",
-            hint="in 4 bits layers take a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
-        )
+    for field in ("quantize", "quantize_embeddings"):
+        form = getattr(config, field)
+        if form in _FOUR_BITS and "parameters" in (config.offload or ()):
+            raise ConfigError(
+                f"{field} = {form} and offload of parameters contradict each other",
+                expected="int8 or fp8, or parameters on the device: JAX runs no program on 4-bit arrays in host memory",
+                got=f"{form}, with parameters on the host",
+                hint="4 bits are a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
+            )
     recomputing = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
     if not config.remat and recomputing:
         raise ConfigError(

@@ -401,8 +401,14 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),
         sharding=sharding,
-        quantize=config.quantize,
+        quantize=_formats(config),
     )
+
+
+def _formats(config: FinetuneConfig) -> dict[str, str] | None:
+    """Return in which format what is frozen is stored, by glob."""
+    formats = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
+    return {glob: form for glob, form in formats.items() if form is not None} or None
 
 
 def _device_bytes(tree: Tree) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ def load(
     compute_dtype: Any = "float32",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
-    quantize: str | None = None,
-    quantize_match: str | Sequence[str] = "layers/**/*_proj",
+    quantize: str | Mapping[str, str] | None = None,
 ) -> Decoder:
     """Read a decoder from a Hugging Face directory.
 
@@ -66,9 +65,9 @@ def load(
             may be larger than it.
         sharding: where the leaf of a path and a shape (`jax.ShapeDtypeStruct`) belongs on several devices, such as
             `lowtide.train.ShardingRules.of`. Each process reads what its devices hold.
-        quantize: a format of `lowtide.quantize` to store weights in, such as ``"nf4"``: frozen, and made of the tensors
-            while they are read.
-        quantize_match: which, as in `lowtide.quantize`; by default the projections of all layers.
+        quantize: a format of `lowtide.quantize` to store the projections of all layers in, such as ``"nf4"``: frozen,
+            and made of the tensors while they are read. Or formats by glob, of which the first that fits decides:
+            ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` has embedding and head in 8 bits, too.
 
     Returns:
         The decoder, on JAX's default device but for the leaves that `host` selects, or as `sharding` says.
@@ -77,7 +76,7 @@ def load(
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
         ConfigError: for a dtype that is not floating-point.
-        SelectionError: when `host` selects nothing.
+        SelectionError: when `host` or a glob of `quantize` selects nothing.
 
     Memory:
         The parameters where they belong, and beside them on the host a few pieces of 64 MiB. Of leaves that `host`
@@ -99,8 +98,7 @@ def load(
         shapes = parameter_shapes(config)
         flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
         hosted = [False] * len(flat) if host is None else select(shapes, host)
-        form = None if quantize is None else format_named(quantize)
-        packed = set[str]() if form is None else matrices(shapes, quantize_match)
+        formats = _formats(shapes, quantize)
         leaves: list[Any] = []
         for (path, leaf), on_the_host in zip(flat, hosted, strict=True):
             shape, names = leaf.shape, _tensor_names(path, config).values()
@@ -110,12 +108,22 @@ def load(
             place = None if sharding is None else sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
             if on_the_host:
                 place = _host_memory() if place is None else place.with_memory_kind("pinned_host")
-            if form is not None and path_str(path) in packed:
+            if form := formats.get(path_str(path)):
                 leaves.append(_read_quantized(path_str(path), sources, jax.ShapeDtypeStruct(shape, kind), form, place))
             else:
                 leaves.append(read_leaf(sources, shape, kind, place))
     params = treedef.unflatten(leaves)
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
+
+
+def _formats(shapes: Tree, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
+    """Return the format of each weight that is quantised, by its path."""
+    by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
+    found: dict[str, Format] = {}
+    for glob, name in by_glob.items():
+        form = format_named(name)
+        found = dict.fromkeys(matrices(shapes, glob), form) | found
+    return found
 
 
 def _read_quantized(
