@@ -1,6 +1,6 @@
 """Compute any function with weights that are no arrays: adapters, quantised bases.
 
-A node in the place of a weight multiplies itself (`core.LinearWeight`): through `lowtide.linear` or Python's ``@``.
+A node in the place of a weight multiplies itself (`core.LinearWeight`): through `lowtide.core.linear` or Python's ``@``.
 Most programs do neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
 arrays in the nodes' place, and its program is computed again, operation by operation, with the nodes: a product with a
 weight is the node's own, what only moves a weight (a transposition, a cast, a slice of a stack, the constants of a
@@ -30,7 +30,7 @@ from ._uses import Probe, Use, noted
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that multiplies by arrays take weights with adapters, or quantised ones, in their place.
 
-    Models that multiply through `lowtide.linear` or ``@`` need it not. All others do: those of Flax and Keras, and
+    Models that multiply through `lowtide.core.linear` or ``@`` need it not. All others do: those of Flax and Keras, and
     functions that call `jnp.einsum` or `jax.lax.dot_general`.
 
     Args:

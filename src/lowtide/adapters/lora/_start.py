@@ -173,7 +173,7 @@ def _ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[int, An
         if not is_wide and f"{site.module}/bias" in paths and not isinstance(model, ExternalNames):
             raise StructureError(
                 f"{site.path}: its output has a bias, which (IA)³ would have to scale, too",
-                expected="a model with an external_name that multiplies by lowtide.linear(x, weight, bias)",
+                expected="a model with an external_name that multiplies by lowtide.core.linear(x, weight, bias)",
                 got=type(model).__name__,
                 hint="name the module in feedforward, which scales its input, or leave it out",
             )
