@@ -76,6 +76,11 @@ def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkey
     (row,) = found["results"]
     assert row["num_tokens"] == len(losses)
     assert row["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    with open(tmp_path / "r.jsonl", "a") as file:
+        file.write('\n{"prompt": "x", "completion": " "}')
+    status, found, said = evaluate("--seq-len", 4, "--loss-on", "all", data=tmp_path / "r.jsonl")
+    assert "left out: 1 blank" in said and "records are longer than 4 tokens" in said
+    assert found["results"][0]["num_tokens"] > row["num_tokens"]
 
 
 def test_a_template_and_columns_are_those_of_the_run(evaluate, tiny_model_dir, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Compute any function with weights that are no arrays: adapters, quantised bases.
 
-A node in the place of a weight multiplies itself (`core.LinearWeight`): through `lowtide.core.linear` or Python's ``@``.
+A node in the place of a weight multiplies itself (`core.LinearWeight`): through `core.linear` or Python's ``@``.
 Most programs do neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
 arrays in the nodes' place, and its program is computed again, operation by operation, with the nodes: a product with a
 weight is the node's own, what only moves a weight (a transposition, a cast, a slice of a stack, the constants of a

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +21,14 @@ import jax.numpy as jnp
 
 from .. import __version__, models
 from ..adapters import lora
-from ..core import ConfigError, OutputError, input_file, parse_json, read_input, write_files
+from ..core import ConfigError, ModelFileError, OutputError, input_file, parse_json, read_input, write_files
 
 _COPIED = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
 )
+_WRITTEN = {"rope_parameters", "dtype", "quantization_config", "text_config", "vision_config"}
+"""What config.json says in other words, or says of what is not written."""
 _MOST_BYTES = 256 * 1024**2
 
 
@@ -75,10 +78,11 @@ def write_merged(
     if dtype is not None:  # rounded once, from float32
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
     settings = [_settings(Path(adapter)) for adapter in adapters]
-    copied["README.md"] = _card(directory, settings, weights, merged).encode()
+    copied["README.md"] = _card(directory, out, settings, weights, merged).encode()
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
         models.save(merged, unfinished, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+        _add_the_rest(base, unfinished, merged.config)
         write_files(unfinished, copied)
         os.replace(unfinished, out)  # in place of an empty folder, too
     except OSError as error:
@@ -112,6 +116,26 @@ def _content(folder: Path, name: str) -> bytes:
     return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)
 
 
+def _add_the_rest(base: Path, written: Path, config: models.DecoderConfig) -> None:
+    """Add to the written config.json what else the base's says, such as ids of tokens that the model knows not of.
+
+    What says in another form what is written is left out, and so is all of it should it say another model.
+    """
+    name = "config.json"
+    ours, theirs = (parse_json(_content(folder, name), str(folder / name)) for folder in (written, base))
+    text = theirs.get("text_config")
+    rest = {key: value for key, value in (text if isinstance(text, dict) else theirs).items() if key not in _WRITTEN}
+    write_files(written, {name: (json.dumps({**rest, **ours}, indent=2) + "\n").encode()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            is_same = models.load_config(written) == config
+        except ModelFileError:
+            is_same = False
+    if not is_same:
+        write_files(written, {name: (json.dumps(ours, indent=2) + "\n").encode()})
+
+
 def _settings(adapter: Path) -> dict[str, Any]:
     raw = parse_json(_content(adapter, "adapter_config.json"), str(adapter))
     names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
@@ -120,6 +144,7 @@ def _settings(adapter: Path) -> dict[str, Any]:
 
 def _card(
     directory: str | Path | None,
+    out: Path,
     settings: Sequence[dict[str, Any]],
     weights: Sequence[float] | None,
     merged: models.Decoder,
@@ -127,6 +152,7 @@ def _card(
     """Return the model card, with the header that Hugging Face's hub reads."""
     # A name such as `models/llama` is no secret, while the folders of a machine are nobody's business.
     name = "lowtide's embedded base model" if directory is None else Path(directory).resolve().name
+    folder = json.dumps(out.absolute().name, ensure_ascii=False)[1:-1]
     count = sum(leaf.size for leaf in jax.tree.leaves(merged) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(merged.outer["embed"]["weight"].dtype).name
     rows = [
@@ -161,11 +187,11 @@ The licence is that of the base model.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("DIR")
+model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```
 
-or `lt.models.load("DIR")`.
+or `lt.models.load("{folder}")`.
 
 Made by lowtide {__version__} with {versions}.
 """

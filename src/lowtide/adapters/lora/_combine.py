@@ -46,7 +46,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         raise ConfigError(
             "adapters and weights do not fit each other",
             expected="at least one model, and one weight for each",
-            got=f"{len(models)} models, {len(factors)} weights",
+            got=f"{len(models)} adapters, {len(factors)} weights",
             hint="leave the weights out to add the adapters up as they are",
         )
 

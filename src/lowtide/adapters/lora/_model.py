@@ -201,7 +201,7 @@ def _refuse_object(model: Any) -> None:
         if cls is not None and isinstance(model, cls):
             raise ConfigError(
                 f"a {type(model).__name__} takes no adapter of Lowtide: its layers make arrays of their weights",
-                expected="a pytree whose weights are multiplied with lowtide.core.linear or @, such as an Equinox module",
+                expected="a pytree whose weights are multiplied by lowtide.core.linear or @, such as an Equinox module",
                 got=f"{type(model).__module__}.{type(model).__name__}",
                 hint=hint,
             )
