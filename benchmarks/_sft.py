@@ -91,7 +91,9 @@ def write_model(config: Any, folder: Path, dtype: str) -> None:
     lt.lora.save(adapted, folder / "adapter", base_model_name_or_path=str(folder))
 
 
-def our_step(folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Callable[..., Any]) -> tuple[Step, dict]:
+def our_step(
+    folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Callable[..., Any], quantize: str | None = None
+) -> tuple[Step, dict]:
     """A function that takes one step and returns its loss, and what is trained; `compiled` compiles."""
     import jax
     import optax
@@ -102,7 +104,7 @@ def our_step(folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Cal
     labels = np.concatenate([labels[:, 1:], np.full((len(labels), 1), IGNORED, np.int32)], 1)
     batch = {name: rows[name] for name in ("tokens", "segment_ids", "positions")} | {"labels": labels}
     batch = jax.device_put(batch, jax.devices()[0])
-    model = lt.lora.load(lt.models.load(folder, compute_dtype=dtype), folder / "adapter")
+    model = lt.lora.load(lt.models.load(folder, compute_dtype=dtype, quantize=quantize), folder / "adapter")
     trainable, frozen = lt.partition(model, "**/lora_*")
     del model
     tx = optax.adamw(LEARNING_RATE, b1=0.9, b2=0.999, eps=1e-8, weight_decay=WEIGHT_DECAY)
