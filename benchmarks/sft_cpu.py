@@ -63,28 +63,21 @@ def config_of(model: str) -> Any:
 
 def worker(side: str, folder: Path, remat: bool) -> None:
     """Take a step for each line that comes; a line of JSON for each, after one of what is trained."""
-    rows = packed(VOCABULARY, ROWS, LENGTH)
+    rows, method = packed(VOCABULARY, ROWS, LENGTH), "qlora" if folder.name == "qlora" else "lora"
     if side == "lowtide":
         import jax
 
         def compiled(fn: Any, *args: Any, **options: Any) -> Any:
             return jax.jit(fn, **options).lower(*args).compile()
 
-        quantize = "nf4" if folder.name == "qlora" else None
-        step, sizes = our_step(folder, rows, remat=remat, dtype="float32", compiled=compiled, quantize=quantize)
+        step, sizes = our_step(folder, rows, remat=remat, dtype="float32", compiled=compiled, method=method)
     else:
         options: dict[str, Any] = {"attn_implementation": "sdpa"}
-        if folder.name == "qlora":
-            import torch
-            from transformers import BitsAndBytesConfig
-
-            four_bits: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-            options["quantization_config"] = BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32, **four_bits
-            )
         if "-" in side:
             options["experts_implementation"] = side.partition("-")[2]
-        step, sizes = their_step(folder, rows, remat=remat, dtype="float32", device="cpu", options=options)
+        step, sizes = their_step(
+            folder, rows, remat=remat, dtype="float32", device="cpu", options=options, method=method
+        )
     _say(sizes)
     for _ in sys.stdin:
         wall, begin = time.perf_counter(), time.process_time()
