@@ -46,7 +46,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     ),
     (("seed",), lambda n: 0 <= n < 2**32, "an integer from 0 to 2**32 - 1"),
     (("alpha", "learning_rate", "num_epochs", "adam_epsilon"), lambda x: 0 < x < math.inf, "greater than 0"),
-    (("held_out_fraction",), lambda x: 0 < x < 1, "between 0 and 1"),
+    (("held_out_fraction",), lambda x: 0 < x < 1, "more than 0 and less than 1"),
     (("warmup_ratio", "adam_beta1", "adam_beta2"), lambda x: 0 <= x < 1, "at least 0 and less than 1"),
     (("final_rate_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
     (("decay_fraction",), lambda x: 0 < x <= 1, "more than 0, up to 1"),
