@@ -39,6 +39,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._adapters import adapted
 from ._base import open_base
+from ._beside import add_the_rest, files_beside
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
 from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, loss, optimizer
@@ -282,6 +283,8 @@ class Finetune:
             return
         if self.config.full:
             models.save(model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
+            add_the_rest(self.directory, self.out / MODEL, model.config)
+            write_files(self.out / MODEL, files_beside(self.directory, self.config.chat_template))
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         self.write_memory(table)

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -21,15 +20,8 @@ import jax.numpy as jnp
 
 from .. import __version__, models
 from ..adapters import lora
-from ..core import ConfigError, ModelFileError, OutputError, input_file, parse_json, read_input, write_files
-
-_COPIED = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
-)
-_WRITTEN = {"rope_parameters", "dtype", "quantization_config", "text_config", "vision_config"}
-"""What config.json says in other words, or says of what is not written."""
-_MOST_BYTES = 256 * 1024**2
+from ..core import ConfigError, OutputError, input_file, parse_json, write_files
+from ._beside import add_the_rest, content, files_beside
 
 
 def write_merged(
@@ -70,9 +62,7 @@ def write_merged(
         raise ConfigError("no adapter to merge", expected="at least one directory", hint="name one with --adapter")
     refuse_full_folder(out)
     tokenizer = input_file(base, "tokenizer.json", hint="save the tokenizer in the fast format")
-    copied = {name: _content(base, name) for name in _COPIED if os.path.lexists(base / name)}
-    if chat_template is not None:
-        copied["chat_template.jinja"] = _content(Path(chat_template).parent, Path(chat_template).name)
+    copied = files_beside(base, chat_template)
     model = models.load(base, dtype="auto" if dtype is None else "float32")
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # rounded once, from float32
@@ -82,7 +72,7 @@ def write_merged(
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
         models.save(merged, unfinished, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
-        _add_the_rest(base, unfinished, merged.config)
+        add_the_rest(base, unfinished, merged.config)
         write_files(unfinished, copied)
         os.replace(unfinished, out)  # in place of an empty folder, too
     except OSError as error:
@@ -112,32 +102,8 @@ def refuse_full_folder(out: Path) -> None:
         )
 
 
-def _content(folder: Path, name: str) -> bytes:
-    return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)
-
-
-def _add_the_rest(base: Path, written: Path, config: models.DecoderConfig) -> None:
-    """Add to the written config.json what else the base's says, such as ids of tokens that the model knows not of.
-
-    What says in another form what is written is left out, and so is all of it should it say another model.
-    """
-    name = "config.json"
-    ours, theirs = (parse_json(_content(folder, name), str(folder / name)) for folder in (written, base))
-    text = theirs.get("text_config")
-    rest = {key: value for key, value in (text if isinstance(text, dict) else theirs).items() if key not in _WRITTEN}
-    write_files(written, {name: (json.dumps({**rest, **ours}, indent=2) + "\n").encode()})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            is_same = models.load_config(written) == config
-        except ModelFileError:
-            is_same = False
-    if not is_same:
-        write_files(written, {name: (json.dumps(ours, indent=2) + "\n").encode()})
-
-
 def _settings(adapter: Path) -> dict[str, Any]:
-    raw = parse_json(_content(adapter, "adapter_config.json"), str(adapter))
+    raw = parse_json(content(adapter, "adapter_config.json"), str(adapter))
     names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
     return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
 
