@@ -19,6 +19,7 @@ import math
 import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -111,8 +112,9 @@ def main() -> None:
     parser.add_argument("--target", default="v5e:1x1", help="of lowtide.memory.target")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--base", action="append", choices=BASES, help="default: all")
+    parser.add_argument("--json", type=Path, help="where the raw result goes (default: benchmarks/results)")
     options = parser.parse_args()
-    path = ROOT / "results" / f"qlora-{options.target.replace(':', '-')}.json"
+    path = options.json or ROOT / "results" / f"qlora-{options.target.replace(':', '-')}.json"
     rows = list[dict[str, Any]]()
     for case in options.case or CASES:
         for base in options.base or BASES:
