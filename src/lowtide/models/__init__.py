@@ -13,6 +13,7 @@ from ._decoder import loss as loss
 from ._files import base_path as base_path
 from ._files import load as load
 from ._files import load_config as load_config
+from ._files import load_shapes as load_shapes
 from ._files import save as save
 from ._generate import Completion as Completion
 from ._generate import generate as generate
@@ -41,6 +42,7 @@ __all__ = [
     "init",
     "load",
     "load_config",
+    "load_shapes",
     "load_tokenizer",
     "logits",
     "loss",
