@@ -53,8 +53,8 @@ def around(scales: Float[Array, "*stack O N"], mean: Array) -> tuple[UInt8[Array
     """Quantise the distance of scales from a mean, bit for bit as bitsandbytes does.
 
     Its rule on GPUs, and in PyTorch, is the nearest code, which this is. Its build for CPUs rounds a distance to one of
-    65,536 numbers before: there fewer than one code in 200 is the next one, and what is zero here is 2.1e-5 there. The mean
-    itself is a sum whose last digit follows from the order, which in PyTorch depends on processor and threads.
+    65,536 numbers before: there fewer than one code in 200 is the next one, and what is zero here is 2.1e-5 there. The
+    mean itself is a sum whose last digits follow from the order, which in PyTorch depends on processor and threads.
 
     Args:
         scales: float32, [..., out, blocks].
