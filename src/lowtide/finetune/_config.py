@@ -29,8 +29,8 @@ _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_dec
 _TRACKERS = ("tensorboard", "wandb", "trackio")
 _OF_ADAPTERS = ("method", "adapter", "rank", "alpha", "targets", "quantize")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
-_FOUR_BITS = ("nf4", "int4", "mxfp4")
-_FORMATS = (*_FOUR_BITS, "int8", "fp8")
+FOUR_BITS = ("nf4", "int4", "mxfp4")
+_FORMATS = (*FOUR_BITS, "int8", "fp8")
 _COUNTS = (
     *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
     *("max_to_keep", "early_stopping_patience"),
@@ -337,7 +337,7 @@ def _check_combination(config: FinetuneConfig) -> None:
             got=config.clip_mode,
             hint="leave clip_mode out, or tune with --full",
         )
-    if config.quantize in _FOUR_BITS and "parameters" in (config.offload or ()):
+    if config.quantize in FOUR_BITS and "parameters" in (config.offload or ()):
         raise ConfigError(
             f"quantize = {config.quantize} and offload of parameters contradict each other",
             expected="int8 or fp8, or layers on the device: JAX runs no program on 4-bit arrays in host memory",

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,10 @@ from ..core import (
     validate,
 )
 from ..quant import Format, QuantizedWeight, abstract, build, format_named, matrices, placed
+from ..quant import quantize as quantize_leaves
 from ._config import DecoderConfig
 from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
-from ._decoder import Decoder, parameter_shapes, with_windows, without_windows
+from ._decoder import Decoder, init, parameter_shapes, with_windows, without_windows
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
@@ -101,7 +102,9 @@ def load(
             got=repr(quantize),
             hint="leave quantize out, or load the unquantised checkpoint",
         )
-    with _plans(directory, config, scheme, dtype) as (plans, treedef):
+    with _plans(directory, config, scheme, dtype) as (plans, treedef, notes):
+        for note in notes:
+            warnings.warn(f"{directory}: {note}", stacklevel=2)
         form = None if quantize is None else format_named(quantize)
         shapes = treedef.unflatten([each.like for each in plans])
         hosted = _hosted(shapes, host)
@@ -124,8 +127,9 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """Return what `load` would, its leaves `jax.ShapeDtypeStruct`s.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights.
-        dtype: as in `load`.
+        directory: the folder with `config.json` and safetensors weights. Without any weights, shapes are those that
+            `config.json` asks for, and of a quantised model the layers' projections are in its format.
+        dtype: as in `load`; ``"auto"`` without weights is bfloat16.
         compute_dtype: as in `load`.
 
     Returns:
@@ -139,16 +143,73 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    with _plans(directory, config, scheme, dtype) as (plans, treedef):
+    if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
+        shapes = jax.eval_shape(
+            lambda: init(
+                config,
+                key=jax.random.key(0),
+                dtype="bfloat16" if dtype == "auto" else dtype,
+                compute_dtype=compute_dtype,
+            )
+        )
+        if scheme is None or scheme.form is None:
+            return shapes
+        return quantize_leaves(shapes, "layers/**/*_proj", scheme.form.name, block=scheme.form.block)
+    with _plans(directory, config, scheme, dtype) as (plans, treedef, _):
         params = treedef.unflatten([each.like for each in plans])
     layers = jax.eval_shape(lambda layers: with_windows(layers, config), params["layers"])
     return Decoder(params["outer"], layers, config, jnp.dtype(compute_dtype).name)
 
 
+class StoredWeight(NamedTuple):
+    """A weight of a directory's files."""
+
+    format: str
+    """Dtype as the files have it, such as ``"BF16"``, or of a quantised one ``"NF4"``, ``"FP8"`` and so on."""
+    shape: tuple[int, ...]
+    """Of the weight."""
+    num_bytes: int
+    """In the files, scales included."""
+
+
+def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
+    """Return what the files of a directory hold, by the names that Hugging Face gives weights.
+
+    Args:
+        directory: the folder with `config.json` and safetensors weights.
+
+    Raises:
+        ModelFileError: when a file is missing or damaged, or what belongs to a quantised weight does not fit it.
+
+    Memory:
+        Headers of files; no weight is read.
+    """
+    directory = Path(directory)
+    config, scheme = _read_config(directory)
+    with open_tensors(_weight_files(directory)) as found:
+        tensors: Mapping[str, Stored] = _of_the_text(found, config)
+        if scheme is not None:
+            tensors = folded(_of_the_text(found, config), scheme, [])
+        return {name: StoredWeight(each.dtype, each.shape, each.num_bytes) for name, each in tensors.items()}
+
+
+def quantization_of(directory: str | Path) -> str | None:
+    """Return which software quantised the weights of a directory, or None.
+
+    Args:
+        directory: the folder with `config.json`.
+
+    Raises:
+        ModelFileError: as `load_config`, and for software whose files are not read.
+    """
+    scheme = _read_config(Path(directory))[1]
+    return None if scheme is None else scheme.method
+
+
 @contextlib.contextmanager
 def _plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
-) -> Generator[tuple[list[Plan], Any], None, None]:
+) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
     """Say of every leaf how it is read, while the files are open; all of it is checked before."""
     with open_tensors(_weight_files(directory)) as found:
         notes: list[str] = []
@@ -166,9 +227,7 @@ def _plans(
             # The layers of a stack may be stored in different dtypes: none of them loses digits.
             sources = [tensors[name] for name in _tensor_names(path, config).values()]
             plans.append(plan(path_str(path), sources, leaf.shape, kind, otherwise, notes))
-        for note in notes:
-            warnings.warn(f"{directory}: {note}", stacklevel=4)
-        yield plans, treedef
+        yield plans, treedef, notes
 
 
 def _hosted(shapes: Any, host: Where | None) -> list[bool]:

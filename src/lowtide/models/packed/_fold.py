@@ -147,7 +147,8 @@ def _int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
 def _scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
     """Weights of 8 bits beside scales: of the matrix, of rows, or of blocks."""
     assert scheme.form is not None
-    suffix = ".weight_scale_inv" if scheme.method == "fp8" else ".weight_scale"
+    is_inverse = scheme.method == "fp8" and any(name.endswith(".weight_scale_inv") for name in tensors)
+    suffix = ".weight_scale_inv" if is_inverse else ".weight_scale"  # to multiply by, both
     packed: list[Packed] = []
     for name in [name for name in tensors if name.endswith(suffix)]:
         scales = tensors.pop(name)
