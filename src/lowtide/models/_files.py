@@ -61,9 +61,12 @@ def load(
 ) -> Decoder:
     """Read a decoder from a Hugging Face directory.
 
+    Of a directory that other software quantised, weights are read as they are: a `lowtide.QuantizedWeight` with exactly
+    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise.
+
     Args:
         directory: the folder with `config.json` and safetensors weights.
-        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in.
+        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised.
         compute_dtype: dtype of activations and products.
         host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
             from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
@@ -80,7 +83,7 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point.
+        ConfigError: for a dtype that is not floating-point, and for `quantize` where weights are quantised already.
         SelectionError: when `host` selects nothing.
 
     Memory:

@@ -60,8 +60,12 @@ class Rows:
         """Copy a part into memory, and for it whole rows, by pieces."""
         rows, columns = index
         width = self.shape[1]
+        cuts = list(pieces((rows.stop - rows.start, width), self.itemsize))
+        if len(cuts) == 1 and columns.stop - columns.start == width:  # no copy of it
+            found = elements(self.source, width * rows.start, width * rows.stop, self.dtype)
+            return found.reshape(-1, width)
         whole = np.empty((rows.stop - rows.start, columns.stop - columns.start), self.dtype)
-        for cut, _ in pieces((len(whole), width), self.itemsize):
+        for cut, _ in cuts:
             first, last = (width * (rows.start + each) for each in (cut.start, cut.stop))
             found = elements(self.source, first, last, self.dtype)
             whole[cut] = found.reshape(-1, width)[:, columns]
