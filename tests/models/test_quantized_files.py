@@ -22,6 +22,7 @@ from lowtide.core import ConfigError, LowtideError, ModelFileError, leaves_with_
 from lowtide.models._shards import SINGLE
 from lowtide.train import make_mesh
 
+from .kinds import KINDS
 from .quantized_files import SCHEMES, Tensors, quantized_directory, write_tensors
 
 SIZES: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_layers": 2}
@@ -90,16 +91,19 @@ def test_codes_and_scales_of_scales_are_not_computed_again(nested: Path) -> None
     assert (down.block, down.scales.shape, down.nested_scales) == (32, (2, 64, 3), None)
 
 
-def test_weights_are_divided_and_kept_on_the_host(nested: Path) -> None:
-    plain = models.load(nested)
+@pytest.mark.parametrize("kind", ["nf4 nested", "blocks", "tensor"])
+@IGNORED
+def test_weights_are_divided_and_kept_on_the_host(dense: Path, tmp_path: Path, kind: str) -> None:
+    quantized_directory(dense, tmp_path / "m", kind)
+    plain = models.load(tmp_path / "m")
     mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 
     def divide(path: str, leaf: Any) -> Any:
         axes = (None, "fsdp", "tensor") if path.endswith("_proj/weight") else ()
         return jax.NamedSharding(mesh, jax.P(*axes))
 
-    divided = models.load(nested, sharding=divide)
-    hosted = models.load(nested, host="layers/mlp/**")
+    divided = models.load(tmp_path / "m", sharding=divide)
+    hosted = models.load(tmp_path / "m", host="layers/mlp/**")
     for (path, want), got, on_host in zip(
         leaves_with_paths(plain), jax.tree.leaves(divided), jax.tree.leaves(hosted), strict=True
     ):
@@ -109,20 +113,30 @@ def test_weights_are_divided_and_kept_on_the_host(nested: Path) -> None:
     assert codes.sharding.shard_shape(codes.shape) == (2, 32, 32)
 
 
-def test_layers_that_are_not_alike_and_experts_become_arrays(dense: Path, tmp_path: Path) -> None:
+def test_layers_that_are_not_alike_become_arrays(dense: Path, tmp_path: Path) -> None:
     values = quantized_directory(dense, tmp_path / "m", "nf4 nested", skip="layers.1.self_attn.q_proj")
-    with pytest.warns(UserWarning, match=r"layers/attn/q_proj/weight becomes an array of 32\.00 KiB: 1 of 2 layers"):
+    with pytest.warns(UserWarning, match=r"layers/attn/q_proj/weight become arrays of 32\.00 KiB, since not all"):
         weight = models.load(tmp_path / "m").layers["attn"]["q_proj"]["weight"]
     np.testing.assert_allclose(weight[0], values[Q_PROJ], rtol=0, atol=1e-7)
     np.testing.assert_array_equal(weight[1], models.load(dense).layers["attn"]["q_proj"]["weight"][1])
 
 
+def test_experts_in_8_bits_are_read_as_arrays(tmp_path: Path) -> None:
+    models.save(models.init(KINDS["qwen3_moe"], key=jax.random.key(0)), tmp_path / "dense")
+    values = quantized_directory(tmp_path / "dense", tmp_path / "m", "blocks")
+    with pytest.warns(
+        UserWarning, match=r"experts/down/weight, layers(.|\n)* become arrays of 144\.00 KiB, since they are experts"
+    ):
+        layers = models.load(tmp_path / "m").layers
+    assert isinstance(layers["attn"]["q_proj"]["weight"], lt.QuantizedWeight)
+    got = layers["mlp"]["experts"]["down"]["weight"]
+    for layer, expert in np.ndindex(4, 4):
+        want = values[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"]
+        np.testing.assert_allclose(got[layer, expert], want, rtol=0, atol=1e-7)
+
+
 def test_experts_in_mxfp4_are_read_as_arrays(tmp_path: Path) -> None:
-    from lowtide.models import Experts
-
-    from .kinds import KINDS
-
-    experts = Experts(num_experts=4, num_experts_per_token=2, intermediate_size=32, clamped=True)
+    experts = models.Experts(num_experts=4, num_experts_per_token=2, intermediate_size=32, clamped=True)
     config = models.DecoderConfig(**{**vars(KINDS["gpt_oss"]), "experts": experts, "intermediate_size": 32})
     model = models.init(config, key=jax.random.key(0), dtype="bfloat16")
     models.save(model, tmp_path / "dense")

@@ -140,3 +140,28 @@ def test_fp4_weights_are_theirs(tmp_path: Path) -> None:
         model = models.load(tmp_path / "quantized", dtype="float32")
     want = _dense_weights(quantized)["model.layers.1.mlp.up_proj"]
     np.testing.assert_allclose(model.layers["mlp"]["up_proj"]["weight"][1], want.float().numpy(), rtol=0, atol=1e-6)
+
+
+def test_numbers_of_mxfp4_are_theirs() -> None:
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    from lowtide.models.packed._views import MxExperts
+    from lowtide.quant import format_named
+
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (2, 6, 3, 16), np.uint8), rng.integers(1, 250, (2, 6, 3), np.uint8)
+    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).float().numpy()
+    table = np.asarray(format_named("mxfp4").table, np.float32)
+    ours = MxExperts(_Held(blocks), _Held(scales), table)  # pyright: ignore[reportArgumentType]
+    assert ours.shape == want.shape == (2, 96, 6)
+    np.testing.assert_array_equal(ours.read((slice(0, 2), slice(0, 96), slice(0, 6))).astype("f"), want)
+    part = (slice(1, 2), slice(33, 70), slice(2, 5))
+    np.testing.assert_array_equal(ours.read(part).astype("f"), want[part])
+
+
+class _Held:
+    """A tensor in memory, read as one of a file is."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.read = array, array.shape, array.__getitem__

@@ -41,7 +41,7 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
-from .packed import Plan, Scheme, Stored, folded, plan
+from .packed import Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -229,8 +229,8 @@ def _plans(
         for path, leaf in flat:
             # The layers of a stack may be stored in different dtypes: none of them loses digits.
             sources = [tensors[name] for name in _tensor_names(path, config).values()]
-            plans.append(plan(path_str(path), sources, leaf.shape, kind, otherwise, notes))
-        yield plans, treedef, notes
+            plans.append(plan(path_str(path), sources, leaf.shape, kind, otherwise))
+        yield plans, treedef, [*notes, *told(plans)]
 
 
 def _hosted(shapes: Any, host: Where | None) -> list[bool]:

@@ -27,8 +27,8 @@ from ..core import PIECE_BYTES, ModelFileError, Pieces, assemble, format_bytes, 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of dtypes in the files, and here."""
-_CODES = {"U8": "uint8", "I8": "int8", "F8_E4M3": "uint8"}
-"""What weights in few bits are stored in; 8-bit floats are read as their bits."""
+_OTHERS = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
+"""Bytes of other dtypes, of those with 8 bits what weights in few bits are stored in."""
 
 
 class Readable(Protocol):
@@ -74,7 +74,7 @@ class Source:
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return jnp.dtype({**DTYPES, **_CODES}.get(self.dtype, "float64")).itemsize
+        return jnp.dtype(DTYPES[self.dtype]).itemsize if self.dtype in DTYPES else _OTHERS.get(self.dtype, 8)
 
     @property
     def num_bytes(self) -> int:
@@ -89,7 +89,7 @@ class Source:
             return 8 + length + json.loads(file.read(length))[self.name]["data_offsets"][0]
 
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory; nothing else of the tensor is."""
+        """Copy a part into memory; nothing else of the tensor is. Of 8-bit floats it is their bits."""
         if self.dtype == "F8_E4M3":  # the library has no NumPy dtype for it
             return np.array(np.memmap(self.file, np.uint8, "r", self._start, self.shape)[index])
         return np.asarray(self.handle.get_slice(self.name)[index] if index else self.handle.get_tensor(self.name))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...core import format_bytes
 from ...quant import QuantizedWeight, placed
@@ -24,6 +24,8 @@ class Plan:
     sources: Sequence[Stored]
     like: Any
     """Its shape and dtype: one `jax.ShapeDtypeStruct`, or a node of them."""
+    why: str = ""
+    """Why it is an array, where its weights are quantised."""
 
     def read(self, place: jax.sharding.Sharding | None) -> Any:
         """Read it to where it belongs.
@@ -50,9 +52,7 @@ class Plan:
         return treedef.unflatten(leaves)
 
 
-def plan(
-    path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: Any, notes: list[str]
-) -> Plan:
+def plan(path: str, sources: Sequence[Stored], shape: tuple[int, ...], dtype: Any, otherwise: Any) -> Plan:
     """Say how a leaf is read.
 
     Args:
@@ -61,7 +61,6 @@ def plan(
         shape: of the leaf.
         dtype: of the leaf; None for the one that its weights are stored in, or were before they were quantised.
         otherwise: dtype of quantised weights of which the file does not say it.
-        notes: takes what the user should know.
     """
     kind = dtype
     if dtype is None:
@@ -74,11 +73,18 @@ def plan(
     is_matrix = "experts" not in path.split("/")
     if len(packed) == len(sources) and len(forms) == 1 and all(each.form is not None for each in packed) and is_matrix:
         return Plan(path, sources, _node(packed[0], shape, kind))
-    if packed and any(each.form is not None for each in packed):
-        size = format_bytes(int(np.prod(shape)) * jnp.dtype(kind).itemsize)
-        why = "experts" if not is_matrix else f"{len(packed)} of {len(sources)} layers are quantised, or not all alike"
-        notes.append(f"{path} becomes an array of {size}: {why}")
-    return Plan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(kind)))
+    why = "" if not forms else "not all their layers are quantised alike" if is_matrix else "they are experts"
+    return Plan(path, sources, jax.ShapeDtypeStruct(shape, jnp.dtype(kind)), why)
+
+
+def told(plans: Sequence[Plan]) -> list[str]:
+    """Say which quantised weights become arrays that a node could have held one by one, and why."""
+    notes: list[str] = []
+    for why in dict.fromkeys(each.why for each in plans if each.why):
+        some = [each for each in plans if each.why == why]
+        size = format_bytes(sum(math.prod(each.like.shape) * each.like.dtype.itemsize for each in some))
+        notes.append(f"{', '.join(each.path for each in some)} become arrays of {size}, since {why}")
+    return notes
 
 
 def _node(one: Packed, shape: tuple[int, ...], dtype: Any) -> QuantizedWeight:
