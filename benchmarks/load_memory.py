@@ -5,8 +5,9 @@
 A directory of random bfloat16 weights in shards is written to a temporary folder (`--folder`), which is deleted at the
 end. Each operation runs in a process of its own on the CPU: placed arrays are host memory there, too. `extra` is the
 peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it returns.
-Pages of files, which the system caches, are not anonymous. `load nf4` reads a directory as bitsandbytes writes it. The state of a checkpoint is the model's weights: one that
-trains all of them has as many bytes in leaves of the same sizes two or three times.
+Pages of files, which the system caches, are not anonymous. The state of a checkpoint is the model's weights: one that
+trains all of them has as many bytes in leaves of the same sizes two or three times. `load nf4` reads a directory of the
+same sizes as bitsandbytes writes it.
 """
 
 from __future__ import annotations
