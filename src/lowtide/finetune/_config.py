@@ -29,8 +29,8 @@ _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_dec
 _TRACKERS = ("tensorboard", "wandb", "trackio")
 _OF_ADAPTERS = ("method", "adapter", "rank", "alpha", "targets", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
-_FOUR_BITS = ("nf4", "int4", "mxfp4")
-_FORMATS = (*_FOUR_BITS, "int8", "fp8")
+FOUR_BITS = ("nf4", "int4", "mxfp4")
+_FORMATS = (*FOUR_BITS, "int8", "fp8")
 _COUNTS = (
     *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
     *("max_to_keep", "early_stopping_patience"),
@@ -346,7 +346,7 @@ def _check_combination(config: FinetuneConfig) -> None:
         )
     for field in ("quantize", "quantize_embeddings"):
         form = getattr(config, field)
-        if form in _FOUR_BITS and "parameters" in (config.offload or ()):
+        if form in FOUR_BITS and "parameters" in (config.offload or ()):
             raise ConfigError(
                 f"{field} = {form} and offload of parameters contradict each other",
                 expected="int8 or fp8, or parameters on the device: JAX runs no program on 4-bit arrays in host memory",

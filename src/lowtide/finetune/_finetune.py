@@ -38,7 +38,7 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._adapters import adapted
-from ._base import open_base
+from ._base import open_base, refuse_for_quantized
 from ._beside import add_the_rest, files_beside
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
@@ -398,6 +398,7 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
+    refuse_for_quantized(config, directory)
     return open_base(
         directory,
         param_dtype="float32" if config.full else config.param_dtype,  # what trains, as adapters do

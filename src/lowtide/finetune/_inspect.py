@@ -127,11 +127,16 @@ def _model(folder: Path) -> Inspection:
     files = _weight_files(folder)
     problems += _other_formats([each for each in _entries(folder) if each.suffix in {*_PICKLED, *_FOREIGN}], files)
     tensors = _tensors(files)
-    problems += _dtypes(tensors)
+    number = len(tensors)
+    if raw.get("quantization_config") and files and asked is not None:
+        tensors, facts["quantization"] = _quantized(folder, tensors, problems)
+    else:
+        problems += _dtypes(tensors)
     tied = (
         {"lm_head.weight"} if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors else set[str]()
     )
     facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
+    facts["tensors"] = number - len(tied)
     if asked is not None and not files:
         del facts["groups"], facts["dtypes"]
         facts.pop("active_parameters", None)
@@ -141,6 +146,27 @@ def _model(folder: Path) -> Inspection:
         problems.append(f"weights and config.json are of different models: {got}")
     facts |= _tokenizer(folder, problems)
     return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems))
+
+
+def _quantized(
+    folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], problems: list[str]
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, Any]]:
+    """Put what belongs to one weight together; with it who quantised, and bits of a weight in each format."""
+    from .. import models
+
+    method = models.quantization_of(folder)
+    try:
+        found = models.stored_weights(folder)
+    except ModelFileError as error:
+        problems.append(_said(error))
+        return tensors, {"method": method}
+    weights, stored = Counter[str](), Counter[str]()
+    for each in found.values():
+        if each.format not in _BITS:
+            weights[each.format] += math.prod(each.shape)
+            stored[each.format] += each.num_bytes
+    bits = {name: f"{8 * stored[name] / weights[name]:.2f} bits each" for name in weights}
+    return {name: (each.format, each.shape) for name, each in found.items()}, {"method": method, **bits}
 
 
 def _asked_for(config: Any) -> int:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from .. import __version__, models
 from ..adapters import lora
 from ..core import ConfigError, OutputError, input_file, parse_json, write_files
+from ..quant import QuantizedWeight, dequantize
 from ._beside import add_the_rest, content, files_beside
 
 
@@ -41,7 +42,7 @@ def write_merged(
         adapters: directories of adapters in PEFT's format, added up.
         out: the folder to make; one that has something in it is refused.
         weights: a factor for each adapter; None: 1.
-        dtype: of the weights that are written; None: as the base stores them.
+        dtype: of the weights that are written; None: as the base stores them, or its embedding where it is quantised.
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: that of the base, if it has one.
 
@@ -54,8 +55,8 @@ def write_merged(
         ConfigError: for weights that do not fit the adapters, or an unknown dtype.
 
     Memory:
-        The base, and each weight that is adapted twice while it is folded; with `dtype`, the base in float32. On the
-        host, one shard at a time.
+        The base, and each weight that is adapted twice while it is folded; with `dtype`, or where the base is
+        quantised, the base in float32. On the host, one shard at a time.
     """
     base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
     if not adapters:
@@ -63,7 +64,12 @@ def write_merged(
     refuse_full_folder(out)
     tokenizer = input_file(base, "tokenizer.json", hint="save the tokenizer in the fast format")
     copied = files_beside(base, chat_template)
+    is_quantized = models.quantization_of(base) is not None
+    if is_quantized and dtype is None:  # as bitsandbytes and PEFT would store it, and rounded once all the same
+        dtype = jnp.dtype(models.load_shapes(base).outer["embed"]["weight"].dtype).name
     model = models.load(base, dtype="auto" if dtype is None else "float32")
+    if is_quantized and any(isinstance(each, QuantizedWeight) for each in _weights(model)):
+        model = dequantize(model)
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # rounded once, from float32
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
@@ -82,6 +88,10 @@ def write_merged(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return merged
+
+
+def _weights(model: models.Decoder) -> list[Any]:
+    return jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
 def refuse_full_folder(out: Path) -> None:
