@@ -209,8 +209,6 @@ class TestWeReadPefts:
     @pytest.mark.parametrize(
         ("named", "value"),
         [
-            ("bias", "lora_only"),
-            ("modules_to_save", ["lm_head"]),
             ("init_lora_weights", "pissa"),
         ],
     )

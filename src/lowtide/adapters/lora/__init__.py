@@ -18,6 +18,7 @@ from ._model import disable as disable
 from ._model import merge as merge
 from ._report import Report as Report
 from ._report import report as report
+from ._saved import SavedWeight as SavedWeight
 from ._vectors import IA3Weight as IA3Weight
 from ._vectors import VeRAWeight as VeRAWeight
 from ._weight import LoRAWeight as LoRAWeight
@@ -30,6 +31,7 @@ __all__ = [
     "LoRAKernel",
     "LoRAWeight",
     "Report",
+    "SavedWeight",
     "VeRAConfig",
     "VeRAWeight",
     "add",

@@ -30,12 +30,14 @@ from ._peft import (
     read_config,
     tensor_names,
 )
+from ._saved import SavedWeight
+from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
+from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 
 _PEFT_TYPES = {LoRAWeight: LORA, IA3Weight: IA3, VeRAWeight: VERA}
-_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def save(
@@ -76,7 +78,7 @@ def save(
     References:
         PEFT, "PEFT checkpoint format", https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
-    adapted = adapted_sites(model)
+    adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
     if not adapted:
         raise StructureError(
             "the model has no adapter to save",
@@ -110,8 +112,11 @@ def save(
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
         tensors |= _projections(adapted)
+    whole = whole_of(model, described)
+    tensors |= whole.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
-    config = describe(described, modules, kind, base_model_name_or_path=base_model_name_or_path, task_type=task_type)
+    names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
+    config = describe(described, modules, kind, **names, whole=whole.options)
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -135,7 +140,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
     Raises:
         ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
-            configuration asks for what is not supported (biases, fully trained modules, other PEFT methods). Dropout
+            configuration asks for what is not supported (other PEFT methods, a head that is no longer tied). Dropout
             gives one warning: it has no effect on results, and training has it where `dropout` is called.
         StructureError: when the model has other adapters.
 
@@ -173,12 +178,16 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
                 if is_on
                 for key in config.tensors(name).values()
             }
+            adapted = {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
+            whole, keys_of_whole = asked_for(model, config, adapted)
+            expected |= whole if expected else set()
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()
             nodes = {
                 index: _read_node(file, path, by_index[index], names[index], on, config, wholes)
                 for index, on in chosen.items()
             }
+            nodes |= read_whole(file, path, model, keys_of_whole)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
@@ -273,7 +282,7 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
 def _hits(names: Sequence[str], config: PeftConfig, keys: set[str]) -> list[bool]:
     """Say of each layer of a weight whether the directory adapts it."""
     if config.file.target_modules is None:
-        return [bool(keys.intersection(config.tensors(name).values())) for name in names]
+        return [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
     return [config.targets(name) for name in names]
 
 
@@ -311,7 +320,7 @@ def _read_node(
         shapes |= {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_lambda_d": (rank,)}
     leaves: dict[str, Any] = {}
     for leaf in config.tensors(there[0]):
-        read = {name: _read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
+        read = {name: read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
         of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
         flat = [values.reshape(-1) if config.kind == IA3 else values for values in of_layers]
         leaves[leaf] = jnp.asarray(np.stack(flat) if len(site.weight.shape) == 3 else flat[0])
@@ -358,7 +367,7 @@ def _read_projections(file: Any, path: Path, config: PeftConfig) -> list[np.ndar
         shape = tuple(file.get_slice(key).get_shape())
         wanted = [*shape] if len(shape) == 2 else [1, 1]
         wanted[axis] = config.file.r
-        found.append(_read_tensor(file, path, key, tuple(wanted)))
+        found.append(read_tensor(file, path, key, tuple(wanted)))
     return found
 
 
@@ -371,26 +380,6 @@ def _check_projections(path: Path, site: Site, wholes: Sequence[np.ndarray]) -> 
             got=f"{list(wholes[0].shape)} and {list(wholes[1].shape)}",
             hint="load it into the model that it was made for",
         )
-
-
-def _read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
-    found = file.get_slice(key)
-    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
-        raise ModelFileError(
-            f"{path}: tensor {key} does not fit",
-            expected=f"a floating-point tensor of shape {list(shape)}",
-            got=f"{found.get_dtype()}{list(found.get_shape())}",
-            hint="load it into the model that it was made for, with the configuration it was saved with",
-        )
-    with np.errstate(over="ignore"):  # float64 has larger numbers
-        values = np.asarray(file.get_tensor(key), np.float32)
-    if not np.isfinite(values).all():
-        raise ModelFileError(
-            f"{path}: tensor {key} has values that are no finite numbers",
-            got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
-            hint="the file is damaged, or the training that wrote it had diverged",
-        )
-    return values
 
 
 def _check_present(present: Sequence[Site], nodes: Mapping[int, Any]) -> None:
@@ -414,6 +403,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _described(node: Any) -> str:
+    if isinstance(node, SavedWeight):
+        return kind_of(node)
     if isinstance(node, IA3Weight):
         return f"(IA)³ on {'inputs' if node.feedforward else 'outputs'}"
     return f"{kind_of(node)} of rank {node.rank}"
