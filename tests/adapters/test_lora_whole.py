@@ -131,7 +131,9 @@ class TestFiles:
         params = {"a": {"kernel": jnp.ones((3, 4))}, "b": {"kernel": jnp.ones((4, 2, 2)), "bias": jnp.ones(4)}}
         model = noisy(added(params, targets="a/kernel", modules_to_save="b"))
         lora.save(model, tmp_path)
-        assert {"base_model.model.b.kernel", "base_model.model.b.bias"} < {*load_file(tmp_path / "adapter_model.safetensors")}
+        assert {"base_model.model.b.kernel", "base_model.model.b.bias"} < {
+            *load_file(tmp_path / "adapter_model.safetensors")
+        }
         assert_equal(lora.load(params, tmp_path), model)
 
     @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ._kernel import LoRAKernel as LoRAKernel
 from ._model import add as add
 from ._model import disable as disable
 from ._model import merge as merge
+from ._plus import plus as plus
 from ._report import Report as Report
 from ._report import report as report
 from ._saved import SavedWeight as SavedWeight
@@ -41,6 +42,7 @@ __all__ = [
     "dropout",
     "load",
     "merge",
+    "plus",
     "report",
     "save",
 ]

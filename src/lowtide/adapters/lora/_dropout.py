@@ -11,8 +11,8 @@ import jax
 from jaxtyping import Array
 
 from ...core import ConfigError, StructureError, Tree
-from ._sites import adapted_sites, replace
 from ._saved import SavedWeight
+from ._sites import adapted_sites, replace
 from ._vectors import IA3Weight
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from ...core import Tree, format_bytes, leaf_bytes, leaves_with_paths, match_path
 from ._adapter import TRAINABLE, kind_of
-from ._sites import adapted_sites
 from ._saved import SavedWeight
+from ._sites import adapted_sites
 from ._vectors import IA3Weight
 
 

@@ -40,7 +40,9 @@ def names_of(model: Tree, site: Site) -> Names | None:
     """Say what an array is called elsewhere; None for what is no leaf of a module there."""
     above, _, leaf = site.path.rpartition("/")
     if not isinstance(model, ExternalNames):
-        return Names(modules=[(above or site.path).replace("/", ".")], leaf=leaf if above else "weight", is_stacked=False)
+        return Names(
+            modules=[(above or site.path).replace("/", ".")], leaf=leaf if above else "weight", is_stacked=False
+        )
     try:
         name = model.external_name(above)
     except KeyError:
@@ -131,7 +133,7 @@ def _biases(model: Tree, config: Config, targets: Sequence[Site]) -> list[Site]:
     found = [every[path] for path in wanted if path in every]
     if not found:
         raise StructureError(
-            f'bias: {config.bias!r} has nothing to train',
+            f"bias: {config.bias!r} has nothing to train",
             expected="leaves named bias" + (" beside the targets" if config.bias == "lora_only" else ""),
             got=f"{len(every)} biases in the model",
             hint='leave bias out, or take bias="all"' if every else "leave bias out",
