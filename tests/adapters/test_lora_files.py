@@ -359,7 +359,7 @@ class TestBadFiles:
         ("option", "value"),
         [
             ("bias", "some"), ("fan_in_fan_out", True),
-            ("peft_type", "LOHA"), ("lora_bias", True), ("init_lora_weights", "pissa"),
+            ("peft_type", "LOHA"), ("lora_bias", True), ("init_lora_weights", "pissa_niter_4"),
             ("layer_replication", [[0, 2]]), ("an_option_of_the_future", True),
         ],
     )  # fmt: skip

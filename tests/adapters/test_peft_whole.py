@@ -79,3 +79,30 @@ def test_a_head_that_peft_unties_is_refused_by_name(names: list[str], tmp_path: 
     model.save_pretrained(tmp_path / "theirs")
     with pytest.raises(ModelFileError, match=r"(unties lm_head|lm_head and .* differ)(.|\n)*ensure_weight_tying"):
         lora.load(base("gemma2"), tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_an_adapter_that_began_as_a_part_of_the_weight(init: str, tmp_path: Path) -> None:
+    import peft
+
+    plain = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    start = peft.get_peft_model(
+        their_base("qwen2", tmp_path / "base"), peft.LoraConfig(**plain, init_lora_weights=init)
+    )
+    config = lora.Config(rank=4, alpha=8, targets="**/{q,down}_proj", init=init)
+    node = lora.add(base("qwen2"), config, key=KEY).layers["mlp"]["down_proj"]["weight"]
+    theirs = start.base_model.model.model.layers[2].mlp.down_proj
+    want = (theirs.lora_B["default"].weight @ theirs.lora_A["default"].weight).detach().numpy()
+    np.testing.assert_allclose(node.lora_b[2] @ node.lora_a[2], want, atol=1e-4)
+    residual = theirs.base_layer.weight.detach().numpy()
+    np.testing.assert_allclose(node.weight[2] - node.scaling * node.start_b[2] @ node.start_a[2], residual, atol=1e-4)
+
+    model = trained_with("qwen2", peft.LoraConfig(**plain, init_lora_weights=init), tmp_path / "base")
+    trained = theirs_logits(model)
+    model.save_pretrained(tmp_path / "as it is")
+    ours = lora.load(base("qwen2"), tmp_path / "as it is")
+    np.testing.assert_allclose(ours_logits(ours), trained, atol=1e-4)
+    lora.save(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(their_base("qwen2", tmp_path / "base"), tmp_path / "ours")
+    np.testing.assert_allclose(theirs_logits(again), trained, atol=1e-4)
+    np.testing.assert_allclose(ours_logits(lora.load(base("qwen2"), tmp_path / "ours")), trained, atol=1e-4)

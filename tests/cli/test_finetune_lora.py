@@ -44,7 +44,7 @@ def ran(config: FinetuneConfig, out: Path) -> tuple[list[Any], dict[str, np.ndar
 
 
 def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_path: Path) -> None:
-    dropped = {"lora_dropout": 0.5, "checkpoint_every": 2, "eval_every": 2}
+    dropped = {"lora_dropout": 0.5, "lora_init": "pissa", "checkpoint_every": 2, "eval_every": 2}
     whole, tensors = ran(config(**dropped), tmp_path / "whole")
     ran(config(**dropped, num_steps=2), tmp_path / "parts")
     flags = ["--out", str(tmp_path / "parts"), "--resume", "--steps", "4"]
@@ -54,7 +54,7 @@ def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_p
     assert losses == [(step, loss) for step, loss, _ in whole if loss is not None]
     again = load_file(tmp_path / "parts" / "adapter" / "adapter_model.safetensors")
     assert all(np.array_equal(again[name], tensors[name]) for name in tensors)
-    plain, others = ran(config(eval_every=2), tmp_path / "plain")
+    plain, others = ran(config(eval_every=2, lora_init="pissa"), tmp_path / "plain")
     assert any(not np.array_equal(others[name], tensors[name]) for name in tensors)
     assert plain[0] == whole[0] and plain[0][2] is not None  # before the first step, dropout or not
 
@@ -115,6 +115,8 @@ def test_a_head_and_norms_train_with_the_adapter_are_saved_and_go_on(
     [
         ({"lora_dropout": 1.0}, r"lora_dropout is out of range(.|\n)*less than 1"),
         ({"loraplus_ratio": 0.0}, r"loraplus_ratio is out of range"),
+        ({"lora_init": "pissa", "method": "dora"}, r"lora_init contradicts method"),
+        ({"lora_init": "orthogonal", "rank": 3}, r"rank is out of range(.|\n)*an even number"),
         ({"bias": "most"}, r"bias is out of range(.|\n)*lora_only"),
         ({"method": "ia3", "lora_dropout": 0.1, "rank": 16}, r"lora_dropout contradicts method"),
         ({"method": "vera", "loraplus_ratio": 2.0}, r"loraplus_ratio contradicts method"),

@@ -20,7 +20,8 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
     Args:
         base: the model.
-        config: of which `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`, `adapter` and `seed` are read.
+        config: of which `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`,
+            `lora_init`, `adapter` and `seed` are read.
 
     Returns:
         The model with adapters.
@@ -45,6 +46,7 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
         alpha=config.alpha,
         targets=config.targets,
         bias=config.bias,
+        init=config.lora_init,
         **saved,
         rslora=config.method == "rslora",
         dora=config.method == "dora",

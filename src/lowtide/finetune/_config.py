@@ -27,10 +27,11 @@ _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
 _TRACKERS = ("tensorboard", "wandb", "trackio")
-_OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias")
+_OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
 """What the files of an adapter say."""
 _OF_ADAPTERS = (*_OF_NEW_ADAPTERS, "adapter", "lora_dropout", "loraplus_ratio", "quantize")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
+_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora")
 _BIASES = ("none", "lora_only", "all")
 _FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FORMATS = (*_FOUR_BITS, "int8", "fp8")
@@ -65,6 +66,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
     (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
     (("method",), lambda word: word in _METHODS, f"one of {', '.join(_METHODS)}; all parameters are tuned with full"),
+    (("lora_init",), lambda word: word in _INITS, f"one of {', '.join(_INITS)}"),
     (("bias",), lambda word: word in _BIASES, f"one of {', '.join(_BIASES)}"),
     (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
 )
@@ -122,6 +124,8 @@ class FinetuneConfig:
     outer/embed or layers/*_norm. As a flag: one glob, and the flag again for another."""
     bias: str = "none"
     """Which biases train with the adapter: none, lora_only (those of the targets) or all."""
+    lora_init: str = "peft"
+    """How the adapter's factors begin: peft, gaussian, orthogonal, or as a part of the weight: pissa or olora."""
     lora_dropout: float = 0.0
     """Part of its inputs that the adapter does not see in a training step."""
     loraplus_ratio: float = 1.0
@@ -336,11 +340,15 @@ def _check_combination(config: FinetuneConfig) -> None:
     if config.adapter is not None and (others := [name for name in changed if name in _OF_NEW_ADAPTERS]):
         _refuse_both(others[0], "adapter", "the adapter's files say it")
     unused = {
-        "ia3": ("rank", "alpha", "bias", "lora_dropout", "loraplus_ratio"),
-        "vera": ("alpha", "bias", "loraplus_ratio"),
+        "ia3": ("rank", "alpha", "bias", "lora_init", "lora_dropout", "loraplus_ratio"),
+        "vera": ("alpha", "bias", "lora_init", "loraplus_ratio"),
     }.get(config.method, ())
     if others := [name for name in unused if name in changed]:
         _refuse_both(others[0], "method", f"{config.method} has no {others[0]}")
+    if config.method == "dora" and config.lora_init in ("pissa", "olora"):
+        _refuse_both("lora_init", "method", f"dora's norms are those of the weight, which {config.lora_init} divides")
+    if config.lora_init == "orthogonal" and config.rank % 2:
+        _check("rank", config.rank, False, "an even number, with lora_init = orthogonal")
     if config.full:
         _refuse_with_full(changed)
         if config.param_dtype not in ("auto", "float32"):

@@ -15,6 +15,7 @@ _OURS = {
     "alpha": "lora_alpha lora_scale",
     "lora_dropout": "dropout lora_drop adapter_dropout",
     "loraplus_ratio": "loraplus_lr_ratio loraplus lora_plus",
+    "lora_init": "init_lora_weights",
     "modules_to_save": "additional_target lora_modules_to_save",
     "bias": "lora_bias train_bias",
     "targets": "target_modules lora_target_modules lora_attn_modules lora_target target_parameters",

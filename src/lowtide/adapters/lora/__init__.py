@@ -17,6 +17,7 @@ from ._model import add as add
 from ._model import disable as disable
 from ._model import merge as merge
 from ._plus import plus as plus
+from ._principal import loftq as loftq
 from ._report import Report as Report
 from ._report import report as report
 from ._saved import SavedWeight as SavedWeight
@@ -41,6 +42,7 @@ __all__ = [
     "disable",
     "dropout",
     "load",
+    "loftq",
     "merge",
     "plus",
     "report",

@@ -99,4 +99,5 @@ def _factors(node: Any) -> tuple[Any, Any]:
             hint="merge such a model by itself with lt.lora.merge",
         )
     scale = node.scaling if node.layer_scale is None else node.scaling * node.layer_scale[:, None, None]
-    return jnp.asarray(node.lora_a), scale * jnp.asarray(node.lora_b)
+    lora_a, lora_b = node.factors()
+    return jnp.asarray(lora_a), scale * jnp.asarray(lora_b)

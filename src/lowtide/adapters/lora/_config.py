@@ -12,7 +12,7 @@ from ...core import ConfigError, check_choice, is_count
 
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "lora_only", "all")
-_INITS = ("peft", "gaussian")
+_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,10 @@ class Config:
     bias: str = "none"
     """Which biases train as a whole: "none", "lora_only" (those beside a target) or "all"."""
     init: str = "peft"
-    """How A begins: "peft", uniform in ±1/sqrt(in), or "gaussian", with standard deviation 1/rank. B begins as zero."""
+    """How A begins: "peft", uniform in ±1/sqrt(in), or "gaussian", with standard deviation 1/rank; B is zero then. With
+    "orthogonal" (of an even rank) neither is zero, and their product is. With "pissa" both begin as the largest
+    singular values of the weight and their vectors, with "olora" as the first columns of its QR decomposition, and what
+    they begin as is taken off: nothing changes at first, the weight itself stays, and files have twice the rank."""
 
     def __post_init__(self) -> None:
         """Check the fields; lists and mappings become tuples."""
@@ -85,6 +88,20 @@ class Config:
                     )
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
+        if self.dora and self.init in ("pissa", "olora"):
+            raise ConfigError(
+                f"init: {self.init!r} contradicts dora, whose norms are those of the weight with B A",
+                expected="another init, or dora=False",
+                got="both",
+                hint="leave one of them out",
+            )
+        if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *dict(self.rank_pattern).values())):
+            raise ConfigError(
+                'init: "orthogonal" has half the rank for A, and half for B',
+                expected="even ranks",
+                got=f"rank={self.rank}",
+                hint="make the rank even",
+            )
         check_choice(f"init: {self.init!r} is unknown", self.init, _INITS, 'leave it out for "peft"')
         for field in ("rslora", "dora"):
             _check_flag(field, getattr(self, field))

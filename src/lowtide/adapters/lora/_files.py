@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import Counter
@@ -15,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from ...core import ModelFileError, StructureError, Tree, input_file, shortened, write_files
+from ...core import LinearWeight, ModelFileError, StructureError, Tree, input_file, shortened, write_files
 from ._adapter import kind_of, placed
 from ._kernel import LoRAKernel
 from ._peft import (
@@ -30,6 +31,7 @@ from ._peft import (
     read_config,
     tensor_names,
 )
+from ._principal import IN_THE_WEIGHT, principal
 from ._saved import SavedWeight
 from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
@@ -227,8 +229,10 @@ def _said(node: Any, layer_scale: float) -> dict[str, Any]:
         return {"feedforward": node.feedforward}
     if isinstance(node, VeRAWeight):
         return {"rank": node.rank}
-    dora = node.lora_magnitude is not None
-    return {"rank": node.rank, "alpha": node.alpha * layer_scale, "rslora": node.rslora, "dora": dora}
+    dora, rank, alpha = node.lora_magnitude is not None, node.rank, node.alpha
+    if node.start_a is not None:  # the same scale at twice the rank
+        rank, alpha = 2 * rank, alpha * (2**0.5 if node.rslora else 2)
+    return {"rank": rank, "alpha": alpha * layer_scale, "rslora": node.rslora, "dora": dora}
 
 
 def _as_peft(values: np.ndarray, node: Any) -> np.ndarray:
@@ -263,6 +267,9 @@ def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
             got="jax.ShapeDtypeStruct",
             hint="save the adapter of a model that was run, not of one that was analysed",
         )
+    if "start_a" in leaves:
+        both = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith("start_")} | dict(both)
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in leaves.items()}
     return arrays, arrays.get("layer_scale")
 
@@ -332,7 +339,29 @@ def _read_node(
         layers = site.weight.shape[:-2]
         leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(whole_a[:, :inner]), (*layers, whole_a.shape[0], inner))
         leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(whole_b[:out]), (*layers, out, whole_b.shape[1]))
-    return placed(kind(site.weight, **leaves, layer_scale=scale, **said))
+    node: Any = kind(site.weight, **leaves, layer_scale=scale, **said)
+    if config.kind == LORA and config.file.init_lora_weights in IN_THE_WEIGHT:
+        node = _without_start(path, site, node, config.file.init_lora_weights)
+    return placed(node)
+
+
+def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
+    """Take off what PEFT took off the weight, computed from the weight again."""
+    if isinstance(site.weight, LinearWeight):
+        raise ModelFileError(
+            f"{path}: what {init} took off {site.path} is not known of a weight in few bits",
+            expected="the base as it was when the adapter was made",
+            got=type(site.weight).__name__,
+            hint="convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
+    if isinstance(site.weight, jax.ShapeDtypeStruct):
+        raise ModelFileError(
+            f"{path}: what {init} took off {site.path} is not known of a shape", hint="load it into a model with values"
+        )
+    start_a, start_b = principal(site.weight, node.rank, node.scaling, init)
+    if node.layer_scale is not None:
+        start_a, start_b = (leaf * node.layer_scale[:, None, None] for leaf in (start_a, start_b))
+    return dataclasses.replace(node, start_a=start_a, start_b=start_b)
 
 
 def _one_for_all(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:

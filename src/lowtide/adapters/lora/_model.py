@@ -37,8 +37,8 @@ def add(
     """Give chosen weights an adapter that starts as no change.
 
     Of LoRA A is random, as in PEFT, and B is zero; of (IA)³ the vector is ones; of VeRA the projections are random, and
-    one of the vectors is zero. What `modules_to_save` and `bias` name trains beside them: a copy in a `SavedWeight`. All
-    are float32 whatever the weight's dtype. What is drawn for a LoRA module depends on
+    one of the vectors is zero. What `modules_to_save` and `bias` name trains beside them, a copy in a `SavedWeight`.
+    All are float32 whatever the weight's dtype. What is drawn for a LoRA module depends on
     `key` and on its path only, not on what else is adapted.
 
     Args:
@@ -69,7 +69,9 @@ def add(
     Memory:
         ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;
         of VeRA ``4 * (rank + out)`` that train, and the projections, once a layer. The weights are referred to, not
-        copied; what trains as a whole is copied, in float32. Adapters of a weight with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
+        copied; what trains as a whole is copied, in float32. An `init` out of the weight has its factors twice, and of
+        one matrix at a time a decomposition in float32. Adapters of a weight with a `jax.sharding.NamedSharding` are
+        sharded like it along the axes they share.
 
     Examples:
         >>> from lowtide.adapters.lora import Config

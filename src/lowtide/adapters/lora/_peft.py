@@ -21,6 +21,7 @@ from typing import Any
 from ...core import ModelFileError, StructureError, input_file, parse_json, read_input, shortened, shown, validate
 from ._config import BIASES
 from ._patterns import Matcher
+from ._principal import IN_THE_WEIGHT
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -36,12 +37,14 @@ _NO_EFFECT = frozenset(
 )
 _READ_OF_ALL = "exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
 _READ = {
-    LORA: "alpha_pattern bias ensure_weight_tying init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora use_rslora",
+    LORA: "alpha_pattern bias ensure_weight_tying init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
+    "use_rslora",
     IA3: "feedforward_modules",
     VERA: "bias r save_projection vera_dropout",
 }
-# Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change them.
-_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Initialisations that leave the base weights alone, and those that take off what the weight itself says. The others
+# (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file tells.
+_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *IN_THE_WEIGHT)
 
 
 VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
@@ -251,7 +254,8 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
         wrong, kind = {"peft_type": kind}, LORA
     if raw.get("bias", "none") not in (BIASES if kind == LORA else ("none",)):
         wrong["bias"] = raw["bias"]
-    if raw.get("init_lora_weights") not in _PURE_INITS:
+    is_taken_off = raw.get("init_lora_weights") in IN_THE_WEIGHT
+    if raw.get("init_lora_weights") not in _PURE_INITS or (is_taken_off and raw.get("use_dora")):
         wrong["init_lora_weights"] = raw["init_lora_weights"]
     known = {*_NO_EFFECT, *_READ_OF_ALL.split(), *_READ[kind].split()}
     wrong |= {name: value for name, value in raw.items() if value and name not in known}
