@@ -13,11 +13,11 @@ from ._files import check as check
 from ._files import load as load
 from ._files import save as save
 from ._kernel import LoRAKernel as LoRAKernel
+from ._loftq import loftq as loftq
 from ._model import add as add
 from ._model import disable as disable
 from ._model import merge as merge
 from ._plus import plus as plus
-from ._principal import loftq as loftq
 from ._report import Report as Report
 from ._report import report as report
 from ._saved import SavedWeight as SavedWeight

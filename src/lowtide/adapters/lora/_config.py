@@ -12,7 +12,9 @@ from ...core import ConfigError, check_choice, is_count
 
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "lora_only", "all")
-_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora")
+IN_THE_WEIGHT = ("pissa", "olora")
+"""Words of `Config.init` whose factors are a part of the weight."""
+_INITS = ("peft", "gaussian", "orthogonal", *IN_THE_WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +90,7 @@ class Config:
                     )
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
-        if self.dora and self.init in ("pissa", "olora"):
+        if self.dora and self.init in IN_THE_WEIGHT:
             raise ConfigError(
                 f"init: {self.init!r} contradicts dora, whose norms are those of the weight with B A",
                 expected="another init, or dora=False",

@@ -18,10 +18,13 @@ from safetensors.numpy import save as to_safetensors
 
 from ...core import LinearWeight, ModelFileError, StructureError, Tree, input_file, shortened, write_files
 from ._adapter import kind_of, placed
+from ._config import IN_THE_WEIGHT
 from ._kernel import LoRAKernel
+from ._kernel_files import kernel_name, kernel_tensors, kernels_in, read_kernel
 from ._peft import (
     CONFIG_FILE,
     IA3,
+    KERNELS,
     LORA,
     VERA,
     VERA_TENSORS,
@@ -31,7 +34,7 @@ from ._peft import (
     read_config,
     tensor_names,
 )
-from ._principal import IN_THE_WEIGHT, principal
+from ._principal import principal
 from ._saved import SavedWeight
 from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
@@ -39,7 +42,7 @@ from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 
-_PEFT_TYPES = {LoRAWeight: LORA, IA3Weight: IA3, VeRAWeight: VERA}
+_PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 
 
 def save(
@@ -53,7 +56,8 @@ def save(
 
     Stacked adapters are written as one module a layer. Modules get the names that the model's ``external_name``
     gives (`lowtide.core.ExternalNames`), otherwise their tree path with dots. Ranks and alphas that differ between
-    modules go into `rank_pattern` and `alpha_pattern`.
+    modules go into `rank_pattern` and `alpha_pattern`. Adapters of kernels are written as PEFT has them for
+    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads.
 
     Args:
         model: a model with adapters.
@@ -87,25 +91,21 @@ def save(
             expected="at least one adapter, such as a LoRAWeight",
             hint="add one with lt.lora.add; a merged model has none left",
         )
-    for site in adapted:
-        if isinstance(site.node, LoRAKernel):
-            raise StructureError(
-                f"{site.path}: PEFT's files have no place for the adapter of this kernel",
-                expected="adapters of matrices",
-                got=f"a LoRAKernel{list(site.node.shape)}",
-                hint='fold it in with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
-            )
     kind = _kind(adapted)
     described: dict[str, dict[str, Any]] = {}
     tensors: dict[str, np.ndarray] = {}
+    kernels: dict[str, list[int]] = {}
     for site in adapted:
+        if isinstance(site.node, LoRAKernel):
+            name = kernel_name(model, site)
+            _refuse_twice(site, name, described)
+            described[name] = _said(site.node, 1.0)
+            tensors |= kernel_tensors(site, name)
+            kernels[name] = [site.node.num_rows, site.node.num_columns]
+            continue
         leaves, scales = _host_leaves(site)
         for layer, name in enumerate(layer_names(model, site)):
-            if name in described:
-                raise StructureError(
-                    f"{site.path}: another adapted module is called {name!r}, too",
-                    hint="rename one of them, or give the model an external_name that tells them apart",
-                )
+            _refuse_twice(site, name, described)
             if scales is not None and scales[layer] == 0:
                 continue
             described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
@@ -118,7 +118,8 @@ def save(
     tensors |= whole.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
     names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
-    config = describe(described, modules, kind, **names, whole=whole.options)
+    more = {**whole.options, **({KERNELS: kernels} if kernels else {})}
+    config = describe(described, modules, kind, **names, whole=more)
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -171,8 +172,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     try:
         with safe_open(path, framework="numpy") as file:
             keys = set(file.keys())
-            hits = {index: _hits(names[index], config, keys) for index in names}
-            chosen = {index: hits[index] for index in names if any(hits[index])}
+            kernels = kernels_in(model, config, keys)
+            hits = {index: _hits(names[index], config, keys) for index in names if index not in kernels}
+            chosen = {index: on for index, on in hits.items() if any(on)}
             expected = {
                 key
                 for index, on in chosen.items()
@@ -180,7 +182,10 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
                 if is_on
                 for key in config.tensors(name).values()
             }
-            adapted = {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
+            of_kernels = {key for name, *_ in kernels.values() for key in config.tensors(name).values()}
+            expected |= of_kernels
+            adapted = {name for name, *_ in kernels.values()}
+            adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
             whole, keys_of_whole = asked_for(model, config, adapted)
             expected |= whole if expected else set()
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
@@ -189,6 +194,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
                 index: _read_node(file, path, by_index[index], names[index], on, config, wholes)
                 for index, on in chosen.items()
             }
+            for index, kernel in kernels.items():
+                nodes[index] = read_kernel(file, path, by_index[index], kernel, config)
             nodes |= read_whole(file, path, model, keys_of_whole)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
@@ -210,6 +217,14 @@ def check(directory: str | os.PathLike[str]) -> None:
     read_config(Path(directory))
 
 
+def _refuse_twice(site: Site, name: str, described: Mapping[str, Any]) -> None:
+    if name in described:
+        raise StructureError(
+            f"{site.path}: another adapted module is called {name!r}, too",
+            hint="rename one of them, or give the model an external_name that tells them apart",
+        )
+
+
 def _kind(adapted: Sequence[Site]) -> str:
     """Return PEFT's name of the kind of all adapters."""
     kinds = {(_PEFT_TYPES[type(site.node)], getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
@@ -229,6 +244,8 @@ def _said(node: Any, layer_scale: float) -> dict[str, Any]:
         return {"feedforward": node.feedforward}
     if isinstance(node, VeRAWeight):
         return {"rank": node.rank}
+    if isinstance(node, LoRAKernel):
+        return {"rank": node.rank, "alpha": node.alpha, "rslora": None, "dora": False}
     dora, rank, alpha = node.lora_magnitude is not None, node.rank, node.alpha
     if node.start_a is not None:  # the same scale at twice the rank
         rank, alpha = 2 * rank, alpha * (2**0.5 if node.rslora else 2)

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from ...core import ModelFileError, StructureError, input_file, parse_json, read_input, shortened, shown, validate
-from ._config import BIASES
+from ._config import BIASES, IN_THE_WEIGHT
 from ._patterns import Matcher
-from ._principal import IN_THE_WEIGHT
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _MOST_BYTES = 16 * 1024**2
 
+KERNELS = "lowtide_kernels"
+"""Our key of the configuration, of which PEFT knows nothing."""
 LORA, IA3, VERA = "LORA", "IA3", "VERA"
 
 # Options that say nothing about the values a loaded adapter computes with.
@@ -38,7 +39,7 @@ _NO_EFFECT = frozenset(
 _READ_OF_ALL = "exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
 _READ = {
     LORA: "alpha_pattern bias ensure_weight_tying init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
-    "use_rslora",
+    "use_rslora lowtide_kernels",
     IA3: "feedforward_modules",
     VERA: "bias r save_projection vera_dropout",
 }
@@ -151,7 +152,8 @@ def describe(
     """Return the contents of `adapter_config.json`.
 
     Args:
-        adapted: of every adapted module what its node says: ``rank``, ``alpha``, ``rslora``, ``dora``, ``feedforward``.
+        adapted: of every adapted module what its node says: ``rank``, ``alpha``, ``rslora`` (None of a kernel, whose
+            scale is alpha / rank always), ``dora``, ``feedforward``.
         modules: the names of all modules of the model that could be adapted.
         kind: of the adapters.
         base_model_name_or_path: where the base model is.
@@ -180,12 +182,10 @@ def describe(
     first = next(iter(adapted.values()))
     if kind == VERA:
         return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
-    rslora = all(node["rslora"] for node in adapted.values())
+    kinds = {node["rslora"] for node in adapted.values()} - {None}
+    rslora = kinds == {True}
     # A scale of one kind among those of the other is written as what gives the same number.
-    alphas = {
-        name: node["alpha"] * (math.sqrt(node["rank"]) if node["rslora"] and not rslora else 1)
-        for name, node in adapted.items()
-    }
+    alphas = {name: _alpha(node, rslora) for name, node in adapted.items()}
     rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
     alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, alpha in alphas.items()})
     return {
@@ -307,6 +307,14 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matche
     patterns = patterns or {}
     key = next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
     return patterns.get(key, default)
+
+
+def _alpha(node: Mapping[str, Any], rslora: bool) -> float:
+    """Return the alpha that gives a module's scale where all are rank-stabilised, or none is."""
+    root = math.sqrt(node["rank"])
+    if rslora and not node["rslora"]:
+        return round(node["alpha"] / root, 12)
+    return node["alpha"] * (root if node["rslora"] and not rslora else 1)
 
 
 def _end_of(key: str) -> str:

@@ -13,6 +13,7 @@ import functools
 from typing import Any, ClassVar
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -29,7 +30,7 @@ class SavedWeight:
 
     Examples:
         >>> node = SavedWeight(jnp.zeros((2, 3)), jnp.ones((2, 3)))
-        >>> node.linear(jnp.ones((1, 3))).tolist(), (jnp.ones(3) * node).shape
+        >>> node.linear(jnp.ones((1, 3))).tolist(), (jnp.ones((2, 3)) * node).shape
         ([[3.0, 3.0]], (2, 3))
     """
 

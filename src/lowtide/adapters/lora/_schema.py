@@ -14,6 +14,7 @@ Alpha = Annotated[float, Field(ge=-1e9, le=1e9)]
 Pattern = Annotated[str, Field(max_length=2**18)]
 Name = Annotated[str, Field(min_length=1, max_length=2**18)]
 Names = Pattern | list[Pattern]
+Axes = Annotated[int, Field(ge=1, le=32)]
 Layer = Annotated[int, Field(ge=0, le=2**20)]
 Word = Annotated[str, Field(pattern=r"^\w*$", max_length=2**10)]
 
@@ -56,6 +57,8 @@ class AdapterFile(CommonFile):
     lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
     bias: str | None = "none"
     init_lora_weights: Any = True
+    lowtide_kernels: dict[Pattern, Annotated[list[Axes], Field(min_length=2, max_length=2)]] | None = None
+    """Our own: of modules that are no matrices, how many axes are rows and how many columns."""
 
 
 class IA3File(CommonFile):

@@ -22,10 +22,10 @@ from ...core import (
     match_path,
 )
 from .._uses import Use
-from ._config import AnyConfig, Config, IA3Config, VeRAConfig
+from ._config import IN_THE_WEIGHT, AnyConfig, Config, IA3Config, VeRAConfig
 from ._kernel import start
 from ._pieces import row_squares
-from ._principal import IN_THE_WEIGHT, principal
+from ._principal import principal
 from ._sites import Site, sites
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
@@ -64,8 +64,8 @@ def started(
     """
     for site in chosen if kernels else ():
         shape = list(site.weight.shape)
-        is_plain = isinstance(config, Config) and not config.dora and config.layers is None
-        is_plain = is_plain and config.init in ("peft", "gaussian")
+        is_lora = isinstance(config, Config) and config.init in ("peft", "gaussian")
+        is_plain = is_lora and not config.dora and config.layers is None
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             raise ConfigError(
                 f"{site.path}: this kernel takes plain LoRA alone, on an array",
@@ -147,21 +147,24 @@ def _lora(chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int
             alpha = float(alphas[site.index]) * (rank**0.5 if config.rslora else 1)
             nodes[site.index] = start(site.weight, use, rank, alpha, drawn)
             continue
+        nodes[site.index] = _matrix(site, config, rank, float(alphas[site.index]), key, drawn)
+    return nodes
+
+
+def _matrix(site: Site, config: Config, rank: int, alpha: float, key: Any, drawn: Callable[..., Array]) -> LoRAWeight:
+    out, inner = site.weight.shape[-2:]
+    scale, more = _layer_scale(site, config.layers), dict[str, Any]()
+    if config.init in (*IN_THE_WEIGHT, "orthogonal"):
+        lora_a, lora_b = _both(site, config, rank, alpha, key, scale)
+    else:
         lora_a = _filled(site, (rank, inner), drawn)
         lora_b = _filled(site, (out, rank), lambda shape: jnp.zeros(shape, jnp.float32))
-        start: dict[str, Any] = {}
-        if config.init in IN_THE_WEIGHT + ("orthogonal",):
-            lora_a, lora_b = _both(site, config, rank, alphas[site.index], key, scale)
-        if config.init in IN_THE_WEIGHT:
-            start = {"start_a": lora_a, "start_b": lora_b}
-            lora_a, lora_b = (_copied(leaf) for leaf in (lora_a, lora_b))
-        magnitude = None
-        if config.dora:
-            magnitude = _filled(site, (out,), lambda shape, w=site.weight: jnp.sqrt(_row_squares(w)))
-        nodes[site.index] = LoRAWeight(
-            site.weight, lora_a, lora_b, float(alphas[site.index]), magnitude, scale, rslora=config.rslora, **start
-        )
-    return nodes
+    if config.init in IN_THE_WEIGHT:
+        more = {"start_a": lora_a, "start_b": lora_b}
+        lora_a, lora_b = _copied(lora_a), _copied(lora_b)
+    if config.dora:
+        more["lora_magnitude"] = _filled(site, (out,), lambda shape: jnp.sqrt(_row_squares(site.weight)))
+    return LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, rslora=config.rslora, **more)
 
 
 def _copied(leaf: Any) -> Any:

@@ -149,10 +149,11 @@ def _check(model: Tree, site: Site) -> None:
             hint="fold the old one in with lt.lora.merge, or leave it out of modules_to_save",
         )
     if isinstance(site.node, LinearWeight):
+        kind = type(site.node).__name__
         raise StructureError(
             f"{site.path}: a weight in few bits cannot train as a whole",
             expected="an array of floating-point numbers",
-            got=f"a {type(site.node).__name__}{list(site.node.shape)}",
+            got=f"a {kind}{list(site.weight.shape)}",
             hint="give it an adapter, or leave it out of what is quantised",
         )
     if not site.is_floating:
