@@ -64,8 +64,8 @@ def started(
     """
     for site in chosen if kernels else ():
         shape = list(site.weight.shape)
-        is_lora = isinstance(config, Config) and config.init in ("peft", "gaussian")
-        is_plain = is_lora and not config.dora and config.layers is None
+        is_plain = isinstance(config, Config) and not config.dora and config.layers is None
+        is_plain = is_plain and getattr(config, "init", None) in ("peft", "gaussian")
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             raise ConfigError(
                 f"{site.path}: this kernel takes plain LoRA alone, on an array",
