@@ -70,6 +70,8 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=float(lora_b.shape[-1]))
         whole = [(node, by) for node, by in found if isinstance(node, SavedWeight)]
         if whole and len(whole) == len(found):
+            if [by for _, by in whole] == [1.0]:
+                return saved(base, whole[0][0].lora_saved)
             plain = jnp.asarray(base, jnp.float32)
             return saved(base, plain + sum(by * (node.lora_saved - plain) for node, by in whole))
         pairs = [_factors(node) for node, _ in found]
