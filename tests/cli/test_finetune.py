@@ -374,7 +374,14 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
     sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     kind = type(field.default) if field.default is not None else None
     words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
-    words |= {"method": "vera", "quantize": "nf4", "quantize_embeddings": "int8"}
+    words |= {
+        "method": "vera",
+        "quantize": "nf4",
+        "quantize_embeddings": "int8",
+        "modules_to_save": "outer/{norm,embed}",
+        "bias": "all",
+    }
+    words |= {"lora_init": "pissa"}
     words |= {"schedule": "linear", "num_epochs": "0.5", "warmup_ratio": "0.5", "track": "wandb,trackio"}
     needs = {
         "clip_mode": {"full": True},

@@ -63,6 +63,7 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(_as_array, (args, kwargs), is_leaf=_is_node)
         if not any(map(_is_node, jax.tree.leaves((args, kwargs), is_leaf=_is_node))):
             return fn(*args, **kwargs)
         traced = _Traced(fn, args, kwargs)
@@ -129,6 +130,11 @@ class _Traced:
         results = iter([value.node if isinstance(value, Weight) else value for value in values])
         tree, out = self._static
         return tree.unflatten([next(results) if leaf is None else leaf for leaf in out])
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return the array that a node stands for which is a whole one, and trains."""
+    return leaf.folded() if hasattr(leaf, "lora_saved") else leaf
 
 
 def _is_node(leaf: Any) -> bool:

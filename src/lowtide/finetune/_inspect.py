@@ -200,6 +200,8 @@ def _adapter(folder: Path) -> Inspection:
         "target_modules",
         "rank_pattern",
         "alpha_pattern",
+        "modules_to_save",
+        "bias",
     )
     facts = {name: raw[name] for name in names if raw.get(name)}
     facts["base"] = raw.get("base_model_name_or_path")

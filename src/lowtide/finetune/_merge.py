@@ -114,7 +114,7 @@ def refuse_full_folder(out: Path) -> None:
 
 def _settings(adapter: Path) -> dict[str, Any]:
     raw = parse_json(content(adapter, "adapter_config.json"), str(adapter))
-    names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+    names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "modules_to_save")
     return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
 
 
