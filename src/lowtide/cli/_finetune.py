@@ -212,7 +212,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.described(data.report, config),
-        **_how(config, table, experts=base.config.experts is not None),
+        **_how(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _at_the_end(config),
@@ -262,6 +262,12 @@ def _how(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
     if config.full and config.offload is None:
         return {**trained, "host": "layers, optimizer, activations"}
     return {**trained, "host": ", ".join(config.offload)} if config.offload else trained
+
+
+def _has_adapted_experts(job: Any) -> bool:
+    from ..adapters import lora
+
+    return any("/experts/" in each.path for each in lora.report(job.trainer.model).matched)
 
 
 def _at_the_end(config: Any) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -29,6 +30,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import StructureError, linear
+from ._experts import grouped_products
 from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 
@@ -60,7 +62,8 @@ class LoRAWeight:
     """The axes of each leaf after those of layers."""
 
     weight: Any
-    """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
+    """The base weight, [out, in] or stacked [L, out, in], of experts [L, E, out, in]: an array, or another
+    `lowtide.core.LinearWeight`."""
     lora_a: Any
     """The factor A that reads the input, [r, in] or [L, r, in], float32."""
     lora_b: Any
@@ -119,6 +122,24 @@ class LoRAWeight:
             return scale * (base + correction)
         # As in PEFT, what is not seen is missing from the scaled part of the base's product, too.
         return base + (scale - 1) * linear(seen, self.weight) + scale * correction
+
+    def grouped(
+        self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
+    ) -> Float[Array, "M O"]:
+        """Multiply rows that are sorted by their expert by its W + scaling B A, without forming that of any expert.
+
+        Args:
+            x_MI: rows.
+            product: ``product(rows, weights, transposed=)`` multiplies each by the weights of its own expert.
+            transposed: whether experts are stored as [in, out].
+
+        Returns:
+            [M, O], in the dtype of the rows.
+
+        Memory:
+            Beside the result, rows of width r, which the backward pass keeps with `x_MI`.
+        """
+        return grouped_products(self, x_MI, product, transposed=transposed)
 
     def _factor(self, like: Array) -> Any:
         """Return the scale of the correction for an array whose axes begin with those of `layer_scale`."""

@@ -1,0 +1,77 @@
+"""Adapters of the experts of a mixture: a pair of factors for each expert of each layer.
+
+The node is `LoRAWeight` with the experts as one more axis in front: W [L, E, out, in], A [L, E, r, in],
+B [L, E, out, r]. Rows come sorted by their expert, and what multiplies them by their experts' weights multiplies them
+by the factors, too: W + B A is made of no expert. Experts that are stored as [in, out] read with B and write with A, as
+other matrices of that layout do.
+
+Other kinds are refused: DoRA's norms would be taken of every expert in every product, and what (IA)³'s vectors and
+VeRA's projections are for experts nobody has said. As in PEFT there is no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jaxtyping import Array, Float
+
+from ...core import ConfigError, LinearWeight, ModelFileError, StructureError
+from ._config import AnyConfig, Config
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ._peft import PeftConfig
+    from ._sites import Site
+    from ._weight import LoRAWeight
+
+
+def grouped_products(
+    node: LoRAWeight, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
+) -> Float[Array, "M O"]:
+    """Multiply rows by their experts' weights, W and B A apart; see `LoRAWeight.grouped`."""
+    first, second = (node.lora_b, node.lora_a) if transposed else (node.lora_a, node.lora_b)
+    low = product(x_MI, first, transposed=transposed) * node.scaling
+    return product(x_MI, node.weight, transposed=transposed) + product(low, second, transposed=transposed)
+
+
+def check_experts(site: Site, config: AnyConfig) -> None:
+    """Raise for what experts do not take.
+
+    Raises:
+        ConfigError: for another adapter than LoRA on all layers.
+        StructureError: for a quantised weight.
+    """
+    is_plain = isinstance(config, Config) and not config.dora
+    if not is_plain or config.layers is not None:
+        kind = "layers" if is_plain else "DoRA" if isinstance(config, Config) else type(config).__name__
+        raise ConfigError(
+            f"{site.path}: experts take LoRA and rsLoRA alone, on all layers",
+            expected="no DoRA, no (IA)³, no VeRA, and no choice of layers",
+            got=kind,
+            hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
+        )
+    if isinstance(site.weight, LinearWeight):
+        raise StructureError(
+            f"{site.path}: experts that are quantised take no adapter",
+            expected="an array [num_layers, num_experts, out, in]",
+            got=type(site.weight).__name__,
+            hint="leave the experts as they are, or out of the targets",
+        )
+
+
+def check_file_of_experts(path: Path, site: Site, config: PeftConfig, number: int, wanted: int) -> None:
+    """Raise for a file whose adapters of experts are not LoRA of all experts of all layers.
+
+    Raises:
+        ModelFileError: for such a file, or experts that take no adapter.
+    """
+    said = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
+    if said != "LoRA" or number != wanted or isinstance(site.weight, LinearWeight):
+        raise ModelFileError(
+            f"{path}: its adapters of {site.path} cannot be used",
+            expected=f"LoRA of all {wanted} experts, on weights that are not quantised",
+            got=f"{said} of {number}, on a {type(site.weight).__name__}",
+            hint="merge this adapter with the software that made it",
+        )
