@@ -18,6 +18,9 @@ from ._model import disable as disable
 from ._model import merge as merge
 from ._report import Report as Report
 from ._report import report as report
+from ._several import attach as attach
+from ._several import split as split
+from ._several import unmerge as unmerge
 from ._vectors import IA3Weight as IA3Weight
 from ._vectors import VeRAWeight as VeRAWeight
 from ._weight import LoRAWeight as LoRAWeight
@@ -33,6 +36,7 @@ __all__ = [
     "VeRAConfig",
     "VeRAWeight",
     "add",
+    "attach",
     "check",
     "combine",
     "disable",
@@ -41,4 +45,6 @@ __all__ = [
     "merge",
     "report",
     "save",
+    "split",
+    "unmerge",
 ]

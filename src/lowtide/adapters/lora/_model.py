@@ -100,8 +100,8 @@ def add(
 def merge(model: Tree) -> Tree:
     """Fold every adapter into its weight (of LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
 
-    The given model stays as it is, so there is nothing to undo. Of weights that are on a disk only merged, what a LoRA
-    adapter added is taken off by ``merge(combine([load(merged, dir)], [-1.0]))``.
+    The given model stays as it is, so there is nothing to undo; `unmerge` takes an adapter off weights that exist only
+    merged.
 
     Args:
         model: a model with adapters.

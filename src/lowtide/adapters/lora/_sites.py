@@ -66,7 +66,7 @@ class Site:
 
 def sites(model: Tree) -> list[Site]:
     """Every leaf, and every adapted weight as one, in flattening order."""
-    leaves = leaves_with_paths(model, is_leaf=_is_weight)
+    leaves = leaves_with_paths(model, is_leaf=is_weight)
     return [Site(index=index, path=path, node=node) for index, (path, node) in enumerate(leaves)]
 
 
@@ -135,7 +135,7 @@ def _all_linear(model: Tree) -> list[str]:
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
     """Put other nodes at some sites of the model, keyed by `Site.index`."""
-    leaves, treedef = jax.tree.flatten(model, is_leaf=_is_weight)
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_weight)
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
@@ -190,6 +190,6 @@ def layer_names(model: Tree, site: Site) -> list[str]:
     return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
 
 
-def _is_weight(node: Any) -> bool:
+def is_weight(node: Any) -> bool:
     """Whether a node stands for one weight; a module of somebody's may well have a field named ``linear``."""
     return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))
