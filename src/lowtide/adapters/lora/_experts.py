@@ -1,4 +1,4 @@
-"""Adapters of the experts of a mixture: a pair of factors for each expert of each layer.
+"""What adapters of a mixture's experts may be: a pair of factors for each expert of each layer.
 
 The node is `LoRAWeight` with the experts as one more axis in front: W [L, E, out, in], A [L, E, r, in],
 B [L, E, out, r]. Rows come sorted by their expert, and what multiplies them by their experts' weights multiplies them
@@ -11,29 +11,12 @@ VeRA's projections are for experts nobody has said. As in PEFT there is no dropo
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
-from jaxtyping import Array, Float
+from pathlib import Path
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError
 from ._config import AnyConfig, Config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ._peft import PeftConfig
-    from ._sites import Site
-    from ._weight import LoRAWeight
-
-
-def grouped_products(
-    node: LoRAWeight, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
-) -> Float[Array, "M O"]:
-    """Multiply rows by their experts' weights, W and B A apart; see `LoRAWeight.grouped`."""
-    first, second = (node.lora_b, node.lora_a) if transposed else (node.lora_a, node.lora_b)
-    low = product(x_MI, first, transposed=transposed) * node.scaling
-    return product(x_MI, node.weight, transposed=transposed) + product(low, second, transposed=transposed)
+from ._peft import PeftConfig
+from ._sites import Site
 
 
 def check_experts(site: Site, config: AnyConfig) -> None:

@@ -30,7 +30,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...core import StructureError, linear
-from ._experts import grouped_products
 from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 
@@ -139,7 +138,10 @@ class LoRAWeight:
         Memory:
             Beside the result, rows of width r, which the backward pass keeps with `x_MI`.
         """
-        return grouped_products(self, x_MI, product, transposed=transposed)
+        # Experts that are stored as [in, out] read with B and write with A.
+        first, second = (self.lora_b, self.lora_a) if transposed else (self.lora_a, self.lora_b)
+        low = product(x_MI, first, transposed=transposed) * self.scaling
+        return product(x_MI, self.weight, transposed=transposed) + product(low, second, transposed=transposed)
 
     def _factor(self, like: Array) -> Any:
         """Return the scale of the correction for an array whose axes begin with those of `layer_scale`."""
