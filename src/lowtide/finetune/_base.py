@@ -43,17 +43,7 @@ def open_base(
         As `lowtide.models.load`.
     """
     directory = Path(directory) if directory is not None else models.base_path()
-    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
-    on_cpu = jax.default_backend() == "cpu"
-    stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
-    compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
-    if on_cpu and compute == "float16":
-        raise ConfigError(
-            "compute_dtype is float16, in which a CPU does not multiply",
-            expected="auto, float32 or bfloat16 on a CPU",
-            got="float16",
-            hint="bfloat16 takes as many bytes, and has the range of float32",
-        )
+    stored, compute = dtypes(param_dtype, compute_dtype)
     sizes = models.load_config(directory)
     tokenizer = models.load_tokenizer(directory)
     largest = max(tokenizer.get_vocab().values(), default=0)
@@ -66,3 +56,23 @@ def open_base(
         )
     model = models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding, quantize=quantize)
     return model, tokenizer
+
+
+def dtypes(param_dtype: str, compute_dtype: str) -> tuple[str, str]:
+    """Say what ``auto`` is on the hardware at hand: of parameters on an accelerator still auto, as they are stored.
+
+    Raises:
+        ConfigError: for float16 on a CPU.
+    """
+    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
+    on_cpu = jax.default_backend() == "cpu"
+    stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
+    compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
+    if on_cpu and compute == "float16":
+        raise ConfigError(
+            "compute_dtype is float16, in which a CPU does not multiply",
+            expected="auto, float32 or bfloat16 on a CPU",
+            got="float16",
+            hint="bfloat16 takes as many bytes, and has the range of float32",
+        )
+    return stored, compute
