@@ -395,7 +395,7 @@ class TestBytes:
 
         node = lora.add(abstract_stack(dtype), self.config, key=KEY)["layers"]["attn"]["q_proj"]["weight"]
         layer = jax.ShapeDtypeStruct((), jnp.int32)
-        args = (node.weight, layer, node)
+        args = (node.weight, (layer,), node)
         stats = compile_for(_fold_layer, *args, tpu=tpu).memory_analysis()
         assert stats.output_size_in_bytes == stats.alias_size_in_bytes == tree_bytes(node.weight)
         assert stats.temp_size_in_bytes < 1.1 * MATRIX_BYTES

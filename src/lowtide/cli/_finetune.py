@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError, LowtideError, format_bytes
+from ..core import ConfigError, LowtideError, format_bytes, parse_bytes
 from . import _config_flags, _data_report, _distributed
 
 _CLIPPED = {
@@ -50,6 +50,11 @@ def register(commands: Any) -> None:
     parser.add_argument(
         "--report-only", action="store_true", help="make report.html of the run in --out from its files, and do no more"
     )
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help='refuse a run that needs more of the device, such as "16 GiB", before anything is loaded (default: off)',
+    )
     _config_flags.register(parser)
     _distributed.register(parser)
     parser.set_defaults(run=run)
@@ -60,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if args.report_only:
         return _report_only(args)
+    budget = None if args.budget is None else parse_bytes(args.budget)
     import jax
 
     from ..finetune import open_run, read_config
@@ -80,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     config = open_run(out, values, args.config or "the command line", resume=args.resume)
     interrupted = _remember_interrupts()
     try:
+        if budget is not None:
+            _print_budget(console, config, budget, sharding)
         _finetune(console, config, out, interrupted, sharding, compare=args.compare)
     except LowtideError:
         with contextlib.suppress(OSError):
@@ -146,6 +154,22 @@ def _finetune(
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
     if page is not None:
         console.print(f"The page of the run is {page}", soft_wrap=True)
+
+
+def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> None:
+    from ..finetune import within
+
+    if sharding is not None:
+        raise ConfigError(
+            "--budget counts the bytes of a run on one device",
+            expected="one device",
+            got="work that is shared among devices",
+            hint="leave --budget out; the plan that is printed says what each device needs",
+        )
+    with _progress(console) as progress:
+        progress.add_task("estimating the bytes of a step", total=None)
+        line = within(config, budget)
+    console.print(Text("budget ", style="bold") + Text(line), soft_wrap=True)
 
 
 def _write_report(job: Any, table: Any, samples: Any, error: BaseException) -> None:
@@ -218,7 +242,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         "data": f"{config.data or 'the Python language reference'}: {data.num_documents:,} documents, "
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.described(data.report, config),
-        **_how(config, table, experts=base.config.experts is not None),
+        **_how(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _at_the_end(config),
@@ -268,6 +292,12 @@ def _how(config: Any, table: Any, *, experts: bool = False) -> dict[str, str]:
     if config.full and config.offload is None:
         return {**trained, "host": "layers, optimizer, activations"}
     return {**trained, "host": ", ".join(config.offload)} if config.offload else trained
+
+
+def _has_adapted_experts(job: Any) -> bool:
+    from ..adapters import lora
+
+    return any("/experts/" in each.path for each in lora.report(job.trainer.model).matched)
 
 
 def _at_the_end(config: Any) -> str:

@@ -1,6 +1,9 @@
 """The fine-tuning job: its configuration, data, run folders and files."""
 
 from ._base import open_base as open_base
+from ._budget import Needs as Needs
+from ._budget import needs as needs
+from ._budget import within as within
 from ._config import FinetuneConfig as FinetuneConfig
 from ._config import config_from_dict as config_from_dict
 from ._config import config_to_toml as config_to_toml

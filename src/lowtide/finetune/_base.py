@@ -45,17 +45,7 @@ def open_base(
         As `lowtide.models.load`.
     """
     directory = Path(directory) if directory is not None else models.base_path()
-    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
-    on_cpu = jax.default_backend() == "cpu"
-    stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
-    compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
-    if on_cpu and compute == "float16":
-        raise ConfigError(
-            "compute_dtype is float16, in which a CPU does not multiply",
-            expected="auto, float32 or bfloat16 on a CPU",
-            got="float16",
-            hint="bfloat16 takes as many bytes, and has the range of float32",
-        )
+    stored, compute = dtypes(param_dtype, compute_dtype)
     sizes = models.load_config(directory)
     tokenizer = models.load_tokenizer(directory)
     largest = max(tokenizer.get_vocab().values(), default=0)
@@ -70,6 +60,12 @@ def open_base(
     return model, tokenizer
 
 
+def formats(config: FinetuneConfig) -> dict[str, str] | None:
+    """Return in which format what is frozen is stored, by glob."""
+    asked = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
+    return {glob: form for glob, form in asked.items() if form is not None} or None
+
+
 def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
     """Raise where a run asks for what a directory that is quantised already cannot do.
 
@@ -78,19 +74,20 @@ def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
         directory: of the model; its headers are read.
 
     Raises:
-        ConfigError: for quantize and for full, and for layers of 4 bits in host memory.
+        ConfigError: for quantize, quantize_embeddings and full, and for layers of 4 bits in host memory.
         ModelFileError: for an unusable directory.
     """
     method = models.quantization_of(directory)
     if method is None:
         return
-    if config.quantize is not None:
-        raise ConfigError(
-            f"quantize = {config.quantize}, but the weights of {directory} are quantised already, by {method}",
-            expected="no quantize: adapters train on the weights as they are",
-            got=config.quantize,
-            hint="leave quantize out, or name the directory of the unquantised model",
-        )
+    for field in ("quantize", "quantize_embeddings"):
+        if (asked := getattr(config, field)) is not None:
+            raise ConfigError(
+                f"{field} = {asked}, but the weights of {directory} are quantised already, by {method}",
+                expected=f"no {field}: adapters train on the weights as they are",
+                got=asked,
+                hint=f"leave {field} out, or name the directory of the unquantised model",
+            )
     shapes = models.load_shapes(directory)
     leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
     nodes = [each for each in leaves if isinstance(each, QuantizedWeight)]
@@ -108,3 +105,23 @@ def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
             got=f"{nodes[0].format}, with parameters on the host",
             hint="in 4 bits layers take a quarter of bfloat16's bytes: leave parameters out of offload",
         )
+
+
+def dtypes(param_dtype: str, compute_dtype: str) -> tuple[str, str]:
+    """Say what ``auto`` is on the hardware at hand: of parameters on an accelerator still auto, as they are stored.
+
+    Raises:
+        ConfigError: for float16 on a CPU.
+    """
+    # A CPU multiplies in float32 only: XLA would hold a widened copy of every half-precision stack beside it.
+    on_cpu = jax.default_backend() == "cpu"
+    stored = "float32" if on_cpu and param_dtype == "auto" else param_dtype
+    compute = ("float32" if on_cpu else "bfloat16") if compute_dtype == "auto" else compute_dtype
+    if on_cpu and compute == "float16":
+        raise ConfigError(
+            "compute_dtype is float16, in which a CPU does not multiply",
+            expected="auto, float32 or bfloat16 on a CPU",
+            got="float16",
+            hint="bfloat16 takes as many bytes, and has the range of float32",
+        )
+    return stored, compute

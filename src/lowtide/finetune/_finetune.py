@@ -38,7 +38,7 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._adapters import adapted, loss_of, refuse_dropout
-from ._base import open_base, refuse_for_quantized
+from ._base import formats, open_base, refuse_for_quantized
 from ._beside import add_the_rest, files_beside
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
@@ -407,14 +407,8 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),
         sharding=sharding,
-        quantize=_formats(config),
+        quantize=formats(config),
     )
-
-
-def _formats(config: FinetuneConfig) -> dict[str, str] | None:
-    """Return in which format what is frozen is stored, by glob."""
-    formats = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
-    return {glob: form for glob, form in formats.items() if form is not None} or None
 
 
 def _device_bytes(tree: Tree) -> int:

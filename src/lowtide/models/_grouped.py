@@ -40,7 +40,7 @@ def grouped_linear(
 
     Args:
         x_MI: rows, those of the first expert first.
-        weight: of each expert, [E, O, I], or [E, I, O].
+        weight: of each expert, [E, O, I], or [E, I, O]; or a node with a method ``grouped``, as adapters have.
         sizes_E: rows of each expert; what they add up to may be less than M.
         transposed: whether `weight` is [E, I, O].
 
@@ -50,6 +50,9 @@ def grouped_linear(
     Memory:
         The result, and a block's rows and weights.
     """
+    own: Any = getattr(weight, "grouped", None)
+    if own is not None:  # an adapter, which multiplies by the weight and its factors apart
+        return own(x_MI, functools.partial(grouped_linear, sizes_E=sizes_E), transposed=transposed)
     weight = weight.astype(x_MI.dtype)
     if traced_device().platform == "tpu":
         contract = (((1,), (1 if transposed else 2,)), ((), ()))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..core import Tree, Where, accumulate, combine, partition, split_static
+from ..core import Tree, Where, accumulate, combine, memory_space, partition, split_static
 from ..memory import MemoryReport, Target, analyze
 from ..offload import state_shardings
 from ._models import parse_loss
@@ -50,7 +50,7 @@ def analyze_step(
         None: arrays are replaced by their shapes.
     """
     step = WholeStep(model, loss_fn, tx, wrt, num_microbatches, weight)
-    trainable, mutable, frozen = step.split(jax.tree.map(_shape, split_static(model)[0]))
+    trainable, mutable, frozen = step.split(jax.tree.map(_placed_shape, split_static(model)[0]))
     opt_state = _state_shapes(tx, trainable)
     count = jax.ShapeDtypeStruct((), jnp.int32)
     arguments = (trainable, opt_state, mutable, count, frozen, jax.tree.map(_shape, batch))
@@ -109,6 +109,12 @@ def analyze_naive(
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=spread(leaf))
+
+
+def _placed_shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of a leaf of our step, which leaves in host memory what is there."""
+    is_hosted = memory_space(leaf) == jax.memory.Space.Host
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding if is_hosted else spread(leaf))
 
 
 def _state_shapes(tx: optax.GradientTransformation, params: Tree) -> Tree:

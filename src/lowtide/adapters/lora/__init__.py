@@ -21,6 +21,9 @@ from ._plus import plus as plus
 from ._report import Report as Report
 from ._report import report as report
 from ._saved import SavedWeight as SavedWeight
+from ._several import attach as attach
+from ._several import split as split
+from ._several import unmerge as unmerge
 from ._vectors import IA3Weight as IA3Weight
 from ._vectors import VeRAWeight as VeRAWeight
 from ._weight import LoRAWeight as LoRAWeight
@@ -37,6 +40,7 @@ __all__ = [
     "VeRAConfig",
     "VeRAWeight",
     "add",
+    "attach",
     "check",
     "combine",
     "disable",
@@ -47,4 +51,6 @@ __all__ = [
     "plus",
     "report",
     "save",
+    "split",
+    "unmerge",
 ]

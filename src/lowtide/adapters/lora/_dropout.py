@@ -11,9 +11,12 @@ import jax
 from jaxtyping import Array
 
 from ...core import ConfigError, StructureError, Tree
+from ._adapter import kind_of
+from ._kernel import LoRAKernel
 from ._saved import SavedWeight
 from ._sites import adapted_sites, replace
 from ._vectors import IA3Weight
+from ._weight import LoRAWeight
 
 
 def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
@@ -34,7 +37,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
 
     Raises:
         ConfigError: for a rate out of range.
-        StructureError: when there is no adapter, or one of (IA)³, which has no correction.
+        StructureError: when there is no adapter, or one of (IA)³, which has no correction, of a kernel or of experts.
 
     Memory:
         The backward pass keeps the inputs of each correction, after dropout, beside those of the weight.
@@ -59,8 +62,10 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         raise StructureError("the model has no adapter to drop inputs of", hint="add one with lt.lora.add")
     nodes: dict[int, Any] = {}
     for site in adapted:
-        if isinstance(site.node, IA3Weight):
-            raise StructureError(f"{site.path}: (IA)³ has no dropout", got="IA3Weight", hint="leave the dropout out")
+        if isinstance(site.node, (IA3Weight, LoRAKernel)) or site.is_experts:
+            kind = "an adapter of experts" if isinstance(site.node, LoRAWeight) else kind_of(site.node)
+            hint = "leave the dropout out, or this weight out of the targets"
+            raise StructureError(f"{site.path}: {kind} has no dropout", got=type(site.node).__name__, hint=hint)
         own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
         layers = site.weight.shape[:-2]
         keys = jax.random.split(own, layers) if layers else own

@@ -19,6 +19,7 @@ from safetensors.numpy import save as to_safetensors
 from ...core import LinearWeight, ModelFileError, StructureError, Tree, input_file, shortened, write_files
 from ._adapter import kind_of, placed
 from ._config import IN_THE_WEIGHT
+from ._experts import check_file_of_experts
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name, kernel_tensors, kernels_in, read_kernel
 from ._peft import (
@@ -110,7 +111,9 @@ def save(
                 continue
             described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
             for leaf, key in tensor_names(name, kind, dora=described[name].get("dora", False)).items():
-                values = leaves[leaf][layer] if len(site.weight.shape) == 3 else leaves[leaf]
+                values = leaves[leaf]
+                if stacked := len(site.weight.shape) - 2:  # layers, and experts of each
+                    values = values.reshape(-1, *values.shape[stacked:])[layer]
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
         tensors |= _projections(adapted)
@@ -173,7 +176,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         with safe_open(path, framework="numpy") as file:
             keys = set(file.keys())
             kernels = kernels_in(model, config, keys)
-            hits = {index: _hits(names[index], config, keys) for index in names if index not in kernels}
+            hits = {
+                index: _hits(names[index], config, keys, by_index[index]) for index in names if index not in kernels
+            }
             chosen = {index: on for index, on in hits.items() if any(on)}
             expected = {
                 key
@@ -295,7 +300,7 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
     """Name, one a layer, every site that can carry an adapter and is known to other software."""
     names: dict[int, list[str]] = {}
     for site in sites(model):
-        if site.is_matrix:
+        if site.is_matrix or site.is_experts:
             try:
                 names[site.index] = layer_names(model, site)
             except StructureError:
@@ -303,10 +308,12 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
     return names
 
 
-def _hits(names: Sequence[str], config: PeftConfig, keys: set[str]) -> list[bool]:
-    """Say of each layer of a weight whether the directory adapts it."""
-    if config.file.target_modules is None:
-        return [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
+def _hits(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
+    """Say of each layer of a weight, and each expert of a layer, whether the directory adapts it."""
+    found = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
+    # Experts that are one parameter in PEFT are no modules, though a list of names may have theirs.
+    if config.file.target_modules is None or (site.is_experts and not any(found)):
+        return found
     return [config.targets(name) for name in names]
 
 
@@ -334,6 +341,8 @@ def _read_node(
 ) -> Any:
     """Read the node of a weight; layers that the directory does not adapt have zeros, and a scale of zero."""
     there = [name for name, is_on in zip(names, on, strict=True) if is_on]
+    if site.is_experts:
+        check_file_of_experts(path, site, config, len(there), len(names))
     out, inner = site.weight.shape[-2:]
     said = _one_for_all(path, site, there, config)
     shapes: dict[str, tuple[int, ...]] = {"lora_magnitude": (out,), "lora_lambda_b": (out,)}
@@ -347,7 +356,10 @@ def _read_node(
         read = {name: read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
         of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
         flat = [values.reshape(-1) if config.kind == IA3 else values for values in of_layers]
-        leaves[leaf] = jnp.asarray(np.stack(flat) if len(site.weight.shape) == 3 else flat[0])
+        stack = np.stack(flat) if len(site.weight.shape) > 2 else flat[0]
+        leaves[leaf] = jnp.asarray(
+            stack.reshape(*site.weight.shape[:2], *stack.shape[1:]) if site.is_experts else stack
+        )
     scale = None if all(on) else jnp.asarray(on, jnp.float32)
     kind = {LORA: LoRAWeight, IA3: IA3Weight, VERA: VeRAWeight}[config.kind]
     if config.kind == VERA:

@@ -17,6 +17,7 @@ from ...core import ConfigError, ExternalNames, NonFiniteError, StructureError, 
 from .._uses import Use
 from ._adapter import Adapter, is_adapter, named_sharding, placed
 from ._config import AnyConfig, IA3Config
+from ._experts import check_experts
 from ._found import find_uses
 from ._kernel import LoRAKernel, fold
 from ._saved import SavedWeight, saved
@@ -45,7 +46,8 @@ def add(
         model: any pytree that multiplies by its weights and does nothing else with them: through
             `lowtide.core.linear`, or as ``weight @ x``, ``x @ weight`` or ``x @ weight.T``, as Equinox does. Weights
             have shape [out, in], or [num_layers, out, in] for stacked layers. (One of shape [in, out] trains as well
-            with plain LoRA, and ``x @ weight``; what its files call A is PEFT's B, transposed.)
+            with plain LoRA, and ``x @ weight``; what its files call A is PEFT's B, transposed.) Experts of Lowtide's
+            mixtures, [num_layers, num_experts, out, in], have a pair of factors each.
             `jax.ShapeDtypeStruct` leaves give abstract adapters.
         config: a `Config`, `IA3Config` or `VeRAConfig`.
         key: a JAX random key; (IA)³ needs none.
@@ -64,7 +66,8 @@ def add(
             to which the model adds a bias itself; with `fn` for a target that it does more with than to multiply by it,
             or nothing, without it from `lowtide.value_and_grad` and the trainer.
         ConfigError: when the rank exceeds a target's smaller dimension, `layers` names one that is not there, `key` is
-            missing, for what a kernel does not take (DoRA, some layers, (IA)³, VeRA), and for a model of Keras or NNX.
+            missing, for what kernels and experts do not take (DoRA, some layers, (IA)³, VeRA), and for a model of
+            Keras or NNX.
 
     Memory:
         ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;
@@ -89,6 +92,9 @@ def add(
     targets = without_saved(model, config, select_sites(model, config.targets, config.exclude))
     uses = {} if fn is None else find_uses(model, targets, fn, args)
     kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
+    for site in targets:
+        if site.index not in uses and site.is_experts and isinstance(model, ExternalNames):
+            check_experts(site, config)
     targets = of_layers(targets, config.layers)
     for site in targets:
         _check_target(model, site, uses.get(site.index))
@@ -101,8 +107,8 @@ def add(
 def merge(model: Tree) -> Tree:
     """Fold every adapter into its weight (of LoRA, W + scaling B A), in float32, rounded once to the dtype of W.
 
-    The given model stays as it is, so there is nothing to undo. Of weights that are on a disk only merged, what a LoRA
-    adapter added is taken off by ``merge(combine([load(merged, dir)], [-1.0]))``.
+    The given model stays as it is, so there is nothing to undo; `unmerge` takes an adapter off weights that exist only
+    merged.
 
     Args:
         model: a model with adapters.
@@ -133,7 +139,7 @@ def merge(model: Tree) -> Tree:
             hint="add one with lt.lora.add or lt.lora.load; a merged model is merged already",
         )
     for site in adapted:
-        is_known = site.is_matrix or isinstance(site.node, (LoRAKernel, SavedWeight))
+        is_known = site.is_matrix or site.is_experts or isinstance(site.node, (LoRAKernel, SavedWeight))
         if not is_known or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise StructureError(
                 f"{site.path}: cannot merge into a {type(site.weight).__name__}",
@@ -227,15 +233,19 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
             hint="fold the old one in with lt.lora.merge, or leave this target out",
         )
     shape = tuple(site.weight.shape)
-    if use is None and not site.is_matrix:
+    is_named = use is None and isinstance(model, ExternalNames)
+    if is_named and site.is_experts:
+        return
+    is_bias = is_named and "/experts/" in site.path and site.path.endswith("/bias")  # it has three axes
+    if use is None and (is_bias or not site.is_matrix):
         raise StructureError(
             f"{site.path}: no weight matrix to adapt",
             expected="a floating-point array of shape [out, in] or [num_layers, out, in]",
             got=f"{site.weight.dtype}{list(shape)}",
             hint=f'narrow the targets, for instance with the pattern "!{site.module}"'
-            + (": experts of a mixture take no adapter" if len(shape) == 4 else ""),
+            + (", or give fn and args, whose program says what it is" if len(shape) > 3 else ""),
         )
-    if use is None and isinstance(model, ExternalNames):
+    if is_named:
         layer_names(model, site)  # refuses vectors of stacked layers, which look like a matrix [num_layers, dim]
 
 
@@ -251,10 +261,10 @@ def _fold(node: Adapter) -> Any:
     if weight.ndim == 2:
         merged = _fold_matrix(node)
     else:
-        # Layer by layer into one buffer. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
+        # Matrix by matrix into one buffer. In a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
         merged = jnp.zeros(weight.shape, weight.dtype, device=sharding)
-        for layer in range(weight.shape[0]):
-            merged = _fold_layer(merged, layer, node)
+        for index in np.ndindex(weight.shape[:-2]):
+            merged = _fold_layer(merged, index, node)
     return merged if sharding is None else jax.device_put(merged, sharding)
 
 
@@ -264,6 +274,11 @@ def _fold_matrix(node: Any) -> Float[Array, "out in"]:
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _fold_layer(merged: Float[Array, "L out in"], layer: int, node: Any) -> Float[Array, "L out in"]:
-    one = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False), node)
-    return jax.lax.dynamic_update_index_in_dim(merged, _fold_matrix(one), layer, 0)
+def _fold_layer(merged: Float[Array, "*L out in"], index: tuple[int, ...], node: Any) -> Float[Array, "*L out in"]:
+    one = jax.tree.map(lambda leaf: functools.reduce(_at, index, leaf), node)
+    matrix = jnp.expand_dims(_fold_matrix(one), tuple(range(len(index))))
+    return jax.lax.dynamic_update_slice(merged, matrix, (*index, 0, 0))
+
+
+def _at(leaf: Array, index: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False)

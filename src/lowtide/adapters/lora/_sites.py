@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from ...core import (
 from ._adapter import NEEDED, is_adapter
 from ._config import ALL_LINEAR
 
-LAYER = "{layer}"
+LAYER, EXPERT = "{layer}", "{expert}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ class Site:
         return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
 
     @property
+    def is_experts(self) -> bool:
+        """Whether the base weight has the axes of a mixture's experts, [num_layers, num_experts, out, in]."""
+        return self.is_floating and len(self.weight.shape) == 4
+
+    @property
     def is_matrix(self) -> bool:
         """Whether the base weight is one floating-point matrix, or a stack of them."""
         return self.is_floating and len(self.weight.shape) in (2, 3)
@@ -60,7 +66,7 @@ class Site:
 
 def sites(model: Tree) -> list[Site]:
     """Every leaf, and every adapted weight as one, in flattening order."""
-    leaves = leaves_with_paths(model, is_leaf=_is_weight)
+    leaves = leaves_with_paths(model, is_leaf=is_weight)
     return [Site(index=index, path=path, node=node) for index, (path, node) in enumerate(leaves)]
 
 
@@ -129,7 +135,7 @@ def _all_linear(model: Tree) -> list[str]:
 
 def replace(model: Tree, nodes: Mapping[int, Any]) -> Tree:
     """Put other nodes at some sites of the model, keyed by `Site.index`."""
-    leaves, treedef = jax.tree.flatten(model, is_leaf=_is_weight)
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_weight)
     return treedef.unflatten([nodes.get(index, leaf) for index, leaf in enumerate(leaves)])
 
 
@@ -151,13 +157,23 @@ def external_name(model: Tree, site: Site) -> str | None:
 
 
 def layer_names(model: Tree, site: Site) -> list[str]:
-    """Return the names of `external_name`, one for each layer of a stacked weight.
+    """Return the names of `external_name`, one for each layer of a stacked weight, and for each expert of a layer.
 
     Raises:
         StructureError: when the name and the weight's shape disagree on whether there are layers.
     """
     name = external_name(model, site)
     shape = tuple(site.weight.shape)
+    if site.is_experts:
+        if name is None or LAYER not in name or EXPERT not in name:
+            raise StructureError(
+                f"{site.path}: other software has no module for each of these experts",
+                expected=f"a name with {LAYER} and {EXPERT}",
+                got=repr(name),
+                hint="fold the adapters in with lt.lora.merge",
+            )
+        numbers = itertools.product(range(shape[0]), range(shape[1]))
+        return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for layer, expert in numbers]
     if name is None:
         raise StructureError(
             f"{site.path}: the model has no external name for {site.module!r}",
@@ -174,6 +190,6 @@ def layer_names(model: Tree, site: Site) -> list[str]:
     return [name.replace(LAYER, str(layer)) for layer in range(shape[0])] if LAYER in name else [name]
 
 
-def _is_weight(node: Any) -> bool:
+def is_weight(node: Any) -> bool:
     """Whether a node stands for one weight; a module of somebody's may well have a field named ``linear``."""
     return is_adapter(node) or (isinstance(node, LinearWeight) and hasattr(node, "shape") and hasattr(node, "dtype"))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -62,7 +63,8 @@ class LoRAWeight:
     """The axes of each leaf after those of layers."""
 
     weight: Any
-    """The base weight, [out, in] or stacked [L, out, in]: an array, or another `lowtide.core.LinearWeight`."""
+    """The base weight, [out, in] or stacked [L, out, in], of experts [L, E, out, in]: an array, or another
+    `lowtide.core.LinearWeight`."""
     lora_a: Any
     """The factor A that reads the input, [r, in] or [L, r, in], float32."""
     lora_b: Any
@@ -140,6 +142,28 @@ class LoRAWeight:
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
         low_rank = linear(x, lora_a)
         return linear(low_rank * self._factor(low_rank), lora_b)
+
+    def grouped(
+        self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
+    ) -> Float[Array, "M O"]:
+        """Multiply rows that are sorted by their expert by its W + scaling B A, without forming that of any expert.
+
+        Args:
+            x_MI: rows.
+            product: ``product(rows, weights, transposed=)`` multiplies each by the weights of its own expert.
+            transposed: whether experts are stored as [in, out].
+
+        Returns:
+            [M, O], in the dtype of the rows.
+
+        Memory:
+            Beside the result, rows of width r, which the backward pass keeps with `x_MI`.
+        """
+        # Experts that are stored as [in, out] read with B and write with A.
+        lora_a, lora_b = self.factors()
+        first, second = (lora_b, lora_a) if transposed else (lora_a, lora_b)
+        low = product(x_MI, first, transposed=transposed) * self.scaling
+        return product(x_MI, self.weight, transposed=transposed) + product(low, second, transposed=transposed)
 
     def _factor(self, like: Array) -> Any:
         """Return the scale of the correction for an array whose axes begin with those of `layer_scale`."""

@@ -1,0 +1,61 @@
+"""What adapters of a mixture's experts may be: a pair of factors for each expert of each layer.
+
+The node is `LoRAWeight` with the experts as one more axis in front: W [L, E, out, in], A [L, E, r, in],
+B [L, E, out, r]. Rows come sorted by their expert, and what multiplies them by their experts' weights multiplies them
+by the factors, too: W + B A is made of no expert. Experts that are stored as [in, out] read with B and write with A, as
+other matrices of that layout do.
+
+Other kinds are refused: DoRA's norms would be taken of every expert in every product, and what (IA)³'s vectors and
+VeRA's projections are for experts nobody has said. As in PEFT there is no dropout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core import ConfigError, LinearWeight, ModelFileError, StructureError
+from ._config import IN_THE_WEIGHT, AnyConfig, Config
+from ._peft import PeftConfig
+from ._sites import Site
+
+
+def check_experts(site: Site, config: AnyConfig) -> None:
+    """Raise for what experts do not take.
+
+    Raises:
+        ConfigError: for another adapter than LoRA on all layers.
+        StructureError: for a quantised weight.
+    """
+    is_lora = isinstance(config, Config)
+    kinds = {"DoRA": is_lora and config.dora, config.init: config.init in IN_THE_WEIGHT} if is_lora else {}
+    kinds |= {type(config).__name__: not is_lora, "layers": config.layers is not None}
+    if kind := next((name for name, is_asked in kinds.items() if is_asked), None):
+        raise ConfigError(
+            f"{site.path}: experts take LoRA and rsLoRA alone, on all layers",
+            expected="no DoRA, no (IA)³, no VeRA, no init that is a part of the weight, and no choice of layers",
+            got=kind,
+            hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
+        )
+    if isinstance(site.weight, LinearWeight):
+        raise StructureError(
+            f"{site.path}: experts that are quantised take no adapter",
+            expected="an array [num_layers, num_experts, out, in]",
+            got=type(site.weight).__name__,
+            hint="leave the experts as they are, or out of the targets",
+        )
+
+
+def check_file_of_experts(path: Path, site: Site, config: PeftConfig, number: int, wanted: int) -> None:
+    """Raise for a file whose adapters of experts are not LoRA of all experts of all layers.
+
+    Raises:
+        ModelFileError: for such a file, or experts that take no adapter.
+    """
+    said = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
+    if said != "LoRA" or number != wanted or isinstance(site.weight, LinearWeight):
+        raise ModelFileError(
+            f"{path}: its adapters of {site.path} cannot be used",
+            expected=f"LoRA of all {wanted} experts, on weights that are not quantised",
+            got=f"{said} of {number}, on a {type(site.weight).__name__}",
+            hint="merge this adapter with the software that made it",
+        )

@@ -1,0 +1,181 @@
+"""Several adapters of one base: small trees beside it, of which one at a time stands on it.
+
+An adapter by itself is the model's tree with nodes that have no weight, and None elsewhere. Nothing is copied in either
+direction, and what is compiled for one adapter serves all that have its ranks, alphas and targets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from ...core import StructureError, Tree
+from ._adapter import is_adapter, kind_of
+from ._kernel import LoRAKernel
+from ._model import disable, merge
+from ._sites import is_weight, sites
+from ._vectors import IA3Weight, VeRAWeight
+
+
+def split(model: Tree) -> tuple[Tree, Tree]:
+    """Take a model's adapter off, to keep it beside others.
+
+    Args:
+        model: a model with adapters.
+
+    Returns:
+        The adapter, a tree of its numbers alone that `attach` puts onto a base; and the base, as `disable` returns it.
+
+    Raises:
+        StructureError: when there is no adapter.
+
+    Memory:
+        No copy.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import LoRAWeight
+        >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
+        >>> adapter, base = split({"w": node, "b": jnp.zeros(2)})
+        >>> len(jax.tree.leaves(adapter)), attach(base, adapter)["w"].weight is node.weight
+        (2, True)
+    """
+    base = disable(model)
+    return jax.tree.map(
+        lambda node: dataclasses.replace(node, weight=None) if is_adapter(node) else None, model, is_leaf=is_weight
+    ), base
+
+
+def attach(base: Tree, adapter: Tree) -> Tree:
+    """Put an adapter onto a base; inside of `jax.jit`, too, where both are arguments.
+
+    Args:
+        base: a model without adapters: an array, a shape, or a quantised weight wherever the adapter has a node.
+        adapter: what `split` returned for a model of this base.
+
+    Returns:
+        The model with the adapter.
+
+    Raises:
+        StructureError: when the base has an adapter, or the adapter is of another model.
+
+    Memory:
+        No copy.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import LoRAWeight
+        >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
+        >>> adapter, _ = split({"w": node})
+        >>> attach({"w": jnp.ones((2, 2))}, adapter)["w"].linear(jnp.ones(2)).tolist()
+        [8.0, 8.0]
+    """
+    places = sites(base)
+    if adapted := next((site for site in places if is_adapter(site.node)), None):
+        raise StructureError(
+            f"{adapted.path}: already has an adapter",
+            expected="a base without any",
+            got=kind_of(adapted.node),
+            hint="take it off with lt.lora.split, or add both up with lt.lora.combine",
+        )
+    treedef = jax.tree.structure(base, is_leaf=is_weight)
+    try:
+        nodes: list[Any] = treedef.flatten_up_to(adapter)
+    except (ValueError, TypeError, KeyError) as error:
+        raise StructureError(
+            "the adapter is of another model than the base",
+            got=str(error).splitlines()[0][:200],
+            hint="put it onto the model that it was split from, or one of the same configuration",
+        ) from error
+    if not any(is_adapter(node) for node in nodes):
+        raise StructureError("there is no adapter in the tree", hint="give what lt.lora.split returned first")
+    for site, node in zip(places, nodes, strict=True):
+        if node is not None and not (is_adapter(node) and _fits(node, tuple(getattr(site.weight, "shape", ())))):
+            raise StructureError(
+                f"{site.path}: the adapter does not fit the base",
+                expected=f"an adapter of a weight {list(getattr(site.weight, 'shape', ()))}",
+                got=f"{type(node).__name__} with {[list(leaf.shape) for leaf in jax.tree.leaves(node)]}",
+                hint="put it onto the model that it was split from, or one of the same shapes",
+            )
+    return treedef.unflatten(
+        [
+            site.node if node is None else dataclasses.replace(node, weight=site.node)
+            for site, node in zip(places, nodes, strict=True)
+        ]
+    )
+
+
+def unmerge(model: Tree, adapter: Tree) -> Tree:
+    """Take off again what `merge` folded into the weights, in float32, rounded once to the dtype of W.
+
+    Args:
+        model: a merged model.
+        adapter: what was folded in, from `split`.
+
+    Returns:
+        The weights without it: those before it was merged, up to what was rounded then and now (of bfloat16 up to two
+        units in the last place).
+
+    Raises:
+        StructureError: for DoRA, whose directions are not those of the merged weights, and when the adapter is of
+            another model.
+        NonFiniteError: when a weight has a value that is no finite number, such as where (IA)³ scaled by zero.
+
+    Memory:
+        As `merge`: a new array for each adapted weight; the given model is not changed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from lowtide.adapters.lora import LoRAWeight, merge
+        >>> node = LoRAWeight(jnp.zeros((2, 2)), jnp.ones((1, 2)), jnp.ones((2, 1)), alpha=3.0)
+        >>> unmerge(merge({"w": node}), split({"w": node})[0])["w"].tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
+    """
+    attached = attach(model, adapter)
+    for site in sites(attached):
+        if getattr(site.node, "lora_magnitude", None) is not None:
+            raise StructureError(
+                f"{site.path}: DoRA cannot be taken off again",
+                expected="LoRA, rsLoRA, VeRA or (IA)³",
+                got=kind_of(site.node),
+                hint="keep the base, which merging leaves as it is",
+            )
+    return merge(jax.tree.map(lambda node: _inverse(node) if is_adapter(node) else node, attached, is_leaf=is_weight))
+
+
+def _inverse(node: Any) -> Any:
+    if isinstance(node, IA3Weight):
+        return dataclasses.replace(node, lora_scale=1 / node.lora_scale)
+    name = "lora_lambda_b" if isinstance(node, VeRAWeight) else "lora_b"
+    return dataclasses.replace(node, **{name: -getattr(node, name)})
+
+
+def _fits(node: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an adapter's numbers have the axes of a weight."""
+    if isinstance(node, LoRAKernel):
+        stack = len(shape) - node.num_rows - node.num_columns
+        split_at = stack + node.num_rows
+        a, b = tuple(node.lora_a.shape), tuple(node.lora_b.shape)
+        return (
+            stack >= 0
+            and b[:-1] == shape[:split_at]
+            and (*a[:stack], *a[stack + 1 :])
+            == (
+                *shape[:stack],
+                *shape[split_at:],
+            )
+        )
+    if len(shape) < 2:
+        return False
+    sizes = {"out": shape[-2], "in": shape[-1]}
+    for name, axes in node.AXES.items():
+        leaf = getattr(node, name)
+        if leaf is None or name == "layer_scale":
+            continue
+        wanted = (*shape[:-2], *(sizes.get(axis) for axis in axes))
+        found = tuple(leaf.shape)
+        if len(found) != len(wanted) or any(b not in (None, a) for a, b in zip(found, wanted, strict=True)):
+            return False
+    return True

@@ -1,0 +1,236 @@
+"""What a run needs of the device, from `config.json` and the settings alone, and what would make it need less.
+
+The step is that of the run, compiled for shapes: the figures are the compiler's, of this device. Counted instead of
+compiled is the optimizer's state in host memory: what it would take of the device is left out. A batch has the columns
+of packed documents unless the settings say that it has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import models, quant
+from ..core import (
+    LowtideError,
+    OutOfMemoryError,
+    Tree,
+    format_bytes,
+)
+from ..memory import MemoryReport, Target, analyze
+from ..offload import to_host
+from ..train import analyze_step
+from ._adapters import adapted, loss_of
+from ._base import dtypes, formats
+from ._config import FinetuneConfig, flag_of
+from ._offloaded import full_step, is_hosted, optimizer
+from ._recipe import learning_rate
+from ._text import IGNORE
+
+_WRT = "**/lora_*"
+_LEAST_LENGTH = 32
+_NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Bytes that a run needs of the device."""
+
+    device_bytes: int
+    """In all."""
+    by_part: Mapping[str, int]
+    """The same by what they are for; the rest is activations and gradients."""
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {format_bytes(number)}" for name, number in self.by_part.items() if number)
+        return f"{format_bytes(self.device_bytes)}: {parts}"
+
+
+def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
+    """Compile the step of a run for shapes.
+
+    Args:
+        config: the settings; of the model `config.json` is read, of an adapter to go on from its files.
+        target: what to compile for; None for the hardware at hand.
+
+    Returns:
+        What it needs of one device.
+
+    Raises:
+        ModelFileError: when `config.json` cannot be read.
+        SelectionError: when a target matches nothing.
+
+    Memory:
+        The compiler's; of the device what an adapter to go on from has.
+    """
+    base = _base(config)
+    batch = _batch(config)
+    weight = lambda batch: jnp.sum(batch["labels"] != IGNORE)  # noqa: E731
+    schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
+    if config.full:
+        step = full_step(config, base.stack, schedule, weight)
+        state, frozen = step.init(base.outer, base.layers)
+        report = analyze(
+            step, state, frozen, batch, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0, target=target
+        )
+        return _parted(report, {"state": "weights and optimizer", "frozen": "weights", "batch": "batch"}, 0)
+    tx = optimizer(dataclasses.replace(config, offload=()), schedule)
+    report = analyze_step(
+        adapted(base, config),
+        loss_of(config),
+        tx,
+        _WRT,
+        batch,
+        num_microbatches=config.num_microbatches,
+        weight=weight,
+        target=target,
+    )
+    away = report.by_role.get("optimizer", 0) if "optimizer" in (config.offload or ()) else 0
+    return _parted(report, _NAMES, away)
+
+
+def within(config: FinetuneConfig, budget: int) -> str:
+    """Refuse a run that needs more than a budget, before anything of it is loaded.
+
+    Args:
+        config: the settings.
+        budget: bytes that it may take of the device.
+
+    Returns:
+        A line that says what it needs.
+
+    Raises:
+        OutOfMemoryError: with what the bytes are for, and settings with which it would need less.
+        ModelFileError, SelectionError: as `needs`.
+
+    Memory:
+        As `needs`; a run that is refused is compiled again for each of the settings that are tried.
+    """
+    ours = needs(config)
+    if ours.device_bytes <= budget:
+        return f"{ours.device_bytes / budget:.0%} of the budget of {format_bytes(budget)}: about {ours}"
+    raise OutOfMemoryError(
+        f"this run needs about {format_bytes(ours.device_bytes)} of the device, more than the budget",
+        expected=f"at most {format_bytes(budget)}",
+        got=str(ours),
+        hint=_advice(config, ours, budget),
+    )
+
+
+def _advice(config: FinetuneConfig, ours: Needs, budget: int) -> str:
+    """Name the settings that help, with their bytes; those that are enough first."""
+    enough: dict[str, int] = {}
+    better: dict[str, int] = {}
+    for change in _single_changes(config):
+        size = _size(config, change)
+        if size is not None and size < ours.device_bytes:
+            (enough if size <= budget else better)[_flags(change)] = size
+    for field, least in (("batch_size", 1), ("seq_len", _LEAST_LENGTH)):
+        value = getattr(config, field) // 2
+        size = None
+        while value >= least:
+            change = _smaller(config, field, value)
+            size = _size(config, change)
+            if size is not None and size <= budget:
+                enough[_flags(change)] = size
+                break
+            last, value = change, value // 2
+            if value < least and size is not None and size < ours.device_bytes:
+                better[_flags(last)] = size
+    if not enough and (found := _together(config, budget)) is not None:
+        enough[found[0]] = found[1]
+    if enough:
+        return "enough are " + "; or ".join(_said(each) for each in enough.items())
+    if better:
+        return "none of these is enough: " + "; ".join(_said(each) for each in better.items())
+    return "take a smaller model, or a device with more memory"
+
+
+def _said(each: tuple[str, int]) -> str:
+    return f"{each[0]} (about {format_bytes(each[1])})"
+
+
+def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+    if not config.full and config.quantize is None:
+        yield {"quantize": "nf4"}
+    if not config.full and config.quantize_embeddings is None:
+        yield {"quantize_embeddings": "int8"}
+    if not config.remat:
+        yield {"remat": True}
+    if config.num_microbatches < config.batch_size:
+        yield {"num_microbatches": config.batch_size}
+    if not config.full:
+        here = config.offload or ()
+        for word in ("activations", "optimizer", "parameters"):
+            if word not in here:
+                yield {"offload": (*here, word), **({} if config.remat or word == "optimizer" else {"remat": True})}
+
+
+def _together(config: FinetuneConfig, budget: int) -> tuple[str, int] | None:
+    """Try one sequence of the least length in few bits, if that is what it takes."""
+    change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
+    change |= {} if config.remat else {"remat": True}
+    if not config.full:
+        change |= {"quantize": config.quantize or "nf4", "quantize_embeddings": config.quantize_embeddings or "int8"}
+    size = _size(config, change)
+    return (_flags(change), size) if size is not None and size <= budget else None
+
+
+def _smaller(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:
+    if field != "batch_size" or config.num_microbatches == 1:
+        return {field: value}
+    return {field: value, "num_microbatches": math.gcd(value, config.num_microbatches)}
+
+
+def _size(config: FinetuneConfig, change: Mapping[str, Any]) -> int | None:
+    """Return what a run with other settings needs; None where they contradict each other."""
+    try:
+        return needs(dataclasses.replace(config, **change)).device_bytes
+    except (LowtideError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return None
+
+
+def _flags(change: Mapping[str, Any]) -> str:
+    parts: list[str] = []
+    for name, value in change.items():
+        parts += [flag_of(name)] if value is True else [f"{flag_of(name)} {_word(value)}"]
+    return " ".join(parts)
+
+
+def _word(value: Any) -> str:
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _base(config: FinetuneConfig) -> models.Decoder:
+    """Make the shapes of the base as it will be loaded."""
+    directory = Path(config.model) if config.model is not None else models.base_path()
+    stored, compute = dtypes("float32" if config.full else config.param_dtype, config.compute_dtype)
+    base = models.load_shapes(directory, dtype=stored, compute_dtype=compute)
+    for glob, form in (formats(config) or {}).items():
+        base = quant.quantize(base, glob, form)
+    hosted = is_hosted(config)
+    return base if hosted is None else to_host(base, hosted)
+
+
+def _batch(config: FinetuneConfig) -> Tree:
+    is_plain = config.packing == "contiguous" or (config.packing == "auto" and config.data is None)
+    names = ("tokens", "labels", *(() if is_plain else ("segment_ids", "positions")))
+    return {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
+
+
+def _parted(report: MemoryReport, names: Mapping[str, str], away: int) -> Needs:
+    parts: dict[str, int] = {}
+    for role, name in names.items():
+        parts[name] = parts.get(name, 0) + report.by_role.get(role, 0)
+    if away:
+        parts[names["optimizer"]] -= away
+    total = report.device_bytes - away
+    return Needs(
+        device_bytes=total, by_part={**parts, "activations and gradients": max(total - sum(parts.values()), 0)}
+    )

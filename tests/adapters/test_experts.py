@@ -1,0 +1,264 @@
+"""Adapters of a mixture's experts beside weights W + s B A that are multiplied out, on one device and on many."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import P
+from safetensors.numpy import load_file, save_file
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import ConfigError, ModelFileError, StructureError, dividing, leaves_with_paths, map_with_paths
+from lowtide.models._experts import mixture
+from lowtide.models._grouped import grouped_linear
+from lowtide.train import ShardingRules, make_mesh
+from tests.models.kinds import KINDS
+
+WEIGHTS = "adapter_model.safetensors"
+KEY = jax.random.key(0)
+TOKENS = jax.random.randint(KEY, (4, 3), 0, 96)  # few rows: a CPU compiles a block of every length up to them
+BATCH = {"tokens": TOKENS, "labels": TOKENS}
+TARGETS = {"mixtral": "**/experts/**", "qwen3_moe": ["**/experts/{up,down}"], "gpt_oss": ["**/experts/**", "!**/bias"]}
+
+
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_moe", "gpt_oss")]
+
+
+def base(family: str) -> models.Decoder:
+    return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim == 4 else leaf, models.init(KINDS[family], key=KEY))
+
+
+@functools.cache
+def adapted(family: str, rslora: bool = False) -> models.Decoder:
+    """A model whose adapters have values that are no zeros."""
+    config = lt.lora.Config(rank=3, alpha=2.0, targets=TARGETS[family], rslora=rslora)
+    model = lt.lora.add(base(family), config, key=KEY)
+    draw = lambda path, leaf: 0.3 * jax.random.normal(KEY, leaf.shape) if "lora_" in path else leaf  # noqa: E731
+    return map_with_paths(draw, model)
+
+
+def dense(model: Any) -> Any:
+    """Multiply every adapter out."""
+
+    def one(node: Any) -> Any:
+        if not isinstance(node, lt.lora.LoRAWeight):
+            return node
+        scale = 2.0 / (3**0.5 if node.rslora else 3)
+        return node.weight + scale * jnp.einsum("leor,leri->leoi", node.lora_b, node.lora_a)
+
+    return jax.tree.map(one, model, is_leaf=lambda node: isinstance(node, lt.lora.LoRAWeight))
+
+
+@pytest.mark.parametrize("family", ["mixtral", *SLOW])
+def test_values_and_gradients_are_those_of_weights_multiplied_out(family: str) -> None:
+    model, config = adapted(family, rslora=family == "qwen3_moe"), KINDS[family]
+    nodes = lt.lora.report(model).matched
+    assert all(each.shape[:2] == (4, 4) for each in nodes) and len(nodes) == (3 if family == "mixtral" else 2)
+    ours = jax.jit(lt.value_and_grad(lambda m: models.loss(m, BATCH, remat=True)[0], "**/lora_*"))(model)
+    wanted = jax.jit(lt.value_and_grad(lambda m: models.loss(dense(m), BATCH)[0], "**/lora_*"))(model)
+    for (path, one), (_, other) in zip(leaves_with_paths(ours), leaves_with_paths(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=path)
+        assert np.abs(one).max() > 1e-5, path
+    merged = lt.lora.merge(model)
+    for (path, one), (_, other) in zip(leaves_with_paths(merged), leaves_with_paths(dense(model)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6, err_msg=path)
+    experts: Any = config.experts
+    shape = (experts.num_experts, config.hidden_size, experts.intermediate_size)
+    closed = jax.make_jaxpr(lt.value_and_grad(lambda m: models.loss(m, BATCH)[0], "**/lora_*"))(model)
+    made = {
+        eqn.primitive.name
+        for eqn in lt.jaxprs.equations(closed)
+        if any(getattr(var.aval, "shape", ())[-3:] == shape for var in eqn.outvars)
+    }
+    assert not made & {"add", "mul", "dot_general", "add_any", "dynamic_update_slice", "while"}, made
+
+
+def test_experts_on_many_devices_are_those_of_one() -> None:
+    experts: Any = KINDS["mixtral"].experts
+    layers = adapted("mixtral").layers
+    mlp = jax.tree.map(lambda leaf: leaf[1], layers["mlp"])
+    x = jax.random.normal(KEY, (8, 2, 32))
+
+    def loss(mlp: Any, x: Any, mesh: Any = None) -> Any:
+        with dividing(lambda h: h, mesh or make_mesh(devices=jax.devices()[:1])):
+            return jnp.sum(jnp.sin(mixture(mlp, x, experts, jax.nn.silu)[0]))
+
+    want = jax.jit(lt.value_and_grad(loss, "**/lora_*"))(mlp, x)
+    for axes in ({"fsdp": 2, "data": 2, "expert": 2}, {"expert": 4, "fsdp": 1}):
+        mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod([*axes.values()]))])
+        rules = ShardingRules(mesh=mesh, rules={r"experts/.*": P("expert")})
+        rows = jax.sharding.NamedSharding(mesh, P(rules.batch_axes))
+        placed = jax.device_put((mlp, x), (map_with_paths(rules.of, mlp), rows))
+        got = jax.jit(lt.value_and_grad(functools.partial(loss, mesh=mesh), "**/lora_*"))(*placed)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4), got, want)
+
+
+@pytest.mark.slow
+def test_a_trainer_with_divided_experts_takes_the_steps_of_one_device(tmp_path: Any) -> None:
+    model = lt.lora.add(base("mixtral"), lt.lora.Config(rank=2, targets=["**/experts/**", "**/{q,v}_proj"]), key=KEY)
+    mesh = make_mesh(expert=2, fsdp=2, devices=jax.devices()[:4])
+    rules = ShardingRules(mesh=mesh, rules={r".*experts/.*": P(None, "expert")})
+    losses: dict[bool, Any] = {}
+    for is_divided in (False, True):
+        trainer = lt.Trainer(
+            jax.tree.map(jnp.array, model),
+            models.loss,
+            optax.adam(1e-2),
+            wrt="**/lora_*",
+            sharding=rules if is_divided else None,
+            checkpoint_dir=tmp_path if is_divided else None,
+        )
+        losses[is_divided] = [record["loss"] for record in trainer.fit([BATCH] * 6, num_steps=6, progress=False)]
+        state = trainer.state
+    np.testing.assert_allclose(losses[True], losses[False], rtol=1e-4)
+    assert losses[True][-1] < losses[True][0]
+    lora_b = state.trainable.layers["mlp"]["experts"]["up"]["weight"].lora_b
+    assert lora_b.shape == (4, 4, 48, 2) and lora_b.addressable_shards[0].data.shape[1] == 2
+
+
+def test_what_experts_do_not_take_is_refused_by_path() -> None:
+    model, add = base("mixtral"), functools.partial(lt.lora.add, key=KEY)
+    for config in (
+        lt.lora.Config(targets="**/experts/up", rank=2, dora=True),
+        lt.lora.Config(targets="**/experts/up", rank=2, layers=[0]),
+        lt.lora.IA3Config(targets="**/experts/up", feedforward=()),
+        lt.lora.VeRAConfig(targets="**/experts/up", rank=2),
+    ):
+        with pytest.raises(ConfigError, match=r"layers/mlp/experts/up/weight: experts take LoRA(.|\n)*hint:"):
+            add(model, config)
+    with pytest.raises(StructureError, match="experts/down/bias: no weight matrix"):
+        add(base("gpt_oss"), lt.lora.Config(targets="**/experts/**", rank=2))
+    with pytest.raises(ConfigError, match="experts/down/weight can use"):
+        add(model, lt.lora.Config(targets="**/experts/down", rank=33))
+    with pytest.raises(StructureError, match="experts/down/weight: an adapter of experts has no dropout"):
+        lt.lora.dropout(adapted("mixtral"), 0.1, key=KEY)
+    with pytest.raises(StructureError, match="w: no weight matrix to adapt"):  # what it is, nobody says
+        add({"w": jnp.ones((2, 3, 4, 4))}, lt.lora.Config(rank=2, targets="w"))
+
+
+def test_two_adapters_of_experts_add_up() -> None:
+    one = adapted("mixtral")
+    other = map_with_paths(lambda path, leaf: -0.5 * leaf if "lora_a" in path else leaf, one)
+    both = lt.lora.combine([one, other], [1.0, 2.0])
+    base_logits = models.logits(base("mixtral"), TOKENS)
+    np.testing.assert_allclose(models.logits(both, TOKENS), base_logits, rtol=0, atol=1e-4)
+    assert dataclasses.is_dataclass(both) and lt.lora.report(both).matched[0].rank == 6
+
+
+def test_experts_stored_the_other_way_round_read_with_b_and_write_with_a() -> None:
+    draw = lambda number, *shape: jax.random.normal(jax.random.key(number), shape)  # noqa: E731
+    node = lt.lora.LoRAWeight(draw(0, 2, 5, 4), draw(1, 2, 3, 4), draw(2, 2, 5, 3), alpha=2.0)
+    x, sizes, expert = draw(3, 4, 5), jnp.array([1, 2]), [0, 1, 1]
+    whole = node.weight + 2 / 3 * jnp.einsum("emr,ern->emn", node.lora_b, node.lora_a)
+    got = grouped_linear(x, cast("Any", node), sizes, transposed=True)
+    np.testing.assert_allclose(got[:3], jnp.einsum("mi,mio->mo", x[:3], whole[np.array(expert)]), atol=1e-5)
+    assert not got[3].any()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_files_have_a_module_for_each_expert_and_come_back(family: str, tmp_path: Path) -> None:
+    model = adapted(family, rslora=family == "qwen3_moe")
+    lt.lora.save(model, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    name = {"mixtral": "block_sparse_moe.experts.3.w3", "qwen3_moe": "mlp.experts.3.up_proj"}[family]
+    node = model.layers["mlp"]["experts"]["up"]["weight"]
+    for factor, leaf in (("lora_A", node.lora_a), ("lora_B", node.lora_b)):
+        found = tensors[f"base_model.model.model.layers.2.{name}.{factor}.weight"]
+        np.testing.assert_array_equal(found, leaf[2, 3])
+    again = lt.lora.load(base(family), tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    jax.tree.map(np.testing.assert_array_equal, again, model)
+    del tensors[f"base_model.model.model.layers.2.{name}.lora_A.weight"]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(ModelFileError, match=rf"1 missing: .*layers.2.{name}.lora_A"):
+        lt.lora.load(base(family), tmp_path)
+
+
+def test_files_of_experts_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StructureError, match=r"experts/down/weight: other software has no module"):
+        lt.lora.save(adapted("gpt_oss"), tmp_path)
+    lt.lora.save(adapted("mixtral"), tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "exclude_modules": ["0.w1"]}))
+    kept = {name: leaf for name, leaf in load_file(tmp_path / WEIGHTS).items() if ".0.w1." not in name}
+    save_file(kept, tmp_path / WEIGHTS)
+    with pytest.raises(ModelFileError, match=r"experts/gate/weight cannot be used\n.*all 16 (.|\n)*LoRA of 12"):
+        lt.lora.load(base("mixtral"), tmp_path)
+    # Experts that are one parameter there are no modules, though their names are in the list.
+    attention = lt.lora.add(base("qwen3_moe"), lt.lora.Config(rank=2, targets="**/q_proj"), key=KEY)
+    lt.lora.save(attention, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    names = {"target_modules": ["q_proj", "gate_proj", "up_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **names}))
+    assert len(lt.lora.report(lt.lora.load(base("qwen3_moe"), tmp_path)).matched) == 1
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_in_peft_the_files_factors_give_our_logits(family: str, tmp_path: Path) -> None:
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = lt.lora.Config(rank=3, alpha=2.0, targets="**/experts/**")
+    draw = lambda path, leaf: 0.3 * jax.random.normal(KEY, leaf.shape) if "lora_" in path else leaf  # noqa: E731
+    model = map_with_paths(draw, lt.lora.add(base(family), config, key=KEY))
+    lt.lora.save(model, tmp_path / "adapter")
+    models.save(base(family), tmp_path / "base")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
+    options: dict[str, Any] = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=6, lora_alpha=4.0, **options))
+    # PEFT 0.21.2 does not load an adapter of a mixture with Transformers 5.0.0, so its factors are put in by name.
+    # They are laid out as its conversion of older files does: gate and up, one parameter now, have one pair of twice
+    # the rank, A [expert, rank] x in and B out x [rank, expert].
+    file = load_file(tmp_path / "adapter" / WEIGHTS)
+    names = {
+        "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+        "qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"),
+    }
+    moe, *three = names[family]
+    read = {
+        (layer, name, factor): np.stack(
+            [
+                file[f"base_model.model.model.layers.{layer}.{moe}.experts.{e}.{name}.lora_{factor}.weight"]
+                for e in range(4)
+            ]
+        )
+        for layer in range(4)
+        for name in three
+        for factor in "AB"
+    }
+    gate, up, down = three
+    state: dict[str, Any] = {}
+    for layer in range(4):
+        one, other = read[layer, gate, "B"], read[layer, up, "B"]
+        zeros = np.zeros_like(one)
+        both = np.concatenate([np.concatenate([one, zeros], 2), np.concatenate([zeros, other], 2)], 1)
+        pairs = {
+            "base_layer.": (np.concatenate([read[layer, gate, "A"], read[layer, up, "A"]], 1), both),
+            # No rank of its own for one of them: rows and columns of zeros.
+            "": tuple(
+                np.concatenate([read[layer, down, factor], np.zeros_like(read[layer, down, factor])], axis)
+                for factor, axis in (("A", 1), ("B", 2))
+            ),
+        }
+        for inner, (a, b) in pairs.items():
+            prefix = f"base_model.model.model.layers.{layer}.mlp.experts.{inner}lora_"
+            state[f"{prefix}A.default.weight"] = torch.tensor(a.reshape(-1, a.shape[-1]))
+            state[f"{prefix}B.default.weight"] = torch.tensor(b.transpose(1, 2, 0).reshape(b.shape[1], -1))
+    assert not theirs.load_state_dict(state, strict=False).unexpected_keys and len(state) == 16
+    with torch.no_grad():
+        want = theirs(torch.tensor(np.asarray(TOKENS))).logits.numpy()
+    assert np.abs(want - models.logits(base(family), TOKENS)).max() > 1e-2
+    np.testing.assert_allclose(models.logits(model, TOKENS), want, atol=1e-4)

@@ -1,0 +1,105 @@
+"""Several adapters of one base: what is switched is neither copied nor compiled again, and comes off as it went on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide import lora, models
+from lowtide.core import NonFiniteError, StructureError, map_with_paths
+from tests.models.kinds import KINDS
+
+KEY = jax.random.key(0)
+TOKENS = jax.random.randint(KEY, (2, 9), 0, 96)
+BASE = models.init(KINDS["qwen2"], key=KEY)
+CONFIGS: dict[str, Any] = {
+    "LoRA": lora.Config(rank=2, targets="**/*_proj"),
+    "rsLoRA of a layer": lora.Config(rank=2, targets="**/*_proj", rslora=True, layers=[1]),
+    "DoRA": lora.Config(rank=2, targets="**/*_proj", dora=True),
+    "(IA)³": lora.IA3Config(targets="**/*_proj", feedforward="**/down_proj"),
+    "VeRA": lora.VeRAConfig(rank=4, targets="**/*_proj"),
+}
+
+
+def adapted(seed: int, kind: str = "LoRA", base: Any = BASE) -> Any:
+    def drawn(path: str, leaf: Any) -> Any:
+        noise = 0.2 * jax.random.normal(jax.random.fold_in(KEY, seed), leaf.shape)
+        return (jnp.abs(leaf) if "scale" in path else leaf) + noise if "/lora_" in path else leaf
+
+    return map_with_paths(drawn, lora.add(base, CONFIGS[kind], key=KEY))
+
+
+def test_switching_copies_nothing_and_compiles_nothing(compilations: Any) -> None:
+    whole = {name: adapted(seed) for seed, name in enumerate(("one", "two"))}
+    adapters = {name: lora.split(model)[0] for name, model in whole.items()}
+    assert all("lora_" in path for path, _ in lt.core.leaves_with_paths(adapters))
+    logits = jax.jit(lambda base, adapter: models.logits(lora.attach(base, adapter), TOKENS))
+    wanted = {name: models.logits(model, TOKENS) for name, model in whole.items()}
+    first = logits(BASE, adapters["one"])
+    said = models.generate(lora.attach(BASE, adapters["one"]), TOKENS[0], 3, key=KEY)
+    with compilations.none():
+        second = logits(BASE, adapters["two"])
+        models.generate(lora.attach(BASE, adapters["two"]), TOKENS[0], 3, key=KEY)
+        again = models.generate(lora.attach(BASE, adapters["one"]), TOKENS[0], 3, key=KEY)
+    np.testing.assert_allclose(first, wanted["one"], atol=1e-5)
+    np.testing.assert_allclose(second, wanted["two"], atol=1e-5)
+    np.testing.assert_array_equal(said, again)
+    assert np.abs(first - second).max() > 1e-2
+    attached = lora.attach(BASE, adapters["two"])
+    assert attached.layers["attn"]["q_proj"]["weight"].weight is BASE.layers["attn"]["q_proj"]["weight"]
+    assert jax.tree.structure(lora.split(attached)) == jax.tree.structure((adapters["two"], BASE))
+
+
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_what_is_merged_comes_off_again(kind: str) -> None:
+    model = adapted(1, kind)
+    adapter, base = lora.split(model)
+    merged = lora.merge(lora.attach(base, adapter))
+    if kind == "DoRA":
+        with pytest.raises(StructureError, match=r"layers/attn/\w+/weight: DoRA cannot be taken off(.|\n)*hint:"):
+            lora.unmerge(merged, adapter)
+        return
+    assert np.abs(merged.layers["attn"]["q_proj"]["weight"] - BASE.layers["attn"]["q_proj"]["weight"]).max() > 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), lora.unmerge(merged, adapter), BASE)
+
+
+def test_a_convolution_of_equinox_keeps_several_and_a_quantised_base_too() -> None:
+    conv, x = eqx.nn.Conv2d(3, 5, 3, key=KEY), jax.random.normal(KEY, (3, 8, 8))
+    fn = lt.adapted(lambda conv, x: jnp.sum(conv(x) ** 2))
+    model = lora.add(conv, lora.Config(rank=2, targets="weight"), key=KEY, fn=fn, args=(x,))
+    model = map_with_paths(lambda path, leaf: leaf + 0.1 if "lora_" in path else leaf, model)
+    adapter, base = lora.split(model)
+    assert fn(lora.attach(base, adapter), x) == fn(model, x)
+    np.testing.assert_allclose(lora.unmerge(lora.merge(model), adapter).weight, conv.weight, atol=1e-6)
+    with pytest.raises(StructureError, match=r"weight: the adapter does not fit the base"):
+        lora.attach(eqx.tree_at(lambda conv: conv.weight, base, jnp.ones((5, 3, 3, 2))), adapter)
+    quantised = lt.quantize(BASE, "**/*_proj", format="int8")
+    model = adapted(1, base=quantised)
+    again = lora.attach(quantised, lora.split(model)[0])
+    np.testing.assert_array_equal(models.logits(again, TOKENS), models.logits(model, TOKENS))
+
+
+def test_what_does_not_fit_is_refused_by_path() -> None:
+    adapter, base = lora.split(adapted(0))
+    with pytest.raises(StructureError, match=r"k_proj/weight: already has an adapter"):
+        lora.attach(lora.attach(base, adapter), adapter)
+    other = models.init(KINDS["llama"], key=KEY)
+    with pytest.raises(StructureError, match=r"the adapter is of another model than the base"):
+        lora.attach(other, adapter)
+    narrow = jax.tree.map(lambda leaf: leaf[..., :-1] if leaf.ndim == 3 else leaf, base)
+    with pytest.raises(StructureError, match=r"layers/attn/k_proj/weight: the adapter does not fit"):
+        lora.attach(narrow, adapter)
+    with pytest.raises(StructureError, match=r"no adapter in the tree"):
+        lora.attach({"w": jnp.ones((2, 2))}, {"w": None})
+    with pytest.raises(StructureError, match=r"no adapter to leave out"):
+        lora.split(base)
+    damaged = map_with_paths(lambda path, leaf: leaf.at[0].set(np.nan) if "v_proj" in path else leaf, adapter)
+    with pytest.raises(NonFiniteError, match=r"layers/attn/v_proj/weight: merged, it has values"):
+        lora.merge(lora.attach(base, damaged))
+    assert np.isfinite(models.logits(base, TOKENS)).all()
