@@ -41,6 +41,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     """
     from ._schema import NEUTRAL, ConfigFile, unhandled
 
+    quantization_from_hf(raw, where)  # which refuses what is not read
     family, raw = _family(raw, where)
     file = validate(ConfigFile, {**family.defaults, **_flat(raw)}, where, hint=_AGAIN)
     rope = _rope(file, family, where)
