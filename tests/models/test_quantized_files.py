@@ -273,9 +273,14 @@ def test_scales_of_another_shape_are_refused(dense: Path, tmp_path: Path, kind: 
 
 
 def test_a_quantised_directory_is_not_quantised_again_and_saves_as_arrays(nested: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"quantised already, by bitsandbytes(.|\n)*hint: leave quantize out"):
-        models.load(nested, quantize="int8")
+    with pytest.raises(ConfigError, match=r"_proj/weight is quantised already, by bitsandbytes(.|\n)*hint: leave"):
+        models.load(nested, quantize={"outer/**": "int8", "layers/attn/*": "int8"})
     model = models.load(nested)
+    more = models.load(nested, quantize={"outer/**": "int8"})  # which bitsandbytes left as they were
+    assert jax.tree.structure(more.layers) == jax.tree.structure(model.layers)
+    np.testing.assert_array_equal(
+        more.outer["embed"]["weight"].codes, lt.quantize(model.outer, "embed", "int8")["embed"]["weight"].codes
+    )
     with pytest.raises(ModelFileError, match="lt.dequantize"):
         models.save(model, tmp_path / "m")
     arrays = lt.dequantize(model)

@@ -67,27 +67,19 @@ def formats(config: FinetuneConfig) -> dict[str, str] | None:
 
 
 def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
-    """Raise where a run asks for what a directory that is quantised already cannot do.
+    """Raise where a run asks for what a directory that is quantised already cannot do; `open_base` refuses `quantize`.
 
     Args:
         config: of the run.
         directory: of the model; its headers are read.
 
     Raises:
-        ConfigError: for quantize, quantize_embeddings and full, and for layers of 4 bits in host memory.
+        ConfigError: for full, and for layers of 4 bits in host memory.
         ModelFileError: for an unusable directory.
     """
     method = models.quantization_of(directory)
     if method is None:
         return
-    for field in ("quantize", "quantize_embeddings"):
-        if (asked := getattr(config, field)) is not None:
-            raise ConfigError(
-                f"{field} = {asked}, but the weights of {directory} are quantised already, by {method}",
-                expected=f"no {field}: adapters train on the weights as they are",
-                got=asked,
-                hint=f"leave {field} out, or name the directory of the unquantised model",
-            )
     shapes = models.load_shapes(directory)
     leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
     nodes = [each for each in leaves if isinstance(each, QuantizedWeight)]

@@ -41,7 +41,7 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
-from .packed import Plan, Scheme, Stored, folded, plan, told
+from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -82,7 +82,7 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point, and for `quantize` where weights are quantised already.
+        ConfigError: for a dtype that is not floating-point, and for `quantize` of weights that are quantised already.
         SelectionError: when `host` or a glob of `quantize` selects nothing.
 
     Memory:
@@ -97,19 +97,13 @@ def load(
             )
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    if quantize is not None and scheme is not None:
-        raise ConfigError(
-            f"{directory}: quantize = {quantize!r}, but its weights are quantised already, by {scheme.method}",
-            expected="no quantize: they are read as they are",
-            got=repr(quantize),
-            hint="leave quantize out, or load the unquantised checkpoint",
-        )
     with _plans(directory, config, scheme, dtype) as (plans, treedef, notes):
         for note in notes:
             warnings.warn(f"{directory}: {note}", stacklevel=2)
         shapes = treedef.unflatten([each.like for each in plans])
         hosted = _hosted(shapes, host)
-        formats = _formats(shapes, quantize)
+        formats = _formats(plans, treedef, quantize)
+        _refuse_twice(directory, plans, formats, scheme)
         leaves: list[Any] = []
         for each, on_the_host in zip(plans, hosted, strict=True):
             like = jax.ShapeDtypeStruct(each.like.shape, each.like.dtype)
@@ -124,14 +118,27 @@ def load(
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
-def _formats(shapes: Tree, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
-    """Return the format of each weight that is quantised, by its path."""
+def _formats(plans: Sequence[Plan], treedef: Any, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
+    """Return the format of each weight that is to be quantised, by its path."""
+    shapes = treedef.unflatten([jax.ShapeDtypeStruct(each.like.shape, each.like.dtype) for each in plans])
     by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
     found: dict[str, Format] = {}
     for glob, name in by_glob.items():
         form = format_named(name)
         found = dict.fromkeys(matrices(shapes, glob), form) | found
     return found
+
+
+def _refuse_twice(directory: Path, plans: Sequence[Plan], formats: Mapping[str, Format], scheme: Scheme | None) -> None:
+    """Refuse to quantise what is quantised already; what the software left as it was may be."""
+    for each in plans:
+        if scheme is not None and each.path in formats and any(isinstance(one, Packed) for one in each.sources):
+            raise ConfigError(
+                f"{directory}: {each.path} is quantised already, by {scheme.method}",
+                expected="no quantize: it is read as it is",
+                got=f"quantize, to {formats[each.path].name}",
+                hint="leave quantize out, or load the unquantised checkpoint",
+            )
 
 
 def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32") -> Decoder:
