@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError
+from ..core import ConfigError, NonFiniteError
 from ._answers import add_model_arguments, add_template_argument, check_adapters, check_named, open_named, with_each
 from ._console import errors, wide_console
 from ._data_report import unlike
@@ -96,8 +97,20 @@ def run(args: argparse.Namespace) -> int:
     _show(rows, args, seq_len)
     if args.json:
         results = {"model": args.model, "data": args.data, "seq_len": seq_len}
-        write_text(console, args.json, json.dumps({**results, "results": rows}, indent=2) + "\n")
+        numbers = [{name: value if _is_number(value) else None for name, value in row.items()} for row in rows]
+        write_text(console, args.json, json.dumps({**results, "results": numbers}, indent=2, allow_nan=False) + "\n")
+    if spoilt := [row["adapter"] or "the model" for row in rows if not math.isfinite(row["loss"])]:
+        raise NonFiniteError(
+            f"the loss of {', '.join(spoilt)} is not finite",
+            expected="weights that are finite numbers",
+            hint="a weight is nan or inf, or --compute-dtype float16 overflows; lowtide inspect says the dtypes",
+        )
     return 0
+
+
+def _is_number(value: Any) -> bool:
+    """Whether JSON has a value: it has neither nan nor inf."""
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _measure(
@@ -111,9 +124,9 @@ def _measure(
     end = base.config.eos_token_id
     end = end[0] if isinstance(end, tuple) else end
     if documents is None:
-        sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
+        sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
         template = load_chat_template(args.model or models.base_path(), args.chat_template)
-        words = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
+        words: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
         batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **words)
         for note in unlike(report, seq_len):
             console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)

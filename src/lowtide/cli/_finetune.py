@@ -149,7 +149,7 @@ def _finetune(
     _print_bytes(console, config, table)
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
-        last = dict(losses).get(best, last)
+        last = last if best is None else dict(losses).get(best, last)
         console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
     if page is not None:

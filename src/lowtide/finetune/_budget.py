@@ -35,6 +35,7 @@ from ._text import IGNORE
 
 _WRT = "**/lora_*"
 _LEAST_LENGTH = 32
+_REST = "activations and gradients"
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 
 
@@ -124,62 +125,77 @@ def within(config: FinetuneConfig, budget: int) -> str:
 
 
 def _advice(config: FinetuneConfig, ours: Needs, budget: int) -> str:
-    """Name the settings that help, with their bytes; those that are enough first."""
-    enough: dict[str, int] = {}
-    better: dict[str, int] = {}
-    for change in _single_changes(config):
-        size = _size(config, change)
-        if size is not None and size < ours.device_bytes:
-            (enough if size <= budget else better)[_flags(change)] = size
+    """Name the settings that help, with their bytes; those that are enough, if there are any."""
+    sizes: dict[str, int] = {}
+    if not config.full and "optimizer" not in (config.offload or ()):  # counted: nothing else changes
+        words = {"offload": (*(config.offload or ()), "optimizer")}
+        sizes[_flags(words)] = ours.device_bytes - ours.by_part.get("optimizer", 0)
+    stays = sum(number for name, number in ours.by_part.items() if name not in ("batch", _REST))
+    for change, of_weights in _single_changes(config):
+        if of_weights or stays <= budget:
+            sizes |= _tried(config, change)
     for field, least in (("batch_size", 1), ("seq_len", _LEAST_LENGTH)):
-        value = getattr(config, field) // 2
-        size = None
-        while value >= least:
-            change = _smaller(config, field, value)
-            size = _size(config, change)
-            if size is not None and size <= budget:
-                enough[_flags(change)] = size
-                break
-            last, value = change, value // 2
-            if value < least and size is not None and size < ours.device_bytes:
-                better[_flags(last)] = size
-    if not enough and (found := _together(config, budget)) is not None:
-        enough[found[0]] = found[1]
+        if stays <= budget and getattr(config, field) > least:
+            sizes |= _fewer(config, field, least, ours, budget)
+    sizes = {flags: size for flags, size in sizes.items() if size < ours.device_bytes}
+    enough = {flags: size for flags, size in sizes.items() if size <= budget}
+    enough = enough or {flags: size for flags, size in _together(config).items() if size <= budget}
     if enough:
-        return "enough are " + "; or ".join(_said(each) for each in enough.items())
-    if better:
-        return "none of these is enough: " + "; ".join(_said(each) for each in better.items())
+        return "enough is " + ", or ".join(map(_said, enough.items()))
+    if sizes:
+        return "none of these is enough: " + ", ".join(map(_said, sizes.items()))
     return "take a smaller model, or a device with more memory"
+
+
+def _fewer(config: FinetuneConfig, field: str, least: int, ours: Needs, budget: int) -> dict[str, int]:
+    """Look for the largest batch, or length, that fits: the least, and from there on a straight line to ours."""
+    smallest, most = _smaller(config, field, least), getattr(config, field)
+    size = _size(config, smallest)
+    if size is None or size > budget:
+        return {} if size is None else {_flags(smallest): size}
+    slope = (ours.device_bytes - size) / (most - least)
+    wanted = least + int((budget - size) / slope) if slope > 0 else least
+    wanted -= wanted % _LEAST_LENGTH if field == "seq_len" else 0
+    if least < wanted < most:
+        larger = _smaller(config, field, wanted)
+        fits = _size(config, larger)
+        if fits is not None and fits <= budget:
+            return {_flags(larger): fits}
+    return {_flags(smallest): size}
+
+
+def _tried(config: FinetuneConfig, change: Mapping[str, Any]) -> dict[str, int]:
+    size = _size(config, change)
+    return {} if size is None else {_flags(change): size}
 
 
 def _said(each: tuple[str, int]) -> str:
     return f"{each[0]} (about {format_bytes(each[1])})"
 
 
-def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+def _single_changes(config: FinetuneConfig) -> Iterator[tuple[dict[str, Any], bool]]:
+    """Yield changes of one kind each, and whether they make the weights on the device smaller."""
     if not config.full and config.quantize is None:
-        yield {"quantize": "nf4"}
+        yield {"quantize": "nf4"}, True
     if not config.full and config.quantize_embeddings is None:
-        yield {"quantize_embeddings": "int8"}
+        yield {"quantize_embeddings": "int8"}, True
     if not config.remat:
-        yield {"remat": True}
+        yield {"remat": True}, False
     if config.num_microbatches < config.batch_size:
-        yield {"num_microbatches": config.batch_size}
-    if not config.full:
-        here = config.offload or ()
-        for word in ("activations", "optimizer", "parameters"):
-            if word not in here:
-                yield {"offload": (*here, word), **({} if config.remat or word == "optimizer" else {"remat": True})}
+        yield {"num_microbatches": config.batch_size}, False
+    for word in ("activations", "parameters"):
+        if not config.full and word not in (config.offload or ()):
+            change: dict[str, Any] = {"offload": (*(config.offload or ()), word)}
+            yield change if config.remat else {**change, "remat": True}, word == "parameters"
 
 
-def _together(config: FinetuneConfig, budget: int) -> tuple[str, int] | None:
-    """Try one sequence of the least length in few bits, if that is what it takes."""
+def _together(config: FinetuneConfig) -> dict[str, int]:
+    """Try one sequence of the least length in few bits."""
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if not config.full:
         change |= {"quantize": config.quantize or "nf4", "quantize_embeddings": config.quantize_embeddings or "int8"}
-    size = _size(config, change)
-    return (_flags(change), size) if size is not None and size <= budget else None
+    return _tried(config, change)
 
 
 def _smaller(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:
@@ -231,6 +247,4 @@ def _parted(report: MemoryReport, names: Mapping[str, str], away: int) -> Needs:
     if away:
         parts[names["optimizer"]] -= away
     total = report.device_bytes - away
-    return Needs(
-        device_bytes=total, by_part={**parts, "activations and gradients": max(total - sum(parts.values()), 0)}
-    )
+    return Needs(device_bytes=total, by_part={**parts, _REST: max(total - sum(parts.values()), 0)})

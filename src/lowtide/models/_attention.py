@@ -152,8 +152,9 @@ def _queries_at_a_time(shape: tuple[int, ...], num_keys: int) -> int:
     if traced_device().platform == "cpu":
         return block
     mesh = divided_mesh()
-    for name in () if mesh is None else (*BATCH_AXES, "tensor"):
-        size = 1 if name in getattr(mesh, "manual_axes", ()) else mesh.shape.get(name, 1)
+    sizes = {} if mesh is None else mesh.shape
+    for name in (*BATCH_AXES, "tensor"):
+        size = 1 if name in getattr(mesh, "manual_axes", ()) else sizes.get(name, 1)
         batch, heads = (batch, _part(heads, size)) if name == "tensor" else (_part(batch, size), heads)
     of_a_query = 4 * batch * heads * num_keys
     if block * of_a_query <= _SCORE_BYTES:

@@ -23,6 +23,7 @@ from ..core import (
     ConfigError,
     ModelFileError,
     OutputError,
+    Tree,
     Where,
     input_file,
     leaves_with_paths,
@@ -395,7 +396,8 @@ def _weight_files(directory: Path) -> list[Path]:
     from ._schema import IndexFile
 
     names = [SINGLE]
-    if os.path.lexists(directory / INDEX):
+    # Where there are both, transformers reads the single file.
+    if os.path.lexists(directory / INDEX) and not os.path.lexists(directory / SINGLE):
         path = input_file(directory, INDEX, hint=_AGAIN)
         index = validate(IndexFile, _json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
         names = sorted(set(index.weight_map.values()))

@@ -1,0 +1,98 @@
+"""What a run needs, said before anything is loaded: beside the compiled step of the run itself, and what is advised."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.cli import main
+from lowtide.core import OutOfMemoryError
+from lowtide.finetune import Finetune, FinetuneConfig, Needs, _budget, needs, within
+
+RUNS: dict[str, dict[str, Any]] = {
+    "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2},
+    "all on the host": {"offload": ("activations", "optimizer", "parameters")},
+    "all parameters": {"full": True},
+    "no remat": {"remat": False, "method": "vera"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "int8 with DoRA" else pytest.mark.slow) for name in RUNS]
+)
+def test_the_figure_is_that_of_the_runs_own_step(name: str, tiny_model_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("the tide goes out and the sea follows\n" * 60)
+    sizes: dict[str, Any] = {"rank": 2} if name in ("int8 with DoRA", "all on the host") else {}
+    paths = {"model": str(tiny_model_dir), "data": str(tmp_path / "data.txt"), "packing": "contiguous"}
+    config = FinetuneConfig(**paths, seq_len=16, batch_size=4, **sizes, **RUNS[name])
+    found = needs(config)
+    ours = Finetune(config, tmp_path / "run").memory().ours
+    # As users compile them both are equal to 0.1 %; of the tests' unoptimised programs the trainer's has more copies.
+    assert found.device_bytes == pytest.approx(ours.device_bytes, rel=0.15)
+    for name, role in {"base": "frozen", "adapters": "trainable", "optimizer": "optimizer", "batch": "batch"}.items():
+        if not config.full:
+            assert found.by_part[name] == ours.by_role[role], name
+    assert sum(found.by_part.values()) == pytest.approx(found.device_bytes, rel=0.01)
+
+
+def _counted(config: FinetuneConfig, target: Any = None) -> Needs:
+    """A run of plain numbers: 1,000 bytes of base, and 2 for each token."""
+    words = config.offload or ()
+    base = 1000 if not (config.quantize or "parameters" in words) else 250
+    optimizer = 0 if "optimizer" in words else 40
+    tokens = config.seq_len * config.batch_size // config.num_microbatches
+    rest = 2 * tokens * (1 if config.remat else 4) // (2 if "activations" in words else 1)
+    parts = {"base": base, "adapters": 20, "optimizer": optimizer, "batch": 8, "activations and gradients": rest}
+    return Needs(device_bytes=sum(parts.values()), by_part=parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "budget", "said"),
+    [
+        ({}, 2400, ["--num-microbatches 8 (about ", "--offload activations", "--batch-size 5 (", "--seq-len 64 ("]),
+        ({}, 3000, ["--batch-size 7 (about 2.79 KiB)", "--seq-len 96 (about 2.54 KiB)"]),
+        ({"remat": False}, 4000, ["enough is --remat (about 3.04 KiB)"]),
+        ({}, 2600, ["enough is --quantize nf4 (about 2.31 KiB)"]),
+        ({"seq_len": 4096}, 400, ["enough is --batch-size 1 --seq-len 32 --quantize nf4 (about 382 B)"]),
+        ({}, 100, ["none of these is enough: --offload optimizer (about 3.00 KiB), --quantize nf4"]),
+        ({"full": True}, 1000, ["take a smaller model, or a device"]),
+    ],
+)
+def test_what_is_refused_says_what_the_bytes_are_for_and_what_would_be_enough(
+    settings: dict[str, Any], budget: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_budget, "needs", _counted)
+    with pytest.raises(OutOfMemoryError) as caught:
+        within(FinetuneConfig(**settings), budget)
+    text = str(caught.value)
+    assert all(each in text for each in ("more than the budget", "base 1000 B, adapters 20 B, optimizer 40 B")), text
+    assert all(each in text for each in said), text
+
+
+def test_what_fits_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_budget, "needs", _counted)
+    line = within(FinetuneConfig(batch_size=1), 2648)
+    assert line == (
+        "50% of the budget of 2.59 KiB: about 1.29 KiB: base 1000 B, adapters 20 B, optimizer 40 B, batch 8 B, "
+        "activations and gradients 256 B"
+    )
+
+
+def test_the_command_refuses_from_config_json_alone(tiny_model_dir: str, tmp_path: Path, capfd: Any) -> None:
+    (tmp_path / "model").mkdir()
+    shutil.copy(Path(tiny_model_dir) / "config.json", tmp_path / "model")
+    args = ["finetune", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"), "--seq-len", "8"]
+    args += ["--batch-size", "1", "--rank", "2", "--quantize", "int8"]
+    for budget, status, said in (
+        ("3 parsecs", 2, "'3 parsecs' is not a size"),
+        ("1 KB", 2, "this run needs about "),
+        ("1 GiB", 2, "tokenizer.json"),  # it fits, so the rest of the model is looked for
+    ):
+        assert main([*args, "--budget", budget]) == status
+        printed, errors = capfd.readouterr()
+        assert said in errors
+        assert ("of the budget of 1.00 GiB: about " in printed) == (budget == "1 GiB")
+    assert not (tmp_path / "run").exists()
