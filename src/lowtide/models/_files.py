@@ -23,7 +23,6 @@ from ..core import (
     ConfigError,
     ModelFileError,
     OutputError,
-    Tree,
     Where,
     input_file,
     leaves_with_paths,
