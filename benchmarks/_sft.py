@@ -19,6 +19,7 @@ import numpy as np
 
 RANK, ALPHA, LEARNING_RATE, WEIGHT_DECAY = 16, 32.0, 1e-4, 0.01
 IGNORED = -100
+METHODS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"dora": True}, "rslora": {"rslora": True}}
 
 Rows = dict[str, np.ndarray]
 Step = Callable[[], Any]
@@ -72,6 +73,11 @@ def facts(rows: Rows) -> dict[str, Any]:
     }
 
 
+def adapter_of(method: str) -> str:
+    """The folder of a method's adapter."""
+    return f"adapter-{'lora' if method == 'qlora' else method}"
+
+
 # --- this library --------------------------------------------------------------------------------------------------
 
 
@@ -86,13 +92,19 @@ def write_model(config: Any, folder: Path, dtype: str) -> None:
     make = functools.partial(lt.models.init, config, dtype=dtype, compute_dtype=dtype)
     model = jax.jit(make)(key=jax.random.key(0))
     lt.models.save(model, folder)
-    adapters = lt.lora.Config(rank=RANK, alpha=ALPHA, targets="layers/**/*_proj")
-    adapted = lt.lora.add(model, adapters, key=jax.random.key(1))
-    lt.lora.save(adapted, folder / "adapter", base_model_name_or_path=str(folder))
+    for method, more in METHODS.items():
+        adapters = lt.lora.Config(rank=RANK, alpha=ALPHA, targets="layers/**/*_proj", **more)
+        adapted = lt.lora.add(model, adapters, key=jax.random.key(1))
+        lt.lora.save(adapted, folder / f"adapter-{method}", base_model_name_or_path=str(folder))
 
 
-def our_step(folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Callable[..., Any]) -> tuple[Step, dict]:
-    """A function that takes one step and returns its loss, and what is trained; `compiled` compiles."""
+def our_step(
+    folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Callable[..., Any], method: str = "lora"
+) -> tuple[Step, dict]:
+    """A function that takes one step and returns its loss, and what is trained; `compiled` compiles.
+
+    `method` is one of `METHODS`, or ``qlora`` for LoRA on projections in nf4.
+    """
     import jax
     import optax
 
@@ -102,7 +114,9 @@ def our_step(folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Cal
     labels = np.concatenate([labels[:, 1:], np.full((len(labels), 1), IGNORED, np.int32)], 1)
     batch = {name: rows[name] for name in ("tokens", "segment_ids", "positions")} | {"labels": labels}
     batch = jax.device_put(batch, jax.devices()[0])
-    model = lt.lora.load(lt.models.load(folder, compute_dtype=dtype), folder / "adapter")
+    base = lt.models.load(folder, compute_dtype=dtype, quantize="nf4" if method == "qlora" else None)
+    model = lt.lora.load(base, folder / adapter_of(method))
+    del base
     trainable, frozen = lt.partition(model, "**/lora_*")
     del model
     tx = optax.adamw(LEARNING_RATE, b1=0.9, b2=0.999, eps=1e-8, weight_decay=WEIGHT_DECAY)
@@ -134,9 +148,9 @@ def our_step(folder: Path, rows: Rows, *, remat: bool, dtype: str, compiled: Cal
 
 
 def their_step(
-    folder: Path, rows: Rows, *, remat: bool, dtype: str, device: str, options: dict[str, Any]
+    folder: Path, rows: Rows, *, remat: bool, dtype: str, device: str, options: dict[str, Any], method: str = "lora"
 ) -> tuple[Step, dict[str, Any]]:
-    """The same in PyTorch; `options` go to ``from_pretrained``."""
+    """The same in PyTorch, ``qlora`` by bitsandbytes; `options` go to ``from_pretrained``."""
     import torch
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
@@ -144,6 +158,14 @@ def their_step(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    if method == "qlora":
+        from transformers import BitsAndBytesConfig
+
+        four_bits: dict[str, Any] = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+        compute = getattr(torch, dtype)
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_compute_dtype=compute, **four_bits
+        )
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options).to(device)
     sizes = {
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -153,12 +175,12 @@ def their_step(
     model.config.use_cache = False
     if remat:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    config = LoraConfig.from_pretrained(folder / "adapter")
+    config = LoraConfig.from_pretrained(folder / adapter_of(method))
     config.inference_mode = False
     model = get_peft_model(model, config)
     # PEFT 0.21.2 does not load an adapter of a mixture with Transformers 5.0.0 (it passes `loading_info`).
-    factors = load_file(folder / "adapter" / "adapter_model.safetensors")
-    named = {f"{name.removesuffix('.weight')}.default.weight": value for name, value in factors.items()}
+    factors = load_file(folder / adapter_of(method) / "adapter_model.safetensors")
+    named = {_name(name): value for name, value in factors.items()}
     if unknown := model.load_state_dict(named, strict=False).unexpected_keys:
         raise ValueError(f"PEFT has no {unknown}")
     model.train()
@@ -181,3 +203,11 @@ def their_step(
         return loss.detach()
 
     return one, sizes
+
+
+def _name(name: str) -> str:
+    """The parameter of a PEFT model that a tensor of a file is."""
+    vector = "lora_magnitude_vector"
+    if name.endswith(vector):
+        return f"{name}.default.weight"
+    return f"{name.removesuffix('.weight')}.default.weight"

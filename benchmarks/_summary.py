@@ -20,6 +20,7 @@ LONG = "64k"
 SHAPES = [f"{model}-{rows}x2048-{kind}" for model in ("1b", "8b") for rows in (4, 16) for kind in ("remat", "plain")]
 """Of the LoRA steps that are listed, measured or not."""
 PACKED = ("8b-4x2048-remat", "moe-4x2048-remat")
+OTHERS = [f"{model}-4x2048-remat" for model in ("1.7b-qlora", "1.7b-dora", "1.7b-rslora", "8b-qlora", "8b-dora")]
 """Of the fine-tuning steps on packed rows."""
 LEAST_PROGRAMS = 14
 LOSS_TOLERANCE = 0.05
@@ -105,9 +106,9 @@ def lora(result: Result) -> list[Line]:
     return _beside(result, "LoRA", SHAPES)
 
 
-def sft(result: Result) -> list[Line]:
+def sft(result: Result, shapes: Sequence[str] = PACKED) -> list[Line]:
     """Packed rows beside PEFT."""
-    return _beside(result, "SFT", PACKED)
+    return _beside(result, "SFT", shapes)
 
 
 def generate(result: Result) -> list[Line]:
@@ -308,6 +309,7 @@ PARTS: dict[str, tuple[Callable[[Result], list[Line]], str]] = {
     "peak": (peak, "measured_peak.py"),
     "lora": (lora, "lora_peft.py"),
     "sft": (sft, "sft_peft.py"),
+    "qlora": (lambda result: sft(result, OTHERS), "qlora_peft.py"),
     "generate": (generate, "generate_time.py"),
     "offload": (offload, "offload_time.py"),
     "layerwise": (layerwise, "layerwise_time.py"),

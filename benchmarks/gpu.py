@@ -68,6 +68,7 @@ PARTS = (
     Part("peak", "measured_peak.py", "compiled against measured peak of many programs", 5),
     Part("lora", "lora_peft.py", "LoRA on 1B and 8B shapes beside PEFT: tokens a second and peak", 12),
     Part("sft", "sft_peft.py", "packed rows on Qwen3's shapes, dense and a mixture, beside PEFT", 10),
+    Part("qlora", "qlora_peft.py", "QLoRA, DoRA and rsLoRA on Qwen3's shapes beside PEFT with bitsandbytes", 12),
     Part("generate", "generate_time.py", "answers of Qwen3's shapes, dense and a mixture, beside transformers", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
     Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),

@@ -6,7 +6,8 @@ A directory of random bfloat16 weights in shards is written to a temporary folde
 end. Each operation runs in a process of its own on the CPU: placed arrays are host memory there, too. `extra` is the
 peak of anonymous memory (`RssAnon`, read every 5 ms) less that before the operation, less the arrays that it returns.
 Pages of files, which the system caches, are not anonymous. The state of a checkpoint is the model's weights: one that
-trains all of them has as many bytes in leaves of the same sizes two or three times.
+trains all of them has as many bytes in leaves of the same sizes two or three times. `load nf4` reads a directory of the
+same sizes as bitsandbytes writes it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -32,13 +34,15 @@ import numpy as np
 from _common import MIB, ROOT, header, write
 from rich.console import Console
 from rich.table import Table
+from safetensors.numpy import save_file
 
 import lowtide as lt
-from lowtide.core import map_with_paths
+from lowtide.core import map_with_paths, tree_bytes
 from lowtide.models import host_bytes
+from lowtide.quant import dynamic_map, format_named
 from lowtide.train import Checkpoints, checkpoint_bytes
 
-OPERATIONS = ("load", "save", "checkpoint", "restore")
+OPERATIONS = ("load", "save", "checkpoint", "restore", "load nf4")
 
 
 def anonymous() -> int:
@@ -97,28 +101,56 @@ def random_model(shapes: Any) -> Any:
     return map_with_paths(leaf, shapes)
 
 
+def write_quantized(folder: Path) -> None:
+    """Write projections of random nf4 codes with scales of scales, and the rest as zeros."""
+    random, tensors = np.random.default_rng(0), dict[str, np.ndarray]()
+    dense = lt.models.stored_weights(folder / "model")
+    for name, (_, shape, _) in dense.items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = np.zeros(shape, np.float16)
+            continue
+        number = math.prod(shape) // 64
+        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": shape, "nested_blocksize": 256}
+        text = json.dumps({**state, "nested_dtype": "float32", "nested_offset": 0.05}).encode()
+        tensors |= {
+            name: random.integers(0, 256, (32 * number, 1), np.uint8),
+            f"{name}.absmax": random.integers(0, 256, number, np.uint8),
+            f"{name}.quant_map": np.asarray(format_named("nf4").table, np.float32),
+            f"{name}.nested_absmax": np.full(-(-number // 256), 0.01, np.float32),
+            f"{name}.nested_quant_map": dynamic_map(),
+            f"{name}.quant_state.bitsandbytes__nf4": np.frombuffer(text, np.uint8),
+        }
+    (folder / "nf4").mkdir()
+    save_file(tensors, folder / "nf4" / "model.safetensors")
+    raw = json.loads((folder / "model" / "config.json").read_text())
+    scheme = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "nf4" / "config.json").write_text(json.dumps({**raw, "quantization_config": scheme}))
+
+
 def measure(operation: str, folder: Path, gigabytes: float) -> dict[str, Any]:
     """Do one operation in this process."""
     model: Any = shapes_of(gigabytes)
     if operation in ("save", "checkpoint"):
         model = jax.tree.map(lambda leaf: jax.block_until_ready(jnp.array(leaf)), random_model(model))
     with Peak() as peak:
-        if operation == "load":
-            model = lt.models.load(folder / "model")
+        if operation.startswith("load"):
+            model = lt.models.load(folder / ("nf4" if operation == "load nf4" else "model"))
         elif operation == "save":
             lt.models.save(model, folder / "saved", max_shard_bytes=2 * 10**9)
         else:
             model = _checkpoint(operation, folder, model)
         jax.block_until_ready(model)
     arrays = jax.tree.leaves(model)
-    size = sum(leaf.nbytes for leaf in arrays)
+    size = tree_bytes(model)
     files, copies = host_bytes(model), checkpoint_bytes({"model": model})
-    predicted = dict(zip(OPERATIONS, (files.loading, files.saving, copies.saving, copies.restoring), strict=True))
+    predicted = dict(
+        zip(OPERATIONS, (files.loading, files.saving, copies.saving, copies.restoring, files.loading), strict=True)
+    )
     return {
         "operation": operation,
         "bytes": size,
         "largest_leaf_bytes": max(leaf.nbytes for leaf in arrays),
-        "extra_bytes": peak.extra - (size if operation in ("load", "restore") else 0),
+        "extra_bytes": peak.extra - (0 if operation in ("save", "checkpoint") else size),
         "predicted_bytes": predicted[operation],
         "seconds": peak.seconds,
     }
@@ -145,7 +177,8 @@ def main() -> None:
     parsed = parser.parse_args()
     if parsed.operation == "make":
         weights = random_model(shapes_of(parsed.gigabytes))
-        return lt.models.save(weights, parsed.folder / "model", max_shard_bytes=2 * 10**9)
+        lt.models.save(weights, parsed.folder / "model", max_shard_bytes=2 * 10**9)
+        return write_quantized(parsed.folder)
     if parsed.operation is not None:
         print(json.dumps(measure(parsed.operation, parsed.folder, parsed.gigabytes)))
         return None

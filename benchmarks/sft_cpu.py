@@ -1,12 +1,12 @@
 """Tokens per CPU second of a fine-tuning step on packed chats, beside `transformers` with `peft`, in pairs.
 
-    python benchmarks/sft_cpu.py [--model dense] [--model mixture] [--repeats 7]
+    python benchmarks/sft_cpu.py [--model dense] [--model mixture] [--model qlora] [--repeats 7]
 
-A dense decoder like Qwen3's and a mixture like Qwen3-MoE's, small, in float32, written once and read by both sides with
-the same adapters and the same packed rows (`_sft.py`). Each side is a process that waits for its turn: steps alternate,
-and a step's CPU seconds are those of its process, all threads together. transformers runs its SDPA attention, and of
-its ways to compute experts each in a process of its own; the figure is over the fastest. Losses of all steps are
-compared before anything is timed.
+A dense decoder like Qwen3's, a mixture like Qwen3-MoE's, and the dense one with its projections in nf4, which the other
+side quantises with bitsandbytes: small, in float32, written once and read by both sides with the same adapters and the
+same packed rows (`_sft.py`). Each side is a process that waits for its turn: steps alternate, and a step's CPU seconds
+are those of its process, all threads together. transformers runs its SDPA attention, and of its ways to compute experts
+each in a process of its own; the figure is over the fastest. Losses of all steps are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ SIZES: dict[str, Any] = {
     "qk_norm": "head",
 }
 EXPERTS = {"num_experts": 16, "num_experts_per_token": 4, "intermediate_size": 384}
-MODELS = ("dense", "mixture")
-PEERS = {"dense": ("peft",), "mixture": ("peft-grouped_mm", "peft-eager")}
+MODELS = ("dense", "mixture", "qlora")
+PEERS = {"dense": ("peft",), "mixture": ("peft-grouped_mm", "peft-eager"), "qlora": ("peft",)}
 QUIET = {
     "JAX_PLATFORMS": "cpu",
     "OMP_WAIT_POLICY": "PASSIVE",  # threads of PyTorch that wait would be counted as if they computed
@@ -52,7 +52,7 @@ def config_of(model: str) -> Any:
     """The decoder of this library."""
     import lowtide as lt
 
-    if model == "dense":
+    if model != "mixture":
         return lt.models.DecoderConfig(**SIZES, intermediate_size=1536, num_layers=4, family="qwen3")
     experts = lt.models.Experts(**EXPERTS)
     return lt.models.DecoderConfig(**SIZES, intermediate_size=1536, num_layers=3, family="qwen3_moe", experts=experts)
@@ -63,19 +63,21 @@ def config_of(model: str) -> Any:
 
 def worker(side: str, folder: Path, remat: bool) -> None:
     """Take a step for each line that comes; a line of JSON for each, after one of what is trained."""
-    rows = packed(VOCABULARY, ROWS, LENGTH)
+    rows, method = packed(VOCABULARY, ROWS, LENGTH), "qlora" if folder.name == "qlora" else "lora"
     if side == "lowtide":
         import jax
 
         def compiled(fn: Any, *args: Any, **options: Any) -> Any:
             return jax.jit(fn, **options).lower(*args).compile()
 
-        step, sizes = our_step(folder, rows, remat=remat, dtype="float32", compiled=compiled)
+        step, sizes = our_step(folder, rows, remat=remat, dtype="float32", compiled=compiled, method=method)
     else:
-        options = {"attn_implementation": "sdpa"}
+        options: dict[str, Any] = {"attn_implementation": "sdpa"}
         if "-" in side:
             options["experts_implementation"] = side.partition("-")[2]
-        step, sizes = their_step(folder, rows, remat=remat, dtype="float32", device="cpu", options=options)
+        step, sizes = their_step(
+            folder, rows, remat=remat, dtype="float32", device="cpu", options=options, method=method
+        )
     _say(sizes)
     for _ in sys.stdin:
         wall, begin = time.perf_counter(), time.process_time()
@@ -160,7 +162,7 @@ def measure(model: str, remat: bool, folder: Path, repeats: int) -> dict[str, An
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=MODELS, help="default: both")
+    parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
     parser.add_argument("--repeats", type=int, default=7, help="pairs")
     parser.add_argument("--write", choices=MODELS, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -204,7 +206,7 @@ def save(model: str, load: Any, rows: list[dict[str, Any]]) -> None:
     from _common import ROOT, header, write
 
     content = header(f"python benchmarks/sft_cpu.py --model {model}")
-    content["versions"] |= {name: metadata.version(name) for name in ("torch", "transformers", "peft")}
+    content["versions"] |= {name: metadata.version(name) for name in ("torch", "transformers", "peft", "bitsandbytes")}
     machine = {"label": "measured", "cores": os.cpu_count(), "cpu": _cpu(), "load_before": load, "warmup": WARMUP}
     sizes = {"dtype": "float32", "vocabulary": VOCABULARY}
     write(ROOT / "results" / f"sft_cpu-{model}.json", {**content, **machine, **sizes, "rows": rows})

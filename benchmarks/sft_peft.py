@@ -39,11 +39,14 @@ TOY |= {"num_heads": 4, "num_kv_heads": 2, "num_layers": 2}
 
 
 def config_of(model: str, rehearsal: bool) -> Any:
-    """Qwen/Qwen3-8B and Qwen/Qwen3-30B-A3B, config.json, the second with a third of its layers."""
+    """Qwen/Qwen3-1.7B, Qwen3-8B and Qwen3-30B-A3B, config.json, the last with a third of its layers."""
     import lowtide as lt
 
-    if model == "8b":
+    if model != "moe":
         sizes = {**SIZES, "hidden_size": 4096, "intermediate_size": 12288, "num_layers": 36, "num_kv_heads": 8}
+        if model == "1.7b":
+            smaller = {"hidden_size": 2048, "intermediate_size": 6144, "num_layers": 28, "num_heads": 16}
+            sizes |= {**smaller, "tie_embeddings": True}
         return lt.models.DecoderConfig(**{**sizes, **(TOY if rehearsal else {})}, family="qwen3")
     count, width = (4, 32) if rehearsal else (128, 768)
     experts = lt.models.Experts(num_experts=count, num_experts_per_token=2 if rehearsal else 8, intermediate_size=width)
@@ -87,50 +90,54 @@ def files_of(model: str, rehearsal: bool) -> Path:
     """The files of a model; another process writes what is missing, with the GPU for itself."""
     folder = place(model, rehearsal)
     if not is_complete(folder):
-        words = [sys.executable, __file__, "--child", f"prepare-{model}", *["--rehearse"] * rehearsal]
-        with tempfile.TemporaryDirectory() as text:
-            check_child(f"writing the weights of {model}", [*words, "--rows", text])
+        words = [sys.executable, "-c", f"import sft_peft; sft_peft.prepare({model!r}, {rehearsal})"]
+        check_child(f"writing the weights of {model}", words, cwd=Path(__file__).parent)
     return folder
 
 
-def _begin(side: str, model: str, rehearsal: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+def _begin(side: str, model: str, method: str, rehearsal: bool) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The files, the rows, and what was asked."""
     folder = files_of(model, rehearsal)
     vocab_size = json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     rows = packed(vocab_size, 2 if rehearsal else ROWS, 128 if rehearsal else LENGTH)
-    return folder, rows, {"side": side, "model": model, **facts(rows), "remat": True, "base_dtype": "bfloat16"}
+    return (
+        folder,
+        rows,
+        {"side": side, "model": model, "method": method, **facts(rows), "remat": True, "base_dtype": "bfloat16"},
+    )
 
 
 # --- sides ---------------------------------------------------------------------------------------------------------
 
 
-def run_lowtide(model: str, rehearsal: bool) -> dict[str, Any]:
+def run_lowtide(model: str, rehearsal: bool, *, method: str = "lora") -> dict[str, Any]:
     """One row of this library."""
-    folder, rows, row = _begin("lowtide", model, rehearsal)
+    folder, rows, row = _begin("lowtide", model, method, rehearsal)
     from _decoders import compiled, memory_may_run_out
 
     with memory_may_run_out(row):
         compile_it = functools.partial(compiled, row)
-        one, sizes = our_step(folder, rows, remat=True, dtype="bfloat16", compiled=compile_it)
+        one, sizes = our_step(folder, rows, remat=True, dtype="bfloat16", compiled=compile_it, method=method)
         row |= sizes
         row["losses"] = [float(one()) for _ in range(LOSSES)]
         figures(row, timed(one, warmup=WARMUP, repeats=2 if rehearsal else REPEATS))
-        (folder / "losses.json").write_text(json.dumps(row["losses"]), encoding="utf-8")
+        (folder / f"losses-{method}.json").write_text(json.dumps(row["losses"]), encoding="utf-8")
     return {**row, "peak_bytes": peak_bytes()}
 
 
-def run_peft(model: str, rehearsal: bool) -> dict[str, Any]:
+def run_peft(model: str, rehearsal: bool, *, method: str = "lora") -> dict[str, Any]:
     """One row of PyTorch."""
-    folder, rows, row = _begin("peft", model, rehearsal)
+    folder, rows, row = _begin("peft", model, method, rehearsal)
     import torch
 
     device = device_of(torch, rehearsal)
     torch.set_float32_matmul_precision("high")
-    options = {"attn_implementation": "sdpa"}
+    options: dict[str, Any] = {"attn_implementation": "sdpa"}
     if model == "moe":
         options["experts_implementation"] = "grouped_mm"
     try:
-        one, sizes = their_step(folder, rows, remat=True, dtype="bfloat16", device=device, options=options)
+        how = {"dtype": "bfloat16", "device": device, "options": options, "method": method}
+        one, sizes = their_step(folder, rows, remat=True, **how)
         row |= sizes
         row["losses"] = [float(one()) for _ in range(LOSSES)]
         figures(row, _timed_on(torch, device, one, 2 if rehearsal else REPEATS))
@@ -161,7 +168,7 @@ def _timed_on(torch: Any, device: str, one: Callable[[], Any], repeats: int) -> 
 
 def _against_ours(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     """The largest difference of losses from this library's, where its case has run on this machine."""
-    path = folder / "losses.json"
+    path = folder / f"losses-{row['method']}.json"
     if not path.is_file():
         return {"loss_difference": None}
     ours = json.loads(path.read_text(encoding="utf-8"))

@@ -48,7 +48,19 @@ def parsed(path: Path) -> ast.Module:
 ALL_FILES = python_files("src", "tests", "benchmarks", "scripts")
 SRC_FILES = python_files("src")
 INITS = [path for path in SRC_FILES if path.name == "__init__.py"]
-INTERNAL = ("hlo", "jaxprs", "report", "targets", "distributed", "advice", "layerwise", "schedules", "split", "program")
+INTERNAL = (
+    "hlo",
+    "jaxprs",
+    "report",
+    "targets",
+    "distributed",
+    "advice",
+    "layerwise",
+    "schedules",
+    "split",
+    "program",
+    "packed",
+)
 """Folders whose names are Lowtide's own: what of them is public stands in another room, too."""
 
 

@@ -105,7 +105,7 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jnp.sum(jnp.sin(x @ w)))(w["w"], x),
     "custom_jvp": lambda w, x: jnp.sum(squared(x @ w["w"])),
     "a gradient inside": lambda w, x: jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(x @ w["w"])))(x) ** 2),
-    "lowtide.linear": lambda w, x: jnp.sum(jnp.sin(lt.core.linear(x, w["w"].T))),
+    "lowtide.core.linear": lambda w, x: jnp.sum(jnp.sin(lt.core.linear(x, w["w"].T))),
 }
 
 

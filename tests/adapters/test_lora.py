@@ -190,7 +190,7 @@ class TestTree:
     def test_the_node_holds_anything(self, leaf):
         node = lora.LoRAWeight(leaf, leaf, leaf, alpha=1.0)
         leaves, treedef = jax.tree.flatten(node, is_leaf=lambda x: x is None)
-        assert leaves[:3] == [leaf] * 3 and leaves[3:] == [None] * 3
+        assert leaves[:3] == [leaf] * 3 and leaves[3:] == [None] * 5
         assert treedef.unflatten(leaves) == node
 
     def test_base_weights_are_not_copied(self):

@@ -358,8 +358,8 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("option", "value"),
         [
-            ("bias", "all"), ("fan_in_fan_out", True), ("modules_to_save", ["lm_head"]),
-            ("peft_type", "LOHA"), ("lora_bias", True), ("init_lora_weights", "pissa"),
+            ("bias", "some"), ("fan_in_fan_out", True),
+            ("peft_type", "LOHA"), ("lora_bias", True), ("init_lora_weights", "pissa_niter_4"),
             ("layer_replication", [[0, 2]]), ("an_option_of_the_future", True),
         ],
     )  # fmt: skip

@@ -211,7 +211,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("options", "match"),
         [
-            ({"init": "pissa"}, "init: 'pissa' is unknown"),
+            ({"init": "eva"}, "init: 'eva' is unknown"),
             ({"rank_pattern": {"w": 0}}, r"rank_pattern\['w'\]: 0 is no rank"),
             ({"alpha_pattern": {"w": -1}}, r"alpha_pattern\['w'\]: -1 cannot scale"),
             ({"layers": []}, "names no layers"),

@@ -141,7 +141,7 @@ REFUSED: dict[str, Callable[[], Built]] = {
 def test_what_else_is_done_to_an_adapted_weight_is_said(name: str) -> None:
     model, targets, run = REFUSED[name]()
     adapted = lt.lora.add(model, lt.lora.Config(rank=2, targets=targets), key=KEY)
-    said = r"(?s)a LoRAWeight stands now, at .*lowtide.linear\(x, weight\).*hint: .*narrow the targets"
+    said = r"(?s)a LoRAWeight stands now, at .*lowtide.core.linear\(x, weight\).*hint: .*narrow the targets"
     with pytest.raises(StructureError, match=said):
         lt.value_and_grad(lambda model: jnp.sum(run(model)), "**/lora_*")(adapted)
     trainer = lt.Trainer(adapted, lambda model, _: jnp.sum(run(model)), optax.sgd(0.1), wrt="**/lora_*")

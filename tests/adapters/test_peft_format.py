@@ -209,9 +209,7 @@ class TestWeReadPefts:
     @pytest.mark.parametrize(
         ("named", "value"),
         [
-            ("bias", "lora_only"),
-            ("modules_to_save", ["lm_head"]),
-            ("init_lora_weights", "pissa"),
+            ("init_lora_weights", "pissa_niter_4"),
         ],
     )
     def test_what_it_cannot_read_is_refused_by_name(self, base, hf, tmp_path, named, value):

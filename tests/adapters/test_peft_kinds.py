@@ -76,12 +76,17 @@ def ours_logits(model: models.Decoder) -> np.ndarray:
 
 
 def trained(family: str, kind: str, folder: Path) -> Any:
+    """An adapter of a kind that PEFT trained for a few steps."""
+    return trained_with(family, options(kind), folder)
+
+
+def trained_with(family: str, config: Any, folder: Path) -> Any:
     """An adapter that PEFT trained for a few steps."""
     import torch
     from peft import get_peft_model
 
     torch.manual_seed(0)
-    model = get_peft_model(their_base(family, folder), options(kind)).train()
+    model = get_peft_model(their_base(family, folder), config).train()
     found = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(found, 0.05)
     for _ in range(3):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,9 @@ def evaluate(tiny_model_dir, tmp_path, capfd):
     """Run the command; returns the exit status, the results, and what was said."""
     (tmp_path / "data.txt").write_text(TEXT)
 
-    def run(*flags, data=tmp_path / "data.txt"):
+    def run(*flags, data=tmp_path / "data.txt", model=tiny_model_dir):
         out = tmp_path / "results.json"
-        named = ["--model", tiny_model_dir, "--data", str(data), "--json", str(out)]
+        named = ["--model", str(model), "--data", str(data), "--json", str(out)]
         status = main(["evaluate", *named, *map(str, flags)])
         return status, json.loads(out.read_text()) if status == 0 else None, "".join(capfd.readouterr())
 
@@ -76,6 +77,11 @@ def test_of_records_completions_count(evaluate, tiny_model_dir, tmp_path, monkey
     (row,) = found["results"]
     assert row["num_tokens"] == len(losses)
     assert row["loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    with open(tmp_path / "r.jsonl", "a") as file:
+        file.write('\n{"prompt": "x", "completion": " "}')
+    status, found, said = evaluate("--seq-len", 4, "--loss-on", "all", data=tmp_path / "r.jsonl")
+    assert "left out: 1 blank" in said and "records are longer than 4 tokens" in said
+    assert found["results"][0]["num_tokens"] > row["num_tokens"]
 
 
 def test_a_template_and_columns_are_those_of_the_run(evaluate, tiny_model_dir, tmp_path, monkeypatch):
@@ -99,6 +105,17 @@ def test_what_routers_are_trained_by_is_no_part_of_it():
     model = models.init(models.DecoderConfig(**sizes, **heads, experts=experts), key=jax.random.key(0))
     stream = np.arange(30, dtype=np.int32)
     assert text_loss(model, stream, seq_len=8, batch_size=2).loss == pytest.approx(_wanted(model, stream, 8), abs=1e-6)
+
+
+def test_a_loss_that_is_not_finite_is_an_error_and_null_in_json(evaluate, tiny_model_dir, tmp_path):
+    model = models.load(tiny_model_dir)
+    model.outer["norm"]["weight"] = model.outer["norm"]["weight"].at[0].set(jnp.nan)
+    shutil.copytree(tiny_model_dir, tmp_path / "spoilt")
+    models.save(model, tmp_path / "spoilt")
+    status, _, said = evaluate(model=tmp_path / "spoilt")
+    assert status == 2 and "the loss of the model is not finite" in said
+    (row,) = json.loads((tmp_path / "results.json").read_text())["results"]
+    assert row["loss"] is None and row["perplexity"] is None and row["num_tokens"] > 0
 
 
 def test_bad_input(evaluate, tmp_path):

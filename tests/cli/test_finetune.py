@@ -116,8 +116,12 @@ def test_offloaded_bytes_are_in_the_plan_and_in_the_table(finetune, tmp_path):
 @pytest.mark.slow  # the jobs' tests train whole models
 def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir):
     config = _config(tmp_path, learning_rate=1e-2, sample_tokens=8)
+    shutil.copytree(tiny_model_dir, tmp_path / "base")
+    sizes = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**sizes, "pad_token_id": 3}))
+    (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
     flags = ("--full", "--batch-size", "4", "--seq-len", "8", "--steps", "20", "--config", config)
-    status, printed, said = finetune(*flags)
+    status, printed, said = finetune(*flags, model=tmp_path / "base")
     assert status == 0, said
     for expected in (
         "all parameters",
@@ -135,9 +139,11 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
     assert (
         models.load_tokenizer(out / "model").get_vocab_size() == models.load_tokenizer(tiny_model_dir).get_vocab_size()
     )
+    assert (out / "model" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert json.loads((out / "model" / "config.json").read_text()) == {**sizes, "pad_token_id": 3}
     # To resume a finished run changes nothing.
     before = _records(out), (out / "model" / "model.safetensors").read_bytes()
-    status, printed, _ = finetune("--resume", "--compare")
+    status, printed, _ = finetune("--resume", "--compare", model=tmp_path / "base")
     assert status == 0 and "AdamW + remat" in printed
     assert (_records(out), (out / "model" / "model.safetensors").read_bytes()) == before
 
@@ -368,7 +374,14 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
     sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     kind = type(field.default) if field.default is not None else None
     words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
-    words |= {"method": "vera", "quantize": "nf4"}
+    words |= {
+        "method": "vera",
+        "quantize": "nf4",
+        "quantize_embeddings": "int8",
+        "modules_to_save": "outer/{norm,embed}",
+        "bias": "all",
+    }
+    words |= {"lora_init": "pissa"}
     words |= {"schedule": "linear", "num_epochs": "0.5", "warmup_ratio": "0.5", "track": "wandb,trackio"}
     needs = {
         "clip_mode": {"full": True},

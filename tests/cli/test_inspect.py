@@ -66,6 +66,20 @@ def test_a_model_and_what_it_lacks(inspect, model_dir, capfd):
     assert "tokenizer.json" in inspect(model_dir)[1]["problems"][1]
 
 
+def test_what_loading_refuses_is_a_problem(inspect, model_dir):
+    raw = json.loads((model_dir / "config.json").read_text())
+    tokenizer = (model_dir / "tokenizer.json").read_text()
+    (model_dir / "tokenizer.json").write_text('{"model": {}}')
+    assert "tokenizer.json" in inspect(model_dir)[1]["problems"][0]
+    (model_dir / "tokenizer.json").write_text(tokenizer)
+    (model_dir / "config.json").write_text(json.dumps({**raw, "vocab_size": 3}))
+    assert "3 embeddings" in inspect(model_dir)[1]["problems"][-1]
+    (model_dir / "config.json").write_text(json.dumps(raw))
+    models.save(models.load(model_dir), model_dir, max_shard_bytes=2**13)
+    (model_dir / "model.safetensors.index.json").rename(model_dir / "index.json")
+    assert "without which shards are not read" in inspect(model_dir)[1]["problems"][0]
+
+
 def test_a_configuration_alone_has_exact_parameters(inspect, tmp_path, model_dir):
     whole = inspect(model_dir)[1]["facts"]["parameters"]
     shutil.copy(model_dir / "config.json", tmp_path)
@@ -134,6 +148,7 @@ def test_damaged_files_are_errors(inspect, model_dir, tmp_path):
         "no such file or folder": tmp_path / "none",
         "nothing that can be inspected": tmp_path / "empty",
         "the path is empty": "",
+        "no file that can be inspected": model_dir / "config.json",
     }
     (tmp_path / "empty").mkdir()
     for message, path in cases.items():

@@ -53,6 +53,9 @@ def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, a
     shutil.copytree(tiny_model_dir, model)
     (model / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (model / "chat_template.jinja").write_text("{{ messages }}")
+    config = json.loads((model / "config.json").read_text())
+    more = {"pad_token_id": 3, "initializer_range": 0.01, "rope_parameters": {"rope_theta": 10000.0}}
+    (model / "config.json").write_text(json.dumps({**config, **more}))
     (model / "secret.txt").write_text("not of the model")
     out = tmp_path / "out"
     out.mkdir()  # an empty folder is as good as none
@@ -67,9 +70,12 @@ def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, a
     rest = {"config.json", "README.md", "model.safetensors.index.json"}
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     assert {path.name for path in out.iterdir()} == {*shards, *rest, *copied}
+    written = json.loads((out / "config.json").read_text())
+    assert written == {**config, "pad_token_id": 3, "initializer_range": 0.01}
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and 'base_model: "model"' in card
     assert '"r"' not in card and "`r`: `2`" in card and str(tmp_path) not in card
+    assert 'AutoTokenizer.from_pretrained("out")' in card
     assert not list(tmp_path.glob(".out*"))
 
 

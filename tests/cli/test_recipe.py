@@ -67,6 +67,7 @@ def test_a_run_stops_early_and_writes_the_best(finetune: Any, tmp_path: Path, mo
     flags += " --warmup-steps 0"
     status, printed = finetune(*flags.split())
     assert status == 0 and "What is written is step 2" in printed, printed
+    assert "Stopped early, at step 6 of 20" in printed and "→ 3.0000 nats" in printed
     assert max(record["step"] for record in records(tmp_path)) == 6
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()}
     assert 2 in kept and 6 in kept

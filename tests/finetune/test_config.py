@@ -43,7 +43,11 @@ def test_toml_round_trips(tmp_path):
         ({"full": True, "rank": 16}, r"rank is a setting of adapters(.|\n)*hint: leave out rank, or full"),
         ({"quantize": "nf5"}, r"quantize is out of range(.|\n)*nf4, int4, mxfp4, int8, fp8"),
         ({"quantize": "int8", "full": True}, r"quantize is a setting of adapters"),
-        ({"quantize": "nf4", "offload": ["parameters"]}, r"contradict each other(.|\n)*hint: in 4 bits"),
+        ({"quantize": "nf4", "offload": ["parameters"]}, r"contradict each other(.|\n)*hint: 4 bits"),
+        (
+            {"quantize_embeddings": "int4", "offload": ["parameters"]},
+            r"quantize_embeddings = int4 and offload",
+        ),
         ({"full": True, "targets": ["a"], "alpha": 1.0}, r"alpha is a setting(.|\n)*hint: leave out alpha, targets"),
         (
             {"full": True, "param_dtype": "bfloat16"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "jax")
@@ -155,3 +156,39 @@ def test_a_layer_of_nnx_gets_no_finding() -> None:
         return jnp.mean(nnx.merge(graph, trained, fixed)(x) ** 2)
 
     assert found(loss, trained, fixed, X) == {}
+
+
+def layers_of_codes(thin: Any, base: Any, x: Any, *, kept: bool) -> Any:
+    def dequantised(h: Any, codes: Any, scales: Any) -> Any:
+        low, high = (codes & 15).astype(jnp.int8), (codes >> 4).astype(jnp.int8)
+        weight = (jnp.stack([low, high], axis=-1).reshape(512, 512) - 8).astype(jnp.float32) * scales[:, None]
+        return h @ weight.T
+
+    product = dequantised if kept else jax.checkpoint(dequantised)
+
+    def layer(h: Any, one: Any) -> Any:
+        thin, (codes, scales) = one
+        return jnp.tanh(product(h, codes, scales) + (h @ thin["a"].T) @ thin["b"].T), None
+
+    return jnp.mean(jax.lax.scan(layer, x, (thin, base))[0])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_dequantised_weight_that_waits_for_the_backward_pass(kept: bool) -> None:
+    codes = shape(4, 512, 256, dtype=jnp.uint8)
+    step = step_of(partial(layers_of_codes, kept=kept))
+    findings = lint(step, STACKED, (codes, shape(4, 512)), X, donate_argnums=0, target="cpu")
+    kept_bytes = {f.path: f.num_bytes for f in findings if f.rule == "dequantized-residual"}
+    assert kept_bytes == ({"1/0": 4 * 512 * 512 * 4} if kept else {})
+
+
+def test_quantised_weights_and_ids_of_rows_leave_no_residual() -> None:
+    model = lt.quantize({"w": jnp.ones((512, 512)), "v": jnp.ones((512, 512))}, "*", "int8")
+
+    def loss(scale: Any, base: Any, x: Any) -> Any:
+        frozen, table, ids = base
+        h = jnp.tanh(lt.core.linear(x, frozen["w"]) * scale + table[ids])
+        return jnp.mean(lt.core.linear(h, frozen["v"]) ** 2)
+
+    base = (model, shape(64, 512), shape(64, dtype=jnp.int32))
+    assert [f.rule for f in lint(step_of(loss), shape(512), base, X, donate_argnums=0, target="cpu", min_bytes=0)] == []

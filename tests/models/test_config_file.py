@@ -69,7 +69,7 @@ def test_damaged_configurations_are_refused_by_lowtide_or_can_be_computed() -> N
         ("mixtral", {"router_jitter_noise": 0.1}, "'router_jitter_noise'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, "'mlp_only_layers'"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "'decoder_sparse_step'"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "gptq"}}, "the checkpoint is quantised by 'gptq'"),
         ("qwen3 yarn", {"rope_scaling": {**FILES["qwen3 yarn"]["rope_scaling"], "mscale": 0.7}}, "'mscale'"),
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "beta_fast": 3.0}}, "'beta_fast'"),
         ("llama", {"model_type": "mistral"}, "unknown architecture 'mistral'"),

@@ -231,10 +231,9 @@ def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
     lt.models.save(model, tmp_path)
     read = lt.models.load(tmp_path, quantize="nf4")
     jax.tree.map(np.testing.assert_array_equal, read, lt.quantize(model, "layers/**/*_proj"))
-    hosted = lt.models.load(
-        tmp_path, quantize="int8", quantize_match=["layers/mlp/*_proj", "outer/embed"], host="layers/**"
-    )
-    wanted = lt.quantize(model, ["layers/mlp/*_proj", "outer/embed"], "int8")
+    formats = {"layers/mlp/*_proj": "int8", "outer/embed": "fp8", "outer/**": "int8"}
+    hosted = lt.models.load(tmp_path, quantize=formats, host="layers/**")
+    wanted = lt.quantize(lt.quantize(model, ["layers/mlp/*_proj", "outer/lm_head"], "int8"), "outer/embed", "fp8")
     jax.tree.map(np.testing.assert_array_equal, hosted, wanted)
     codes = hosted.layers["mlp"]["up_proj"]["weight"].codes
     assert codes.sharding.memory_kind == "pinned_host"
@@ -243,6 +242,6 @@ def test_a_model_is_quantised_while_it_is_read(tmp_path: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, divided, read)
     assert not divided.layers["mlp"]["up_proj"]["weight"].codes.sharding.is_fully_replicated
     with pytest.raises(SelectionError, match="matches nothing"):
-        lt.models.load(tmp_path, quantize="nf4", quantize_match="layers/nothing")
+        lt.models.load(tmp_path, quantize={"layers/nothing": "nf4"})
     with pytest.raises(ModelFileError, match="hint: make arrays of quantised weights with lt.dequantize"):
         lt.models.save(read, tmp_path / "again")

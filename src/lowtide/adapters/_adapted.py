@@ -1,6 +1,6 @@
 """Compute any function with weights that are no arrays: adapters, quantised bases.
 
-A node in the place of a weight multiplies itself (`core.LinearWeight`): through `lowtide.linear` or Python's ``@``.
+A node in the place of a weight multiplies itself (`core.LinearWeight`): through `core.linear` or Python's ``@``.
 Most programs do neither: Flax and Keras call `jax.lax.dot_general`, others `jnp.einsum`. So the function is traced with
 arrays in the nodes' place, and its program is computed again, operation by operation, with the nodes: a product with a
 weight is the node's own, what only moves a weight (a transposition, a cast, a slice of a stack, the constants of a
@@ -30,7 +30,7 @@ from ._uses import Probe, Use, noted
 def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function that multiplies by arrays take weights with adapters, or quantised ones, in their place.
 
-    Models that multiply through `lowtide.linear` or ``@`` need it not. All others do: those of Flax and Keras, and
+    Models that multiply through `lowtide.core.linear` or ``@`` need it not. All others do: those of Flax and Keras, and
     functions that call `jnp.einsum` or `jax.lax.dot_general`.
 
     Args:
@@ -63,6 +63,7 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fn)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(_as_array, (args, kwargs), is_leaf=_is_node)
         if not any(map(_is_node, jax.tree.leaves((args, kwargs), is_leaf=_is_node))):
             return fn(*args, **kwargs)
         traced = _Traced(fn, args, kwargs)
@@ -129,6 +130,11 @@ class _Traced:
         results = iter([value.node if isinstance(value, Weight) else value for value in values])
         tree, out = self._static
         return tree.unflatten([next(results) if leaf is None else leaf for leaf in out])
+
+
+def _as_array(leaf: Any) -> Any:
+    """Return the array that a node stands for which is a whole one, and trains."""
+    return leaf.folded() if hasattr(leaf, "lora_saved") else leaf
 
 
 def _is_node(leaf: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..finetune import FinetuneConfig, flag_of
 
+_GLOBS = ("targets", "modules_to_save")
 _METAVARS = {int: "N", float: "X", str: "NAME"}
 
 
@@ -36,7 +37,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         else:
             options["metavar"] = field.metadata.get("metavar", _METAVARS.get(kind, "N"))
             options |= {"type": kind} if kind is not tuple else {"type": _words, "action": "extend"}
-        if field.name == "targets":  # a glob may have commas, in braces: each is a flag of its own
+        if field.name in _GLOBS:  # a glob may have commas, in braces: each is a flag of its own
             options |= {"type": str, "action": "append"}
         group.add_argument(flag_of(field.name), **options)
 
@@ -45,8 +46,9 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings among the parsed flags that were given, as the TOML file would say them."""
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(FinetuneConfig)}
     values = {name: value for name, value in values.items() if value is not None}
-    if len(values.get("targets", ())) == 1:
-        (values["targets"],) = values["targets"]
+    for name in _GLOBS:
+        if len(values.get(name, ())) == 1:
+            (values[name],) = values[name]
     return values
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -37,6 +38,23 @@ def described(report: Any, config: Any) -> dict[str, str]:
         "their tokens learned",
         **({"held out": f"{held_out} at {config.seq_len} tokens"} if held_out else {}),
     }
+
+
+def unlike(report: Any, seq_len: int) -> Iterator[str]:
+    """Say what of records is not evaluated as it is.
+
+    Args:
+        report: a `lowtide.finetune.data.DataReport`.
+        seq_len: tokens in a row.
+    """
+    left_out = {"blank": report.num_blank, "without a token that counts": report.num_without_loss}
+    if words := ", ".join(f"{count:,} {why}" for why, count in left_out.items() if count):
+        yield f"of {report.num_documents + report.num_blank:,} records or their parts some are left out: {words}"
+    if report.num_cut:
+        yield (
+            f"{report.num_cut:,} records are longer than {seq_len:,} tokens, and evaluated in parts: the first token "
+            "of a part does not count, and nothing before it is seen"
+        )
 
 
 def print_examples(console: Console, report: Any) -> None:

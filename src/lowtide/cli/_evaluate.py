@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from ..core import ConfigError
+from ..core import ConfigError, NonFiniteError
 from ._answers import add_model_arguments, add_template_argument, check_adapters, check_named, open_named, with_each
 from ._console import errors, wide_console
+from ._data_report import unlike
 from ._explain import positive
 from ._load import check_outputs, write_text
 
@@ -37,6 +40,11 @@ def register(commands: Any) -> None:
         "--columns", metavar="WORDS", help="which columns of records are meant, as of finetune: messages=chat"
     )
     parser.add_argument(
+        "--loss-on",
+        choices=("completion", "all"),
+        help="what of records counts: what the assistant says, completions and outputs, or all (default: completion)",
+    )
+    parser.add_argument(
         "--seq-len", type=positive, metavar="N", help="tokens in a row (default: 1024, or the model's context if less)"
     )
     parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="rows at once (default: 8)")
@@ -54,7 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
     console = errors()
     is_text = not is_read_as_records(args.data, _columns(args))
-    for flag, value in (("--chat-template", args.chat_template), ("--columns", args.columns)):
+    for flag, value in (
+        ("--chat-template", args.chat_template),
+        ("--columns", args.columns),
+        ("--loss-on", args.loss_on),
+    ):
         if is_text and value is not None and Path(args.data).exists():
             raise ConfigError(f"{flag} is for records, and {args.data} is plain text", hint=f"leave {flag} out")
     # Text is read before the model: a wrong path should be found before a large model is there.
@@ -67,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     seq_len = args.seq_len or min(1024, context)
     if seq_len > context:
         console.print(f"[bold yellow]warning[/] --seq-len {seq_len} is longer than the model's {context} positions")
-    measure, num_tokens, seq_len = _measure(args, base, tokenizer, documents, seq_len)
+    measure, num_tokens, seq_len = _measure(args, base, tokenizer, documents, seq_len, console)
     rows: list[dict[str, Any]] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     for adapter, model in with_each(base, args.adapter):
@@ -85,29 +97,39 @@ def run(args: argparse.Namespace) -> int:
     _show(rows, args, seq_len)
     if args.json:
         results = {"model": args.model, "data": args.data, "seq_len": seq_len}
-        write_text(console, args.json, json.dumps({**results, "results": rows}, indent=2) + "\n")
+        numbers = [{name: value if _is_number(value) else None for name, value in row.items()} for row in rows]
+        write_text(console, args.json, json.dumps({**results, "results": numbers}, indent=2, allow_nan=False) + "\n")
+    if spoilt := [row["adapter"] or "the model" for row in rows if not math.isfinite(row["loss"])]:
+        raise NonFiniteError(
+            f"the loss of {', '.join(spoilt)} is not finite",
+            expected="weights that are finite numbers",
+            hint="a weight is nan or inf, or --compute-dtype float16 overflows; lowtide inspect says the dtypes",
+        )
     return 0
 
 
+def _is_number(value: Any) -> bool:
+    """Whether JSON has a value: it has neither nan nor inf."""
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _measure(
-    args: argparse.Namespace, base: Any, tokenizer: Any, documents: list[str] | None, seq_len: int
+    args: argparse.Namespace, base: Any, tokenizer: Any, documents: list[str] | None, seq_len: int, console: Console
 ) -> tuple[Callable[[Any, Any], Any], int, int]:
     """Tokenise; what measures a model on it, how many tokens are predicted, and how long rows are."""
-    from ..finetune import batches_loss, record_batches, text_loss, token_stream
+    from .. import models
+    from ..finetune import batches_loss, text_loss, token_stream
+    from ..finetune.data import evaluation_data, load_chat_template
 
     end = base.config.eos_token_id
     end = end[0] if isinstance(end, tuple) else end
     if documents is None:
-        sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
-        batches = record_batches(
-            args.data,
-            args.model,
-            tokenizer,
-            end_token=end,
-            chat_template=args.chat_template,
-            columns=_columns(args),
-            **sizes,
-        )
+        sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
+        template = load_chat_template(args.model or models.base_path(), args.chat_template)
+        words: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
+        batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **words)
+        for note in unlike(report, seq_len):
+            console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
         return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
     stream = token_stream(documents, tokenizer, end)

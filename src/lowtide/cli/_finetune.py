@@ -125,6 +125,11 @@ def _finetune(
     except BaseException as error:
         _write_report(job, table, early, error)
         raise
+    if config.early_stopping_patience is not None and job.trainer.step < config.num_steps:
+        console.print(
+            f"Stopped early, at step {job.trainer.step:,} of {config.num_steps:,}: the held-out loss did not fall in "
+            f"{config.early_stopping_patience} evaluations."
+        )
     if (best := job.load_best()) is not None:
         console.print(f"What is written is step {best}, whose held-out loss is the least.")
     job.finish(table)
@@ -144,6 +149,7 @@ def _finetune(
     _print_bytes(console, config, table)
     if losses := job.eval_losses():
         (_, first), (_, last) = losses[0], losses[-1]
+        last = last if best is None else dict(losses).get(best, last)
         console.print(f"Held-out loss {first:.4f} → {last:.4f} nats/token ({(last - first) / first:+.1%}).")
     console.print(f"{'Model' if config.full else 'Adapter'}, metrics and memory table are in {out}", soft_wrap=True)
     if page is not None:

@@ -71,8 +71,8 @@ def parse_job(text: str) -> tuple[Path, str]:
         raise ConfigError(
             f"{text!r} does not name a function in a file",
             expected="FILE.py:NAME, or a model's folder with config.json",
-            got=repr(text),
-            hint="for instance train.py:make_step",
+            got="a folder without config.json" if Path(text).is_dir() else f"{text!r}, and no such folder is there",
+            hint="for instance train.py:make_step, or models/llama",
         )
     path = Path(file)
     if path.is_dir():

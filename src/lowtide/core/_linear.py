@@ -126,7 +126,7 @@ def products_explained(model: Tree) -> Generator[None]:
             if kind in str(error):
                 raise StructureError(
                     f"the model uses a weight as an array where a {kind} stands now, at {path} for instance",
-                    expected="products alone: lowtide.linear(x, weight), weight @ x, x @ weight, x @ weight.T",
+                    expected="products alone: lowtide.core.linear(x, weight), weight @ x, x @ weight, x @ weight.T",
                     got=str(error).splitlines()[0],
                     hint="write the product so, or narrow the targets to weights that the model only multiplies by: no "
                     "embeddings, and no layers that make an array of their weight, as those of Flax do",

@@ -13,7 +13,6 @@ from ._data import is_read_as_records as is_read_as_records
 from ._data import notes_on as notes_on
 from ._evaluate import TextLoss as TextLoss
 from ._evaluate import batches_loss as batches_loss
-from ._evaluate import record_batches as record_batches
 from ._evaluate import text_loss as text_loss
 from ._evaluate import token_stream as token_stream
 from ._finetune import Finetune as Finetune

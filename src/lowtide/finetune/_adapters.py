@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 
 from .. import models
 from ..adapters import lora
+from ..core import ConfigError, Tree
 from ._config import FinetuneConfig
+from ._offloaded import inputs_place, loss
 
 
 def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
@@ -14,7 +20,8 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
     Args:
         base: the model.
-        config: of which `method`, `rank`, `alpha`, `targets`, `adapter` and `seed` are read.
+        config: of which `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`,
+            `lora_init`, `adapter` and `seed` are read.
 
     Returns:
         The model with adapters.
@@ -26,18 +33,44 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
     if config.adapter is not None:
         return lora.load(base, config.adapter)
     key = jax.random.key(config.seed)
+    saved: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
     if config.method == "ia3":
         plain = lora.IA3Config(targets=config.targets, feedforward=())
         paths = [each.path for each in lora.report(lora.add(base, plain)).matched]
         wide = tuple(path for path in paths if path.endswith("/down_proj/weight"))
-        return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=wide))
+        return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=wide, **saved))
     if config.method == "vera":
-        return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets), key=key)
+        return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets, **saved), key=key)
     made = lora.Config(
         rank=config.rank,
         alpha=config.alpha,
         targets=config.targets,
+        bias=config.bias,
+        init=config.lora_init,
+        **saved,
         rslora=config.method == "rslora",
         dora=config.method == "dora",
     )
     return lora.add(base, made, key=key)
+
+
+def loss_of(config: FinetuneConfig) -> Callable[..., Any]:
+    """Return the loss function of a run's steps, which takes a key where there is dropout."""
+    plain = partial(loss, remat=config.remat, inputs=inputs_place(config))
+    return partial(_dropped, plain, config.lora_dropout) if config.lora_dropout else plain
+
+
+def _dropped(plain: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool) -> Any:
+    """Compute the loss, in a training step of a model whose adapters do not see a part of their inputs."""
+    return plain(lora.dropout(model, rate, key=key) if training else model, batch)
+
+
+def refuse_dropout(config: FinetuneConfig) -> None:
+    """Raise where a pipeline computes the loss, which has no random key."""
+    if config.lora_dropout:
+        raise ConfigError(
+            "lora_dropout: the loss of a pipeline takes no random key",
+            expected="lora_dropout = 0 with --pipeline",
+            got=config.lora_dropout,
+            hint="leave lora_dropout or --pipeline out",
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..core import ConfigError, ModelFileError, Where
+from ..quant import QuantizedWeight
+from ._config import FOUR_BITS, FinetuneConfig
 
 
 def open_base(
@@ -20,7 +22,7 @@ def open_base(
     compute_dtype: str = "auto",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
-    quantize: str | None = None,
+    quantize: str | Mapping[str, str] | None = None,
 ) -> tuple[models.Decoder, Tokenizer]:
     """Read a model and its tokenizer.
 
@@ -56,6 +58,53 @@ def open_base(
         )
     model = models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding, quantize=quantize)
     return model, tokenizer
+
+
+def formats(config: FinetuneConfig) -> dict[str, str] | None:
+    """Return in which format what is frozen is stored, by glob."""
+    asked = {"layers/**/*_proj": config.quantize, "outer/**": config.quantize_embeddings}
+    return {glob: form for glob, form in asked.items() if form is not None} or None
+
+
+def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
+    """Raise where a run asks for what a directory that is quantised already cannot do.
+
+    Args:
+        config: of the run.
+        directory: of the model; its headers are read.
+
+    Raises:
+        ConfigError: for quantize, quantize_embeddings and full, and for layers of 4 bits in host memory.
+        ModelFileError: for an unusable directory.
+    """
+    method = models.quantization_of(directory)
+    if method is None:
+        return
+    for field in ("quantize", "quantize_embeddings"):
+        if (asked := getattr(config, field)) is not None:
+            raise ConfigError(
+                f"{field} = {asked}, but the weights of {directory} are quantised already, by {method}",
+                expected=f"no {field}: adapters train on the weights as they are",
+                got=asked,
+                hint=f"leave {field} out, or name the directory of the unquantised model",
+            )
+    shapes = models.load_shapes(directory)
+    leaves = jax.tree.leaves(shapes, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
+    nodes = [each for each in leaves if isinstance(each, QuantizedWeight)]
+    if nodes and config.full:
+        raise ConfigError(
+            f"full tunes all parameters, but those of {directory} are quantised, by {method}",
+            expected="adapters, or the directory of the unquantised model",
+            got="full",
+            hint="leave full out to train an adapter (QLoRA)",
+        )
+    if any(node.format in FOUR_BITS for node in nodes) and "parameters" in (config.offload or ()):
+        raise ConfigError(
+            f"offload of parameters: the weights of {directory} have 4 bits",
+            expected="layers on the device: JAX runs no program on 4-bit arrays in host memory",
+            got=f"{nodes[0].format}, with parameters on the host",
+            hint="in 4 bits layers take a quarter of bfloat16's bytes: leave parameters out of offload",
+        )
 
 
 def dtypes(param_dtype: str, compute_dtype: str) -> tuple[str, str]:

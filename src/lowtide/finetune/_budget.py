@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,20 @@ from ..core import (
     OutOfMemoryError,
     Tree,
     format_bytes,
-    input_file,
-    parse_json,
-    read_input,
 )
 from ..memory import MemoryReport, Target, analyze
 from ..offload import to_host
 from ..train import analyze_step
-from ._adapters import adapted
-from ._base import dtypes
+from ._adapters import adapted, loss_of
+from ._base import dtypes, formats
 from ._config import FinetuneConfig, flag_of
-from ._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
+from ._offloaded import full_step, is_hosted, optimizer
 from ._recipe import learning_rate
 from ._text import IGNORE
 
 _WRT = "**/lora_*"
 _LEAST_LENGTH = 32
 _REST = "activations and gradients"
-_MOST_CONFIG_BYTES = 16 * 1024**2
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 
 
@@ -89,7 +84,7 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     tx = optimizer(dataclasses.replace(config, offload=()), schedule)
     report = analyze_step(
         adapted(base, config),
-        partial(loss, remat=config.remat, inputs=inputs_place(config)),
+        loss_of(config),
         tx,
         _WRT,
         batch,
@@ -182,6 +177,8 @@ def _single_changes(config: FinetuneConfig) -> Iterator[tuple[dict[str, Any], bo
     """Yield changes of one kind each, and whether they make the weights on the device smaller."""
     if not config.full and config.quantize is None:
         yield {"quantize": "nf4"}, True
+    if not config.full and config.quantize_embeddings is None:
+        yield {"quantize_embeddings": "int8"}, True
     if not config.remat:
         yield {"remat": True}, False
     if config.num_microbatches < config.batch_size:
@@ -196,7 +193,8 @@ def _together(config: FinetuneConfig) -> dict[str, int]:
     """Try one sequence of the least length in few bits."""
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
-    change |= {} if config.full or config.quantize is not None else {"quantize": "nf4"}
+    if not config.full:
+        change |= {"quantize": config.quantize or "nf4", "quantize_embeddings": config.quantize_embeddings or "int8"}
     return _tried(config, change)
 
 
@@ -228,24 +226,12 @@ def _word(value: Any) -> str:
 def _base(config: FinetuneConfig) -> models.Decoder:
     """Make the shapes of the base as it will be loaded."""
     directory = Path(config.model) if config.model is not None else models.base_path()
-    sizes = models.load_config(directory)
     stored, compute = dtypes("float32" if config.full else config.param_dtype, config.compute_dtype)
-    if stored == "auto":
-        stored = _stored_dtype(directory)
-    init = partial(models.init, sizes, dtype=stored, compute_dtype=compute)
-    base: Any = jax.eval_shape(lambda: init(key=jax.random.key(0)))
-    if config.quantize is not None:
-        base = quant.quantize(base, "layers/**/*_proj", config.quantize)
+    base = models.load_shapes(directory, dtype=stored, compute_dtype=compute)
+    for glob, form in (formats(config) or {}).items():
+        base = quant.quantize(base, glob, form)
     hosted = is_hosted(config)
     return base if hosted is None else to_host(base, hosted)
-
-
-def _stored_dtype(directory: Path) -> str:
-    """Return the dtype that `config.json` says the weights have; float32, the widest, when it does not."""
-    path = input_file(directory, "config.json", expected="a model's folder", hint="give the folder with config.json")
-    raw: Any = parse_json(read_input(path, most_bytes=_MOST_CONFIG_BYTES), str(path))
-    said = raw.get("dtype") or raw.get("torch_dtype")
-    return said if said in ("float32", "bfloat16", "float16") else "float32"
 
 
 def _batch(config: FinetuneConfig) -> Tree:

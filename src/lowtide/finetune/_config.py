@@ -27,10 +27,14 @@ _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
 _TRACKERS = ("tensorboard", "wandb", "trackio")
-_OF_ADAPTERS = ("method", "adapter", "rank", "alpha", "targets", "quantize")
+_OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bias", "lora_init")
+"""What the files of an adapter say."""
+_OF_ADAPTERS = (*_OF_NEW_ADAPTERS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
-_FOUR_BITS = ("nf4", "int4", "mxfp4")
-_FORMATS = (*_FOUR_BITS, "int8", "fp8")
+_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora")
+_BIASES = ("none", "lora_only", "all")
+FOUR_BITS = ("nf4", "int4", "mxfp4")
+_FORMATS = (*FOUR_BITS, "int8", "fp8")
 _COUNTS = (
     *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
     *("max_to_keep", "early_stopping_patience"),
@@ -45,19 +49,29 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "at least 0",
     ),
     (("seed",), lambda n: 0 <= n < 2**32, "an integer from 0 to 2**32 - 1"),
-    (("alpha", "learning_rate", "num_epochs", "adam_epsilon"), lambda x: 0 < x < math.inf, "greater than 0"),
-    (("held_out_fraction",), lambda x: 0 < x < 1, "between 0 and 1"),
-    (("warmup_ratio", "adam_beta1", "adam_beta2"), lambda x: 0 <= x < 1, "at least 0 and less than 1"),
+    (
+        ("alpha", "learning_rate", "num_epochs", "adam_epsilon", "loraplus_ratio"),
+        lambda x: 0 < x < math.inf,
+        "greater than 0",
+    ),
+    (("held_out_fraction",), lambda x: 0 < x < 1, "more than 0 and less than 1"),
+    (("warmup_ratio", "adam_beta1", "adam_beta2", "lora_dropout"), lambda x: 0 <= x < 1, "at least 0 and less than 1"),
     (("final_rate_fraction",), lambda x: 0 <= x <= 1, "from 0 to 1"),
     (("decay_fraction",), lambda x: 0 < x <= 1, "more than 0, up to 1"),
     (("project", "run_name"), lambda name: bool(name.strip()), "a name"),
     (("schedule",), lambda word: word in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
-    (("quantize",), lambda word: word is None or word in _FORMATS, f"one of {', '.join(_FORMATS)}, or nothing"),
+    (
+        ("quantize", "quantize_embeddings"),
+        lambda word: word is None or word in _FORMATS,
+        f"one of {', '.join(_FORMATS)}, or nothing",
+    ),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
     (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
     (("method",), lambda word: word in _METHODS, f"one of {', '.join(_METHODS)}; all parameters are tuned with full"),
+    (("lora_init",), lambda word: word in _INITS, f"one of {', '.join(_INITS)}"),
+    (("bias",), lambda word: word in _BIASES, f"one of {', '.join(_BIASES)}"),
     (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
 )
 """Of fields whose type allows more than makes sense, which values do, and how a message says it."""
@@ -109,9 +123,23 @@ class FinetuneConfig:
     targets: str | tuple[str, ...] = dataclasses.field(default="layers/**/*_proj", metadata={"metavar": "GLOB"})
     """Globs on module paths: which projections get an adapter (by default all seven of a block). As a flag: one glob,
     and the flag again for another."""
+    modules_to_save: str | tuple[str, ...] | None = dataclasses.field(default=None, metadata={"metavar": "GLOB"})
+    """Globs on paths of modules that train as a whole beside the adapter and are saved with it, such as outer/lm_head,
+    outer/embed or layers/*_norm. As a flag: one glob, and the flag again for another."""
+    bias: str = "none"
+    """Which biases train with the adapter: none, lora_only (those of the targets) or all."""
+    lora_init: str = "peft"
+    """How the adapter's factors begin: peft, gaussian, orthogonal, or as a part of the weight: pissa or olora."""
+    lora_dropout: float = 0.0
+    """Part of its inputs that the adapter does not see in a training step."""
+    loraplus_ratio: float = 1.0
+    """LoRA+: the learning rate of the adapter's factors B as a multiple of that of all else; 16 is usual."""
     quantize: str | None = None
     """Store the frozen projections of the layers in few bits while they are read: nf4 (4.1 bits each, as QLoRA), int4,
-    mxfp4, int8 or fp8. Embedding, head and norms stay as they are."""
+    mxfp4, int8 or fp8."""
+    quantize_embeddings: str | None = None
+    """Store the frozen embedding and head in few bits, likewise; int8 rounds by at most half a percent of a row's
+    largest entry."""
     batch_size: int = 8
     """Sequences in a batch."""
     seq_len: int = 128
@@ -316,11 +344,18 @@ def _check_combination(config: FinetuneConfig) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     _check_recipe(config, {name for name, value in defaults.items() if getattr(config, name) != value})
     changed = [name for name in _OF_ADAPTERS if getattr(config, name) != defaults[name]]
-    if config.adapter is not None and (others := [name for name in changed if name != "adapter"]):
+    if config.adapter is not None and (others := [name for name in changed if name in _OF_NEW_ADAPTERS]):
         _refuse_both(others[0], "adapter", "the adapter's files say it")
-    unused = {"ia3": ("rank", "alpha"), "vera": ("alpha",)}.get(config.method, ())
+    unused = {
+        "ia3": ("rank", "alpha", "bias", "lora_init", "lora_dropout", "loraplus_ratio"),
+        "vera": ("alpha", "bias", "lora_init", "loraplus_ratio"),
+    }.get(config.method, ())
     if others := [name for name in unused if name in changed]:
         _refuse_both(others[0], "method", f"{config.method} has no {others[0]}")
+    if config.method == "dora" and config.lora_init in ("pissa", "olora"):
+        _refuse_both("lora_init", "method", f"dora's norms are those of the weight, which {config.lora_init} divides")
+    if config.lora_init == "orthogonal" and config.rank % 2:
+        _check("rank", config.rank, False, "an even number, with lora_init = orthogonal")
     if config.full:
         _refuse_with_full(changed)
         if config.param_dtype not in ("auto", "float32"):
@@ -337,13 +372,15 @@ def _check_combination(config: FinetuneConfig) -> None:
             got=config.clip_mode,
             hint="leave clip_mode out, or tune with --full",
         )
-    if config.quantize in _FOUR_BITS and "parameters" in (config.offload or ()):
-        raise ConfigError(
-            f"quantize = {config.quantize} and offload of parameters contradict each other",
-            expected="int8 or fp8, or layers on the device: JAX runs no program on 4-bit arrays in host memory",
-            got=f"{config.quantize}, with parameters on the host",
-            hint="in 4 bits layers take a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
-        )
+    for field in ("quantize", "quantize_embeddings"):
+        form = getattr(config, field)
+        if form in FOUR_BITS and "parameters" in (config.offload or ()):
+            raise ConfigError(
+                f"{field} = {form} and offload of parameters contradict each other",
+                expected="int8 or fp8, or parameters on the device: JAX runs no program on 4-bit arrays in host memory",
+                got=f"{form}, with parameters on the host",
+                hint="4 bits are a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
+            )
     recomputing = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
     if not config.remat and recomputing:
         raise ConfigError(

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -142,54 +140,6 @@ def batches_loss(
     if done == 0:
         raise DataError("the data has nothing to predict", expected="at least one label", hint="give more data")
     return TextLoss(loss=total / done, num_tokens=done)
-
-
-def record_batches(
-    path: str | Path,
-    directory: str | Path | None,
-    tokenizer: Tokenizer,
-    *,
-    seq_len: int,
-    batch_size: int,
-    end_token: int | None,
-    chat_template: str | Path | None = None,
-    columns: tuple[str, ...] | None = None,
-) -> Sequence[dict[str, np.ndarray]]:
-    """Pack records, such as conversations, as a fine-tuning run would, to evaluate on all of them.
-
-    Args:
-        path: what `lowtide.finetune.data.read_records` takes.
-        directory: of the model, for its chat template; None: the embedded model.
-        tokenizer: the model's.
-        seq_len: tokens in a row; what is longer is split, so that every token counts.
-        batch_size: rows in a batch.
-        end_token: put after completions.
-        chat_template: a template to take instead of the model's.
-        columns: ``field=column`` words, as in `FinetuneConfig`.
-
-    Returns:
-        Batches, whose labels are completions and the assistant's turns alone.
-
-    Raises:
-        DataError: for unusable data.
-        ModelFileError: for an unusable tokenizer or chat template.
-
-    Memory:
-        As in `lowtide.finetune.data.record_data`.
-    """
-    from .data import load_chat_template, record_data
-
-    template = load_chat_template(models.base_path() if directory is None else directory, chat_template)
-    options: dict[str, Any] = {
-        "columns": columns,
-        "seq_len": seq_len,
-        "batch_size": batch_size,
-        "seed": 0,
-        "too_long": "split",
-    }
-    source = Path(path)
-    made = record_data(source, tokenizer, template, eval_source=source, end_token=end_token, **options)
-    return made.held_out
 
 
 @jax.jit

@@ -37,11 +37,12 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
-from ._adapters import adapted
-from ._base import open_base
+from ._adapters import adapted, loss_of, refuse_dropout
+from ._base import formats, open_base, refuse_for_quantized
+from ._beside import add_the_rest, files_beside
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
-from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, loss, optimizer
+from ._offloaded import full_step, hidden, is_hosted, is_weight, optimizer
 from ._page import keep_for_report, write_report
 from ._recipe import learning_rate, trackers, watchers, with_steps
 from ._runs import (
@@ -113,8 +114,9 @@ class Finetune:
         if not config.full:
             model = adapted(model, config)
         # An adapter where the model cannot use one is an error here, before anything is written.
-        loss_fn = partial(loss, remat=config.remat, inputs=inputs_place(config))
-        jax.eval_shape(loss_fn, model, self.data.train[0])
+        loss_fn = loss_of(config)
+        given: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
+        jax.eval_shape(partial(loss_fn, **given), model, self.data.train[0])
         if sharding is not None:
             sharding.batch_shapes(self.data.train[0], config.num_microbatches)  # raises where rows cannot be divided
         self._processes.agree(config=config_to_toml(config), data=self.data.digest)
@@ -127,6 +129,7 @@ class Finetune:
         tx: Any = optimizer(config, self.schedule)
         options = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
         if sharding is not None and STAGE in sharding.mesh.shape:
+            refuse_dropout(config)
             options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
         if config.full:
             tx, options = full_step(config, self.base.stack, self.schedule, _num_targets), {}
@@ -282,6 +285,8 @@ class Finetune:
             return
         if self.config.full:
             models.save(model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
+            add_the_rest(self.directory, self.out / MODEL, model.config)
+            write_files(self.out / MODEL, files_beside(self.directory, self.config.chat_template))
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         self.write_memory(table)
@@ -395,13 +400,14 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
+    refuse_for_quantized(config, directory)
     return open_base(
         directory,
         param_dtype="float32" if config.full else config.param_dtype,  # what trains, as adapters do
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),
         sharding=sharding,
-        quantize=config.quantize,
+        quantize=formats(config),
     )
 
 

@@ -13,6 +13,11 @@ _OURS = {
     "num_epochs": "epochs num_train_epochs epoch",
     "rank": "r lora_r lora_rank lora_dim",
     "alpha": "lora_alpha lora_scale",
+    "lora_dropout": "dropout lora_drop adapter_dropout",
+    "loraplus_ratio": "loraplus_lr_ratio loraplus lora_plus",
+    "lora_init": "init_lora_weights",
+    "modules_to_save": "additional_target lora_modules_to_save",
+    "bias": "lora_bias train_bias",
     "targets": "target_modules lora_target_modules lora_attn_modules lora_target target_parameters",
     "batch_size": "per_device_train_batch_size train_batch_size micro_batch_size per_device_batch_size",
     "seq_len": "max_seq_length max_seq_len max_length model_max_length sequence_len sequence_length cutoff_len "

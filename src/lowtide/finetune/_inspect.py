@@ -22,6 +22,7 @@ _AGAIN = "copy the file from its source again"
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _FOREIGN = {".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_JSON = 256 * 1024**2
 _GROUPS = (
     ("norms", re.compile(r"norm\.(weight|bias)$")),
@@ -90,6 +91,13 @@ def inspect(path: str | Path) -> Inspection:
             facts = {"bytes": path.stat().st_size}
             return Inspection(kind="weights", path=str(path), facts=facts, problems=_other_formats([path]))
         file = input_file(path.parent, path.name, hint=_AGAIN)
+        if path.suffix != ".safetensors":
+            raise ModelFileError(
+                f"{path}: no file that can be inspected",
+                expected="a .safetensors file, or a folder with config.json, adapter_config.json or config.toml",
+                got=path.suffix or "a name without a suffix",
+                hint=f"for all of a model, name its folder: {path.parent}",
+            )
         tensors = _tensors([file])
         return Inspection(kind="weights", path=str(path), facts=_weights([file], tensors), problems=_dtypes(tensors))
     raise ModelFileError(
@@ -125,13 +133,21 @@ def _model(folder: Path) -> Inspection:
     else:
         problems.append("config.json is missing")
     files = _weight_files(folder)
+    if files and not any(os.path.lexists(folder / name) for name in (_SINGLE, _INDEX)):
+        names = shortened(", ".join(file.name for file in files))
+        problems.append(f"neither {_SINGLE} nor {_INDEX}, without which shards are not read: {names}")
     problems += _other_formats([each for each in _entries(folder) if each.suffix in {*_PICKLED, *_FOREIGN}], files)
     tensors = _tensors(files)
-    problems += _dtypes(tensors)
+    number = len(tensors)
+    if raw.get("quantization_config") and files and asked is not None:
+        tensors, facts["quantization"] = _quantized(folder, tensors, problems)
+    else:
+        problems += _dtypes(tensors)
     tied = (
         {"lm_head.weight"} if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors else set[str]()
     )
     facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
+    facts["tensors"] = number - len(tied)
     if asked is not None and not files:
         del facts["groups"], facts["dtypes"]
         facts.pop("active_parameters", None)
@@ -139,8 +155,29 @@ def _model(folder: Path) -> Inspection:
     elif asked is not None and facts["parameters"] != asked:
         got = f"{facts['parameters']:,} parameters in the weights, {asked:,} that config.json asks for"
         problems.append(f"weights and config.json are of different models: {got}")
-    facts |= _tokenizer(folder, problems)
+    facts |= _tokenizer(folder, problems, facts.get("vocabulary"))
     return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems))
+
+
+def _quantized(
+    folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], problems: list[str]
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, Any]]:
+    """Put what belongs to one weight together; with it who quantised, and bits of a weight in each format."""
+    from .. import models
+
+    method = models.quantization_of(folder)
+    try:
+        found = models.stored_weights(folder)
+    except ModelFileError as error:
+        problems.append(_said(error))
+        return tensors, {"method": method}
+    weights, stored = Counter[str](), Counter[str]()
+    for each in found.values():
+        if each.format not in _BITS:
+            weights[each.format] += math.prod(each.shape)
+            stored[each.format] += each.num_bytes
+    bits = {name: f"{8 * stored[name] / weights[name]:.2f} bits each" for name in weights}
+    return {name: (each.format, each.shape) for name, each in found.items()}, {"method": method, **bits}
 
 
 def _asked_for(config: Any) -> int:
@@ -174,6 +211,8 @@ def _adapter(folder: Path) -> Inspection:
         "target_modules",
         "rank_pattern",
         "alpha_pattern",
+        "modules_to_save",
+        "bias",
     )
     facts = {name: raw[name] for name in names if raw.get(name)}
     facts["base"] = raw.get("base_model_name_or_path")
@@ -218,7 +257,9 @@ def _checkpoints(folder: Path) -> Inspection:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = "model.safetensors.index.json"
+    if os.path.lexists(folder / _SINGLE):
+        return [input_file(folder, _SINGLE, hint=_AGAIN)]
+    index = _INDEX
     if not os.path.lexists(folder / index):
         return [
             input_file(folder, each.name, hint=_AGAIN) for each in _entries(folder) if each.suffix == ".safetensors"
@@ -271,7 +312,9 @@ def _weights(
     return {**facts, "tensors": len(tensors), "bytes": sum(each.stat().st_size for each in files), "files": len(files)}
 
 
-def _tokenizer(folder: Path, problems: list[str]) -> dict[str, Any]:
+def _tokenizer(folder: Path, problems: list[str], vocabulary: int | None) -> dict[str, Any]:
+    from .. import models
+
     facts: dict[str, Any] = {"tokenizer": None, "chat_template": os.path.lexists(folder / "chat_template.jinja")}
     if os.path.lexists(folder / "tokenizer.json"):
         model = _json(folder, "tokenizer.json").get("model")
@@ -279,6 +322,12 @@ def _tokenizer(folder: Path, problems: list[str]) -> dict[str, Any]:
         vocab = model.get("vocab") if isinstance(model, dict) else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         size = len(vocab) if isinstance(vocab, dict | list) else 0  # pyright: ignore[reportUnknownArgumentType]
         facts["tokenizer"] = f"{kind or 'unknown'}, {size:,} tokens"
+        try:
+            largest = max(models.load_tokenizer(folder).get_vocab().values(), default=0)
+            if vocabulary is not None and largest >= vocabulary:
+                problems.append(f"tokenizer.json has ids up to {largest:,}, and the model {vocabulary:,} embeddings")
+        except ModelFileError as error:
+            problems.append(_said(error))
     else:
         problems.append("tokenizer.json is missing: text cannot be read; transformers' AutoTokenizer writes it")
     if os.path.lexists(folder / "tokenizer_config.json") and not facts["chat_template"]:

@@ -34,7 +34,8 @@ def step_job(
     """Make the step of `lowtide finetune`, LoRA with AdamW, of shapes alone.
 
     Args:
-        model: a folder with `config.json`; weights are not read, and need not be there.
+        model: a folder with `config.json`; weights are not read, and need not be there. The base of a quantised one
+            is quantised as it is.
         batch_size: sequences in a batch.
         seq_len: tokens in a sequence.
         rank: of the adapters.
@@ -68,7 +69,12 @@ def step_job(
         base = models.init(config, key=jax.random.key(0), dtype=param_dtype, compute_dtype=compute_dtype)
         return lora.add(base, adapters, key=jax.random.key(1))
 
-    shapes: Any = jax.eval_shape(make)
+    shapes: Any
+    if models.quantization_of(model) is None:
+        shapes = jax.eval_shape(make)
+    else:
+        base = models.load_shapes(model, dtype=param_dtype, compute_dtype=compute_dtype)
+        shapes = jax.eval_shape(lambda base: lora.add(base, adapters, key=jax.random.key(1)), base)
     trainable, frozen = partition(shapes, _WRT)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     names = ("tokens", "labels", *(("segment_ids", "positions") if packed else ()))

@@ -20,13 +20,9 @@ import jax.numpy as jnp
 
 from .. import __version__, models
 from ..adapters import lora
-from ..core import ConfigError, OutputError, input_file, parse_json, read_input, write_files
-
-_COPIED = (
-    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
-)
-_MOST_BYTES = 256 * 1024**2
+from ..core import ConfigError, OutputError, input_file, parse_json, write_files
+from ..quant import QuantizedWeight, dequantize
+from ._beside import add_the_rest, content, files_beside
 
 
 def write_merged(
@@ -46,7 +42,7 @@ def write_merged(
         adapters: directories of adapters in PEFT's format, added up.
         out: the folder to make; one that has something in it is refused.
         weights: a factor for each adapter; None: 1.
-        dtype: of the weights that are written; None: as the base stores them.
+        dtype: of the weights that are written; None: as the base stores them, or its embedding where it is quantised.
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: that of the base, if it has one.
 
@@ -59,26 +55,30 @@ def write_merged(
         ConfigError: for weights that do not fit the adapters, or an unknown dtype.
 
     Memory:
-        The base, and each weight that is adapted twice while it is folded; with `dtype`, the base in float32. On the
-        host, one shard at a time.
+        The base, and each weight that is adapted twice while it is folded; with `dtype`, or where the base is
+        quantised, the base in float32. On the host, one shard at a time.
     """
     base, out = Path(directory) if directory is not None else models.base_path(), Path(out)
     if not adapters:
         raise ConfigError("no adapter to merge", expected="at least one directory", hint="name one with --adapter")
     refuse_full_folder(out)
     tokenizer = input_file(base, "tokenizer.json", hint="save the tokenizer in the fast format")
-    copied = {name: _content(base, name) for name in _COPIED if os.path.lexists(base / name)}
-    if chat_template is not None:
-        copied["chat_template.jinja"] = _content(Path(chat_template).parent, Path(chat_template).name)
+    copied = files_beside(base, chat_template)
+    is_quantized = models.quantization_of(base) is not None
+    if is_quantized and dtype is None:  # as bitsandbytes and PEFT would store it, and rounded once all the same
+        dtype = jnp.dtype(models.load_shapes(base).outer["embed"]["weight"].dtype).name
     model = models.load(base, dtype="auto" if dtype is None else "float32")
+    if is_quantized and any(isinstance(each, QuantizedWeight) for each in _weights(model)):
+        model = dequantize(model)
     merged = lora.merge(lora.combine([lora.load(model, adapter) for adapter in adapters], weights))
     if dtype is not None:  # rounded once, from float32
         merged = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, merged)
     settings = [_settings(Path(adapter)) for adapter in adapters]
-    copied["README.md"] = _card(directory, settings, weights, merged).encode()
+    copied["README.md"] = _card(directory, out, settings, weights, merged).encode()
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
         models.save(merged, unfinished, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+        add_the_rest(base, unfinished, merged.config)
         write_files(unfinished, copied)
         os.replace(unfinished, out)  # in place of an empty folder, too
     except OSError as error:
@@ -88,6 +88,10 @@ def write_merged(
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return merged
+
+
+def _weights(model: models.Decoder) -> list[Any]:
+    return jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight))
 
 
 def refuse_full_folder(out: Path) -> None:
@@ -108,18 +112,15 @@ def refuse_full_folder(out: Path) -> None:
         )
 
 
-def _content(folder: Path, name: str) -> bytes:
-    return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)
-
-
 def _settings(adapter: Path) -> dict[str, Any]:
-    raw = parse_json(_content(adapter, "adapter_config.json"), str(adapter))
-    names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern")
+    raw = parse_json(content(adapter, "adapter_config.json"), str(adapter))
+    names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "modules_to_save")
     return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
 
 
 def _card(
     directory: str | Path | None,
+    out: Path,
     settings: Sequence[dict[str, Any]],
     weights: Sequence[float] | None,
     merged: models.Decoder,
@@ -127,6 +128,7 @@ def _card(
     """Return the model card, with the header that Hugging Face's hub reads."""
     # A name such as `models/llama` is no secret, while the folders of a machine are nobody's business.
     name = "lowtide's embedded base model" if directory is None else Path(directory).resolve().name
+    folder = json.dumps(out.absolute().name, ensure_ascii=False)[1:-1]
     count = sum(leaf.size for leaf in jax.tree.leaves(merged) if jnp.issubdtype(leaf.dtype, jnp.floating))
     dtype = jnp.dtype(merged.outer["embed"]["weight"].dtype).name
     rows = [
@@ -161,11 +163,11 @@ The licence is that of the base model.
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("DIR", dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("DIR")
+model = AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
 ```
 
-or `lt.models.load("DIR")`.
+or `lt.models.load("{folder}")`.
 
 Made by lowtide {__version__} with {versions}.
 """

@@ -20,6 +20,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import offload
+from ..adapters import lora
 from ..core import LayerStack, Tree, memory_space
 from ..models import Decoder
 from ._config import FinetuneConfig
@@ -61,7 +62,8 @@ def inputs_place(config: FinetuneConfig) -> str:
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
     """AdamW with clipping, its moments where the configuration says."""
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
-    tx = optax.chain(clip, adamw(config, schedule))
+    faster = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
+    tx = optax.chain(clip, adamw(config, schedule), *faster)
     return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
 
 

@@ -238,7 +238,10 @@ def _jsonl(path: Path, text: str) -> Iterator[str]:
                 f"{path}:{number}: not JSON", got=shortened(error), hint="one JSON object a line"
             ) from error
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-            fields = f"an object of {', '.join(map(shown, record))}" if isinstance(record, dict) else shown(record)
+            if isinstance(record, dict) and "text" in record:
+                fields = f"text of {shown(record['text'])}"
+            else:
+                fields = f"an object of {', '.join(map(shown, record))}" if isinstance(record, dict) else shown(record)
             raise DataError(
                 f"{path}:{number}: no text",
                 expected='an object with a string field "text"',

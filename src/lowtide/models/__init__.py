@@ -10,10 +10,14 @@ from ._decoder import Llama as Llama
 from ._decoder import init as init
 from ._decoder import logits as logits
 from ._decoder import loss as loss
+from ._files import StoredWeight as StoredWeight
 from ._files import base_path as base_path
 from ._files import load as load
 from ._files import load_config as load_config
+from ._files import load_shapes as load_shapes
+from ._files import quantization_of as quantization_of
 from ._files import save as save
+from ._files import stored_weights as stored_weights
 from ._generate import Completion as Completion
 from ._generate import generate as generate
 from ._generate import generate_batch as generate_batch
@@ -33,6 +37,7 @@ __all__ = [
     "LlamaConfig",
     "RopeScaling",
     "Sampling",
+    "StoredWeight",
     "base_path",
     "cache_bytes",
     "generate",
@@ -41,9 +46,12 @@ __all__ = [
     "init",
     "load",
     "load_config",
+    "load_shapes",
     "load_tokenizer",
     "logits",
     "loss",
+    "quantization_of",
     "save",
+    "stored_weights",
     "stream",
 ]

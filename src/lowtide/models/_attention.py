@@ -1,7 +1,8 @@
 """Attention: which keys a query sees, and the kernel that computes it.
 
 `jax.nn.dot_product_attention` where it can: cuDNN's fused kernel on a GPU in half precision, XLA elsewhere, which holds
-[B, N, T, T] scores for one layer (beyond 2048 tokens, of 1024 queries at a time). It has no soft cap and no sinks;
+[B, N, C, T] scores of one layer: of all queries up to 2048, else of 1024 at a time, and of fewer where a device would
+hold more than 256 MiB of them. It has no soft cap and no sinks;
 models with those compute their scores here, in the same blocks, and so do many queries on a CPU, where it multiplies
 heads of [B, T, N, H] arrays slowly.
 
@@ -20,11 +21,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ..core import BATCH_AXES, divided_mesh
 from ..core._compat import has_cudnn
 
-# XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks.
+# XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks, and so do more
+# rows or heads than leave a device this many bytes of float32 scores.
 _MAX_QUERIES = 2048
 _QUERY_BLOCK = 1024
+_LEAST_BLOCK = 128
+_SCORE_BYTES = 2**28
 # On a CPU so many queries are multiplied here, a quarter of them at a time with the keys up to its last one.
 _LEAST_ON_CPU = 512
 _CAUSAL_PARTS = 4
@@ -88,8 +93,9 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
     """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     implementation = attention_implementation(q_BTNH.dtype, q_BTNH.shape[-1]) if scores.is_plain else "xla"
     length = q_BTNH.shape[1]
-    if implementation == "xla" and length > _MAX_QUERIES:
-        return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    block = _queries_at_a_time(q_BTNH.shape, k_BSKH.shape[1])
+    if implementation == "xla" and length > block:
+        return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores, block)
     from_start = isinstance(sight.start, int) and sight.start == 0 and k_BSKH.shape[1] == length
     if from_start and _is_long_on_cpu(length):
         return _attend_in_parts(q_BTNH, k_BSKH, v_BSKH, sight, scores)
@@ -139,25 +145,47 @@ def _attend_in_parts(q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, sight: Sight, 
     return jnp.concatenate(parts, axis=1)
 
 
-def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+def _queries_at_a_time(shape: tuple[int, ...], num_keys: int) -> int:
+    """Return how many queries' scores are held at once; those of a CPU, whose memory is larger, by length alone."""
+    batch, length, heads, _ = shape
+    block = _QUERY_BLOCK if length > _MAX_QUERIES else length
+    if traced_device().platform == "cpu":
+        return block
+    mesh = divided_mesh()
+    sizes = {} if mesh is None else mesh.shape
+    for name in (*BATCH_AXES, "tensor"):
+        size = 1 if name in getattr(mesh, "manual_axes", ()) else sizes.get(name, 1)
+        batch, heads = (batch, _part(heads, size)) if name == "tensor" else (_part(batch, size), heads)
+    of_a_query = 4 * batch * heads * num_keys
+    if block * of_a_query <= _SCORE_BYTES:
+        return block
+    return min(block, max(_LEAST_BLOCK, 1 << (_SCORE_BYTES // of_a_query).bit_length() - 1))
+
+
+def _part(whole: int, size: int) -> int:
+    """Return what a device has of an axis, which is divided evenly or not at all."""
+    return whole if whole % size else whole // size
+
+
+def _attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, size: int) -> Array:
     """Attend with scores of one block of queries at a time, forward and backward."""
     batch, length, heads, dim = q_BTNH.shape
-    num_blocks = -(-length // _QUERY_BLOCK)
-    rest = num_blocks * _QUERY_BLOCK - length
+    num_blocks = -(-length // size)
+    rest = num_blocks * size - length
     q_BTNH = jnp.pad(q_BTNH, ((0, 0), (0, rest), (0, 0), (0, 0)))
-    blocks = jnp.moveaxis(q_BTNH.reshape(batch, num_blocks, _QUERY_BLOCK, heads, dim), 1, 0)
+    blocks = jnp.moveaxis(q_BTNH.reshape(batch, num_blocks, size, heads, dim), 1, 0)
     if sight.segments is not None:
         of_queries, of_keys = sight.segments
         sight = dataclasses.replace(sight, segments=(jnp.pad(of_queries, ((0, 0), (0, rest))), of_keys))
 
     def attend(block: tuple[Array, Array]) -> Array:
         start, q_BCNH = block
-        mask = sight.mask(start + jnp.arange(_QUERY_BLOCK), start, k_BSKH.shape[1])
+        mask = sight.mask(start + jnp.arange(size), start, k_BSKH.shape[1])
         return _attend_masked(q_BCNH, k_BSKH, v_BSKH, mask, scores, "xla")
 
-    starts = _QUERY_BLOCK * jnp.arange(num_blocks)
+    starts = size * jnp.arange(num_blocks)
     out = jax.lax.map(jax.checkpoint(attend, prevent_cse=False), (starts, blocks))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, num_blocks * _QUERY_BLOCK, heads, dim)[:, :length]
+    return jnp.moveaxis(out, 0, 1).reshape(batch, num_blocks * size, heads, dim)[:, :length]
 
 
 def _attend_by_scores(q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores) -> Array:

@@ -11,6 +11,7 @@ from ..core import ConfigError, ModelFileError, shortened, shown, validate
 from ._config import DecoderConfig, RopeScaling
 from .families import FAMILIES, Family, family_of
 from .families._family import COMMON
+from .packed import Scheme, scheme_of
 
 if TYPE_CHECKING:
     from ._schema import ConfigFile, RopeEntry
@@ -67,6 +68,24 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         raise ModelFileError(
             f"{where}: {error.message}", expected=error.expected, got=error.got, hint=error.hint
         ) from error
+
+
+def quantization_from_hf(raw: Mapping[str, Any], where: str) -> Scheme | None:
+    """Read what a Hugging Face `config.json` says about weights in few bits.
+
+    Args:
+        raw: the parsed file.
+        where: the file's name, for messages.
+
+    Returns:
+        How they are stored, or None where nothing is quantised.
+
+    Raises:
+        ModelFileError: for software or a format that is not read.
+    """
+    text = raw.get("text_config")
+    inner: Any = text.get("quantization_config") if isinstance(text, Mapping) else None  # pyright: ignore
+    return scheme_of(raw.get("quantization_config") or inner, where)
 
 
 def _values(file: ConfigFile, family: Family, rope: RopeEntry, where: str) -> dict[str, Any]:
@@ -187,12 +206,6 @@ def _refuse_unreadable(raw: Mapping[str, Any], where: str, family: Family) -> No
             f"{where}: unknown activation {shown(raw['hidden_act'])}",
             expected="silu",
             hint=f"the MLP of {family.architecture} is SwiGLU",
-        )
-    if raw.get("quantization_config"):
-        raise ModelFileError(
-            f"{where}: the checkpoint is quantised",
-            got=f"quantization_config={shown(raw['quantization_config'])}",
-            hint="load the unquantised checkpoint; Lowtide reads float32, float16 and bfloat16 weights",
         )
 
 

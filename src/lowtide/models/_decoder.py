@@ -102,6 +102,12 @@ class Decoder:
             raise KeyError(path)
         return family_of(self.config).names[path]
 
+    @property
+    def tied_names(self) -> dict[str, str]:
+        """The Hugging Face module that is used in a second place, with the name of that place."""
+        names = family_of(self.config).names
+        return {names["outer/embed"]: names["outer/lm_head"]} if self.config.tie_embeddings else {}
+
 
 def loss(
     model: Decoder, batch: Tree, *, remat: bool | Callable[..., bool] = False

@@ -7,11 +7,13 @@ fails at once and by name. `_tensors` reads and `_shards` writes the weights a p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ from ..core import (
     ConfigError,
     ModelFileError,
     OutputError,
+    Tree,
     Where,
     input_file,
     leaves_with_paths,
@@ -32,12 +35,14 @@ from ..core import (
     validate,
 )
 from ..quant import Format, QuantizedWeight, abstract, build, format_named, matrices, placed
+from ..quant import quantize as quantize_leaves
 from ._config import DecoderConfig
-from ._config_file import config_from_hf, config_to_hf
-from ._decoder import Decoder, parameter_shapes, with_windows, without_windows
+from ._config_file import config_from_hf, config_to_hf, quantization_from_hf
+from ._decoder import Decoder, init, parameter_shapes, with_windows, without_windows
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
-from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf, stored_dtype
+from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
+from .packed import Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
 _HEAD = "lm_head.weight"
@@ -52,23 +57,25 @@ def load(
     compute_dtype: Any = "float32",
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
-    quantize: str | None = None,
-    quantize_match: str | Sequence[str] = "layers/**/*_proj",
+    quantize: str | Mapping[str, str] | None = None,
 ) -> Decoder:
     """Read a decoder from a Hugging Face directory.
 
+    Of a directory that other software quantised, weights are read as they are: a `lowtide.QuantizedWeight` with exactly
+    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise.
+
     Args:
         directory: the folder with `config.json` and safetensors weights.
-        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in.
+        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised.
         compute_dtype: dtype of activations and products.
         host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
             from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
             may be larger than it.
         sharding: where the leaf of a path and a shape (`jax.ShapeDtypeStruct`) belongs on several devices, such as
             `lowtide.train.ShardingRules.of`. Each process reads what its devices hold.
-        quantize: a format of `lowtide.quantize` to store weights in, such as ``"nf4"``: frozen, and made of the tensors
-            while they are read.
-        quantize_match: which, as in `lowtide.quantize`; by default the projections of all layers.
+        quantize: a format of `lowtide.quantize` to store the projections of all layers in, such as ``"nf4"``: frozen,
+            and made of the tensors while they are read. Or formats by glob, of which the first that fits decides:
+            ``{"layers/**/*_proj": "nf4", "outer/**": "int8"}`` has embedding and head in 8 bits, too.
 
     Returns:
         The decoder, on JAX's default device but for the leaves that `host` selects, or as `sharding` says.
@@ -76,8 +83,8 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point.
-        SelectionError: when `host` selects nothing.
+        ConfigError: for a dtype that is not floating-point, and for `quantize` where weights are quantised already.
+        SelectionError: when `host` or a glob of `quantize` selects nothing.
 
     Memory:
         The parameters where they belong, and beside them on the host a few pieces of 64 MiB. Of leaves that `host`
@@ -90,49 +97,179 @@ def load(
                 f"{name!r} is no dtype to compute in", expected="float32, bfloat16, ...", hint="check the dtype"
             )
     directory = Path(directory)
-    config = load_config(directory)
-    files = _weight_files(directory)
-    with open_tensors(files) as tensors:
-        tensors = _of_the_text(tensors, config)
-        _check_tensors(tensors, config, directory)
-        _check_tied_head(tensors, config)
-        shapes = parameter_shapes(config)
-        flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-        hosted = [False] * len(flat) if host is None else select(shapes, host)
-        form = None if quantize is None else format_named(quantize)
-        packed = set[str]() if form is None else matrices(shapes, quantize_match)
+    config, scheme = _read_config(directory)
+    if quantize is not None and scheme is not None:
+        raise ConfigError(
+            f"{directory}: quantize = {quantize!r}, but its weights are quantised already, by {scheme.method}",
+            expected="no quantize: they are read as they are",
+            got=repr(quantize),
+            hint="leave quantize out, or load the unquantised checkpoint",
+        )
+    with _plans(directory, config, scheme, dtype) as (plans, treedef, notes):
+        for note in notes:
+            warnings.warn(f"{directory}: {note}", stacklevel=2)
+        shapes = treedef.unflatten([each.like for each in plans])
+        hosted = _hosted(shapes, host)
+        formats = _formats(shapes, quantize)
         leaves: list[Any] = []
-        for (path, leaf), on_the_host in zip(flat, hosted, strict=True):
-            shape, names = leaf.shape, _tensor_names(path, config).values()
-            sources = [tensors[name] for name in names]
-            # The layers of a stack may be stored in different dtypes: none of them loses digits.
-            kind = stored_dtype(sources) if dtype == "auto" else jnp.dtype(dtype)
-            place = None if sharding is None else sharding(path_str(path), jax.ShapeDtypeStruct(shape, kind))
+        for each, on_the_host in zip(plans, hosted, strict=True):
+            like = jax.ShapeDtypeStruct(each.like.shape, each.like.dtype)
+            place = None if sharding is None else sharding(each.path, like)
             if on_the_host:
                 place = _host_memory() if place is None else place.with_memory_kind("pinned_host")
-            if form is not None and path_str(path) in packed:
-                leaves.append(_read_quantized(path_str(path), sources, jax.ShapeDtypeStruct(shape, kind), form, place))
+            if form := formats.get(each.path):
+                leaves.append(_read_quantized(each, like, form, place))
             else:
-                leaves.append(read_leaf(sources, shape, kind, place))
+                leaves.append(each.read(place))
     params = treedef.unflatten(leaves)
     return Decoder(params["outer"], with_windows(params["layers"], config), config, jnp.dtype(compute_dtype).name)
 
 
+def _formats(shapes: Tree, quantize: str | Mapping[str, str] | None) -> dict[str, Format]:
+    """Return the format of each weight that is quantised, by its path."""
+    by_glob = {"layers/**/*_proj": quantize} if isinstance(quantize, str) else quantize or {}
+    found: dict[str, Format] = {}
+    for glob, name in by_glob.items():
+        form = format_named(name)
+        found = dict.fromkeys(matrices(shapes, glob), form) | found
+    return found
+
+
+def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: Any = "float32") -> Decoder:
+    """Return what `load` would, its leaves `jax.ShapeDtypeStruct`s.
+
+    Args:
+        directory: the folder with `config.json` and safetensors weights. Without any weights, shapes are those that
+            `config.json` asks for, and of a quantised model the layers' projections are in its format.
+        dtype: as in `load`; ``"auto"`` without weights is bfloat16.
+        compute_dtype: as in `load`.
+
+    Returns:
+        The decoder's shapes, with nodes of shapes where weights are quantised.
+
+    Raises:
+        ModelFileError: as `load`, for what `config.json` and headers say.
+
+    Memory:
+        Headers of files; no weight is read.
+    """
+    directory = Path(directory)
+    config, scheme = _read_config(directory)
+    if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
+        shapes = jax.eval_shape(
+            lambda: init(
+                config,
+                key=jax.random.key(0),
+                dtype="bfloat16" if dtype == "auto" else dtype,
+                compute_dtype=compute_dtype,
+            )
+        )
+        if scheme is None or scheme.form is None:
+            return shapes
+        return quantize_leaves(shapes, "layers/**/*_proj", scheme.form.name, block=scheme.form.block)
+    with _plans(directory, config, scheme, dtype) as (plans, treedef, _):
+        params = treedef.unflatten([each.like for each in plans])
+    layers = jax.eval_shape(lambda layers: with_windows(layers, config), params["layers"])
+    return Decoder(params["outer"], layers, config, jnp.dtype(compute_dtype).name)
+
+
+class StoredWeight(NamedTuple):
+    """A weight of a directory's files."""
+
+    format: str
+    """Dtype as the files have it, such as ``"BF16"``, or of a quantised one ``"NF4"``, ``"FP8"`` and so on."""
+    shape: tuple[int, ...]
+    """Of the weight."""
+    num_bytes: int
+    """In the files, scales included."""
+
+
+def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
+    """Return what the files of a directory hold, by the names that Hugging Face gives weights.
+
+    Args:
+        directory: the folder with `config.json` and safetensors weights.
+
+    Raises:
+        ModelFileError: when a file is missing or damaged, or what belongs to a quantised weight does not fit it.
+
+    Memory:
+        Headers of files; no weight is read.
+    """
+    directory = Path(directory)
+    config, scheme = _read_config(directory)
+    with open_tensors(_weight_files(directory)) as found:
+        tensors: Mapping[str, Stored] = _of_the_text(found, config)
+        if scheme is not None:
+            tensors = folded(_of_the_text(found, config), scheme, [])
+        return {name: StoredWeight(each.dtype, each.shape, each.num_bytes) for name, each in tensors.items()}
+
+
+def quantization_of(directory: str | Path) -> str | None:
+    """Return which software quantised the weights of a directory, or None.
+
+    Args:
+        directory: the folder with `config.json`.
+
+    Raises:
+        ModelFileError: as `load_config`, and for software whose files are not read.
+    """
+    scheme = _read_config(Path(directory))[1]
+    return None if scheme is None else scheme.method
+
+
+@contextlib.contextmanager
+def _plans(
+    directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
+) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
+    """Say of every leaf how it is read, while the files are open; all of it is checked before."""
+    with open_tensors(_weight_files(directory)) as found:
+        notes: list[str] = []
+        tensors: dict[str, Stored] = dict(_of_the_text(found, config))
+        if scheme is not None:
+            tensors = folded(_of_the_text(found, config), scheme, notes)
+        _check_tensors(tensors, config, directory)
+        _check_tied_head(tensors, config)
+        flat, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
+        embedding = tensors[_embedding(config)]
+        otherwise = DTYPES.get(embedding.dtype, "bfloat16")
+        kind = None if dtype == "auto" else jnp.dtype(dtype)
+        plans: list[Plan] = []
+        for path, leaf in flat:
+            # The layers of a stack may be stored in different dtypes: none of them loses digits.
+            sources = [tensors[name] for name in _tensor_names(path, config).values()]
+            plans.append(plan(path_str(path), sources, leaf.shape, kind, otherwise))
+        yield plans, treedef, [*notes, *told(plans)]
+
+
+def _hosted(shapes: Any, host: Where | None) -> list[bool]:
+    """Whether each weight belongs to the host's memory: all of a node, or nothing of it."""
+    leaves = jax.tree.leaves(shapes, is_leaf=_is_node)
+    if host is None:
+        return [False] * len(leaves)
+    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes, is_leaf=_is_node)
+    return list(select(plain, host))
+
+
+def _is_node(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedWeight)
+
+
 def _read_quantized(
-    path: str, sources: list[Source], like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
+    read: Plan, like: jax.ShapeDtypeStruct, form: Format, place: jax.sharding.Sharding | None
 ) -> QuantizedWeight:
     """Read one leaf, a matrix at a time, and quantise each."""
     stack = like.shape[:-2]
 
     def matrix(at: tuple[int, ...]) -> jax.Array:
         index = int(np.ravel_multi_index(at, stack)) if at else 0
-        return read_leaf([sources[index]], like.shape[-2:], like.dtype, None)
+        return read_leaf([read.sources[index]], like.shape[-2:], like.dtype, None)
 
     if place is None or isinstance(place, jax.sharding.NamedSharding):
         places = placed(abstract(like.shape, form, like.dtype), place)
     else:
         places = jax.tree.map(lambda _: place, abstract(like.shape, form, like.dtype))
-    return build(path, like, form, matrix, places)
+    return build(read.path, like, form, matrix, places)
 
 
 def load_config(directory: str | Path) -> DecoderConfig:
@@ -147,13 +284,18 @@ def load_config(directory: str | Path) -> DecoderConfig:
     Raises:
         ModelFileError: when `config.json` is missing, malformed, or not of a decoder that Lowtide knows.
     """
+    return _read_config(Path(directory))[0]
+
+
+def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
     path = input_file(
         directory,
         CONFIG,
         expected="a Hugging Face model directory with config.json and model.safetensors",
         hint="give a local folder that holds the model; nothing is downloaded",
     )
-    return config_from_hf(_json(path, _MOST_CONFIG_BYTES), str(path))
+    raw = _json(path, _MOST_CONFIG_BYTES)
+    return config_from_hf(raw, str(path)), quantization_from_hf(raw, str(path))
 
 
 def base_path() -> Path:
@@ -247,7 +389,8 @@ def _weight_files(directory: Path) -> list[Path]:
     from ._schema import IndexFile
 
     names = [SINGLE]
-    if os.path.lexists(directory / INDEX):
+    # Where there are both, transformers reads the single file.
+    if os.path.lexists(directory / INDEX) and not os.path.lexists(directory / SINGLE):
         path = input_file(directory, INDEX, hint=_AGAIN)
         index = validate(IndexFile, _json(path, _MOST_INDEX_BYTES), str(path), hint="copy the index again")
         names = sorted(set(index.weight_map.values()))
@@ -262,7 +405,7 @@ def _weight_files(directory: Path) -> list[Path]:
     ]
 
 
-def _check_tensors(tensors: dict[str, Source], config: DecoderConfig, directory: Path) -> None:
+def _check_tensors(tensors: Mapping[str, Stored], config: DecoderConfig, directory: Path) -> None:
     # Before anything is made of that many names.
     each = 1 if config.experts is None or config.experts.clamped else config.experts.num_experts
     if config.num_layers * each > len(tensors):
@@ -301,7 +444,7 @@ def _check_tensors(tensors: dict[str, Source], config: DecoderConfig, directory:
                 got=source.shape,
                 hint="config.json and weights are of different models",
             )
-        if source.dtype not in DTYPES:
+        if isinstance(source, Source) and source.dtype not in DTYPES:
             raise ModelFileError(
                 f"{source.file}: {name} has dtype {source.dtype}",
                 expected=f"one of {', '.join(DTYPES)}",
@@ -309,14 +452,13 @@ def _check_tensors(tensors: dict[str, Source], config: DecoderConfig, directory:
             )
 
 
-def _check_tied_head(tensors: dict[str, Source], config: DecoderConfig) -> None:
+def _check_tied_head(tensors: Mapping[str, Stored], config: DecoderConfig) -> None:
     """Refuse a head that is stored beside the embedding it is said to be, and is another: it would be left out."""
     head = tensors.get(_HEAD)
     if not config.tie_embeddings or head is None:
         return
-    (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
-    embedding = tensors[_tensor_names(path, config)[()]]
-    itemsize = max(jnp.dtype(DTYPES.get(each.dtype, "float32")).itemsize for each in (head, embedding))
+    embedding = tensors[_embedding(config)]
+    itemsize = max(head.itemsize, embedding.itemsize)
     if head.shape == embedding.shape and all(
         np.array_equal(head.read(cut), embedding.read(cut)) for cut in pieces(head.shape, itemsize)
     ):
@@ -327,6 +469,12 @@ def _check_tied_head(tensors: dict[str, Source], config: DecoderConfig) -> None:
         got=f"tie_word_embeddings true, and a head of shape {head.shape}",
         hint="set tie_word_embeddings to false in config.json if the head was trained by itself",
     )
+
+
+def _embedding(config: DecoderConfig) -> str:
+    """Name of the embedding's tensor."""
+    (path, _), *_ = jax.tree_util.tree_leaves_with_path({"outer": {"embed": {"weight": 0}}})
+    return _tensor_names(path, config)[()]
 
 
 def _is_floating(name: Any) -> bool:

@@ -1,7 +1,8 @@
 """What reading and writing a model costs the host, known before.
 
 The figures are bounds: a piece exists up to four times (as the file's library copied it, as an array, cast, and as what
-was sent), and one more is for what JAX allocates when it first runs. `tests/models/test_load_memory.py` measures them.
+was sent), and one more is for what JAX allocates when it first runs. Weights in few bits are read by pieces, too, in
+which codes of 4 bits take a byte. `tests/models/test_load_memory.py` measures them.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,26 @@ from ..core import PIECE_BYTES, ModelFileError, Pieces, assemble, format_bytes, 
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names of dtypes in the files, and here."""
+_OTHERS = {"U8": 1, "I8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4}
+"""Bytes of other dtypes, of those with 8 bits what weights in few bits are stored in."""
+
+
+class Readable(Protocol):
+    """A tensor, or what is computed of tensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        ...
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element while it is read."""
+        ...
+
+    def read(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Copy a part into memory."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +57,13 @@ class Source:
     file: Path
     handle: Any
 
-    @functools.cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         """As the file's header has it."""
+        return self._shape
+
+    @functools.cached_property
+    def _shape(self) -> tuple[int, ...]:
         return tuple(self.handle.get_slice(self.name).get_shape())
 
     @functools.cached_property
@@ -46,8 +71,27 @@ class Source:
         """As the file's header has it, such as ``"BF16"``."""
         return self.handle.get_slice(self.name).get_dtype()
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return jnp.dtype(DTYPES[self.dtype]).itemsize if self.dtype in DTYPES else _OTHERS.get(self.dtype, 8)
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return math.prod(self.shape) * self.itemsize
+
+    @functools.cached_property
+    def _start(self) -> int:
+        """Where it begins in its file, whose header the library has checked."""
+        with open(self.file, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return 8 + length + json.loads(file.read(length))[self.name]["data_offsets"][0]
+
     def read(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Copy a part into memory; nothing else of the tensor is."""
+        """Copy a part into memory; nothing else of the tensor is. Of 8-bit floats it is their bits."""
+        if self.dtype == "F8_E4M3":  # the library has no NumPy dtype for it
+            return np.array(np.memmap(self.file, np.uint8, "r", self._start, self.shape)[index])
         return np.asarray(self.handle.get_slice(self.name)[index] if index else self.handle.get_tensor(self.name))
 
 
@@ -87,13 +131,13 @@ def open_tensors(files: Sequence[Path]) -> Generator[dict[str, Source], None, No
         yield tensors
 
 
-def stored_dtype(sources: Sequence[Source]) -> Any:
-    """Dtype that holds all tensors of a stack without losing digits."""
-    return jnp.result_type(*sorted({DTYPES[source.dtype] for source in sources}))
+def stored_dtype(names: Iterable[str]) -> Any:
+    """Dtype that holds all of some dtypes without losing digits."""
+    return jnp.result_type(*sorted(set(names)))
 
 
 def read_leaf(
-    sources: Sequence[Source], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
+    sources: Sequence[Readable], shape: tuple[int, ...], dtype: Any, sharding: jax.sharding.Sharding | None
 ) -> jax.Array:
     """Read one leaf to where it belongs.
 
@@ -124,7 +168,7 @@ def pieces(shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]
 
 
 def _read_part(
-    sources: Sequence[Source], shape: tuple[int, ...], dtype: np.dtype[Any], index: tuple[slice, ...]
+    sources: Sequence[Readable], shape: tuple[int, ...], dtype: np.dtype[Any], index: tuple[slice, ...]
 ) -> Pieces:
     """Read a part of a leaf, as pieces and where in the part they begin."""
     stack = len(shape) - len(sources[0].shape)
@@ -132,7 +176,7 @@ def _read_part(
     for at in itertools.product(*(range(size) for size in sizes[:stack])):
         layer = [axis.start + i for axis, i in zip(index[:stack], at, strict=True)]
         source = sources[int(np.ravel_multi_index(layer, shape[:stack])) if stack else 0]
-        for cut in pieces(sizes[stack:], max(dtype.itemsize, jnp.dtype(DTYPES[source.dtype]).itemsize)):
+        for cut in pieces(sizes[stack:], max(dtype.itemsize, source.itemsize)):
             inside = tuple(
                 slice(axis.start + own.start, axis.start + own.stop)
                 for axis, own in zip(index[stack:], cut, strict=True)

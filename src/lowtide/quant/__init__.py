@@ -3,6 +3,7 @@
 What loads models builds nodes itself, with `build`; users have `quantize` and `dequantize`.
 """
 
+from ._double import dynamic_map as dynamic_map
 from ._formats import Format as Format
 from ._formats import format_named as format_named
 from ._model import abstract as abstract
@@ -19,6 +20,7 @@ __all__ = [
     "abstract",
     "build",
     "dequantize",
+    "dynamic_map",
     "format_named",
     "matrices",
     "placed",

@@ -102,6 +102,7 @@ BAD_LINES = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}': "hint: write assistant",
     '{"prompt": [{"role": "User", "content": "x"}], "completion": [{"role": "a", "content": "y"}]}': "hint: write user",
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
+    '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "of the type 'image'",
     '{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}': "one of prompt and completion",
     '{"instruction": "x", "output": ["y"]}': "output has an unusable value",
 }
@@ -131,6 +132,8 @@ def test_json_is_a_list_of_objects(tmp_path):
 
 def test_tables_of_text_have_a_header(tmp_path):
     file = tmp_path / "a.csv"
+    file.write_text("prompt;completion\na;b\n")
+    assert "columns seem to be divided by ';'" in _error(file)
     with open(file, "w", newline="", encoding="utf-8-sig") as out:
         rows = [["prompt", "completion"], ["a,\nb", 'c"d'], ["x" * 200_000, "y"]]
         csv.writer(out).writerows(rows)

@@ -13,11 +13,14 @@ from ._files import check as check
 from ._files import load as load
 from ._files import save as save
 from ._kernel import LoRAKernel as LoRAKernel
+from ._loftq import loftq as loftq
 from ._model import add as add
 from ._model import disable as disable
 from ._model import merge as merge
+from ._plus import plus as plus
 from ._report import Report as Report
 from ._report import report as report
+from ._saved import SavedWeight as SavedWeight
 from ._several import attach as attach
 from ._several import split as split
 from ._several import unmerge as unmerge
@@ -33,6 +36,7 @@ __all__ = [
     "LoRAKernel",
     "LoRAWeight",
     "Report",
+    "SavedWeight",
     "VeRAConfig",
     "VeRAWeight",
     "add",
@@ -42,7 +46,9 @@ __all__ = [
     "disable",
     "dropout",
     "load",
+    "loftq",
     "merge",
+    "plus",
     "report",
     "save",
     "split",

@@ -11,11 +11,18 @@ import jax.core
 
 from ...core import put
 from ._kernel import LoRAKernel
+from ._saved import SavedWeight
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 
-Adapter = LoRAWeight | LoRAKernel | IA3Weight | VeRAWeight
-KINDS: Mapping[type, str] = {LoRAWeight: "LoRA", LoRAKernel: "LoRA of a kernel", IA3Weight: "(IA)³", VeRAWeight: "VeRA"}
+Adapter = LoRAWeight | LoRAKernel | IA3Weight | VeRAWeight | SavedWeight
+KINDS: Mapping[type, str] = {
+    LoRAWeight: "LoRA",
+    LoRAKernel: "LoRA of a kernel",
+    IA3Weight: "(IA)³",
+    VeRAWeight: "VeRA",
+    SavedWeight: "trained whole",
+}
 
 TRAINABLE = "**/lora_*"
 """A glob that selects what trains of every kind of adapter, and nothing else."""
@@ -25,13 +32,14 @@ NEEDED: Mapping[type, tuple[str, ...]] = {
     LoRAKernel: ("weight", "lora_a", "lora_b"),
     IA3Weight: ("weight", "lora_scale"),
     VeRAWeight: ("weight", "vera_a", "vera_b", "lora_lambda_d", "lora_lambda_b"),
+    SavedWeight: ("weight", "lora_saved"),
 }
 """Leaves without which a node is half of one."""
 
 
 def is_adapter(node: Any) -> TypeGuard[Adapter]:
     """Whether a node is a weight with an adapter."""
-    return isinstance(node, (LoRAWeight, LoRAKernel, IA3Weight, VeRAWeight))
+    return isinstance(node, (LoRAWeight, LoRAKernel, IA3Weight, VeRAWeight, SavedWeight))
 
 
 def kind_of(node: Adapter) -> str:
@@ -45,7 +53,7 @@ def kind_of(node: Adapter) -> str:
 def placed(node: Any) -> Any:
     """Shard the leaves of an adapter like its weight along the axes they share."""
     sharding = named_sharding(node.weight)
-    if sharding is None or isinstance(node, LoRAKernel):  # the factors of a kernel are placed when they are made
+    if sharding is None or isinstance(node, (LoRAKernel, SavedWeight)):  # placed when they are made
         return node
     *layers, out, inner = (*sharding.spec, *(None,) * (len(node.weight.shape) - len(sharding.spec)))
     along = {"out": out, "in": inner, "rank": None}

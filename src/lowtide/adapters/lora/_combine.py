@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from ...core import ConfigError, StructureError, Tree
 from ._adapter import is_adapter, kind_of, placed
 from ._kernel import LoRAKernel
+from ._saved import SavedWeight, saved
 from ._vectors import VeRAWeight
 from ._weight import LoRAWeight
 
@@ -46,7 +47,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         raise ConfigError(
             "adapters and weights do not fit each other",
             expected="at least one model, and one weight for each",
-            got=f"{len(models)} models, {len(factors)} weights",
+            got=f"{len(models)} adapters, {len(factors)} weights",
             hint="leave the weights out to add the adapters up as they are",
         )
 
@@ -67,6 +68,12 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             lora_a = jnp.concatenate([jnp.asarray(node.lora_a) for node, _ in kernels], axis=first.num_stacked)
             lora_b = jnp.concatenate([by * node.scaling * jnp.asarray(node.lora_b) for node, by in kernels], axis=-1)
             return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=float(lora_b.shape[-1]))
+        whole = [(node, by) for node, by in found if isinstance(node, SavedWeight)]
+        if whole and len(whole) == len(found):
+            if [by for _, by in whole] == [1.0]:
+                return saved(base, whole[0][0].lora_saved)
+            plain = jnp.asarray(base, jnp.float32)
+            return saved(base, plain + sum(by * (node.lora_saved - plain) for node, by in whole))
         pairs = [_factors(node) for node, _ in found]
         lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
         lora_b = jnp.concatenate([by * b for (_, b), (_, by) in zip(pairs, found, strict=True)], axis=-1)
@@ -94,4 +101,5 @@ def _factors(node: Any) -> tuple[Any, Any]:
             hint="merge such a model by itself with lt.lora.merge",
         )
     scale = node.scaling if node.layer_scale is None else node.scaling * node.layer_scale[:, None, None]
-    return jnp.asarray(node.lora_a), scale * jnp.asarray(node.lora_b)
+    lora_a, lora_b = node.factors()
+    return jnp.asarray(lora_a), scale * jnp.asarray(lora_b)

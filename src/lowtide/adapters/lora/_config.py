@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...core import ConfigError, check_choice, is_count
 
 ALL_LINEAR = "all-linear"
-_INITS = ("peft", "gaussian")
+BIASES = ("none", "lora_only", "all")
+IN_THE_WEIGHT = ("pissa", "olora")
+"""Words of `Config.init` whose factors are a part of the weight."""
+_INITS = ("peft", "gaussian", "orthogonal", *IN_THE_WEIGHT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,14 +53,30 @@ class Config:
     """Whether the scale is ``alpha / sqrt(rank)``, which keeps the size of updates as the rank grows."""
     dora: bool = False
     """Whether the norm of each output's weights trains apart from their direction."""
+    modules_to_save: str | Sequence[str] = ()
+    """Globs on the paths of modules (whatever holds a leaf) that train as a whole beside the adapters, such as
+    ``"outer/lm_head"``; of the targets among them, as in PEFT, no adapter is made."""
+    bias: str = "none"
+    """Which biases train as a whole: "none", "lora_only" (those beside a target) or "all"."""
     init: str = "peft"
-    """How A begins: "peft", uniform in ±1/sqrt(in), or "gaussian", with standard deviation 1/rank. B begins as zero."""
+    """How A begins: "peft", uniform in ±1/sqrt(in), or "gaussian", with standard deviation 1/rank; B is zero then. With
+    "orthogonal" (of an even rank) neither is zero, and their product is. With "pissa" both begin as the largest
+    singular values of the weight and their vectors, with "olora" as the first columns of its QR decomposition, and what
+    they begin as is taken off: nothing changes at first, the weight itself stays, and files have twice the rank."""
 
     def __post_init__(self) -> None:
         """Check the fields; lists and mappings become tuples."""
         check_rank(self.rank, "rank")
         _check_alpha(self.alpha, "alpha")
-        _settle(self, self.targets, self.exclude, self.layers)
+        _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
+        check_choice(f"bias: {self.bias!r} is unknown", self.bias, BIASES, 'leave it out for "none"')
+        if self.bias == "lora_only" and self.layers is not None:
+            raise ConfigError(
+                'bias = "lora_only" contradicts layers: the biases of a stack train together',
+                expected='all layers, or bias = "all"',
+                got=f"layers={self.layers}",
+                hint="leave one of them out",
+            )
         for field, check in (("rank_pattern", check_rank), ("alpha_pattern", _check_alpha)):
             pairs: Any = getattr(self, field)
             pairs = tuple(pairs.items() if isinstance(pairs, Mapping) else (tuple(pair) for pair in pairs))
@@ -71,6 +90,20 @@ class Config:
                     )
                 check(pair[1], f"{field}[{pair[0]!r}]")
             object.__setattr__(self, field, pairs)
+        if self.dora and self.init in IN_THE_WEIGHT:
+            raise ConfigError(
+                f"init: {self.init!r} contradicts dora, whose norms are those of the weight with B A",
+                expected="another init, or dora=False",
+                got="both",
+                hint="leave one of them out",
+            )
+        if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *dict(self.rank_pattern).values())):
+            raise ConfigError(
+                'init: "orthogonal" has half the rank for A, and half for B',
+                expected="even ranks",
+                got=f"rank={self.rank}",
+                hint="make the rank even",
+            )
         check_choice(f"init: {self.init!r} is unknown", self.init, _INITS, 'leave it out for "peft"')
         for field in ("rslora", "dora"):
             _check_flag(field, getattr(self, field))
@@ -103,10 +136,12 @@ class IA3Config:
     """Globs, as in `Config.exclude`."""
     layers: Sequence[int] | None = None
     """Indices of layers, as in `Config.layers`."""
+    modules_to_save: str | Sequence[str] = ()
+    """Globs, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
         """Check the fields; lists become tuples."""
-        _settle(self, self.targets, self.exclude, self.layers)
+        _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         object.__setattr__(self, "feedforward", _globs("feedforward", self.feedforward, may_be_empty=True))
 
 
@@ -132,6 +167,8 @@ class VeRAConfig:
     """Globs, as in `Config.exclude`."""
     layers: Sequence[int] | None = None
     """Indices of layers, as in `Config.layers`."""
+    modules_to_save: str | Sequence[str] = ()
+    """Globs, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
         """Check the fields; lists become tuples."""
@@ -144,7 +181,7 @@ class VeRAConfig:
                 got=repr(self.d_initial),
                 hint="its authors advise 0.1 or less",
             )
-        _settle(self, self.targets, self.exclude, self.layers)
+        _settle(self, self.targets, self.exclude, self.layers, self.modules_to_save)
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "d_initial", float(d))
 
@@ -178,8 +215,9 @@ def _check_flag(name: str, flag: Any) -> None:
         raise ConfigError(f"{name}: {flag!r} is no truth value", expected="True or False", got=repr(flag), hint="True")
 
 
-def _settle(config: Any, targets: Any, exclude: Any, layers: Any) -> None:
+def _settle(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_save: Any) -> None:
     """Check what all configurations have, and make it hashable."""
+    object.__setattr__(config, "modules_to_save", _globs("modules_to_save", modules_to_save, may_be_empty=True))
     object.__setattr__(config, "targets", _globs("targets", targets))
     object.__setattr__(config, "exclude", _globs("exclude", exclude, may_be_empty=True))
     if layers is None:
@@ -196,7 +234,7 @@ def _settle(config: Any, targets: Any, exclude: Any, layers: Any) -> None:
 
 
 def _globs(name: str, given: Any, *, may_be_empty: bool = False) -> Any:
-    globs: Any = given if isinstance(given, str) else tuple(given)
+    globs: Any = given if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     may = may_be_empty and globs == ()
     if not may and (not globs or not all(isinstance(pattern, str) and pattern for pattern in globs)):
         raise ConfigError(

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from ...core import ConfigError, StructureError, Tree
 from ._adapter import kind_of
 from ._kernel import LoRAKernel
+from ._saved import SavedWeight
 from ._sites import adapted_sites, replace
 from ._vectors import IA3Weight
 from ._weight import LoRAWeight
@@ -56,7 +57,7 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
             got=repr(rate),
             hint="0.05 is usual",
         )
-    adapted = adapted_sites(model)
+    adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
     if not adapted:
         raise StructureError("the model has no adapter to drop inputs of", hint="add one with lt.lora.add")
     nodes: dict[int, Any] = {}

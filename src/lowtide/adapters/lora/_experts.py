@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...core import ConfigError, LinearWeight, ModelFileError, StructureError
-from ._config import AnyConfig, Config
+from ._config import IN_THE_WEIGHT, AnyConfig, Config
 from ._peft import PeftConfig
 from ._sites import Site
 
@@ -26,12 +26,13 @@ def check_experts(site: Site, config: AnyConfig) -> None:
         ConfigError: for another adapter than LoRA on all layers.
         StructureError: for a quantised weight.
     """
-    is_plain = isinstance(config, Config) and not config.dora
-    if not is_plain or config.layers is not None:
-        kind = "layers" if is_plain else "DoRA" if isinstance(config, Config) else type(config).__name__
+    is_lora = isinstance(config, Config)
+    kinds = {"DoRA": is_lora and config.dora, config.init: config.init in IN_THE_WEIGHT} if is_lora else {}
+    kinds |= {type(config).__name__: not is_lora, "layers": config.layers is not None}
+    if kind := next((name for name, is_asked in kinds.items() if is_asked), None):
         raise ConfigError(
             f"{site.path}: experts take LoRA and rsLoRA alone, on all layers",
-            expected="no DoRA, no (IA)³, no VeRA, and no choice of layers",
+            expected="no DoRA, no (IA)³, no VeRA, no init that is a part of the weight, and no choice of layers",
             got=kind,
             hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
         )

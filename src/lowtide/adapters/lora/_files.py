@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections import Counter
@@ -15,13 +16,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from ...core import ModelFileError, StructureError, Tree, input_file, shortened, write_files
+from ...core import LinearWeight, ModelFileError, StructureError, Tree, input_file, shortened, write_files
 from ._adapter import kind_of, placed
+from ._config import IN_THE_WEIGHT
 from ._experts import check_file_of_experts
 from ._kernel import LoRAKernel
+from ._kernel_files import kernel_name, kernel_tensors, kernels_in, read_kernel
 from ._peft import (
     CONFIG_FILE,
     IA3,
+    KERNELS,
     LORA,
     VERA,
     VERA_TENSORS,
@@ -31,12 +35,15 @@ from ._peft import (
     read_config,
     tensor_names,
 )
+from ._principal import principal
+from ._saved import SavedWeight
+from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
+from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 
-_PEFT_TYPES = {LoRAWeight: LORA, IA3Weight: IA3, VeRAWeight: VERA}
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 
 
 def save(
@@ -50,7 +57,8 @@ def save(
 
     Stacked adapters are written as one module a layer. Modules get the names that the model's ``external_name``
     gives (`lowtide.core.ExternalNames`), otherwise their tree path with dots. Ranks and alphas that differ between
-    modules go into `rank_pattern` and `alpha_pattern`.
+    modules go into `rank_pattern` and `alpha_pattern`. Adapters of kernels are written as PEFT has them for
+    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads.
 
     Args:
         model: a model with adapters.
@@ -77,32 +85,28 @@ def save(
     References:
         PEFT, "PEFT checkpoint format", https://huggingface.co/docs/peft/developer_guides/checkpoint.
     """
-    adapted = adapted_sites(model)
+    adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
     if not adapted:
         raise StructureError(
             "the model has no adapter to save",
             expected="at least one adapter, such as a LoRAWeight",
             hint="add one with lt.lora.add; a merged model has none left",
         )
-    for site in adapted:
-        if isinstance(site.node, LoRAKernel):
-            raise StructureError(
-                f"{site.path}: PEFT's files have no place for the adapter of this kernel",
-                expected="adapters of matrices",
-                got=f"a LoRAKernel{list(site.node.shape)}",
-                hint='fold it in with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
-            )
     kind = _kind(adapted)
     described: dict[str, dict[str, Any]] = {}
     tensors: dict[str, np.ndarray] = {}
+    kernels: dict[str, list[int]] = {}
     for site in adapted:
+        if isinstance(site.node, LoRAKernel):
+            name = kernel_name(model, site)
+            _refuse_twice(site, name, described)
+            described[name] = _said(site.node, 1.0)
+            tensors |= kernel_tensors(site, name)
+            kernels[name] = [site.node.num_rows, site.node.num_columns]
+            continue
         leaves, scales = _host_leaves(site)
         for layer, name in enumerate(layer_names(model, site)):
-            if name in described:
-                raise StructureError(
-                    f"{site.path}: another adapted module is called {name!r}, too",
-                    hint="rename one of them, or give the model an external_name that tells them apart",
-                )
+            _refuse_twice(site, name, described)
             if scales is not None and scales[layer] == 0:
                 continue
             described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
@@ -113,8 +117,12 @@ def save(
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
         tensors |= _projections(adapted)
+    whole = whole_of(model, described)
+    tensors |= whole.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
-    config = describe(described, modules, kind, base_model_name_or_path=base_model_name_or_path, task_type=task_type)
+    names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
+    more = {**whole.options, **({KERNELS: kernels} if kernels else {})}
+    config = describe(described, modules, kind, **names, whole=more)
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -138,7 +146,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
     Raises:
         ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
-            configuration asks for what is not supported (biases, fully trained modules, other PEFT methods). Dropout
+            configuration asks for what is not supported (other PEFT methods, a head that is no longer tied). Dropout
             gives one warning: it has no effect on results, and training has it where `dropout` is called.
         StructureError: when the model has other adapters.
 
@@ -167,8 +175,11 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     try:
         with safe_open(path, framework="numpy") as file:
             keys = set(file.keys())
-            hits = {index: _hits(names[index], config, keys, by_index[index]) for index in names}
-            chosen = {index: hits[index] for index in names if any(hits[index])}
+            kernels = kernels_in(model, config, keys)
+            hits = {
+                index: _hits(names[index], config, keys, by_index[index]) for index in names if index not in kernels
+            }
+            chosen = {index: on for index, on in hits.items() if any(on)}
             expected = {
                 key
                 for index, on in chosen.items()
@@ -176,12 +187,21 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
                 if is_on
                 for key in config.tensors(name).values()
             }
+            of_kernels = {key for name, *_ in kernels.values() for key in config.tensors(name).values()}
+            expected |= of_kernels
+            adapted = {name for name, *_ in kernels.values()}
+            adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
+            whole, keys_of_whole = asked_for(model, config, adapted)
+            expected |= whole if expected else set()
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()
             nodes = {
                 index: _read_node(file, path, by_index[index], names[index], on, config, wholes)
                 for index, on in chosen.items()
             }
+            for index, kernel in kernels.items():
+                nodes[index] = read_kernel(file, path, by_index[index], kernel, config)
+            nodes |= read_whole(file, path, model, keys_of_whole)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
@@ -200,6 +220,14 @@ def check(directory: str | os.PathLike[str]) -> None:
         ModelFileError: when it is damaged, or asks for what is not supported, as in `load`.
     """
     read_config(Path(directory))
+
+
+def _refuse_twice(site: Site, name: str, described: Mapping[str, Any]) -> None:
+    if name in described:
+        raise StructureError(
+            f"{site.path}: another adapted module is called {name!r}, too",
+            hint="rename one of them, or give the model an external_name that tells them apart",
+        )
 
 
 def _kind(adapted: Sequence[Site]) -> str:
@@ -221,8 +249,12 @@ def _said(node: Any, layer_scale: float) -> dict[str, Any]:
         return {"feedforward": node.feedforward}
     if isinstance(node, VeRAWeight):
         return {"rank": node.rank}
-    dora = node.lora_magnitude is not None
-    return {"rank": node.rank, "alpha": node.alpha * layer_scale, "rslora": node.rslora, "dora": dora}
+    if isinstance(node, LoRAKernel):
+        return {"rank": node.rank, "alpha": node.alpha, "rslora": None, "dora": False}
+    dora, rank, alpha = node.lora_magnitude is not None, node.rank, node.alpha
+    if node.start_a is not None:  # the same scale at twice the rank
+        rank, alpha = 2 * rank, alpha * (2**0.5 if node.rslora else 2)
+    return {"rank": rank, "alpha": alpha * layer_scale, "rslora": node.rslora, "dora": dora}
 
 
 def _as_peft(values: np.ndarray, node: Any) -> np.ndarray:
@@ -257,6 +289,9 @@ def _host_leaves(site: Site) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
             got="jax.ShapeDtypeStruct",
             hint="save the adapter of a model that was run, not of one that was analysed",
         )
+    if "start_a" in leaves:
+        both = zip(("lora_a", "lora_b"), site.node.factors(), strict=True)
+        leaves = {name: leaf for name, leaf in leaves.items() if not name.startswith("start_")} | dict(both)
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in leaves.items()}
     return arrays, arrays.get("layer_scale")
 
@@ -275,7 +310,7 @@ def _names_by_site(model: Tree) -> dict[int, list[str]]:
 
 def _hits(names: Sequence[str], config: PeftConfig, keys: set[str], site: Site) -> list[bool]:
     """Say of each layer of a weight, and each expert of a layer, whether the directory adapts it."""
-    found = [bool(keys.intersection(config.tensors(name).values())) for name in names]
+    found = [bool(keys.intersection(config.tensors(name).values())) and not config.saves(name) for name in names]
     # Experts that are one parameter in PEFT are no modules, though a list of names may have theirs.
     if config.file.target_modules is None or (site.is_experts and not any(found)):
         return found
@@ -318,7 +353,7 @@ def _read_node(
         shapes |= {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_lambda_d": (rank,)}
     leaves: dict[str, Any] = {}
     for leaf in config.tensors(there[0]):
-        read = {name: _read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
+        read = {name: read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
         of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
         flat = [values.reshape(-1) if config.kind == IA3 else values for values in of_layers]
         stack = np.stack(flat) if len(site.weight.shape) > 2 else flat[0]
@@ -333,7 +368,29 @@ def _read_node(
         layers = site.weight.shape[:-2]
         leaves["vera_a"] = jnp.broadcast_to(jnp.asarray(whole_a[:, :inner]), (*layers, whole_a.shape[0], inner))
         leaves["vera_b"] = jnp.broadcast_to(jnp.asarray(whole_b[:out]), (*layers, out, whole_b.shape[1]))
-    return placed(kind(site.weight, **leaves, layer_scale=scale, **said))
+    node: Any = kind(site.weight, **leaves, layer_scale=scale, **said)
+    if config.kind == LORA and config.file.init_lora_weights in IN_THE_WEIGHT:
+        node = _without_start(path, site, node, config.file.init_lora_weights)
+    return placed(node)
+
+
+def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAWeight:
+    """Take off what PEFT took off the weight, computed from the weight again."""
+    if isinstance(site.weight, LinearWeight):
+        raise ModelFileError(
+            f"{path}: what {init} took off {site.path} is not known of a weight in few bits",
+            expected="the base as it was when the adapter was made",
+            got=type(site.weight).__name__,
+            hint="convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+        )
+    if isinstance(site.weight, jax.ShapeDtypeStruct):
+        raise ModelFileError(
+            f"{path}: what {init} took off {site.path} is not known of a shape", hint="load it into a model with values"
+        )
+    start_a, start_b = principal(site.weight, node.rank, node.scaling, init)
+    if node.layer_scale is not None:
+        start_a, start_b = (leaf * node.layer_scale[:, None, None] for leaf in (start_a, start_b))
+    return dataclasses.replace(node, start_a=start_a, start_b=start_b)
 
 
 def _one_for_all(path: Path, site: Site, names: Sequence[str], config: PeftConfig) -> dict[str, Any]:
@@ -368,7 +425,7 @@ def _read_projections(file: Any, path: Path, config: PeftConfig) -> list[np.ndar
         shape = tuple(file.get_slice(key).get_shape())
         wanted = [*shape] if len(shape) == 2 else [1, 1]
         wanted[axis] = config.file.r
-        found.append(_read_tensor(file, path, key, tuple(wanted)))
+        found.append(read_tensor(file, path, key, tuple(wanted)))
     return found
 
 
@@ -381,26 +438,6 @@ def _check_projections(path: Path, site: Site, wholes: Sequence[np.ndarray]) -> 
             got=f"{list(wholes[0].shape)} and {list(wholes[1].shape)}",
             hint="load it into the model that it was made for",
         )
-
-
-def _read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
-    found = file.get_slice(key)
-    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
-        raise ModelFileError(
-            f"{path}: tensor {key} does not fit",
-            expected=f"a floating-point tensor of shape {list(shape)}",
-            got=f"{found.get_dtype()}{list(found.get_shape())}",
-            hint="load it into the model that it was made for, with the configuration it was saved with",
-        )
-    with np.errstate(over="ignore"):  # float64 has larger numbers
-        values = np.asarray(file.get_tensor(key), np.float32)
-    if not np.isfinite(values).all():
-        raise ModelFileError(
-            f"{path}: tensor {key} has values that are no finite numbers",
-            got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
-            hint="the file is damaged, or the training that wrote it had diverged",
-        )
-    return values
 
 
 def _check_present(present: Sequence[Site], nodes: Mapping[int, Any]) -> None:
@@ -424,6 +461,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _described(node: Any) -> str:
+    if isinstance(node, SavedWeight):
+        return kind_of(node)
     if isinstance(node, IA3Weight):
         return f"(IA)³ on {'inputs' if node.feedforward else 'outputs'}"
     return f"{kind_of(node)} of rank {node.rank}"

@@ -142,6 +142,14 @@ def start(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[
         lora_a, lora_b = (jax.ShapeDtypeStruct(one, jnp.float32) for one in (shape_a, shape_b))
     else:
         lora_a, lora_b = draw(shape_a), jnp.zeros(shape_b, jnp.float32)
+    return on_kernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
+
+
+def on_kernel(weight: Any, lora_a: Any, lora_b: Any, alpha: float, num_rows: int, num_columns: int) -> LoRAKernel:
+    """Put factors beside a kernel, sharded like it along the axes they share."""
+    shape = tuple(weight.shape)
+    split = len(shape) - num_columns
+    first = split - num_rows
     sharding = getattr(weight, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(weight, jax.core.Tracer):
         spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
@@ -150,7 +158,7 @@ def start(weight: Any, use: Use, rank: int, alpha: float, draw: Callable[[tuple[
             _placed(leaf, jax.sharding.NamedSharding(sharding.mesh, jax.P(*axes)))
             for leaf, axes in ((lora_a, along_a), (lora_b, along_b))
         )
-    return LoRAKernel(weight, lora_a, lora_b, alpha, use.num_rows, use.num_columns)
+    return LoRAKernel(weight, lora_a, lora_b, alpha, num_rows, num_columns)
 
 
 def _placed(leaf: Any, sharding: jax.sharding.NamedSharding) -> Any:

@@ -20,9 +20,11 @@ from ._config import AnyConfig, IA3Config
 from ._experts import check_experts
 from ._found import find_uses
 from ._kernel import LoRAKernel, fold
+from ._saved import SavedWeight, saved
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
 from ._start import of_layers, started
 from ._vectors import IA3Weight
+from ._whole import whole_sites, without_saved
 
 
 def add(
@@ -36,7 +38,8 @@ def add(
     """Give chosen weights an adapter that starts as no change.
 
     Of LoRA A is random, as in PEFT, and B is zero; of (IA)³ the vector is ones; of VeRA the projections are random, and
-    one of the vectors is zero. All are float32 whatever the weight's dtype. What is drawn for a LoRA module depends on
+    one of the vectors is zero. What `modules_to_save` and `bias` name trains beside them, a copy in a `SavedWeight`.
+    All are float32 whatever the weight's dtype. What is drawn for a LoRA module depends on
     `key` and on its path only, not on what else is adapted.
 
     Args:
@@ -69,7 +72,9 @@ def add(
     Memory:
         ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;
         of VeRA ``4 * (rank + out)`` that train, and the projections, once a layer. The weights are referred to, not
-        copied. Adapters of a weight with a `jax.sharding.NamedSharding` are sharded like it along the axes they share.
+        copied; what trains as a whole is copied, in float32. An `init` out of the weight has its factors twice, and of
+        one matrix at a time a decomposition in float32. Adapters of a weight with a `jax.sharding.NamedSharding` are
+        sharded like it along the axes they share.
 
     Examples:
         >>> from lowtide.adapters.lora import Config
@@ -84,7 +89,7 @@ def add(
     _refuse_object(model)
     if key is None and not isinstance(config, IA3Config):
         raise ConfigError("key: the adapter begins at random", got="None", hint="for instance key=jax.random.key(0)")
-    targets = select_sites(model, config.targets, config.exclude)
+    targets = without_saved(model, config, select_sites(model, config.targets, config.exclude))
     uses = {} if fn is None else find_uses(model, targets, fn, args)
     kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
     for site in targets:
@@ -93,8 +98,10 @@ def add(
     targets = of_layers(targets, config.layers)
     for site in targets:
         _check_target(model, site, uses.get(site.index))
+    whole = whole_sites(model, config, targets)
     nodes = started(model, targets, config, key, kernels)
-    return replace(model, {index: placed(node) for index, node in nodes.items()})
+    nodes = {index: placed(node) for index, node in nodes.items()}
+    return replace(model, nodes | {site.index: saved(site.weight) for site in whole})
 
 
 def merge(model: Tree) -> Tree:
@@ -132,7 +139,7 @@ def merge(model: Tree) -> Tree:
             hint="add one with lt.lora.add or lt.lora.load; a merged model is merged already",
         )
     for site in adapted:
-        is_known = site.is_matrix or site.is_experts or isinstance(site.node, LoRAKernel)
+        is_known = site.is_matrix or site.is_experts or isinstance(site.node, (LoRAKernel, SavedWeight))
         if not is_known or not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             raise StructureError(
                 f"{site.path}: cannot merge into a {type(site.weight).__name__}",
@@ -141,11 +148,11 @@ def merge(model: Tree) -> Tree:
             )
     by_path = {site.path: site for site in sites(model)}
     nodes: dict[int, Any] = {}
-    for site in adapted:
+    for site in sorted(adapted, key=lambda site: not isinstance(site.node, SavedWeight)):
         nodes[site.index] = _checked(site.path, _fold(site.node))
         bias = by_path.get(f"{site.module}/bias")
         if isinstance(site.node, IA3Weight) and bias is not None and not isinstance(bias.node, jax.ShapeDtypeStruct):
-            nodes[bias.index] = site.node.folded_bias(bias.node)
+            nodes[bias.index] = site.node.folded_bias(nodes.get(bias.index, bias.node))
     return replace(model, nodes)
 
 
@@ -207,7 +214,7 @@ def _refuse_object(model: Any) -> None:
         if cls is not None and isinstance(model, cls):
             raise ConfigError(
                 f"a {type(model).__name__} takes no adapter of Lowtide: its layers make arrays of their weights",
-                expected="a pytree whose weights are multiplied with lowtide.linear or @, such as an Equinox module",
+                expected="a pytree whose weights are multiplied by lowtide.core.linear or @, such as an Equinox module",
                 got=f"{type(model).__module__}.{type(model).__name__}",
                 hint=hint,
             )
@@ -219,7 +226,7 @@ def _is_matrix(site: Site, uses: Mapping[int, Use]) -> bool:
 
 def _check_target(model: Tree, site: Site, use: Use | None) -> None:
     if is_adapter(site.node):
-        rank = "" if isinstance(site.node, IA3Weight) else f" of rank {site.node.rank}"
+        rank = "" if isinstance(site.node, (IA3Weight, SavedWeight)) else f" of rank {site.node.rank}"
         raise StructureError(
             f"{site.path}: already has an adapter{rank}",
             expected="a weight without one",
@@ -247,6 +254,8 @@ def _fold(node: Adapter) -> Any:
         return fold(node)
     if isinstance(node.weight, jax.ShapeDtypeStruct):
         return node.weight
+    if isinstance(node, SavedWeight):
+        return node.folded()
     node = jax.tree.map(jnp.asarray, node)
     weight, sharding = node.weight, named_sharding(node.weight)
     if weight.ndim == 2:

@@ -14,17 +14,20 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core import ModelFileError, input_file, parse_json, read_input, shortened, shown, validate
+from ...core import ModelFileError, StructureError, input_file, parse_json, read_input, shortened, shown, validate
+from ._config import BIASES, IN_THE_WEIGHT
 from ._patterns import Matcher
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _MOST_BYTES = 16 * 1024**2
 
+KERNELS = "lowtide_kernels"
+"""Our key of the configuration, of which PEFT knows nothing."""
 LORA, IA3, VERA = "LORA", "IA3", "VERA"
 
 # Options that say nothing about the values a loaded adapter computes with.
@@ -33,14 +36,16 @@ _NO_EFFECT = frozenset(
     "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
     "revision runtime_config task_type".split()
 )
-_READ_OF_ALL = "exclude_modules layers_pattern layers_to_transform peft_type target_modules"
+_READ_OF_ALL = "exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
 _READ = {
-    LORA: "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora use_rslora",
+    LORA: "alpha_pattern bias ensure_weight_tying init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
+    "use_rslora lowtide_kernels",
     IA3: "feedforward_modules",
     VERA: "bias r save_projection vera_dropout",
 }
-# Initialisations that leave the base weights alone; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change them.
-_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
+# Initialisations that leave the base weights alone, and those that take off what the weight itself says. The others
+# (PiSSA with random projections, CorDA, LoftQ, LoRA-GA) change the base in ways that no file tells.
+_PURE_INITS = (None, True, False, "gaussian", "eva", "orthogonal", *IN_THE_WEIGHT)
 
 
 VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
@@ -69,6 +74,8 @@ class PeftConfig:
     """PEFT's name of the kind of adapter."""
     matcher: Matcher
     """What matches its patterns."""
+    where: str
+    """The file, for messages."""
 
     def check_patterns(self) -> None:
         """Raise for what is no regular expression, whether or not a module is looked for with it."""
@@ -106,10 +113,21 @@ class PeftConfig:
 
     def targets(self, module: str) -> bool:
         """Whether a module has an adapter; True when the file does not say."""
+        if self.saves(module):
+            return False
         named, excluded = self.file.target_modules, self.file.exclude_modules
         if excluded and _matches(excluded, module, self.matcher):
             return False
         return (named is None or _matches(named, module, self.matcher)) and self._has_layer(module)
+
+    def saves(self, module: str) -> bool:
+        """Whether a module trains as a whole."""
+        return _saves(self.file.modules_to_save or (), module)
+
+    def trains_bias(self, module: str, is_adapted: bool) -> bool:
+        """Whether the bias of a module trains."""
+        word = self.file.bias if self.kind == LORA else "none"
+        return word == "all" or (word == "lora_only" and is_adapted)
 
     def _has_layer(self, module: str) -> bool:
         """Whether a module is of a layer that has adapters."""
@@ -129,15 +147,18 @@ def describe(
     *,
     base_model_name_or_path: str | None,
     task_type: str | None,
+    whole: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`.
 
     Args:
-        adapted: of every adapted module what its node says: ``rank``, ``alpha``, ``rslora``, ``dora``, ``feedforward``.
+        adapted: of every adapted module what its node says: ``rank``, ``alpha``, ``rslora`` (None of a kernel, whose
+            scale is alpha / rank always), ``dora``, ``feedforward``.
         modules: the names of all modules of the model that could be adapted.
         kind: of the adapters.
         base_model_name_or_path: where the base model is.
         task_type: PEFT's name of the kind of model.
+        whole: options that say what trains as a whole.
 
     Returns:
         A dictionary with the keys PEFT writes.
@@ -155,17 +176,16 @@ def describe(
     }
     if kind == IA3:
         wide = [name for name, node in adapted.items() if node["feedforward"]]
-        return {**common, "feedforward_modules": _target_modules(wide, modules) if wide else []}
-    common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None}
+        kept = {name: value for name, value in whole.items() if name != "bias"}
+        return {**common, **kept, "feedforward_modules": _target_modules(wide, modules) if wide else []}
+    common = {**common, "bias": "none", "layers_pattern": None, "layers_to_transform": None, **whole}
     first = next(iter(adapted.values()))
     if kind == VERA:
         return {**common, "r": first["rank"], "projection_prng_key": 0, "save_projection": True, "vera_dropout": 0.0}
-    rslora = all(node["rslora"] for node in adapted.values())
+    kinds = {node["rslora"] for node in adapted.values()} - {None}
+    rslora = kinds == {True}
     # A scale of one kind among those of the other is written as what gives the same number.
-    alphas = {
-        name: node["alpha"] * (math.sqrt(node["rank"]) if node["rslora"] and not rslora else 1)
-        for name, node in adapted.items()
-    }
+    alphas = {name: _alpha(node, rslora) for name, node in adapted.items()}
     rank, rank_pattern = _default_and_pattern({name: node["rank"] for name, node in adapted.items()})
     alpha, alpha_pattern = _default_and_pattern({name: _integral(alpha) for name, alpha in alphas.items()})
     return {
@@ -203,7 +223,7 @@ def read_config(directory: Path) -> PeftConfig:
     file: Any = validate(
         schema, raw, f"{path}: not a {names[kind]} configuration", hint="write it again with PEFT or with lt.lora.save"
     )
-    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)))
+    config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), where=str(path))
     config.check_patterns()
     if kind == VERA and not file.save_projection:
         raise ModelFileError(
@@ -232,20 +252,48 @@ def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
     wrong: dict[str, Any] = {}
     if not isinstance(kind, str) or kind not in _READ:
         wrong, kind = {"peft_type": kind}, LORA
-    if raw.get("bias", "none") != "none":
+    if raw.get("bias", "none") not in (BIASES if kind == LORA else ("none",)):
         wrong["bias"] = raw["bias"]
-    if raw.get("init_lora_weights") not in _PURE_INITS:
+    is_taken_off = raw.get("init_lora_weights") in IN_THE_WEIGHT
+    if raw.get("init_lora_weights") not in _PURE_INITS or (is_taken_off and raw.get("use_dora")):
         wrong["init_lora_weights"] = raw["init_lora_weights"]
     known = {*_NO_EFFECT, *_READ_OF_ALL.split(), *_READ[kind].split()}
     wrong |= {name: value for name, value in raw.items() if value and name not in known}
     if wrong:
         raise ModelFileError(
             f"{path}: option {shown(next(iter(wrong)))} is not supported",
-            expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter, without biases",
+            expected="a LoRA, rank-stabilised LoRA, DoRA, (IA)³ or VeRA adapter",
             got=shortened(", ".join(f"{name}={shown(value)}" for name, value in wrong.items())),
             hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
         )
     return kind
+
+
+def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
+    """Return entries of `modules_to_save` that stand for the chosen modules, and for no other.
+
+    Raises:
+        StructureError: when there are none, since a module's name is the end of another's.
+    """
+    wanted, every = {*chosen}, {*chosen, *modules}
+    last = {name: name.rpartition(".")[2] for name in chosen}
+    exact = {end: all(name in wanted for name in every if _saves([end], name)) for end in {*last.values()}}
+    names = sorted({end if exact[end] else name for name, end in last.items()})
+    if {name for name in every if _saves(names, name)} == wanted:
+        return names
+    raise StructureError(
+        "PEFT's modules_to_save cannot tell these modules from others whose names end likewise",
+        expected="names that end no other module's",
+        got=shortened(", ".join(sorted(chosen))),
+        hint="save the other modules, too, or rename some",
+    )
+
+
+def _saves(names: Sequence[str], module: str) -> bool:
+    """Whether the name of a module, or of one around it, ends with one of these."""
+    parts = module.split(".")
+    around = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    return any(each.endswith(name) for each in around for name in names)
 
 
 def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bool:
@@ -259,6 +307,14 @@ def _by_pattern(patterns: Mapping[str, Any] | None, module: str, matcher: Matche
     patterns = patterns or {}
     key = next((key for key in patterns if matcher.matches(_end_of(key), module, whole=False)), module)
     return patterns.get(key, default)
+
+
+def _alpha(node: Mapping[str, Any], rslora: bool) -> float:
+    """Return the alpha that gives a module's scale where all are rank-stabilised, or none is."""
+    root = math.sqrt(node["rank"])
+    if rslora and not node["rslora"]:
+        return round(node["alpha"] / root, 12)
+    return node["alpha"] * (root if node["rslora"] and not rslora else 1)
 
 
 def _end_of(key: str) -> str:

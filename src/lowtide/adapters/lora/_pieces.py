@@ -41,7 +41,7 @@ def matmul(node: Any, x: Array) -> Array:
         raise StructureError(
             f"weight @ x of shapes {list(node.shape)} and {list(x.shape)} with an adapter that scales rows",
             expected="one matrix [out, in], and a vector or a matrix",
-            hint="multiply with lowtide.linear(x, weight), or under jax.vmap",
+            hint="multiply with lowtide.core.linear(x, weight), or under jax.vmap",
         )
     x = jnp.asarray(x, jnp.result_type(x, node.dtype))
     return node.linear(x) if x.ndim == 1 else node.linear(x.T).T
@@ -70,6 +70,6 @@ def transposed(node: Any) -> Transposed:
             "a stacked weight with an adapter that scales rows cannot be transposed",
             expected="one matrix [out, in]",
             got=f"shape {list(node.shape)}",
-            hint="multiply with lowtide.linear(x, weight), or under jax.vmap",
+            hint="multiply with lowtide.core.linear(x, weight), or under jax.vmap",
         )
     return Transposed(node)

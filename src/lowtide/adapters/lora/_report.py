@@ -8,6 +8,7 @@ import numpy as np
 
 from ...core import Tree, format_bytes, leaf_bytes, leaves_with_paths, match_path
 from ._adapter import TRAINABLE, kind_of
+from ._saved import SavedWeight
 from ._sites import adapted_sites
 from ._vectors import IA3Weight
 
@@ -21,7 +22,7 @@ class Matched:
     kind: str
     """Such as "LoRA" or "DoRA"."""
     rank: int | None
-    """Of the adapter; None for (IA)³."""
+    """Of the adapter; None for (IA)³, and for what trains as a whole."""
     shape: tuple[int, ...]
     """Of the weight."""
     num_parameters: int
@@ -89,7 +90,7 @@ def report(model: Tree) -> Report:
             Matched(
                 path=site.path,
                 kind=kind_of(site.node),
-                rank=None if isinstance(site.node, IA3Weight) else site.node.rank,
+                rank=None if isinstance(site.node, (IA3Weight, SavedWeight)) else site.node.rank,
                 shape=tuple(site.weight.shape),
                 num_parameters=sum(int(np.prod(leaf.shape)) for leaf in trains),
                 trainable_bytes=size,

@@ -12,7 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field
 Rank = Annotated[int, Field(ge=1, le=2**20)]
 Alpha = Annotated[float, Field(ge=-1e9, le=1e9)]
 Pattern = Annotated[str, Field(max_length=2**18)]
+Name = Annotated[str, Field(min_length=1, max_length=2**18)]
 Names = Pattern | list[Pattern]
+Axes = Annotated[int, Field(ge=1, le=32)]
 Layer = Annotated[int, Field(ge=0, le=2**20)]
 Word = Annotated[str, Field(pattern=r"^\w*$", max_length=2**10)]
 
@@ -31,6 +33,10 @@ class CommonFile(BaseModel):
     """Which layers have one; None for all."""
     layers_pattern: Word | list[Word] | None = None
     """What stands before the index of a layer in a module's name; None for anything."""
+    modules_to_save: list[Name] | None = None
+    """Ends of the names of modules that train as a whole."""
+    ensure_weight_tying: bool | None = None
+    """Whether an embedding that is the head, too, stays so."""
 
 
 class AdapterFile(CommonFile):
@@ -51,6 +57,8 @@ class AdapterFile(CommonFile):
     lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
     bias: str | None = "none"
     init_lora_weights: Any = True
+    lowtide_kernels: dict[Pattern, Annotated[list[Axes], Field(min_length=2, max_length=2)]] | None = None
+    """Our own: of modules that are no matrices, how many axes are rows and how many columns."""
 
 
 class IA3File(CommonFile):

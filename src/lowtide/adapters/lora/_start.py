@@ -22,9 +22,10 @@ from ...core import (
     match_path,
 )
 from .._uses import Use
-from ._config import AnyConfig, Config, IA3Config, VeRAConfig
+from ._config import IN_THE_WEIGHT, AnyConfig, Config, IA3Config, VeRAConfig
 from ._kernel import start
 from ._pieces import row_squares
+from ._principal import principal
 from ._sites import Site, sites
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
@@ -64,10 +65,11 @@ def started(
     for site in chosen if kernels else ():
         shape = list(site.weight.shape)
         is_plain = isinstance(config, Config) and not config.dora and config.layers is None
+        is_plain = is_plain and getattr(config, "init", None) in ("peft", "gaussian")
         if site.index in kernels and (not is_plain or isinstance(site.weight, LinearWeight)):
             raise ConfigError(
                 f"{site.path}: this kernel takes plain LoRA alone, on an array",
-                expected="no DoRA, no (IA)³, no VeRA, all layers, and no quantised weight",
+                expected="no DoRA, no (IA)³, no VeRA, random A, all layers, and no quantised weight",
                 got=f"a {type(config).__name__} for a weight {shape}",
                 hint="leave it out of the targets, or add it with a configuration of its own",
             )
@@ -145,15 +147,57 @@ def _lora(chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int
             alpha = float(alphas[site.index]) * (rank**0.5 if config.rslora else 1)
             nodes[site.index] = start(site.weight, use, rank, alpha, drawn)
             continue
+        nodes[site.index] = _matrix(site, config, rank, float(alphas[site.index]), key, drawn)
+    return nodes
+
+
+def _matrix(site: Site, config: Config, rank: int, alpha: float, key: Any, drawn: Callable[..., Array]) -> LoRAWeight:
+    out, inner = site.weight.shape[-2:]
+    scale, more = _layer_scale(site, config.layers), dict[str, Any]()
+    if config.init in (*IN_THE_WEIGHT, "orthogonal"):
+        lora_a, lora_b = _both(site, config, rank, alpha, key, scale)
+    else:
         lora_a = _filled(site, (rank, inner), drawn)
         lora_b = _filled(site, (out, rank), lambda shape: jnp.zeros(shape, jnp.float32))
-        magnitude = None
-        if config.dora:
-            magnitude = _filled(site, (out,), lambda shape, w=site.weight: jnp.sqrt(_row_squares(w)))
-        nodes[site.index] = LoRAWeight(
-            site.weight, lora_a, lora_b, float(alphas[site.index]), magnitude, scale, rslora=config.rslora
-        )
-    return nodes
+    if config.init in IN_THE_WEIGHT:
+        more = {"start_a": lora_a, "start_b": lora_b}
+        lora_a, lora_b = _copied(lora_a), _copied(lora_b)
+    if config.dora:
+        more["lora_magnitude"] = _filled(site, (out,), lambda shape: jnp.sqrt(_row_squares(site.weight)))
+    return LoRAWeight(site.weight, lora_a, lora_b, alpha, layer_scale=scale, rslora=config.rslora, **more)
+
+
+def _copied(leaf: Any) -> Any:
+    """Copy an array, for one at two paths cannot train at one of them."""
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.array(leaf, copy=True)
+
+
+def _both(site: Site, config: Config, rank: int, alpha: float, key: Any, scale: Any) -> tuple[Any, Any]:
+    """Make A and B of which neither begins as zero; of layers without an adapter both are."""
+    *layers, out, inner = site.weight.shape
+    own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+
+    def made(weight: Any) -> tuple[Array, Array]:
+        if config.init == "orthogonal":
+            factors = _orthogonal(own, tuple(layers), out, inner, rank)
+        else:
+            factors = principal(weight, rank, alpha / (rank**0.5 if config.rslora else rank), config.init)
+        return factors if scale is None else (factors[0] * scale[:, None, None], factors[1] * scale[:, None, None])
+
+    if isinstance(jax.tree.leaves(site.weight)[0], jax.ShapeDtypeStruct):
+        shapes = ((*layers, rank, inner), (*layers, out, rank))
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)  # pyright: ignore[reportReturnType]
+    return made(site.weight)
+
+
+def _orthogonal(key: Array, layers: tuple[int, ...], out: int, inner: int, rank: int) -> tuple[Array, Array]:
+    """Draw factors through two halves of an orthogonal matrix, so that B A is zero; the sizes are PEFT's."""
+    keys = jax.random.split(key, 3)
+    q, _ = jnp.linalg.qr(jax.random.normal(keys[0], (*layers, rank, rank), jnp.float32))
+    half = rank // 2
+    a = jax.random.normal(keys[1], (*layers, inner, half), jnp.float32) @ q[..., 0::2, :] / 10
+    b = jax.random.normal(keys[2], (*layers, out, half), jnp.float32) @ q[..., 1::2, :] / 10
+    return a.mT, b
 
 
 def _ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[int, Any]:
@@ -173,7 +217,7 @@ def _ia3(model: Tree, chosen: Sequence[Site], config: IA3Config) -> dict[int, An
         if not is_wide and f"{site.module}/bias" in paths and not isinstance(model, ExternalNames):
             raise StructureError(
                 f"{site.path}: its output has a bias, which (IA)³ would have to scale, too",
-                expected="a model with an external_name that multiplies by lowtide.linear(x, weight, bias)",
+                expected="a model with an external_name that multiplies by lowtide.core.linear(x, weight, bias)",
                 got=type(model).__name__,
                 hint="name the module in feedforward, which scales its input, or leave it out",
             )

@@ -35,7 +35,7 @@ from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["weight", "lora_a", "lora_b", "lora_magnitude", "layer_scale", "dropout_key"],
+    data_fields=["weight", "lora_a", "lora_b", "lora_magnitude", "layer_scale", "dropout_key", "start_a", "start_b"],
     meta_fields=["alpha", "rslora", "dropout"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,8 @@ class LoRAWeight:
         "lora_b": ("out", "rank"),
         "lora_magnitude": ("out",),
         "layer_scale": (),
+        "start_a": ("rank", "in"),
+        "start_b": ("out", "rank"),
     }
     """The axes of each leaf after those of layers."""
 
@@ -76,6 +78,10 @@ class LoRAWeight:
     an adapter. None: 1 for all."""
     dropout_key: Any = None
     """With dropout a random key (of a stack one a layer), from `lowtide.lora.dropout`; None without."""
+    start_a: Any = None
+    """Of an adapter that began as a part of the weight the first A, which does not train; None for others."""
+    start_b: Any = None
+    """Likewise B; the correction is that of B A less that of both."""
     rslora: bool = False
     """Whether the scale is ``alpha / sqrt(rank)`` (static)."""
     dropout: float = 0.0
@@ -111,8 +117,12 @@ class LoRAWeight:
             result before it was scaled, too. With dropout, `x` once more.
         """
         seen = x if self.dropout_key is None else dropped(x, self.dropout_key, self.dropout)
-        low_rank = linear(seen, self.lora_a)
-        correction = linear(low_rank * self._factor(low_rank), self.lora_b)
+        if self.dropout_key is None:
+            correction = self._corrected(x, *self.factors())
+        else:
+            correction = self._corrected(seen, self.lora_a, self.lora_b)
+            if self.start_a is not None:  # what left the weight is missing of all that the weight sees
+                correction = correction - self._corrected(x, self.start_a, self.start_b)
         base = linear(x, self.weight)
         if self.lora_magnitude is None:
             return base + correction
@@ -121,6 +131,17 @@ class LoRAWeight:
             return scale * (base + correction)
         # As in PEFT, what is not seen is missing from the scaled part of the base's product, too.
         return base + (scale - 1) * linear(seen, self.weight) + scale * correction
+
+    def factors(self) -> tuple[Any, Any]:
+        """Return A and B of all that is added to W; of an adapter that began as a part of W of twice the rank."""
+        if self.start_a is None:
+            return self.lora_a, self.lora_b
+        lora_a = jnp.concatenate([self.lora_a, self.start_a], axis=-2)
+        return lora_a, jnp.concatenate([self.lora_b, -self.start_b], axis=-1)
+
+    def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
+        low_rank = linear(x, lora_a)
+        return linear(low_rank * self._factor(low_rank), lora_b)
 
     def grouped(
         self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
@@ -139,7 +160,8 @@ class LoRAWeight:
             Beside the result, rows of width r, which the backward pass keeps with `x_MI`.
         """
         # Experts that are stored as [in, out] read with B and write with A.
-        first, second = (self.lora_b, self.lora_a) if transposed else (self.lora_a, self.lora_b)
+        lora_a, lora_b = self.factors()
+        first, second = (lora_b, lora_a) if transposed else (lora_a, lora_b)
         low = product(x_MI, first, transposed=transposed) * self.scaling
         return product(x_MI, self.weight, transposed=transposed) + product(low, second, transposed=transposed)
 
@@ -175,7 +197,7 @@ class LoRAWeight:
     def folded(self) -> Float[Array, "out in"]:
         """Return what `linear` multiplies by, multiplied out in float32, of one matrix; for merging alone."""
         # Without `precision` a GPU or TPU would multiply float32 in a shorter format.
-        a, b = self.lora_a.astype(jnp.float32), self.lora_b.astype(jnp.float32)
+        a, b = (factor.astype(jnp.float32) for factor in self.factors())
         delta = jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
         whole = self.weight.astype(jnp.float32) + self._factor(delta) * delta
         if self.lora_magnitude is None:
@@ -187,9 +209,9 @@ class LoRAWeight:
         if not self.is_plain:
             return matmul(self, x)
         result = self.weight @ x
-        low_rank = self.lora_a.astype(result.dtype) @ x
+        lora_a, lora_b = (factor.astype(result.dtype) for factor in self.factors())
+        low_rank = lora_a @ x
         low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
-        lora_b = self.lora_b.astype(result.dtype)
         # Of a stacked weight a vector gives [L, r], which is no matrix.
         return result + (lora_b @ low_rank if x.ndim > 1 else jnp.einsum("...or,...r->...o", lora_b, low_rank))
 
@@ -198,9 +220,9 @@ class LoRAWeight:
         if not self.is_plain:
             return NotImplemented
         result = x @ self.weight
-        low_rank = x @ self.lora_b.astype(result.dtype)
+        lora_a, lora_b = (factor.astype(result.dtype) for factor in self.factors())
+        low_rank = x @ lora_b
         low_rank = (low_rank * self._factor(low_rank)).astype(result.dtype)
-        lora_a = self.lora_a.astype(result.dtype)
         return result + (low_rank @ lora_a if x.ndim > 1 else jnp.einsum("...r,...ri->...i", low_rank, lora_a))
 
     @property
@@ -209,6 +231,8 @@ class LoRAWeight:
         if not self.is_plain:
             return transposed(self)
         changed = {"weight": self.weight.mT, "lora_a": self.lora_b.mT, "lora_b": self.lora_a.mT}
+        if self.start_a is not None:
+            changed |= {"start_a": self.start_b.mT, "start_b": self.start_a.mT}
         return dataclasses.replace(self, **changed)
 
     @property

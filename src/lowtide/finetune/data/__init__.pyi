@@ -8,6 +8,7 @@ from ._readers import is_records as is_records
 from ._readers import read_records as read_records
 from ._records import DataReport as DataReport
 from ._records import RecordData as RecordData
+from ._records import evaluation_data as evaluation_data
 from ._records import record_data as record_data
 from ._schema import Example as Example
 from ._schema import parse_columns as parse_columns

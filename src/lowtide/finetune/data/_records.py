@@ -209,28 +209,84 @@ def record_data(
     evaluation, eval_rows, eval_counts = pack(evaluated, held_out, "what is held out for evaluation: ")
     made = RowSource(store, train, rows, seq_len)
     dataset = grain.MapDataset.source(made).seed(seed).shuffle().repeat().batch(batch_size)  # pyright: ignore
-    num_tokens = int(train.length.sum())
     how = f"{store.digest} {evaluated.digest} {seq_len} {seed} {held_out_fraction} {packing} {too_long}"
-    report = DataReport(
+    report = dataclasses.replace(
+        _report(store, template, train, rows, counts, seq_len),
+        num_held_out_left_out=eval_counts["num_dropped"] + eval_counts["num_without_loss"],
+        num_held_out_lost_tokens=eval_counts["num_lost_tokens"],
+        examples=_examples(store, tokenizer, train.document[:_NUM_EXAMPLES]),
+    )
+    return RecordData(
+        train=dataset,
+        held_out=Batches(RowSource(evaluated, evaluation, eval_rows, seq_len), batch_size, seq_len),
+        num_train_tokens=int(train.length.sum()),
+        num_held_out_tokens=int(evaluation.length.sum()),
+        digest=hashlib.sha256(how.encode()).hexdigest(),
+        report=report,
+    )
+
+
+def evaluation_data(
+    source: Source,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    seq_len: int,
+    batch_size: int,
+    columns: tuple[str, ...] | None = None,
+    end_token: int | None = None,
+    loss_on: str = "completion",
+) -> tuple[Sequence[dict[str, np.ndarray]], DataReport]:
+    """Pack all records to be evaluated; what is longer than a row is split.
+
+    Args:
+        source: as in `record_data`, and so are the rest.
+        tokenizer: the model's.
+        template: its chat template, if any.
+        seq_len: tokens in a row, T.
+        batch_size: rows in a batch, B.
+        columns: ``field=column`` words.
+        end_token: put after text and completions.
+        loss_on: ``completion`` or ``all``.
+
+    Returns:
+        Batches, and what became of the records, without examples.
+
+    Raises:
+        DataError: for unusable data, and where nothing is left to evaluate.
+        ModelFileError: for an unusable tokenizer or template.
+
+    Memory:
+        As in `record_data`.
+    """
+    named = parse_columns(columns)
+    store = open_store(source, tokenizer, template, columns=named, end_token=end_token, loss_on=loss_on)
+    pack = _Packer(seq_len=seq_len, packing="best-fit", too_long="split")
+    pieces, rows, counts = pack(store, np.arange(len(store.lengths)), "data: ")
+    report = _report(store, template, pieces, rows, counts, seq_len)
+    return Batches(RowSource(store, pieces, rows, seq_len), batch_size, seq_len), report
+
+
+def _report(
+    store: Store,
+    template: ChatTemplate | None,
+    pieces: Pieces,
+    rows: Rows,
+    counts: dict[str, Any],
+    seq_len: int,
+) -> DataReport:
+    return DataReport(
         kind=store.kind,
         template=template.where if template is not None and store.kind in ("chat", "alpaca") else None,
         num_documents=len(store.lengths),
         num_blank=store.num_blank,
         num_tokens=len(store.tokens),
         num_rows=len(rows),
-        utilisation=num_tokens / (len(rows) * seq_len),
-        num_held_out_left_out=eval_counts["num_dropped"] + eval_counts["num_without_loss"],
-        num_held_out_lost_tokens=eval_counts["num_lost_tokens"],
-        examples=_examples(store, tokenizer, train.document[:_NUM_EXAMPLES]),
+        utilisation=int(pieces.length.sum()) / (len(rows) * seq_len),
+        num_held_out_left_out=0,
+        num_held_out_lost_tokens=0,
+        examples=[],
         **counts,
-    )
-    return RecordData(
-        train=dataset,
-        held_out=Batches(RowSource(evaluated, evaluation, eval_rows, seq_len), batch_size, seq_len),
-        num_train_tokens=num_tokens,
-        num_held_out_tokens=int(evaluation.length.sum()),
-        digest=hashlib.sha256(how.encode()).hexdigest(),
-        report=report,
     )
 
 

@@ -160,6 +160,8 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     record = {**record, **_decoded(record, where)}
     if any(_is_blank(record[name]) for name in _KINDS[kind][-1:]):
         return None
+    for name in ("messages", "prompt", "completion"):
+        _check_parts(record.get(name), where)
     try:
         validate(_SCHEMAS[kind], record, where, hint=_HINT)
     except ModelFileError as error:
@@ -179,6 +181,18 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         turns = tuple(_turn(said, where) for said in record["conversations"])
         return Example(kind="chat", where=where, messages=turns, tools=tools)
     return _prompt(record, where, tools)
+
+
+def _check_parts(turns: Any, where: str) -> None:
+    """Raise for what is no text in a turn's content: images, sound."""
+    contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
+    for part in (part for content in contents if isinstance(content, list) for part in content):
+        if isinstance(part, Mapping) and "text" not in part and part.get("type", "text") != "text":
+            raise DataError(
+                f"{where}: a part of a message is of the type {shown(part['type'])}, which models of text do not read",
+                expected='content that is text, or parts such as {"type": "text", "text": "..."}',
+                hint="leave such records out, or these parts of them",
+            )
 
 
 def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
@@ -201,11 +215,14 @@ def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> 
             got=f"fields {_named(raw)}",
             hint=f"say which one is meant: --columns {','.join(f'{name}={name}' for name in _KINDS[kinds[0]])}",
         )
+    mark = next((mark for mark in (";", "\t", "|") if len(raw) == 1 and mark in next(iter(raw))), None)
     raise DataError(
         f"{where}: no kind of record that is known",
         expected="text; prompt and completion; instruction and output; messages; or conversations",
         got=f"fields {_named(raw)}",
-        hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer",
+        hint="name the columns, for instance --columns messages=chat or --columns prompt=question,completion=answer"
+        if mark is None
+        else f"columns seem to be divided by {shown(mark)}: write the file with commas, or as .tsv with tabs",
     )
 
 

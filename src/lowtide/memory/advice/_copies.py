@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from ...core import format_bytes
-from ...hlo import Value
+from ...hlo import Value, reachable
 from ...report import Buffer, MemoryReport
 from .._owners import Owners
 from ._finding import Finding
@@ -46,6 +46,34 @@ def residual_copies(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
                 detail=where,
                 remedy="recompute it: jax.checkpoint around the cast or gather and the product that reads it; or make "
                 "it once, outside of the loop",
+            )
+
+
+def dequantized(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
+    """Find weights that are made of codes in the forward pass and wait, as floats, for the backward pass."""
+    flow = owners.dataflow
+    floats = {b.operation: b for b in report.buffers if b.role == "activations" and b.source}
+    for value in flow.phases:
+        buffer = floats.get(flow.graph.name(value))
+        if buffer is None or flow.phase(value) != "forward" or not flow.graph.is_floating(value):
+            continue
+        made_of = reachable([value], lambda one: [source for source, _ in flow.sources(one)])
+        arguments = {owners.parameters[one]: one for one in made_of if one in owners.parameters}
+        if not arguments or arguments.keys() & set(owners.replaced.values()):
+            continue
+        items, graph = flow.graph.num_elements(value), flow.graph
+        integers = {at: graph.num_elements(one) for at, one in arguments.items() if not graph.is_floating(one)}
+        codes = [at for at, number in integers.items() if items in (number, 2 * number)]  # two may share a byte
+        if codes:
+            leaf = owners.leaves[codes[0]]
+            where = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source}"
+            yield Finding(
+                rule="dequantized-residual",
+                path=leaf.path,
+                num_bytes=buffer.num_bytes,
+                detail=f"{where}, beside {format_bytes(leaf.num_bytes)}",
+                remedy="make it anew for each product: jax.checkpoint around dequantisation and product, as in the "
+                "weights of lowtide.quantize",
             )
 
 

@@ -17,6 +17,7 @@ RULES = {
     "optimizer-over-frozen": "optimizer state or an accumulator of a leaf that gets no gradient",
     "norm-over-frozen": "the gradient of a leaf that does not train is computed for a norm",
     "residual-copy": "a copy of an argument is kept for the backward pass",
+    "dequantized-residual": "a frozen weight in few bits is kept as floats for the backward pass",
     "frozen-cast": "an argument that does not train is held twice: as it is, and in the lower precision it is used in",
     "adapter-multiplied-out": "a low-rank correction is added to its weight, so that a second copy of the weight lives",
     "large-constant": "the function closes over a large array, which becomes part of the program",

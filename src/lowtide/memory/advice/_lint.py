@@ -18,7 +18,7 @@ from ...report import Buffer, MemoryReport
 from ...targets import Target
 from .._analyze import Role, examine
 from .._owners import Owners
-from ._copies import residual_copies
+from ._copies import dequantized, residual_copies
 from ._finding import Finding, of_leaf
 from ._loops import copied_in_loops
 from ._traced import casts, constants, duplicated_averages, multiplied_out, unmatched_names, unused_names, with_runs
@@ -417,6 +417,7 @@ _RULES_OF_OWNERS = (
     _optimizer_over_frozen,
     _norms,
     residual_copies,
+    dequantized,
     _stacked_gradients,
     copied_in_loops,
     _undone_checkpoints,

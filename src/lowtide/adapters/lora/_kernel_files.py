@@ -1,0 +1,125 @@
+"""Adapters of kernels in files: PEFT's form where it has one, and otherwise the factors as they are.
+
+A module ``m`` has the tensors ``base_model.model.m.lora_A.weight`` and ``….lora_B.weight``. Of a kernel in PyTorch's
+order, [out, in, *window], they are those of PEFT's convolutions, [r, in, *window] and [out, r, 1, ...]. Of all others
+they are `LoRAKernel.lora_a` and `LoRAKernel.lora_b`, which no other library reads. How many axes of which kernel are
+rows and columns the shape does not say, and our key ``lowtide_kernels`` of the configuration does; a directory without
+that key is PEFT's, and its kernels are convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core import ExternalNames, ModelFileError, StructureError, Tree
+from ._config import IN_THE_WEIGHT
+from ._kernel import LoRAKernel, on_kernel
+from ._peft import KERNELS, LORA, PeftConfig, tensor_names
+from ._sites import Site, sites
+from ._tensors import read_tensor
+
+
+def kernel_name(model: Tree, site: Site) -> str:
+    """Return the name of a kernel: its path with dots.
+
+    Raises:
+        StructureError: for a model that has names of its own for all modules.
+    """
+    if isinstance(model, ExternalNames):
+        raise StructureError(
+            f"{site.path}: PEFT's files have no place for the adapter of this kernel",
+            expected="adapters of matrices, of a model that has names in another library",
+            got=f"a {type(site.node).__name__}{list(site.weight.shape)}",
+            hint='fold it in with lt.lora.merge, or store lt.partition(model, "**/lora_*")[0], as checkpoints do',
+        )
+    return site.module.replace("/", ".")
+
+
+def kernel_tensors(site: Site, name: str) -> dict[str, np.ndarray]:
+    """Return the tensors of a kernel's adapter, by the file's names.
+
+    Raises:
+        StructureError: for shapes without values.
+    """
+    node = site.node
+    if isinstance(node.lora_a, jax.ShapeDtypeStruct):
+        raise StructureError(
+            f"{site.path}: the adapter has shapes but no values",
+            expected="arrays",
+            got="jax.ShapeDtypeStruct",
+            hint="save the adapter of a model that was run, not of one that was analysed",
+        )
+    shapes = _shapes(tuple(node.shape), node.rank, node.num_rows, node.num_columns)
+    keys = tensor_names(name, LORA)
+    found = {leaf: np.asarray(getattr(node, leaf), np.float32).reshape(shapes[leaf]) for leaf in shapes}
+    return {keys[leaf]: np.ascontiguousarray(values) for leaf, values in found.items()}
+
+
+def kernels_in(model: Tree, config: PeftConfig, keys: set[str]) -> dict[int, tuple[str, int, int]]:
+    """Find the kernels that a directory adapts: by `Site.index` the name, and how many axes are rows and columns.
+
+    Raises:
+        ModelFileError: when it says so of what the model does not have, or asks for what a kernel does not take.
+    """
+    said: Mapping[str, Any] = (config.file.lowtide_kernels or {}) if config.kind == LORA else {}
+    found: dict[int, tuple[str, int, int]] = {}
+    for site in () if isinstance(model, ExternalNames) or config.kind != LORA else sites(model):
+        if not site.is_floating or len(site.weight.shape) < 2:
+            continue
+        name, ndim = site.module.replace("/", "."), len(site.weight.shape)
+        if name in said and sum(said[name]) <= ndim:
+            found[site.index] = (name, *said[name])
+        elif name not in said and ndim > 2 and config.targets(name) and tensor_names(name, LORA)["lora_a"] in keys:
+            found[site.index] = (name, 1, ndim - 1)
+    if absent := sorted({*said} - {name for name, _, _ in found.values()}):
+        raise ModelFileError(
+            f"{config.where}: {KERNELS} names what the model does not have, or has with fewer axes",
+            expected="kernels of the model",
+            got=f"{absent[0]!r}: {said[absent[0]]}",
+            hint="load it into the model that it was made for",
+        )
+    if found and (config.dora or config.file.init_lora_weights in IN_THE_WEIGHT):
+        raise ModelFileError(
+            f"{config.where}: the adapter of a kernel is plain LoRA here",
+            expected="use_dora = false, and first values that are no part of the weight",
+            got=f"use_dora={config.dora}, init_lora_weights={config.file.init_lora_weights!r}",
+            hint="merge this adapter with PEFT (merge_and_unload), or convert it to plain LoRA there",
+        )
+    return found
+
+
+def read_kernel(file: Any, path: Path, site: Site, kernel: tuple[str, int, int], config: PeftConfig) -> LoRAKernel:
+    """Read the node of a kernel, of `kernels_in`.
+
+    Raises:
+        ModelFileError: for tensors that do not fit, and for a weight in few bits.
+    """
+    name, num_rows, num_columns = kernel
+    if not isinstance(site.weight, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        raise ModelFileError(
+            f"{path}: {site.path} has the adapter of a kernel, and is stored in few bits here",
+            expected="an array of floating-point numbers",
+            got=type(site.weight).__name__,
+            hint="leave it out of what is quantised",
+        )
+    shape, rank = tuple(site.weight.shape), config.rank_of(name)
+    shapes = _shapes(shape, rank, num_rows, num_columns)
+    read = {leaf: read_tensor(file, path, tensor_names(name, LORA)[leaf], shapes[leaf]) for leaf in shapes}
+    split = len(shape) - num_columns
+    lora_a, lora_b = jnp.asarray(read["lora_a"]), jnp.asarray(read["lora_b"].reshape(*shape[:split], rank))
+    alpha = config.alpha_of(name) * (rank**0.5 if config.file.use_rslora else 1)
+    return on_kernel(site.weight, lora_a, lora_b, alpha, num_rows, num_columns)
+
+
+def _shapes(shape: tuple[int, ...], rank: int, num_rows: int, num_columns: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors; B of what could be a convolution of PyTorch's has its axes of ones."""
+    split = len(shape) - num_columns
+    stack = split - num_rows
+    ones = (1,) * (num_columns - 1) if stack == 0 and num_rows == 1 else ()
+    return {"lora_a": (*shape[:stack], rank, *shape[split:]), "lora_b": (*shape[:split], rank, *ones)}

@@ -1,0 +1,120 @@
+"""LoftQ: quantise weights, and let adapters begin as what quantisation lost of them.
+
+Source: Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ... import quant
+from ...core import ConfigError, LinearWeight, StructureError, Tree, is_count
+from ._adapter import placed
+from ._config import Config
+from ._model import add
+from ._principal import dense, pissa
+from ._sites import adapted_sites, replace
+from ._weight import LoRAWeight
+
+
+def loftq(
+    model: Tree, config: Config, format: str = "nf4", *, key: Array, num_steps: int = 1, block: int | None = None
+) -> Tree:
+    """Quantise weights and give them adapters that begin as what quantisation lost of them.
+
+    In turn Q is the quantised W - s B A, and s B A the best approximation of W - Q of its rank.
+
+    Args:
+        model: whose targets are matrices in floating-point numbers.
+        config: of LoRA, without DoRA; its `init` is "peft".
+        format: of the quantised weights, as of `lowtide.quantize`.
+        key: a JAX random key.
+        num_steps: how often both are done. With 1, Q is the quantised W, so the base is that of `lowtide.quantize`, and
+            the saved adapter belongs to that. With more, Q is another: keep it, or merge.
+        block: as of `lowtide.quantize`.
+
+    Returns:
+        The model with a `LoRAWeight` on a `lowtide.QuantizedWeight` in place of each target.
+
+    Raises:
+        ConfigError: for DoRA, another `init`, a number of steps below 1, and a format that is unknown.
+        StructureError: for a target that is quantised already; and as `add`.
+        SelectionError: as `add`.
+
+    Memory:
+        The quantised weights and adapters; of one matrix three copies in float32, and its decomposition. The model's
+        own weights stay until it is dropped.
+
+    Examples:
+        >>> from lowtide.adapters.lora import Config, loftq
+        >>> w = jax.random.normal(jax.random.key(0), (32, 64))
+        >>> node = loftq({"w": w}, Config(rank=4, targets="w"), "int4", key=jax.random.key(1))["w"]
+        >>> lost = w - node.weight.dense()
+        >>> bool(jnp.linalg.norm(lost - node.scaling * node.lora_b @ node.lora_a) < jnp.linalg.norm(lost))
+        True
+
+    References:
+        Li et al., "LoftQ: LoRA-Fine-Tuning-Aware Quantization for Large Language Models" (arXiv:2310.08659).
+    """
+    if not is_count(num_steps, 1):
+        raise ConfigError(
+            f"num_steps: {num_steps!r} is no number of steps",
+            expected="at least 1",
+            got=repr(num_steps),
+            hint="1 leaves the quantised weights as they are without adapters",
+        )
+    if config.dora or config.init != "peft":
+        raise ConfigError(
+            "LoftQ begins with factors of its own, of plain LoRA",
+            expected='dora=False, init="peft"',
+            got=f"dora={config.dora}, init={config.init!r}",
+            hint="leave both out",
+        )
+    form = quant.format_named(format, block)
+    before = {site.index for site in adapted_sites(model)}
+    added = add(model, config, key=key)
+    nodes: dict[int, Any] = {}
+    for site in adapted_sites(added):
+        node = site.node
+        if site.index in before or not isinstance(node, LoRAWeight):
+            continue
+        if isinstance(node.weight, LinearWeight):
+            raise StructureError(
+                f"{site.path}: is quantised already, and what that lost is not known",
+                expected="an array of floating-point numbers",
+                got=type(node.weight).__name__,
+                hint="give loftq the model as it was before lowtide.quantize",
+            )
+        nodes[site.index] = _started(node, form.name, block, num_steps)
+    return replace(added, nodes)
+
+
+def _started(node: LoRAWeight, form: str, block: int | None, num_steps: int) -> LoRAWeight:
+    weight, rank = node.weight, node.rank
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        made = jax.eval_shape(lambda w: quant.quantize({"w": w}, "w", form, block=block)["w"], weight)
+        return dataclasses.replace(node, weight=made)
+
+    def of_one(matrix: Any, is_on: bool) -> tuple[Any, Array, Array]:
+        whole = dense(matrix)
+        lora_a, lora_b = jnp.zeros((rank, whole.shape[1])), jnp.zeros((whole.shape[0], rank))
+        codes: Any = None
+        for _ in range(num_steps if is_on else 1):
+            rest = whole - node.scaling * jnp.matmul(lora_b, lora_a, precision=jax.lax.Precision.HIGHEST)
+            codes = quant.quantize({"w": rest}, "w", form, block=block)["w"]
+            if is_on:
+                lora_a, lora_b = pissa(whole - codes.dense(jnp.float32), rank, node.scaling)
+        return dataclasses.replace(codes, weight_dtype=jnp.dtype(weight.dtype).name), lora_a, lora_b
+
+    if weight.ndim == 2:
+        codes, lora_a, lora_b = of_one(weight, True)
+    else:
+        on = [True] * len(weight) if node.layer_scale is None else [bool(scale) for scale in node.layer_scale]
+        each = [of_one(weight[index], on[index]) for index in range(len(weight))]
+        codes, lora_a, lora_b = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    return placed(dataclasses.replace(node, weight=codes, lora_a=lora_a, lora_b=lora_b))

@@ -1,0 +1,77 @@
+"""LoRA+: another learning rate for B.
+
+Source: Hayou et al., "LoRA+: Efficient Low Rank Adaptation of Large Models" (arXiv:2402.12354). Deviation from PEFT's
+`create_loraplus_optimizer`: there vectors have B's rate, too; here B alone has.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import TYPE_CHECKING, Any
+
+from ...core import ConfigError, SelectionError, Tree, leaves_with_paths, map_with_paths
+
+if TYPE_CHECKING:
+    import optax
+
+
+def plus(ratio: float) -> optax.GradientTransformation:
+    """Let the factors B of adapters learn at a multiple of the learning rate; to be chained after an optimizer.
+
+    What the optimizer would add to B is multiplied, which is what it would add at that multiple of its rate, its
+    decoupled weight decay included.
+
+    Args:
+        ratio: B's learning rate divided by that of all else; its authors advise about 16.
+
+    Returns:
+        A transformation without state.
+
+    Raises:
+        ConfigError: for a ratio that is not positive and finite.
+        SelectionError: from ``init``, when nothing that trains is a factor B.
+
+    Memory:
+        None.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> from lowtide import lora
+        >>> tx = optax.chain(optax.sgd(1.0), lora.plus(16))
+        >>> params = {"lora_a": jnp.ones(1), "lora_b": jnp.ones(1)}
+        >>> jax.tree.map(float, jax.tree.map(jnp.sum, tx.update(params, tx.init(params))[0]))
+        {'lora_a': -1.0, 'lora_b': -16.0}
+    """
+    import optax
+
+    given: Any = ratio
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 < float(given) < math.inf:
+        raise ConfigError(
+            f"ratio: {ratio!r} is no multiple of a learning rate",
+            expected="a finite number above 0",
+            got=repr(ratio),
+            hint="16 is usual",
+        )
+    factor = float(given)
+
+    def init(params: Tree) -> optax.EmptyState:
+        if not any(_is_b(path) for path, _ in leaves_with_paths(params)):
+            raise SelectionError(
+                "LoRA+: nothing that trains is a factor B",
+                expected="adapters of LoRA, rsLoRA or DoRA",
+                got=f"{len(leaves_with_paths(params))} leaves",
+                hint='select them with wrt="**/lora_*", or leave lt.lora.plus out',
+            )
+        return optax.EmptyState()
+
+    def update(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        return map_with_paths(lambda path, leaf: leaf * factor if _is_b(path) else leaf, updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _is_b(path: str) -> bool:
+    return path.rpartition("/")[2] == "lora_b"

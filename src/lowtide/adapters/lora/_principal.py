@@ -1,0 +1,73 @@
+"""First values out of the weight itself: PiSSA and OLoRA.
+
+The adapter begins as a part of the weight, which has to leave the weight for that. PEFT takes it off the weight, and so
+has another base than before. Here the base stays, for other adapters and for files: the node keeps the first factors,
+frozen, and takes their product off what it adds. So a saved adapter is B A - B0 A0, a plain one of twice the rank, for
+the base as it was.
+
+Sources: Meng et al., "PiSSA" (arXiv:2404.02948); Büyükakyüz, "OLoRA" (arXiv:2406.01775). Known inefficiency: singular
+values are all computed, and a few are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...core import LinearWeight
+from ...core import memory_space as space_of
+
+
+def principal(weight: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
+    """Return the factors A [*L, r, in] and B [*L, out, r] of the part of a weight that an adapter begins as.
+
+    Args:
+        weight: [*L, out, in], an array or one in few bits.
+        rank: of the adapter.
+        scaling: the factor of B A, so that ``scaling * B A`` is that part.
+        init: "pissa" for the largest singular values, "olora" for the first columns of a QR decomposition.
+
+    Memory:
+        One matrix in float32 and its decomposition.
+    """
+    if len(weight.shape) == 2:
+        return _of_matrix(weight, rank, scaling, init)
+    each = [_of_matrix(_layer(weight, index), rank, scaling, init) for index in range(weight.shape[0])]
+    return jnp.stack([a for a, _ in each]), jnp.stack([b for _, b in each])
+
+
+def _layer(weight: Any, index: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[index], weight)
+
+
+def dense(matrix: Any) -> Float[Array, "out in"]:
+    """Return a matrix in float32, on the device."""
+    made: Any = getattr(matrix, "dense")(jnp.float32) if isinstance(matrix, LinearWeight) else matrix  # noqa: B009
+    is_there = isinstance(made, jax.Array) and not isinstance(made, jax.core.Tracer)
+    if is_there and space_of(made) == jax.memory.Space.Host:
+        made = jax.device_put(made, jax.memory.Space.Device)
+    return jnp.asarray(made, jnp.float32)
+
+
+def _of_matrix(matrix: Any, rank: int, scaling: float, init: str) -> tuple[Array, Array]:
+    return (pissa if init == "pissa" else _olora)(dense(matrix), rank, scaling)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def pissa(matrix: Float[Array, "out in"], rank: int, scaling: float) -> tuple[Array, Array]:
+    """Return the factors of the best approximation of a rank, divided by `scaling`."""
+    u, s, vt = jnp.linalg.svd(matrix, full_matrices=False)
+    root = jnp.sqrt(s[:rank] / scaling)
+    return root[:, None] * vt[:rank], u[:, :rank] * root[None, :]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _olora(matrix: Float[Array, "out in"], rank: int, scaling: float) -> tuple[Array, Array]:
+    # As in PEFT, what leaves the weight is `scaling` times this product.
+    q, r = jnp.linalg.qr(matrix)
+    return r[:rank], q[:, :rank]

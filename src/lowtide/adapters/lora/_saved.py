@@ -1,0 +1,129 @@
+"""The node for what trains as a whole beside adapters: PEFT's `modules_to_save`, and biases.
+
+The array as it was stays under the copy that trains, as in PEFT, so that the base is there again without the adapter,
+and so that one glob selects what trains of every kind.
+
+Deviation from PEFT: the copy is float32 whatever the dtype of the array, as all that trains here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ...core import linear, put, rows
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "lora_saved"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class SavedWeight:
+    """An array of which a copy trains: a head, an embedding, a norm, a bias; it is used as the copy.
+
+    Its leaves stand at ``<path>/weight`` and ``<path>/lora_saved``. What a function does with an array that this class
+    does not know, it can do with ``jnp.asarray(node)``, or under `lowtide.adapted`.
+
+    Examples:
+        >>> node = SavedWeight(jnp.zeros((2, 3)), jnp.ones((2, 3)))
+        >>> node.linear(jnp.ones((1, 3))).tolist(), (jnp.ones((2, 3)) * node).shape
+        ([[3.0, 3.0]], (2, 3))
+    """
+
+    AXES: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """No leaf is divided otherwise than the array."""
+
+    weight: Any
+    """The array as it was, of any shape, frozen."""
+    lora_saved: Any
+    """What trains in its place, of the same shape, float32."""
+
+    __array_ufunc__ = None  # so that a NumPy array leaves an operation to this class
+
+    def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """Compute x Wᵀ with the copy, in the dtype of `x`."""
+        return linear(x, self.lora_saved)
+
+    def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
+        """Look rows of the copy up."""
+        return rows(self.lora_saved, ids)
+
+    def folded(self) -> Array:
+        """Return the copy in the dtype of the array; for merging, and for programs that expect that dtype."""
+        return self.lora_saved.astype(self.weight.dtype)
+
+    def astype(self, dtype: Any) -> Array:
+        """Return the copy in a dtype."""
+        return self.lora_saved.astype(dtype)
+
+    def __jax_array__(self) -> Array:
+        return self.folded()
+
+    def __getitem__(self, index: Any) -> Array:
+        return self.folded()[index]
+
+    def __matmul__(self, other: Any) -> Array:
+        return self.folded() @ other
+
+    def __rmatmul__(self, other: Any) -> Array:
+        return other @ self.folded()
+
+    def __add__(self, other: Any) -> Array:
+        return self.folded() + other
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Any) -> Array:
+        return self.folded() * other
+
+    __rmul__ = __mul__
+
+    @property
+    def mT(self) -> Array:  # noqa: N802 - NumPy's name
+        """The copy with its last two axes exchanged."""
+        return self.folded().mT
+
+    @property
+    def T(self) -> Array:  # noqa: N802 - NumPy's name
+        """The transposed copy."""
+        return self.folded().T
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """That of the array."""
+        return len(self.weight.shape)
+
+    @property
+    def size(self) -> int:
+        """That of the array."""
+        return self.weight.size
+
+    @property
+    def dtype(self) -> Any:
+        """That of the array."""
+        return self.weight.dtype
+
+
+def saved(weight: Any, values: Any = None) -> SavedWeight:
+    """Put a node in the place of an array, the copy placed like it; abstract where the array is.
+
+    Args:
+        weight: the array.
+        values: of the copy; None: those of the array.
+    """
+    sharding = getattr(weight, "sharding", None)
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return SavedWeight(weight, jax.ShapeDtypeStruct(weight.shape, jnp.float32, sharding=sharding))
+    # A copy in any case: one array at two paths cannot be trained at one of them.
+    copy = jnp.array(weight if values is None else values, jnp.float32, copy=True)
+    is_placed = isinstance(sharding, jax.sharding.NamedSharding) and not isinstance(copy, jax.core.Tracer)
+    return SavedWeight(weight, put(copy, sharding) if is_placed else copy)

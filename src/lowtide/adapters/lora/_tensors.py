@@ -1,0 +1,43 @@
+"""Read single tensors of an adapter's file, checked against what the model and the configuration ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core import ModelFileError
+
+_DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Read a tensor in float32.
+
+    Args:
+        file: an open safetensors file.
+        path: where it is, for messages.
+        key: the tensor's name.
+        shape: what it has to have.
+
+    Raises:
+        ModelFileError: when it has another shape or kind of numbers, or values that are no finite numbers.
+    """
+    found = file.get_slice(key)
+    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
+        raise ModelFileError(
+            f"{path}: tensor {key} does not fit",
+            expected=f"a floating-point tensor of shape {list(shape)}",
+            got=f"{found.get_dtype()}{list(found.get_shape())}",
+            hint="load it into the model that it was made for, with the configuration it was saved with",
+        )
+    with np.errstate(over="ignore"):  # float64 has larger numbers
+        values = np.asarray(file.get_tensor(key), np.float32)
+    if not np.isfinite(values).all():
+        raise ModelFileError(
+            f"{path}: tensor {key} has values that are no finite numbers",
+            got=f"{np.count_nonzero(~np.isfinite(values))} of {values.size}",
+            hint="the file is damaged, or the training that wrote it had diverged",
+        )
+    return values

@@ -1,0 +1,177 @@
+"""Which arrays train as a whole beside adapters, and what PEFT calls them.
+
+A module is what holds a leaf: ``outer/lm_head`` of ``outer/lm_head/weight``. With a model that knows names elsewhere
+(`lowtide.core.ExternalNames`) a module trains with all its leaves, since PEFT's files have whole modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ...core import ConfigError, ExternalNames, LinearWeight, SelectionError, StructureError, Tree, match_names
+from ...core import memory_space as space_of
+from ._adapter import is_adapter, kind_of
+from ._config import Config
+from ._sites import LAYER, Site, sites
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """What other software calls an array: one name of a module a layer, and the leaf's."""
+
+    modules: Sequence[str]
+    """One, or one a layer of a stack."""
+    leaf: str
+    """Such as ``weight`` or ``bias``."""
+    is_stacked: bool
+    """Whether the array's first axis is that of layers."""
+
+
+def parent(path: str) -> str:
+    """Return the path of the module that holds a leaf; of a leaf that nothing holds its own."""
+    return path.rpartition("/")[0] or path
+
+
+def names_of(model: Tree, site: Site) -> Names | None:
+    """Say what an array is called elsewhere; None for what is no leaf of a module there."""
+    above, _, leaf = site.path.rpartition("/")
+    if not isinstance(model, ExternalNames):
+        return Names(
+            modules=[(above or site.path).replace("/", ".")], leaf=leaf if above else "weight", is_stacked=False
+        )
+    try:
+        name = model.external_name(above)
+    except KeyError:
+        return None
+    if name.count("{") > (LAYER in name) or leaf not in ("weight", "bias"):
+        return None
+    layers = range(site.weight.shape[0]) if LAYER in name else None
+    modules = [name] if layers is None else [name.replace(LAYER, str(layer)) for layer in layers]
+    return Names(modules=modules, leaf=leaf, is_stacked=layers is not None)
+
+
+def named_arrays(model: Tree) -> dict[int, Names]:
+    """Name every array of floating-point numbers that could train as a whole, by `Site.index`."""
+    found = {site.index: names_of(model, site) for site in sites(model) if site.is_floating}
+    return {index: names for index, names in found.items() if names is not None}
+
+
+def tied_names(model: Tree) -> Mapping[str, str]:
+    """Return modules that are used in a second place, by the name of that one elsewhere."""
+    return getattr(model, "tied_names", {})
+
+
+def whole_sites(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
+    """Select what trains as a whole: `modules_to_save`, and biases.
+
+    Args:
+        model: the model.
+        config: of adapters.
+        targets: what it gives an adapter.
+
+    Raises:
+        SelectionError: when a pattern matches nothing.
+        StructureError: for what is stored in few bits, is adapted already, or is no module elsewhere; and for biases
+            of a model without any.
+        ConfigError: for what is in host memory.
+    """
+    chosen = {site.index: site for site in _saved(model, config.modules_to_save)}
+    if isinstance(config, Config) and config.bias != "none":
+        chosen |= {site.index: site for site in _biases(model, config, targets)}
+    for site in chosen.values():
+        _check(model, site)
+    return [chosen[index] for index in sorted(chosen)]
+
+
+def without_saved(model: Tree, config: Any, targets: Sequence[Site]) -> list[Site]:
+    """Leave out of the targets what trains as a whole, as PEFT does."""
+    modules = {parent(site.path) for site in _saved(model, config.modules_to_save)}
+    kept = [site for site in targets if parent(site.path) not in modules]
+    if targets and not kept:
+        raise SelectionError(
+            "modules_to_save leaves no target for an adapter",
+            expected="at least one target that does not train as a whole",
+            got=f"{len(targets)} targets, all of them in modules_to_save",
+            hint="leave some of them out of modules_to_save",
+        )
+    return kept
+
+
+def _arrays(model: Tree) -> list[Site]:
+    return [site for site in sites(model) if hasattr(site.node, "shape")]
+
+
+def _saved(model: Tree, patterns: Any) -> list[Site]:
+    if not patterns:
+        return []
+    by_name: dict[str, list[Site]] = {}
+    for site in _arrays(model):
+        for name in {parent(site.path), site.path}:
+            by_name.setdefault(name, []).append(site)
+    try:
+        matched = match_names(list(by_name), patterns)
+    except SelectionError as error:
+        raise SelectionError(
+            f"modules_to_save: {error.message}", expected=error.expected, got=error.got, hint=error.hint
+        ) from error
+    modules = {parent(site.path) for name in matched for site in by_name[name]}
+    if isinstance(model, ExternalNames):
+        found = [site for module in modules for site in by_name[module] if parent(site.path) == module]
+    else:
+        found = [site for name in matched for site in by_name[name]]
+    # What is no number of a module, such as how far a layer sees, is none of its parameters.
+    return [site for site in found if site.is_floating or isinstance(site.node, LinearWeight) or site.path in matched]
+
+
+def _biases(model: Tree, config: Config, targets: Sequence[Site]) -> list[Site]:
+    every = {site.path: site for site in _arrays(model) if site.path.rpartition("/")[2] == "bias"}
+    wanted = [f"{site.module}/bias" for site in targets] if config.bias == "lora_only" else list(every)
+    found = [every[path] for path in wanted if path in every]
+    if not found:
+        raise StructureError(
+            f"bias: {config.bias!r} has nothing to train",
+            expected="leaves named bias" + (" beside the targets" if config.bias == "lora_only" else ""),
+            got=f"{len(every)} biases in the model",
+            hint='leave bias out, or take bias="all"' if every else "leave bias out",
+        )
+    return found
+
+
+def _check(model: Tree, site: Site) -> None:
+    if is_adapter(site.node):
+        raise StructureError(
+            f"{site.path}: already has an adapter ({kind_of(site.node)}), and cannot train as a whole, too",
+            expected="a plain array",
+            hint="fold the old one in with lt.lora.merge, or leave it out of modules_to_save",
+        )
+    if isinstance(site.node, LinearWeight):
+        kind = type(site.node).__name__
+        raise StructureError(
+            f"{site.path}: a weight in few bits cannot train as a whole",
+            expected="an array of floating-point numbers",
+            got=f"a {kind}{list(site.weight.shape)}",
+            hint="give it an adapter, or leave it out of what is quantised",
+        )
+    if not site.is_floating:
+        raise StructureError(
+            f"{site.path}: no floating-point numbers, which could train",
+            expected="an array of floating-point numbers",
+            got=f"{site.weight.dtype}{list(site.weight.shape)}",
+            hint="leave it out of modules_to_save",
+        )
+    if isinstance(model, ExternalNames) and names_of(model, site) is None:
+        raise StructureError(
+            f"{site.path}: no module of the model's other library holds this leaf",
+            expected="a linear layer, an embedding or a norm",
+            hint="leave it out of modules_to_save and bias: PEFT's files have no place for it",
+        )
+    if isinstance(site.node, jax.Array) and space_of(site.node) == jax.memory.Space.Host:
+        raise ConfigError(
+            f"{site.path}: trains as a whole, and is in host memory",
+            expected="an array on the device",
+            hint="leave it out of modules_to_save, or out of what is offloaded",
+        )

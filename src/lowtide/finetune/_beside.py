@@ -1,0 +1,60 @@
+"""What a model's directory has beside weights and sizes: what a tokenizer is told, how it answers, ids of tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+from .. import models
+from ..core import ModelFileError, input_file, parse_json, read_input, write_files
+
+_COPIED = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+)
+_WRITTEN = {"rope_parameters", "dtype", "quantization_config", "text_config", "vision_config"}
+"""What config.json says in other words, or says of what is not written."""
+_MOST_BYTES = 256 * 1024**2
+
+
+def files_beside(base: Path, chat_template: str | Path | None = None) -> dict[str, bytes]:
+    """Read the files of a base that go with every model made of it.
+
+    Args:
+        base: the directory.
+        chat_template: a file to take as `chat_template.jinja`; None: that of the base, if it has one.
+
+    Raises:
+        ModelFileError: when one of them cannot be read.
+    """
+    found = {name: content(base, name) for name in _COPIED if os.path.lexists(base / name)}
+    if chat_template is not None:
+        found["chat_template.jinja"] = content(Path(chat_template).parent, Path(chat_template).name)
+    return found
+
+
+def add_the_rest(base: Path, written: Path, config: models.DecoderConfig) -> None:
+    """Add to the written config.json what else the base's says, such as ids of tokens that the model knows not of.
+
+    What says in another form what is written is left out, and so is all of it should it say another model.
+    """
+    name = "config.json"
+    ours, theirs = (parse_json(content(folder, name), str(folder / name)) for folder in (written, base))
+    text = theirs.get("text_config")
+    rest = {key: value for key, value in (text if isinstance(text, dict) else theirs).items() if key not in _WRITTEN}
+    write_files(written, {name: (json.dumps({**rest, **ours}, indent=2) + "\n").encode()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            is_same = models.load_config(written) == config
+        except ModelFileError:
+            is_same = False
+    if not is_same:
+        write_files(written, {name: (json.dumps(ours, indent=2) + "\n").encode()})
+
+
+def content(folder: Path, name: str) -> bytes:
+    """Read one file of a directory."""
+    return read_input(input_file(folder, name, hint="copy it again"), most_bytes=_MOST_BYTES)

@@ -1,0 +1,12 @@
+"""Directories that other software quantised: their tensors as weights in few bits, of Lowtide's own layout."""
+
+from ._fold import folded as folded
+from ._leaf import Plan as Plan
+from ._leaf import plan as plan
+from ._leaf import told as told
+from ._scheme import Scheme as Scheme
+from ._scheme import scheme_of as scheme_of
+from ._weights import Packed as Packed
+from ._weights import Stored as Stored
+
+__all__ = ["Packed", "Plan", "Scheme", "Stored", "folded", "plan", "scheme_of", "told"]

@@ -1,0 +1,162 @@
+"""Files of adapters of kernels: round trips, PEFT's convolutions, hostile files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import lowtide as lt
+from lowtide import lora
+from lowtide.core import ModelFileError, StructureError, map_with_paths
+from lowtide.models import DecoderConfig, init
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (2, 3, 8, 8))
+
+
+def params() -> Any:
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape) / 4  # noqa: E731
+    return {
+        "conv": {"weight": draw(1, 5, 3, 3, 3)},
+        "heads": {"kernel": draw(2, 5, 2, 4)},
+        "stack": draw(3, 3, 8, 2, 4),
+        "table": draw(4, 9, 8),
+        "out": {"weight": draw(5, 6, 8)},
+    }
+
+
+def fn(p: Any, x: Any) -> Any:
+    h = jax.lax.conv_general_dilated(x, p["conv"]["weight"], (1, 1), "VALID").mean((2, 3))
+    h = jnp.einsum("bi,ihd->bhd", h, p["heads"]["kernel"]).reshape(-1, 8) + p["table"][jnp.array([1, 2])]
+    h, _ = jax.lax.scan(lambda h, w: (jnp.einsum("bi,ihd->bhd", h, w).reshape(-1, 8), None), h, p["stack"])
+    return h @ p["out"]["weight"].T
+
+
+EVERY = ["conv", "heads/kernel", "stack", "table", "out"]
+
+
+def added(**options: Any) -> Any:
+    config = lora.Config(**({"rank": 2, "alpha": 3, "targets": EVERY} | options))
+    model = lora.add(params(), config, key=KEY, fn=fn, args=(X,))
+    draw = lambda path, leaf: leaf + 0.1 * jax.random.normal(jax.random.key(len(path)), leaf.shape)  # noqa: E731
+    return map_with_paths(lambda path, leaf: draw(path, leaf) if "lora_" in path else leaf, model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rslora": True, "rank_pattern": {"conv": 3}}, {"modules_to_save": "out", "alpha_pattern": {"stack": 5}}],
+    ids=["plain", "rsLoRA, ranks", "modules to save"],
+)
+def test_round_trip(options: Any, tmp_path: Path) -> None:
+    model = added(**options)
+    lora.save(model, tmp_path)
+    again = lora.load(params(), tmp_path)
+    np.testing.assert_allclose(lt.adapted(fn)(again, X), lt.adapted(fn)(model, X), rtol=1e-6)
+    assert jax.tree.map(jnp.shape, jax.tree.leaves(again)) == jax.tree.map(jnp.shape, jax.tree.leaves(model))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(model))
+    kernel = again["conv"]["weight"]
+    assert (kernel.num_rows, kernel.num_columns) == (1, 3)
+    assert kernel.scaling == pytest.approx(model["conv"]["weight"].scaling)
+    lora.load(model, tmp_path)  # over adapters of the same shapes
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    want = {"conv": [1, 3], "heads.kernel": [1, 2], "stack": [1, 2], "table": [1, 1]}
+    assert config["lowtide_kernels"] == want
+    shape = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.conv.lora_B.weight"].shape
+    assert shape[2:] == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lowtide_kernels": {"gone": [1, 1]}}, r"lowtide_kernels names what the model does not have"),
+        ({"lowtide_kernels": {"table": [2, 2]}}, r"lowtide_kernels names what the model does not have"),
+        ({"lowtide_kernels": {"conv": [1, 3], "heads.kernel": [2, 1]}}, r"does not fit|tensors are not those"),
+        ({"lowtide_kernels": {"conv": [0, 3]}}, r"lowtide_kernels"),
+        ({"lowtide_kernels": {"conv": [1]}}, r"lowtide_kernels"),
+        ({"lowtide_kernels": [1]}, r"lowtide_kernels"),
+        ({"r": 3}, r"does not fit"),
+        ({"use_dora": True}, r"the adapter of a kernel is plain LoRA"),
+        ({"init_lora_weights": "pissa"}, r"the adapter of a kernel is plain LoRA"),
+    ],
+)
+def test_damaged_configurations(changes: Any, message: str, tmp_path: Path) -> None:
+    lora.save(added(), tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ModelFileError, match=message):
+        lora.load(params(), tmp_path)
+
+
+def test_damaged_tensors(tmp_path: Path) -> None:
+    lora.save(added(), tmp_path)
+    path, key = tmp_path / "adapter_model.safetensors", "base_model.model.stack.lora_A.weight"
+    tensors = load_file(path)
+    for bad, message in (
+        ({key: tensors[key] * np.nan}, "no finite numbers"),
+        ({key: tensors[key][:2]}, "does not fit"),
+        ({"base_model.model.stack.lora_C.weight": tensors[key]}, "1 unexpected"),
+    ):
+        save_file(tensors | bad, path)
+        with pytest.raises(ModelFileError, match=message):
+            lora.load(params(), tmp_path)
+    save_file({name: values for name, values in tensors.items() if name != key}, path)
+    with pytest.raises(ModelFileError, match=f"1 missing: {key}"):
+        lora.load(params(), tmp_path)
+    save_file(tensors, path)
+    quantised = lt.quantize(params(), "table", "int8")
+    with pytest.raises(ModelFileError, match=r"table has the adapter of a kernel, and is stored in few bits"):
+        lora.load(quantised, tmp_path)
+
+
+def test_a_model_with_names_elsewhere_has_no_place_for_kernels(tmp_path: Path) -> None:
+    config = DecoderConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4
+    )
+    model = init(config, key=KEY)
+    embed = model.outer["embed"]
+    embed["weight"] = lora.LoRAKernel(embed["weight"], jnp.ones((1, 8)), jnp.ones((32, 1)), 1.0, 1, 1)
+    with pytest.raises(StructureError, match=r"embed/weight: PEFT's files have no place"):
+        lora.save(model, tmp_path)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")
+@pytest.mark.parametrize("dims", [1, 2])
+def test_convolutions_of_pytorch_are_pefts_both_ways(dims: int, tmp_path: Path) -> None:
+    import peft
+    import torch
+
+    kinds = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d}
+
+    def theirs() -> Any:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(kinds[dims](3, 5, 3), torch.nn.ReLU(), kinds[dims](5, 4, 2))
+
+    x = torch.randn(2, 3, *[9] * dims)
+    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"])
+    model = peft.get_peft_model(theirs(), config)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "theirs")
+    weights = {n: {"weight": jnp.asarray(theirs()[int(n)].weight.detach().numpy())} for n in ("0", "2")}
+    biases = {n: theirs()[int(n)].bias.detach().numpy().reshape(1, -1, *[1] * dims) for n in ("0", "2")}
+
+    def ours(p: Any, x: Any) -> Any:
+        conv = lambda x, n: jax.lax.conv_general_dilated(x, p[n]["weight"], (1,) * dims, "VALID")  # noqa: E731
+        with jax.numpy_rank_promotion("allow"):
+            return conv(jax.nn.relu(conv(x, "0") + biases["0"]), "2") + biases["2"]
+
+    loaded = lora.load(weights, tmp_path / "theirs")
+    want = model.eval()(x).detach().numpy()
+    np.testing.assert_allclose(lt.adapted(ours)(loaded, jnp.asarray(x.numpy())), want, atol=1e-4)
+    lora.save(loaded, tmp_path / "ours", task_type=None)
+    again = peft.PeftModel.from_pretrained(theirs(), tmp_path / "ours").eval()
+    np.testing.assert_allclose(again(x).detach().numpy(), want, atol=1e-4)

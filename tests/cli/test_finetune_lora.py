@@ -1,0 +1,129 @@
+"""What `lowtide finetune` says of LoRA's variants beside their kind: dropout, rates, what trains as a whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+from lowtide import lora, models
+from lowtide.cli import main
+from lowtide.core import ConfigError, SelectionError
+from lowtide.finetune import Finetune, FinetuneConfig
+from tests.models.kinds import KINDS
+
+PLAIN: dict[str, Any] = {"seq_len": 8, "batch_size": 4, "rank": 2, "sample_tokens": 0, "num_steps": 4}
+TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
+
+
+@pytest.fixture
+def config(tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "data.txt").write_text(TEXT)
+    steady = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 1e-2}
+    paths = {"model": str(tiny_model_dir), "data": str(tmp_path / "data.txt")}
+    return lambda **options: FinetuneConfig(**(PLAIN | paths | steady | options))
+
+
+def ran(config: FinetuneConfig, out: Path) -> tuple[list[Any], dict[str, np.ndarray]]:
+    """Run a configuration; returns its records' losses, and what was written."""
+    run = Finetune(config, out)
+    run.run()
+    run.finish(run.memory())
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r.get("loss"), r.get("eval_loss")) for r in records], load_file(
+        out / "adapter" / "adapter_model.safetensors"
+    )
+
+
+def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_path: Path) -> None:
+    dropped = {"lora_dropout": 0.5, "lora_init": "pissa", "checkpoint_every": 2, "eval_every": 2}
+    whole, tensors = ran(config(**dropped), tmp_path / "whole")
+    ran(config(**dropped, num_steps=2), tmp_path / "parts")
+    flags = ["--out", str(tmp_path / "parts"), "--resume", "--steps", "4"]
+    assert main(["finetune", *flags]) == 0
+    parts = [json.loads(line) for line in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    losses = [(r["step"], r["loss"]) for r in parts if "loss" in r]
+    assert losses == [(step, loss) for step, loss, _ in whole if loss is not None]
+    again = load_file(tmp_path / "parts" / "adapter" / "adapter_model.safetensors")
+    assert all(np.array_equal(again[name], tensors[name]) for name in tensors)
+    plain, others = ran(config(eval_every=2, lora_init="pissa"), tmp_path / "plain")
+    assert any(not np.array_equal(others[name], tensors[name]) for name in tensors)
+    assert plain[0] == whole[0] and plain[0][2] is not None  # before the first step, dropout or not
+
+
+def test_factors_b_learn_at_a_multiple_of_the_rate(config: Any, tmp_path: Path) -> None:
+    model = lora.add(models.init(KINDS["qwen2"], key=jax.random.key(0)), lora.Config(rank=2), key=jax.random.key(1))
+    trainable = jax.tree.map(jnp.ones_like, lora_part(model))
+    plain, faster = (
+        tx.update(trainable, tx.init(trainable), trainable)[0]
+        for tx in (optax.adamw(0.1, weight_decay=0.1), optax.chain(optax.adamw(0.1, weight_decay=0.1), lora.plus(16)))
+    )
+    rates = optax.adamw(1.6, weight_decay=0.1)
+    at_rate = rates.update(trainable, rates.init(trainable), trainable)[0]
+    for of_plain, of_faster, wanted in zip(*map(nodes, (plain, faster, at_rate)), strict=True):
+        np.testing.assert_array_equal(of_faster.lora_a, of_plain.lora_a)
+        np.testing.assert_allclose(of_faster.lora_b, wanted.lora_b, rtol=1e-6)
+    with pytest.raises(SelectionError, match=r"nothing that trains is a factor B(.|\n)*hint:"):
+        lora.plus(16).init({"w": jnp.ones(2)})
+    with pytest.raises(ConfigError, match=r"ratio: 0 is no multiple"):
+        lora.plus(0)
+    # Adam's first step is the rate, whatever the gradient: B, which begins as zero, is 16 times as far.
+    for options in ({}, {"offload": ("optimizer",)}):
+        once = [
+            ran(config(num_steps=1, loraplus_ratio=r, **options), tmp_path / f"{r}{len(options)}")[1]
+            for r in (1.0, 16.0)
+        ]
+        for name in once[0]:
+            np.testing.assert_allclose(once[1][name], once[0][name] * (16 if "lora_B" in name else 1), rtol=1e-5)
+
+
+def lora_part(model: Any) -> Any:
+    from lowtide.core import partition
+
+    return partition(model, lora.TRAINABLE)[0]
+
+
+def nodes(tree: Any) -> list[Any]:
+    is_node = lambda node: isinstance(node, lora.LoRAWeight)  # noqa: E731
+    return [node for node in jax.tree.leaves(tree, is_leaf=is_node) if is_node(node)]
+
+
+def test_a_head_and_norms_train_with_the_adapter_are_saved_and_go_on(
+    config: Any, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    whole = {"modules_to_save": ("outer/*", "layers/*_norm")}
+    _, tensors = ran(config(**whole, lora_dropout=0.1, offload=("activations",)), tmp_path / "run")
+    base = models.load(tiny_model_dir)
+    saved = lora.load(base, tmp_path / "run" / "adapter")
+    assert any("norm.weight" in name for name in tensors)
+    assert not np.array_equal(saved.outer["norm"]["weight"].lora_saved, base.outer["norm"]["weight"])
+    options = {"adapter": str(tmp_path / "run" / "adapter"), "rank": 16, "num_steps": 1, "quantize": "int8"}
+    _, more = ran(config(**options), tmp_path / "more")
+    assert {*more} == {*tensors}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lora_dropout": 1.0}, r"lora_dropout is out of range(.|\n)*less than 1"),
+        ({"loraplus_ratio": 0.0}, r"loraplus_ratio is out of range"),
+        ({"lora_init": "pissa", "method": "dora"}, r"lora_init contradicts method"),
+        ({"lora_init": "orthogonal", "rank": 3}, r"rank is out of range(.|\n)*an even number"),
+        ({"bias": "most"}, r"bias is out of range(.|\n)*lora_only"),
+        ({"method": "ia3", "lora_dropout": 0.1, "rank": 16}, r"lora_dropout contradicts method"),
+        ({"method": "vera", "loraplus_ratio": 2.0}, r"loraplus_ratio contradicts method"),
+        ({"full": True, "modules_to_save": "outer/*", "rank": 16}, r"modules_to_save is a setting of adapters"),
+        ({"adapter": "a", "bias": "all", "rank": 16}, r"bias contradicts adapter"),
+    ],
+)
+def test_what_contradicts_is_refused(config: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**options)
