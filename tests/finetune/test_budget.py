@@ -34,7 +34,7 @@ def test_the_figure_is_that_of_the_runs_own_step(name: str, tiny_model_dir: str,
     assert found.device_bytes == pytest.approx(ours.device_bytes, rel=0.15)
     for name, role in {"base": "frozen", "adapters": "trainable", "optimizer": "optimizer", "batch": "batch"}.items():
         if not config.full:
-            assert found.by_part[name] == ours.by_role[role], name
+            assert found.by_part[name] == pytest.approx(ours.by_role[role], abs=8), name
     assert sum(found.by_part.values()) == pytest.approx(found.device_bytes, rel=0.01)
 
 
