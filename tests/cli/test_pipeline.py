@@ -46,6 +46,7 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_with_others(t
         (["--pipeline", "16"], "hint: --pipeline 8"),
         (["--pipeline", "4", "--full"], "leave --distributed and --pipeline"),
         (["--pipeline", "2", "--batch-size", "3"], "a multiple of 4 (fsdp 4)"),
+        (["--pipeline", "2", "--lora-dropout", "0.1"], "lora_dropout: the loss of a pipeline takes no random key"),
         (["--pipeline", "2", "--process-id", "0"], "add --distributed"),
     ],
 )

@@ -70,6 +70,7 @@ VALUES += [
 RAW = ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "[" * 500 + "]" * 500, '{"a":' * 90 + "1" + "}" * 90, "\\"]
 FIELDS = ["sliding_window", "attn_logit_softcapping", "use_dora", "rope_parameters", "target_modules", "rank_pattern"]
 FIELDS += ["head_dim", "quantization_config", "text", "", "\0", "é" * 300, "__class__", "metadata", "exclude_modules"]
+FIELDS += ["modules_to_save", "bias", "ensure_weight_tying", "lowtide_kernels", "init_lora_weights"]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,8 @@ def good(tmp_path_factory, tiny_model_dir):
     model = init(config, key=jax.random.key(0))
     save(model, folder, max_shard_bytes=16_000, tokenizer=f"{tiny_model_dir}/tokenizer.json")
     assert (folder / SHARD).exists()
-    lora.save(lora.add(model, lora.Config(rank=2), key=jax.random.key(1)), folder)
+    config = lora.Config(rank=2, modules_to_save=["outer/norm", "layers/mlp/up_proj"])
+    lora.save(lora.add(model, config, key=jax.random.key(1)), folder)
     (folder / LINES).write_text('{"text": "the tide"}\n{"text": "goes out", "id": 3}\n')
     return folder, model
 

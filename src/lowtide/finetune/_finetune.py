@@ -98,6 +98,8 @@ class Finetune:
                 got="full" if config.full else f"offload = {', '.join(config.offload or ())}",
                 hint="leave --distributed and --pipeline, or --full and --offload out",
             )
+        if sharding is not None and STAGE in sharding.mesh.shape:
+            refuse_dropout(config)
         self._processes = Processes(sharding)
         self.out = Path(out)
         self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
@@ -129,7 +131,6 @@ class Finetune:
         tx: Any = optimizer(config, self.schedule)
         options = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
         if sharding is not None and STAGE in sharding.mesh.shape:
-            refuse_dropout(config)
             options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
         if config.full:
             tx, options = full_step(config, self.base.stack, self.schedule, _num_targets), {}

@@ -383,9 +383,12 @@ def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAW
             got=type(site.weight).__name__,
             hint="convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
         )
-    if isinstance(site.weight, jax.ShapeDtypeStruct):
+    if isinstance(site.weight, jax.ShapeDtypeStruct) or node.rank > min(site.weight.shape[-2:]):
         raise ModelFileError(
-            f"{path}: what {init} took off {site.path} is not known of a shape", hint="load it into a model with values"
+            f"{path}: what {init} took off {site.path} cannot be computed",
+            expected=f"values, and a rank of at most {min(site.weight.shape[-2:])}",
+            got=f"a {type(site.weight).__name__}, rank {node.rank}",
+            hint="load it into a model with values, that it was made for",
         )
     start_a, start_b = principal(site.weight, node.rank, node.scaling, init)
     if node.layer_scale is not None:

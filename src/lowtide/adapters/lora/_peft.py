@@ -292,8 +292,7 @@ def saved_names(chosen: Collection[str], modules: Collection[str]) -> list[str]:
 def _saves(names: Sequence[str], module: str) -> bool:
     """Whether the name of a module, or of one around it, ends with one of these."""
     parts = module.split(".")
-    around = [".".join(parts[: end + 1]) for end in range(len(parts))]
-    return any(each.endswith(name) for each in around for name in names)
+    return any(".".join(parts[: end + 1]).endswith(tuple(names)) for end in range(len(parts)))
 
 
 def _matches(patterns: str | Sequence[str], module: str, matcher: Matcher) -> bool:

@@ -33,7 +33,7 @@ class CommonFile(BaseModel):
     """Which layers have one; None for all."""
     layers_pattern: Word | list[Word] | None = None
     """What stands before the index of a layer in a module's name; None for anything."""
-    modules_to_save: list[Name] | None = None
+    modules_to_save: Annotated[list[Name], Field(max_length=2**14)] | None = None
     """Ends of the names of modules that train as a whole."""
     ensure_weight_tying: bool | None = None
     """Whether an embedding that is the head, too, stays so."""
