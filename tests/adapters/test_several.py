@@ -22,6 +22,8 @@ CONFIGS: dict[str, Any] = {
     "LoRA": lora.Config(rank=2, targets="**/*_proj"),
     "rsLoRA of a layer": lora.Config(rank=2, targets="**/*_proj", rslora=True, layers=[1]),
     "DoRA": lora.Config(rank=2, targets="**/*_proj", dora=True),
+    "PiSSA": lora.Config(rank=2, targets="**/{q,up}_proj", init="pissa"),
+    "a head that trains whole": lora.Config(rank=2, targets="**/q_proj", modules_to_save=["outer/lm_head", "**/norm"]),
     "(IA)³": lora.IA3Config(targets="**/*_proj", feedforward="**/down_proj"),
     "VeRA": lora.VeRAConfig(rank=4, targets="**/*_proj"),
 }
@@ -61,8 +63,14 @@ def test_what_is_merged_comes_off_again(kind: str) -> None:
     model = adapted(1, kind)
     adapter, base = lora.split(model)
     merged = lora.merge(lora.attach(base, adapter))
-    if kind == "DoRA":
-        with pytest.raises(StructureError, match=r"layers/attn/\w+/weight: DoRA cannot be taken off(.|\n)*hint:"):
+    tokens = models.logits(lora.attach(base, adapter), TOKENS)
+    np.testing.assert_array_equal(tokens, models.logits(model, TOKENS))
+    refused = {
+        "DoRA": r"attn/\w+/weight: DoRA cannot",
+        "a head that trains whole": r"weight: what trained whole cannot",
+    }
+    if kind in refused:
+        with pytest.raises(StructureError, match=rf"{refused[kind]} be taken off(.|\n)*hint:"):
             lora.unmerge(merged, adapter)
         return
     assert np.abs(merged.layers["attn"]["q_proj"]["weight"] - BASE.layers["attn"]["q_proj"]["weight"]).max() > 0

@@ -15,6 +15,7 @@ from ...core import StructureError, Tree
 from ._adapter import is_adapter, kind_of
 from ._kernel import LoRAKernel
 from ._model import disable, merge
+from ._saved import SavedWeight
 from ._sites import is_weight, sites
 from ._vectors import IA3Weight, VeRAWeight
 
@@ -119,8 +120,8 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
         units in the last place).
 
     Raises:
-        StructureError: for DoRA, whose directions are not those of the merged weights, and when the adapter is of
-            another model.
+        StructureError: for DoRA, whose directions are not those of the merged weights, and for what trained whole,
+            whose old values are gone; and when the adapter is of another model.
         NonFiniteError: when a weight has a value that is no finite number, such as where (IA)³ scaled by zero.
 
     Memory:
@@ -135,9 +136,10 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
     """
     attached = attach(model, adapter)
     for site in sites(attached):
-        if getattr(site.node, "lora_magnitude", None) is not None:
+        if isinstance(site.node, SavedWeight) or getattr(site.node, "lora_magnitude", None) is not None:
+            what = "what trained whole" if isinstance(site.node, SavedWeight) else "DoRA"
             raise StructureError(
-                f"{site.path}: DoRA cannot be taken off again",
+                f"{site.path}: {what} cannot be taken off again",
                 expected="LoRA, rsLoRA, VeRA or (IA)³",
                 got=kind_of(site.node),
                 hint="keep the base, which merging leaves as it is",
@@ -148,12 +150,15 @@ def unmerge(model: Tree, adapter: Tree) -> Tree:
 def _inverse(node: Any) -> Any:
     if isinstance(node, IA3Weight):
         return dataclasses.replace(node, lora_scale=1 / node.lora_scale)
-    name = "lora_lambda_b" if isinstance(node, VeRAWeight) else "lora_b"
-    return dataclasses.replace(node, **{name: -getattr(node, name)})
+    names = ["lora_lambda_b"] if isinstance(node, VeRAWeight) else ["lora_b", "start_b"]
+    leaves = {name: getattr(node, name, None) for name in names}
+    return dataclasses.replace(node, **{name: -leaf for name, leaf in leaves.items() if leaf is not None})
 
 
 def _fits(node: Any, shape: tuple[int, ...]) -> bool:
     """Whether an adapter's numbers have the axes of a weight."""
+    if isinstance(node, SavedWeight):
+        return tuple(node.lora_saved.shape) == shape
     if isinstance(node, LoRAKernel):
         stack = len(shape) - node.num_rows - node.num_columns
         split_at = stack + node.num_rows
