@@ -135,6 +135,14 @@ class TestFiles:
             *load_file(tmp_path / "adapter_model.safetensors")
         }
         assert_equal(lora.load(params, tmp_path), model)
+        params = {"a": {"kernel": jnp.ones((3, 4)), "bias": jnp.ones(3)}, "stack": {"weight": jnp.ones((2, 3, 4))}}
+        params["stack"]["bias"], params["norm"] = jnp.ones((2, 3)), {"bias": jnp.ones(3)}
+        for word, count in (("lora_only", 2), ("all", 3)):
+            model = noisy(added(params, targets=["a/kernel", "stack"], bias=word))
+            assert len(lora.report(model).matched) == 2 + count
+            lora.save(model, tmp_path)
+            assert json.loads((tmp_path / "adapter_config.json").read_text())["bias"] == word
+            assert_equal(lora.load(params, tmp_path), model)
 
     @pytest.mark.parametrize(
         ("edit", "message"),

@@ -42,6 +42,7 @@ from ._sites import Site, adapted_sites, layer_names, replace, sites
 from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
+from ._whole import owners
 
 _PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 
@@ -117,7 +118,7 @@ def save(
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
         tensors |= _projections(adapted)
-    whole = whole_of(model, described)
+    whole = whole_of(model, owners(model, described, {site.index for site in adapted}))
     tensors |= whole.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
     names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
@@ -191,7 +192,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             expected |= of_kernels
             adapted = {name for name, *_ in kernels.values()}
             adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
-            whole, keys_of_whole = asked_for(model, config, adapted)
+            whole, keys_of_whole = asked_for(model, config, owners(model, adapted, {*chosen, *kernels}))
             expected |= whole if expected else set()
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()

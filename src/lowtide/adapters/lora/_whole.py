@@ -7,7 +7,7 @@ A module is what holds a leaf: ``outer/lm_head`` of ``outer/lm_head/weight``. Wi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,20 @@ def names_of(model: Tree, site: Site) -> Names | None:
     layers = range(site.weight.shape[0]) if LAYER in name else None
     modules = [name] if layers is None else [name.replace(LAYER, str(layer)) for layer in layers]
     return Names(modules=modules, leaf=leaf, is_stacked=layers is not None)
+
+
+def owners(model: Tree, adapted: Collection[str], indices: Collection[int]) -> set[str]:
+    """Name the modules that hold the weights with adapters, as biases beside them are named.
+
+    Args:
+        model: the model.
+        adapted: names of the weights' modules, of a model with names elsewhere.
+        indices: `Site.index` of the weights, of any other.
+    """
+    if isinstance(model, ExternalNames):
+        return {*adapted}
+    found = [names_of(model, site) for site in sites(model) if site.index in indices]
+    return {module for names in found if names is not None for module in names.modules}
 
 
 def named_arrays(model: Tree) -> dict[int, Names]:
@@ -129,7 +143,9 @@ def _saved(model: Tree, patterns: Any) -> list[Site]:
 
 def _biases(model: Tree, config: Config, targets: Sequence[Site]) -> list[Site]:
     every = {site.path: site for site in _arrays(model) if site.path.rpartition("/")[2] == "bias"}
-    wanted = [f"{site.module}/bias" for site in targets] if config.bias == "lora_only" else list(every)
+    above = [site.path.rpartition("/")[0] for site in targets]
+    beside = [f"{module}/bias" if module else "bias" for module in above]
+    wanted = beside if config.bias == "lora_only" else list(every)
     found = [every[path] for path in wanted if path in every]
     if not found:
         raise StructureError(
