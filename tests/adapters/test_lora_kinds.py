@@ -96,7 +96,7 @@ def test_values_and_gradients_equal_those_of_the_dense_weight_and_merge(kind: st
     value, grads = jax.jit(value_and_grad(jax.checkpoint(loss), wrt=lora.TRAINABLE))(model, X)
     trainable, frozen = partition(model, lora.TRAINABLE)
     want = jax.value_and_grad(lambda t: loss({"w": dense(combine(t, frozen)["w"])}, X))(trainable)
-    np.testing.assert_allclose(value, want[0], rtol=1e-5)
+    np.testing.assert_allclose(value, want[0], rtol=1e-5, atol=2e-8)  # a mean of numbers of both signs
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want[1])
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
     np.testing.assert_allclose(lora.merge(model)["w"], dense(model["w"]), rtol=1e-5, atol=1e-6)

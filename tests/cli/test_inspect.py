@@ -107,9 +107,9 @@ def test_an_adapter_says_what_it_touches(inspect, tiny_model_dir, tmp_path):
     assert found["facts"]["modules"] == {"model.layers.*.self_attn.q_proj": {"layers": 2, "ranks": [3]}}
     assert found["facts"]["parameters"] == 2 * 3 * (16 + 16)
     raw = json.loads((tmp_path / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "alpha_pattern": {"(": 2}}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "r": 0}))
     status, found, _ = inspect(tmp_path)
-    assert status == 1 and "alpha_pattern" in found["problems"][0]
+    assert status == 1 and ": r" in found["problems"][0]
 
 
 def test_a_run_and_its_checkpoints(inspect, tiny_model_dir, tmp_path):

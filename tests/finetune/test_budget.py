@@ -56,7 +56,11 @@ def _counted(config: FinetuneConfig, target: Any = None) -> Needs:
         ({}, 3000, ["--batch-size 7 (about 2.79 KiB)", "--seq-len 96 (about 2.54 KiB)"]),
         ({"remat": False}, 4000, ["enough is --remat (about 3.04 KiB)"]),
         ({}, 2600, ["enough is --quantize nf4 (about 2.31 KiB)"]),
-        ({"seq_len": 4096}, 400, ["enough is --batch-size 1 --seq-len 32 --quantize nf4 (about 382 B)"]),
+        (
+            {"seq_len": 4096},
+            400,
+            ["enough is --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 (about 382 B)"],
+        ),
         ({}, 100, ["none of these is enough: --offload optimizer (about 3.00 KiB), --quantize nf4"]),
         ({"full": True}, 1000, ["take a smaller model, or a device"]),
     ],
