@@ -131,6 +131,7 @@ def test_what_experts_do_not_take_is_refused_by_path() -> None:
     for config in (
         lt.lora.Config(targets="**/experts/up", rank=2, dora=True),
         lt.lora.Config(targets="**/experts/up", rank=2, layers=[0]),
+        lt.lora.Config(targets="**/experts/up", rank=2, init="pissa"),
         lt.lora.IA3Config(targets="**/experts/up", feedforward=()),
         lt.lora.VeRAConfig(targets="**/experts/up", rank=2),
     ):
@@ -142,6 +143,8 @@ def test_what_experts_do_not_take_is_refused_by_path() -> None:
         add(model, lt.lora.Config(targets="**/experts/down", rank=33))
     with pytest.raises(StructureError, match="experts/down/weight: an adapter of experts has no dropout"):
         lt.lora.dropout(adapted("mixtral"), 0.1, key=KEY)
+    with pytest.raises(StructureError, match="experts/down/weight: experts that are quantised take no adapter"):
+        lt.lora.loftq(model, lt.lora.Config(targets="**/experts/down", rank=2), "int8", key=KEY)
     with pytest.raises(StructureError, match="w: no weight matrix to adapt"):  # what it is, nobody says
         add({"w": jnp.ones((2, 3, 4, 4))}, lt.lora.Config(rank=2, targets="w"))
 

@@ -123,6 +123,9 @@ class TestFiles:
         keys = ["base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"]
         np.testing.assert_array_equal(*(tensors[key] for key in keys))
         assert_equal(lora.load(tied, tmp_path), model)
+        vectors = noisy(lora.add(tied, lora.IA3Config(modules_to_save="outer/embed")))
+        lora.save(vectors, tmp_path / "vectors")
+        assert_equal(lora.load(tied, tmp_path / "vectors"), vectors)
         save_file(tensors | {keys[0]: tensors[keys[0]] + 1}, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ModelFileError, match=r"lm_head and model.embed_tokens differ(.|\n)*ensure_weight_tying"):
             lora.load(tied, tmp_path)
@@ -185,6 +188,10 @@ class TestFiles:
         plain = {**attn, "q_proj": {**attn["q_proj"], "bias": attn["q_proj"]["bias"].weight}}
         with pytest.raises(StructureError, match=r"no word for the biases(.|\n)*hint: .*bias="):
             lora.save(dataclasses.replace(model, layers={**model.layers, "attn": plain}), tmp_path)
+        params = {"a": {"weight": jnp.ones((8, 8))}, "b": {"weight": jnp.ones((8, 8)), "bias": jnp.zeros(8)}}
+        vectors = lora.add(params, lora.IA3Config(targets="a", feedforward="a", modules_to_save="b/bias"))
+        with pytest.raises(StructureError, match=r"biases train beside IA3 adapters(.|\n)*hint:"):
+            lora.save(vectors, tmp_path / "vectors")
 
 
 @pytest.mark.parametrize(

@@ -315,3 +315,24 @@ def test_random_damage_is_refused_or_loads(nested: Path, tmp_path: Path) -> None
             assert str(error).count("hint:") == 1, (seed, error)
             found.add(error.code)
     assert "LT004" in found
+
+
+@IGNORED
+@pytest.mark.filterwarnings("ignore:.*a model of images and text")
+@pytest.mark.parametrize("kind", ["int8", "rows"])
+def test_a_model_of_images_and_text_is_read_like_its_text(kind: str, tmp_path: Path) -> None:
+    models.save(models.init(KINDS["gemma3_text"], key=jax.random.key(0)), tmp_path / "dense")
+    quantized_directory(tmp_path / "dense", tmp_path / "text", kind)
+    raw = (tmp_path / "text" / SINGLE).read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = {name if name == "__metadata__" else f"language_model.{name}": each
+              for name, each in json.loads(raw[8:begin]).items()}  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (tmp_path / "both").mkdir()
+    (tmp_path / "both" / SINGLE).write_bytes(len(text).to_bytes(8, "little") + text + raw[begin:])
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    outer = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "tie_word_embeddings": True}
+    outer["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "both" / "config.json").write_text(json.dumps({**outer, "text_config": config}))
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "both"), models.load(tmp_path / "text"))

@@ -93,8 +93,8 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
     """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     implementation = attention_implementation(q_BTNH.dtype, q_BTNH.shape[-1]) if scores.is_plain else "xla"
     length = q_BTNH.shape[1]
-    block = _queries_at_a_time(q_BTNH.shape, k_BSKH.shape[1])
-    if implementation == "xla" and length > block:
+    block = _queries_at_a_time(q_BTNH.shape, k_BSKH.shape[1]) if implementation == "xla" else length
+    if length > block:
         return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores, block)
     from_start = isinstance(sight.start, int) and sight.start == 0 and k_BSKH.shape[1] == length
     if from_start and _is_long_on_cpu(length):
@@ -159,7 +159,8 @@ def _queries_at_a_time(shape: tuple[int, ...], num_keys: int) -> int:
     of_a_query = 4 * batch * heads * num_keys
     if block * of_a_query <= _SCORE_BYTES:
         return block
-    return min(block, max(_LEAST_BLOCK, 1 << (_SCORE_BYTES // of_a_query).bit_length() - 1))
+    most = max(_SCORE_BYTES // of_a_query, _LEAST_BLOCK)
+    return min(block, 1 << most.bit_length() - 1)
 
 
 def _part(whole: int, size: int) -> int:

@@ -52,6 +52,8 @@ def check_file_of_experts(path: Path, site: Site, config: PeftConfig, number: in
         ModelFileError: for such a file, or experts that take no adapter.
     """
     said = config.kind if config.kind != "LORA" else "DoRA" if config.dora else "LoRA"
+    if config.file.init_lora_weights in IN_THE_WEIGHT:
+        said = str(config.file.init_lora_weights)
     if said != "LoRA" or number != wanted or isinstance(site.weight, LinearWeight):
         raise ModelFileError(
             f"{path}: its adapters of {site.path} cannot be used",

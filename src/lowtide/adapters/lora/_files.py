@@ -119,6 +119,13 @@ def save(
     if kind == VERA:
         tensors |= _projections(adapted)
     whole = whole_of(model, owners(model, described, {site.index for site in adapted}))
+    if kind != LORA and whole.options["bias"] != "none":
+        raise StructureError(
+            f"biases train beside {kind} adapters, and PEFT's files of that kind have no word for it",
+            expected="modules_to_save without names of biases",
+            got=f"bias = {whole.options['bias']!r}",
+            hint="name the modules of the biases, or keep the adapter in a checkpoint",
+        )
     tensors |= whole.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
     names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}

@@ -83,6 +83,13 @@ def loftq(
         node = site.node
         if site.index in before or not isinstance(node, LoRAWeight):
             continue
+        if site.is_experts:
+            raise StructureError(
+                f"{site.path}: experts that are quantised take no adapter",
+                expected="matrices, or stacks of them",
+                got=f"shape {list(site.weight.shape)}",
+                hint=f'leave them out of the targets, for instance with the pattern "!{site.module}"',
+            )
         if isinstance(node.weight, LinearWeight):
             raise StructureError(
                 f"{site.path}: is quantised already, and what that lost is not known",

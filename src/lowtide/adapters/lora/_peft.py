@@ -36,9 +36,11 @@ _NO_EFFECT = frozenset(
     "init_weights loftq_config lora_ga_config megatron_core peft_version projection_prng_key qalora_group_size "
     "revision runtime_config task_type".split()
 )
-_READ_OF_ALL = "exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
+_READ_OF_ALL = (
+    "ensure_weight_tying exclude_modules layers_pattern layers_to_transform modules_to_save peft_type target_modules"
+)
 _READ = {
-    LORA: "alpha_pattern bias ensure_weight_tying init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
+    LORA: "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
     "use_rslora lowtide_kernels",
     IA3: "feedforward_modules",
     VERA: "bias r save_projection vera_dropout",

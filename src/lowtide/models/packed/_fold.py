@@ -140,7 +140,7 @@ def _int8(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
             raise _wrong(layout, "0, rows as they are", "another order, made for one kind of GPU")
         # 1 / 127, in the digits that bitsandbytes multiplies by.
         grid = Grid(scales, (weight.shape[0], 1), 1, factor=7.874015718698502e-3)
-        packed.append(_eight_bits(weight, scales, grid, scheme))
+        packed.append(_eight_bits(f"{module}.weight", weight, scales, grid, scheme))
     return {each.name: each for each in packed}
 
 
@@ -168,14 +168,14 @@ def _scaled(tensors: dict[str, Source], scheme: Scheme) -> dict[str, Packed]:
             raise _wrong(scales, f"scales: {expected}", f"shape {scales.shape}")
         if scales.dtype not in ("F32", "BF16", "F16"):
             raise _wrong(scales, "F32, BF16 or F16", scales.dtype)
-        packed.append(_eight_bits(weight, scales, grid, scheme))
+        packed.append(_eight_bits(name.removesuffix(suffix) + ".weight", weight, scales, grid, scheme))
     return {each.name: each for each in packed}
 
 
-def _eight_bits(weight: Source, scales: Source, grid: Grid, scheme: Scheme) -> Packed:
+def _eight_bits(name: str, weight: Source, scales: Source, grid: Grid, scheme: Scheme) -> Packed:
     assert scheme.form is not None
     return Packed(
-        name=weight.name,
+        name=name,
         file=weight.file,
         shape=weight.shape,
         dtype=scheme.form.name.upper(),
