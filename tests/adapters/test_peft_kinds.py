@@ -23,7 +23,7 @@ pytestmark = [
 
 KEY = jax.random.key(0)
 TOKENS = np.random.default_rng(0).integers(1, 96, (2, 11))
-FAMILIES = ["qwen2", "llama", "mistral", "gemma2", "olmo2", "qwen3"]
+FAMILIES = ["qwen2", "llama", "mistral", "gemma2", "olmo2", "qwen3", "gemma3_text", "phi3"]
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

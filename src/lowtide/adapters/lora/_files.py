@@ -119,7 +119,7 @@ def save(
     if kind == VERA:
         tensors |= _projections(adapted)
     whole = whole_of(model, owners(model, described, {site.index for site in adapted}))
-    if kind != LORA and whole.options["bias"] != "none":
+    if kind != LORA and whole.options.get("bias", "none") != "none":
         raise StructureError(
             f"biases train beside {kind} adapters, and PEFT's files of that kind have no word for it",
             expected="modules_to_save without names of biases",
