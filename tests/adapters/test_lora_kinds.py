@@ -249,7 +249,7 @@ class TestRefusals:
 
     def test_sums_of_what_is_no_sum_and_files_of_several_kinds(self, tmp_path: Any) -> None:
         with pytest.raises(StructureError, match=r"(?s)kind DoRA is no sum.*hint: "):
-            lora.combine([build("DoRA")])
+            lora.combine([build("DoRA"), build("DoRA")])
         both = {"a": build("DoRA")["w"], "b": build("LoRA")["w"]}
         with pytest.raises(StructureError, match=r"several kinds(.|\n)*DoRA and LoRA"):
             lora.save(both, tmp_path)

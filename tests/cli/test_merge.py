@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide import lora, models
+from lowtide import combine, lora, models, partition
 from lowtide.cli import main
 from lowtide.finetune import _merge
 
@@ -77,6 +77,19 @@ def test_a_merged_directory_has_what_the_adapter_computes_and_all_files(merge, a
     assert '"r"' not in card and "`r`: `2`" in card and str(tmp_path) not in card
     assert 'AutoTokenizer.from_pretrained("out")' in card
     assert not list(tmp_path.glob(".out*"))
+
+
+@pytest.mark.parametrize("config", [lora.Config(rank=2, dora=True), lora.IA3Config()], ids=["DoRA", "(IA)³"])
+def test_one_adapter_of_any_kind_is_merged(config, merge, tiny_model_dir, tmp_path):
+    base = models.load(tiny_model_dir)
+    adapted = lora.add(base, config, key=jax.random.key(0))
+    trainable, frozen = partition(adapted, lora.TRAINABLE)
+    adapted = combine(jax.tree.map(lambda leaf: leaf + 0.1, trainable), frozen)
+    lora.save(adapted, tmp_path / "one")
+    assert merge("--adapter", tmp_path / "one")[0] == 0
+    got = models.logits(models.load(tmp_path / "out"), TOKENS)
+    np.testing.assert_allclose(got, models.logits(adapted, TOKENS), atol=1e-5)
+    assert merge("--adapter", tmp_path / "one", "--adapter", tmp_path / "one", out=tmp_path / "two")[0] == 2
 
 
 def test_a_template_that_a_run_was_tuned_with_goes_along(merge, adapters, tmp_path):

@@ -13,7 +13,7 @@ from lowtide.core import OutOfMemoryError
 from lowtide.finetune import Finetune, FinetuneConfig, Needs, _budget, needs, within
 
 RUNS: dict[str, dict[str, Any]] = {
-    "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2},
+    "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2, "modules_to_save": "outer/embed"},
     "all on the host": {"offload": ("activations", "optimizer", "parameters")},
     "all parameters": {"full": True},
     "no remat": {"remat": False, "method": "vera"},

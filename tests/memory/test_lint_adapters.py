@@ -192,3 +192,10 @@ def test_quantised_weights_and_ids_of_rows_leave_no_residual() -> None:
 
     base = (model, shape(64, 512), shape(64, dtype=jnp.int32))
     assert [f.rule for f in lint(step_of(loss), shape(512), base, X, donate_argnums=0, target="cpu", min_bytes=0)] == []
+
+    def of_pixels(scale: Any, base: Any, pixels: Any) -> Any:
+        return jnp.mean(jnp.tanh((pixels.astype(jnp.float32) / 255 * scale) @ base) ** 2)
+
+    pixels = shape(512, 512, dtype=jnp.uint8)
+    found = lint(step_of(of_pixels), shape(512), shape(512, 512), pixels, donate_argnums=0, target="cpu", min_bytes=0)
+    assert "dequantized-residual" not in {f.rule for f in found}

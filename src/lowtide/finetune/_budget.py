@@ -17,17 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import models, quant
-from ..core import (
-    LowtideError,
-    OutOfMemoryError,
-    Tree,
-    format_bytes,
-)
+from ..core import LowtideError, OutOfMemoryError, Tree, format_bytes, partition, tree_bytes
 from ..memory import MemoryReport, Target, analyze
 from ..offload import to_host
 from ..train import analyze_step
 from ._adapters import adapted, loss_of
-from ._base import dtypes, formats
+from ._base import dtypes, formats, refuse_for_quantized
 from ._config import FinetuneConfig, flag_of
 from ._offloaded import full_step, is_hosted, optimizer
 from ._recipe import learning_rate
@@ -70,6 +65,7 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     Memory:
         The compiler's; of the device what an adapter to go on from has.
     """
+    refuse_for_quantized(config, _directory(config))
     base = _base(config)
     batch = _batch(config)
     weight = lambda batch: jnp.sum(batch["labels"] != IGNORE)  # noqa: E731
@@ -82,8 +78,9 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
         )
         return _parted(report, {"state": "weights and optimizer", "frozen": "weights", "batch": "batch"}, 0)
     tx = optimizer(dataclasses.replace(config, offload=()), schedule)
+    model = adapted(base, config)
     report = analyze_step(
-        adapted(base, config),
+        model,
         loss_of(config),
         tx,
         _WRT,
@@ -93,7 +90,9 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
         target=target,
     )
     away = report.by_role.get("optimizer", 0) if "optimizer" in (config.offload or ()) else 0
-    return _parted(report, _NAMES, away)
+    # A weight that something else trains in the place of is on the device all the same, though no step reads it.
+    unread = max(tree_bytes(_on_device(partition(model, _WRT)[1])) - report.by_role.get("frozen", 0), 0)
+    return _parted(report, _NAMES, away, unread)
 
 
 def within(config: FinetuneConfig, budget: int) -> str:
@@ -194,7 +193,9 @@ def _together(config: FinetuneConfig) -> dict[str, int]:
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if not config.full:
-        change |= {"quantize": config.quantize or "nf4", "quantize_embeddings": config.quantize_embeddings or "int8"}
+        if models.quantization_of(_directory(config)) is None:
+            change["quantize"] = config.quantize or "nf4"
+        change["quantize_embeddings"] = config.quantize_embeddings or "int8"
     return _tried(config, change)
 
 
@@ -223,9 +224,18 @@ def _word(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
+def _directory(config: FinetuneConfig) -> Path:
+    return Path(config.model) if config.model is not None else models.base_path()
+
+
+def _on_device(tree: Tree) -> list[Any]:
+    """Return the leaves that are not in the host's memory."""
+    return [leaf for leaf in jax.tree.leaves(tree) if getattr(leaf.sharding, "memory_kind", None) != "pinned_host"]
+
+
 def _base(config: FinetuneConfig) -> models.Decoder:
     """Make the shapes of the base as it will be loaded."""
-    directory = Path(config.model) if config.model is not None else models.base_path()
+    directory = _directory(config)
     stored, compute = dtypes("float32" if config.full else config.param_dtype, config.compute_dtype)
     base = models.load_shapes(directory, dtype=stored, compute_dtype=compute)
     for glob, form in (formats(config) or {}).items():
@@ -240,11 +250,13 @@ def _batch(config: FinetuneConfig) -> Tree:
     return {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
 
 
-def _parted(report: MemoryReport, names: Mapping[str, str], away: int) -> Needs:
+def _parted(report: MemoryReport, names: Mapping[str, str], away: int, unread: int = 0) -> Needs:
     parts: dict[str, int] = {}
     for role, name in names.items():
         parts[name] = parts.get(name, 0) + report.by_role.get(role, 0)
     if away:
         parts[names["optimizer"]] -= away
-    total = report.device_bytes - away
+    if unread:
+        parts[names["frozen"]] += unread
+    total = report.device_bytes - away + unread
     return Needs(device_bytes=total, by_part={**parts, _REST: max(total - sum(parts.values()), 0)})

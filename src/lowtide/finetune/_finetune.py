@@ -115,6 +115,7 @@ class Finetune:
         model = self.base
         if not config.full:
             model = adapted(model, config)
+            lora.check_names(model)
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = loss_of(config)
         given: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
@@ -142,6 +143,7 @@ class Finetune:
             checkpoint_dir=self.out / CHECKPOINTS,
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,
+            seed=config.seed,
             sharding=sharding,
             rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
             **options,

@@ -17,6 +17,7 @@ from ._loftq import loftq as loftq
 from ._model import add as add
 from ._model import disable as disable
 from ._model import merge as merge
+from ._names import check_names as check_names
 from ._plus import plus as plus
 from ._report import Report as Report
 from ._report import report as report
@@ -42,6 +43,7 @@ __all__ = [
     "add",
     "attach",
     "check",
+    "check_names",
     "combine",
     "disable",
     "dropout",

@@ -31,7 +31,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
     Raises:
         ConfigError: when there are no models, or not one weight a model.
-        StructureError: when the models are not of one base, or for DoRA and (IA)³, which are no sums.
+        StructureError: when the models are not of one base, or for several with DoRA or (IA)³, which are no sums.
 
     Memory:
         The adapters once more, in the dtype of their factors; the base is not copied.
@@ -50,6 +50,9 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             got=f"{len(models)} adapters, {len(factors)} weights",
             hint="leave the weights out to add the adapters up as they are",
         )
+
+    if factors == [1.0]:  # of any kind
+        return models[0]
 
     def of_one(*nodes: Any) -> Any:
         base = nodes[0].weight if is_adapter(nodes[0]) else nodes[0]

@@ -334,7 +334,7 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
             f"{path}: its tensors are not those that {CONFIG_FILE} and the model ask for",
             expected=_some(sorted(expected)) or "tensors for at least one module of the model",
             got="; ".join(found) or "no tensor",
-            hint="load it into the model that it was made for; only lora_A and lora_B of linear layers are read",
+            hint="load it into the model that it was made for; what else it trains is read by PEFT alone",
         )
 
 
@@ -391,13 +391,17 @@ def _without_start(path: Path, site: Site, node: LoRAWeight, init: str) -> LoRAW
             got=type(site.weight).__name__,
             hint="convert it in PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
         )
-    if isinstance(site.weight, jax.ShapeDtypeStruct) or node.rank > min(site.weight.shape[-2:]):
+    if node.rank > min(site.weight.shape[-2:]):
         raise ModelFileError(
             f"{path}: what {init} took off {site.path} cannot be computed",
-            expected=f"values, and a rank of at most {min(site.weight.shape[-2:])}",
-            got=f"a {type(site.weight).__name__}, rank {node.rank}",
-            hint="load it into a model with values, that it was made for",
+            expected=f"a rank of at most {min(site.weight.shape[-2:])}",
+            got=f"rank {node.rank}",
+            hint="load it into a model that it was made for",
         )
+    if isinstance(site.weight, jax.ShapeDtypeStruct):
+        like = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+                for name, leaf in (("start_a", node.lora_a), ("start_b", node.lora_b))}  # fmt: skip
+        return dataclasses.replace(node, **like)
     start_a, start_b = principal(site.weight, node.rank, node.scaling, init)
     if node.layer_scale is not None:
         start_a, start_b = (leaf * node.layer_scale[:, None, None] for leaf in (start_a, start_b))

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from ...core import StructureError, Tree
-from ._adapter import is_adapter, kind_of
+from ._adapter import NEEDED, is_adapter, kind_of
 from ._kernel import LoRAKernel
 from ._model import disable, merge
 from ._saved import SavedWeight
@@ -157,8 +157,10 @@ def _inverse(node: Any) -> Any:
 
 def _fits(node: Any, shape: tuple[int, ...]) -> bool:
     """Whether an adapter's numbers have the axes of a weight."""
+    if any(getattr(node, name, None) is None for name in NEEDED.get(type(node), ()) if name != "weight"):
+        return False
     if isinstance(node, SavedWeight):
-        return tuple(node.lora_saved.shape) == shape
+        return node.lora_saved is not None and tuple(node.lora_saved.shape) == shape
     if isinstance(node, LoRAKernel):
         stack = len(shape) - node.num_rows - node.num_columns
         split_at = stack + node.num_rows

@@ -63,8 +63,10 @@ def dequantized(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
             continue
         items, graph = flow.graph.num_elements(value), flow.graph
         integers = {at: graph.num_elements(one) for at, one in arguments.items() if not graph.is_floating(one)}
-        codes = [at for at, number in integers.items() if items in (number, 2 * number)]  # two may share a byte
-        if codes:
+        narrow = {at for at, one in arguments.items() if graph.item_type(one)[1] <= 8}
+        codes = [at for at, number in integers.items() if at in narrow and items in (number, 2 * number)]  # two a byte
+        has_scales = len(integers) < len(arguments)
+        if codes and has_scales:
             leaf = owners.leaves[codes[0]]
             where = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source}"
             yield Finding(
