@@ -103,6 +103,15 @@ class Decoder:
         return family_of(self.config).names[path]
 
     @property
+    def expert_parameters(self) -> dict[str, tuple[str, ...]]:
+        """Names of Hugging Face's parameters that have all experts of a layer, with the modules whose outputs they are.
+
+        ``{layer}`` stands for the layer's index. Where `external_name` has ``{expert}``, they are [experts, out, in]
+        there, the outputs of several modules one after the other; where it has not, [experts, in, out].
+        """
+        return dict(family_of(self.config).expert_parameters)
+
+    @property
     def tied_names(self) -> dict[str, str]:
         """The Hugging Face module that is used in a second place, with the name of that place."""
         names = family_of(self.config).names
