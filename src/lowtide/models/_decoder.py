@@ -95,8 +95,7 @@ class Decoder:
             For instance ``model.layers.{layer}.self_attn.q_proj``.
 
         Raises:
-            KeyError: for what is no module there, and for routers, which are no linear layers of `transformers`: PEFT
-                loads no adapter of one.
+            KeyError: for what is no module there, and for routers, which are no linear layers of `transformers`.
         """
         if path.endswith("/router"):
             raise KeyError(path)

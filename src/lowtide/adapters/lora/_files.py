@@ -60,7 +60,8 @@ def save(
     Stacked adapters are written as one module a layer. Modules get the names that the model's ``external_name``
     gives (`lowtide.core.ExternalNames`), otherwise their tree path with dots. Ranks and alphas that differ between
     modules go into `rank_pattern` and `alpha_pattern`. Adapters of kernels are written as PEFT has them for
-    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads.
+    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads. Experts that are one parameter
+    elsewhere, and no modules, are written as `target_parameters`.
 
     Args:
         model: a model with adapters.
@@ -146,7 +147,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
     LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA are read, with rank and alpha patterns, and with layers
-    that have no adapter. Loaded adapters train on from where they were.
+    that have no adapter, and LoRA of experts, be they modules or one parameter (`target_parameters`). Loaded adapters
+    train on from where they were.
 
     Args:
         model: the base model, or one that has adapters of the same shapes on the same modules, whose values are then
@@ -158,8 +160,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
     Raises:
         ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
-            configuration asks for what is not supported (other PEFT methods, a head that is no longer tied). Dropout
-            gives one warning: it has no effect on results, and training has it where `dropout` is called.
+            configuration asks for what is not supported (other PEFT methods, parameters that are no experts, a head
+            that is no longer tied). Dropout gives one warning: it has no effect on results, and training has it where `dropout` is called.
         StructureError: when the model has other adapters.
 
     Memory:
