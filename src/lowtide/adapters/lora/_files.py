@@ -161,7 +161,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     Raises:
         ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
             configuration asks for what is not supported (other PEFT methods, parameters that are no experts, a head
-            that is no longer tied). Dropout gives one warning: it has no effect on results, and training has it where `dropout` is called.
+            that is no longer tied). Dropout gives one warning: it has no effect on results, and training has it where
+            `dropout` is called.
         StructureError: when the model has other adapters.
 
     Memory:
