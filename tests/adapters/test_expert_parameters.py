@@ -151,6 +151,7 @@ def ours(model: Any) -> np.ndarray:
 PEERS = [
     pytest.mark.peers,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     # PEFT 0.21 looks for modules alone; for parameters it uses the patterns.
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
 ]
