@@ -227,7 +227,7 @@ def _adapter(folder: Path) -> Inspection:
     facts.pop("groups")
     modules: dict[str, list[int]] = {}
     for tensor, (_, shape) in tensors.items():
-        if match := re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_A\.weight", tensor):
+        if match := re.fullmatch(r"(?:base_model\.model\.)?(.+)\.(?:lora_A\.weight|lora_embedding_A)", tensor):
             if raw.get("target_parameters") and re.search(r"\.experts(\.base_layer)*$", match[1]):
                 continue  # rows of all experts, of which the tensor does not say how many there are
             modules.setdefault(re.sub(r"\.\d+\.", ".*.", match[1]), []).append(shape[0])

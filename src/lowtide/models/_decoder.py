@@ -111,6 +111,11 @@ class Decoder:
         return dict(family_of(self.config).expert_parameters)
 
     @property
+    def table_names(self) -> frozenset[str]:
+        """The Hugging Face modules of which rows are looked up."""
+        return frozenset({family_of(self.config).names["outer/embed"]})
+
+    @property
     def tied_names(self) -> dict[str, str]:
         """The Hugging Face module that is used in a second place, with the name of that place."""
         names = family_of(self.config).names

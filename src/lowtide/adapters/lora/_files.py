@@ -40,6 +40,7 @@ from ._principal import principal
 from ._saved import SavedWeight
 from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
+from ._tables import base_keys, check_base, check_tables, table_names
 from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
@@ -97,7 +98,7 @@ def save(
         )
     kind = _kind(adapted)
     described, tensors, done = _of_parameters(model)
-    parameters = [*described]
+    parameters, tables = [*described], table_names(model)
     kernels: dict[str, list[int]] = {}
     for site in adapted:
         if site.index in done:
@@ -115,10 +116,12 @@ def save(
             if scales is not None and scales[layer] == 0:
                 continue
             described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
-            for leaf, key in tensor_names(name, kind, dora=described[name].get("dora", False)).items():
+            options = {"dora": described[name].get("dora", False), "table": name in tables}
+            for leaf, key in tensor_names(name, kind, **options).items():
                 values = leaves[leaf]
                 if stacked := len(site.weight.shape) - 2:  # layers, and experts of each
                     values = values.reshape(-1, *values.shape[stacked:])[layer]
+                values = values.T if name in tables else values
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
         tensors |= _projections(adapted)
@@ -178,7 +181,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         3.0
     """
     folder = Path(directory)
-    config = read_config(folder)
+    config = dataclasses.replace(read_config(folder), tables=table_names(model))
     path = input_file(
         folder,
         WEIGHTS_FILE,
@@ -195,6 +198,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             others = {*kernels, *(site.index for each in parameters for site in each.sites)}
             hits = {index: _hits(names[index], config, keys, by_index[index]) for index in names if index not in others}
             chosen = {index: on for index, on in hits.items() if any(on)}
+            check_tables(path, model, [by_index[i] for i in chosen if names[i][0] in config.tables], config)
             expected = {
                 key
                 for index, on in chosen.items()
@@ -208,6 +212,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
             whole, keys_of_whole = asked_for(model, config, owners(model, adapted, {*chosen, *kernels}))
             expected |= whole if expected else set()
+            bases = base_keys(adapted, keys)
+            expected |= {*bases}
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()
             nodes = {
@@ -219,6 +225,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             for parameter in parameters:
                 nodes |= read_parameter(file, path, parameter, config)
             nodes |= read_whole(file, path, model, keys_of_whole)
+            for key, name in bases.items():
+                check_base(file, path, next(by_index[i] for i in chosen if name in names[i]), key)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
             f"{path}: truncated or no safetensors file", got=shortened(error), hint="copy or write the adapter again"
@@ -374,6 +382,7 @@ def _read_node(
     there = [name for name, is_on in zip(names, on, strict=True) if is_on]
     if site.is_experts:
         check_file_of_experts(path, site, config, len(there), len(names))
+    is_table = there[0] in config.tables
     out, inner = site.weight.shape[-2:]
     said = _one_for_all(path, site, there, config)
     shapes: dict[str, tuple[int, ...]] = {"lora_magnitude": (out,), "lora_lambda_b": (out,)}
@@ -384,7 +393,10 @@ def _read_node(
         shapes |= {"lora_a": (rank, inner), "lora_b": (out, rank), "lora_lambda_d": (rank,)}
     leaves: dict[str, Any] = {}
     for leaf in config.tensors(there[0]):
-        read = {name: read_tensor(file, path, config.tensors(name)[leaf], shapes[leaf]) for name in there}
+        shape = shapes[leaf][::-1] if is_table else shapes[leaf]
+        read = {name: read_tensor(file, path, config.tensors(name)[leaf], shape) for name in there}
+        if is_table:
+            read = {name: values.T for name, values in read.items()}
         of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
         flat = [values.reshape(-1) if config.kind == IA3 else values for values in of_layers]
         stack = np.stack(flat) if len(site.weight.shape) > 2 else flat[0]

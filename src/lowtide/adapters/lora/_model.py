@@ -23,6 +23,7 @@ from ._kernel import LoRAKernel, fold
 from ._saved import SavedWeight, saved
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
 from ._start import of_layers, started
+from ._tables import check_table
 from ._vectors import IA3Weight
 from ._whole import whole_sites, without_saved
 
@@ -63,10 +64,10 @@ def add(
     Raises:
         SelectionError: when a pattern matches nothing.
         StructureError: for a target that is no floating-point matrix, or has an adapter already; for (IA)³ on outputs
-            to which the model adds a bias itself; with `fn` for a target that it does more with than to multiply by it,
+            to which the model adds a bias itself; for an embedding that is the head, too; with `fn` for a target that it does more with than to multiply by it,
             or nothing, without it from `lowtide.value_and_grad` and the trainer.
         ConfigError: when the rank exceeds a target's smaller dimension, `layers` names one that is not there, `key` is
-            missing, for what kernels and experts do not take (DoRA, some layers, (IA)³, VeRA), and for a model of
+            missing, for what kernels, experts and embeddings do not take (DoRA, some layers, (IA)³, VeRA), and for a model of
             Keras or NNX.
 
     Memory:
@@ -93,8 +94,11 @@ def add(
     uses = {} if fn is None else find_uses(model, targets, fn, args)
     kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
     for site in targets:
-        if site.index not in uses and site.is_experts and isinstance(model, ExternalNames):
+        if site.index in uses or not isinstance(model, ExternalNames):
+            continue
+        if site.is_experts:
             check_experts(site, config)
+        check_table(model, site, config)
     targets = of_layers(targets, config.layers)
     for site in targets:
         _check_target(model, site, uses.get(site.index))

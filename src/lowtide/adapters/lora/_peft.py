@@ -54,13 +54,15 @@ VERA_TENSORS = ("base_model.vera_A", "base_model.vera_B")
 """The projections of VeRA, which all modules share."""
 
 
-def tensor_names(module: str, kind: str, *, dora: bool = False) -> dict[str, str]:
-    """Return what the file calls the leaves of a module's node, by the leaf's name."""
+def tensor_names(module: str, kind: str, *, dora: bool = False, table: bool = False) -> dict[str, str]:
+    """Return what the file calls the leaves of a module's node, by the leaf's name; of a table both are transposed."""
     leaves = {
         LORA: {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"},
         IA3: {"lora_scale": "ia3_l"},
         VERA: {"lora_lambda_d": "vera_lambda_d", "lora_lambda_b": "vera_lambda_b"},
     }[kind]
+    if kind == LORA and table:
+        leaves = {"lora_a": "lora_embedding_B", "lora_b": "lora_embedding_A"}
     if dora:
         leaves = {**leaves, "lora_magnitude": "lora_magnitude_vector"}
     return {leaf: f"base_model.model.{module}.{name}" for leaf, name in leaves.items()}
@@ -78,6 +80,8 @@ class PeftConfig:
     """What matches its patterns."""
     where: str
     """The file, for messages."""
+    tables: frozenset[str] = frozenset()
+    """Names of modules whose rows are looked up."""
 
     def check_patterns(self) -> None:
         """Raise for what is no regular expression, whether or not a module is looked for with it."""
@@ -132,7 +136,7 @@ class PeftConfig:
     @property
     def tensors(self) -> Any:
         """`tensor_names` of this kind, a function of the module's name."""
-        return lambda module: tensor_names(module, self.kind, dora=self.dora)
+        return lambda module: tensor_names(module, self.kind, dora=self.dora, table=module in self.tables)
 
     def targets(self, module: str) -> bool:
         """Whether a module has an adapter; True when the file does not say."""

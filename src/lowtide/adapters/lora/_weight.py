@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from ...core import StructureError, linear
+from ...core import StructureError, linear, rows
 from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 
@@ -142,6 +142,33 @@ class LoRAWeight:
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
         low_rank = linear(x, lora_a)
         return linear(low_rank * self._factor(low_rank), lora_b)
+
+    def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
+        """Look up rows of W + scaling B A, of an embedding, without forming it; in the dtype of W.
+
+        Args:
+            ids: which rows; one that is not there gives NaN.
+
+        Returns:
+            Shape [..., in].
+
+        Raises:
+            StructureError: with a magnitude.
+
+        Memory:
+            The rows, and their rows of B, which the backward pass keeps. Dropout has no effect, as in PEFT.
+        """
+        if self.lora_magnitude is not None:
+            raise StructureError(
+                "rows of a weight with a magnitude are not looked up",
+                expected="LoRA without DoRA on an embedding",
+                got=f"DoRA on {list(self.shape)}",
+                hint="leave the embedding out of the targets",
+            )
+        found = rows(self.weight, ids)
+        lora_a, lora_b = (factor.astype(found.dtype) for factor in self.factors())
+        low_rank = rows(lora_b, ids)
+        return found + jnp.matmul(low_rank * self._factor(low_rank), lora_a)
 
     def grouped(
         self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool

@@ -1,0 +1,133 @@
+"""Adapters of embeddings and heads: rows of W + B A, PEFT's files both ways, and what an embedding does not take."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import lowtide as lt
+from lowtide import models
+from lowtide.adapters import lora
+from lowtide.core import ConfigError, ModelFileError, StructureError, map_with_paths, rows
+from tests.models.kinds import KINDS
+
+KEY = jax.random.key(0)
+TOKENS = np.random.default_rng(0).integers(1, 96, (2, 11))
+BOTH = ["outer/embed", "outer/lm_head"]
+WEIGHTS = "adapter_model.safetensors"
+EMBED = "base_model.model.model.embed_tokens"
+
+
+def base(family: str = "llama", **options: Any) -> models.Decoder:
+    return models.init(dataclasses.replace(KINDS[family], **options), key=KEY)
+
+
+def adapted(model: models.Decoder, **options: Any) -> models.Decoder:
+    config = lora.Config(**({"rank": 3, "alpha": 2.0, "targets": BOTH} | options))
+    draw = lambda path, leaf: 0.3 * jax.random.normal(jax.random.key(len(path)), leaf.shape)  # noqa: E731
+    return map_with_paths(lambda p, x: draw(p, x) if "lora_" in p else x, lora.add(model, config, key=KEY))
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_rows_are_those_of_the_weight_multiplied_out(format: str | None) -> None:
+    plain = base() if format is None else lt.quantize(base(), "outer/embed", format)
+    model = adapted(plain)
+    node: Any = model.outer["embed"]["weight"]
+    weight = node.weight if format is None else node.weight.dense()
+    ids = jnp.array([[3, 0], [95, 3]])
+    want = weight + 2 / 3 * node.lora_b @ node.lora_a
+    np.testing.assert_allclose(rows(node, ids), want[ids], atol=1e-5)
+    assert np.isnan(rows(node, jnp.array([96]))).all()
+    batch = {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(np.roll(TOKENS, -1, 1))}
+    dense = dataclasses.replace(model, outer={**model.outer, "embed": {"weight": want}})
+    np.testing.assert_allclose(models.logits(model, TOKENS), models.logits(dense, TOKENS), atol=1e-4)
+    # By the chain rule through B A.
+    grads = lt.value_and_grad(models.loss, "outer/embed/**/lora_*", has_aux=True)(model, batch)[1]
+    of_whole = lt.value_and_grad(models.loss, "outer/embed/weight", has_aux=True)(dense, batch)[1]
+    whole_grad, got = of_whole.outer["embed"]["weight"], grads.outer["embed"]["weight"]
+    np.testing.assert_allclose(got.lora_b, 2 / 3 * whole_grad @ node.lora_a.T, atol=1e-5)
+    np.testing.assert_allclose(got.lora_a, 2 / 3 * node.lora_b.T @ whole_grad, atol=1e-5)
+
+
+def test_files_come_back_and_are_merged(tmp_path: Path) -> None:
+    model = adapted(base())
+    lora.save(model, tmp_path)
+    node: Any = model.outer["embed"]["weight"]
+    tensors = load_file(tmp_path / WEIGHTS)
+    np.testing.assert_array_equal(tensors[f"{EMBED}.lora_embedding_A"], node.lora_b.T)
+    np.testing.assert_array_equal(tensors[f"{EMBED}.lora_embedding_B"], node.lora_a.T)
+    again = lora.load(base(), tmp_path)
+    assert jax.tree.structure(again) == jax.tree.structure(model)
+    jax.tree.map(np.testing.assert_array_equal, again, model)
+    np.testing.assert_allclose(models.logits(lora.merge(again), TOKENS), models.logits(model, TOKENS), atol=1e-4)
+
+
+def test_what_an_embedding_does_not_take_is_refused(tmp_path: Path) -> None:
+    tied = base("qwen2", tie_embeddings=True)
+    for options in ({"dora": True}, {"init": "pissa"}):
+        with pytest.raises(ConfigError, match="outer/embed/weight: an embedding takes LoRA and rsLoRA alone"):
+            adapted(base(), **options)
+    with pytest.raises(ConfigError, match="an embedding takes LoRA(.|\n)*IA3Config"):
+        lora.add(base(), lora.IA3Config(targets="outer/embed", feedforward=()))
+    with pytest.raises(StructureError, match="outer/embed/weight is the model's head, too"):
+        adapted(tied, targets="outer/embed")
+    lora.save(adapted(base("qwen2", tie_embeddings=False), targets="outer/embed"), tmp_path)
+    with pytest.raises(ModelFileError, match="outer/embed/weight is the model's head, too"):
+        lora.load(tied, tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(config.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    with pytest.raises(ModelFileError, match="its adapter of the embedding outer/embed/weight cannot be used"):
+        lora.load(base("qwen2", tie_embeddings=False), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_frozen_weight_in_the_file_has_to_be_the_model_s(dtype: str, tmp_path: Path) -> None:
+    model = adapted(base())
+    lora.save(model, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS)
+    key = f"{EMBED}.base_layer.weight"
+    weight = np.asarray(base().outer["embed"]["weight"]).astype(dtype)
+    save_file({**tensors, key: weight}, tmp_path / WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, lora.load(base(), tmp_path), model)
+    lora.load(jax.eval_shape(lambda: base()), tmp_path)
+    for other, message in (
+        (weight + weight.dtype.type(0.01), r"is another weight than outer/embed/weight(.|\n)*up to 0.01"),
+        (weight[:-1], r"tensor .*base_layer.weight does not fit"),
+    ):
+        save_file({**tensors, key: other}, tmp_path / WEIGHTS)
+        with pytest.raises(ModelFileError, match=message):
+            lora.load(base(), tmp_path)
+    save_file({**tensors, f"{EMBED}s.base_layer.weight": weight}, tmp_path / WEIGHTS)
+    with pytest.raises(ModelFileError, match="1 unexpected: .*embed_tokenss"):
+        lora.load(base(), tmp_path)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+@pytest.mark.parametrize(("family", "targets"), [("llama", ["embed_tokens", "lm_head", "q_proj"])])
+def test_embeddings_and_heads_that_peft_trained(family: str, targets: list[str], tmp_path: Path) -> None:
+    import peft
+
+    from tests.adapters import test_peft_kinds as kinds
+
+    options = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
+    model = kinds.trained_with(family, options, tmp_path / "base")
+    want = kinds.theirs_logits(model)
+    model.save_pretrained(tmp_path / "theirs")
+    assert f"{EMBED}.base_layer.weight" in load_file(tmp_path / "theirs" / WEIGHTS)
+    ours = lora.load(kinds.base(family), tmp_path / "theirs")
+    assert np.abs(want - kinds.ours_logits(kinds.base(family))).max() > 1e-2
+    np.testing.assert_allclose(kinds.ours_logits(ours), want, atol=1e-4)
+    np.testing.assert_allclose(kinds.ours_logits(lora.merge(ours)), want, atol=1e-4)
+    lora.save(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(kinds.their_base(family, tmp_path / "base"), tmp_path / "ours")
+    np.testing.assert_allclose(kinds.theirs_logits(again), want, atol=1e-4)
