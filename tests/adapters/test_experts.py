@@ -187,7 +187,11 @@ def test_files_have_a_module_for_each_expert_and_come_back(family: str, tmp_path
         lt.lora.load(base(family), tmp_path)
 
 
-def test_files_of_experts_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_files_of_experts_that_cannot_be_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:  # neither modules elsewhere nor parameters
+        patched.setattr(models.Decoder, "expert_parameters", {})
+        with pytest.raises(StructureError, match=r"experts/down/weight: other software has no module"):
+            lt.lora.check_names(adapted("gpt_oss"))
     lt.lora.save(adapted("mixtral"), tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "exclude_modules": ["0.w1"]}))

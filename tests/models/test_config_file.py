@@ -102,6 +102,12 @@ def test_what_a_file_leaves_out_is_its_familys_default() -> None:
     assert mixtral.experts.num_experts_per_token == 2 and mixtral.experts.normalize and mixtral.sliding_window is None
 
 
+def test_both_names_of_the_number_of_experts_are_read() -> None:
+    file = {**FILES["qwen3_moe"]}
+    file["num_local_experts"] = file.pop("num_experts")
+    assert config_from_hf(file, "config.json") == KINDS["qwen3_moe"]
+
+
 def test_sizes_are_taken_from_json_of_both_spellings_of_rotary_frequencies() -> None:
     file = json.loads(json.dumps(FILES["gemma3_text"]))
     before = config_from_hf(file, "config.json")

@@ -135,10 +135,10 @@ def patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]
             continue
         nodes: list[Any] = [site.node for site in each.sites]
         rank, number = sum(node.rank for node in nodes), len(nodes)
-        alpha = nodes[0].scaling * (math.sqrt(rank) if config["use_rslora"] else rank)
+        alpha = round(nodes[0].scaling * (math.sqrt(rank) if config["use_rslora"] else rank), 12)
         if (rank, alpha) != (config["r"] * number, config["lora_alpha"] * number):
             entry = ".".join(each.name.split(".")[-2:])
-            ranks[entry], alphas[entry] = rank, round(alpha, 12)
+            ranks[entry], alphas[entry] = rank, alpha
     return {
         "rank_pattern": {**ranks, **config["rank_pattern"]},
         "alpha_pattern": {**alphas, **config["alpha_pattern"]},

@@ -68,7 +68,8 @@ def _read_experts(file: ConfigFile) -> dict[str, Any]:
     return {
         "sliding_window": window,
         "experts": Experts(
-            num_experts=file.num_experts or 128,
+            # Transformers 5.1 and newer write the second name alone.
+            num_experts=file.num_experts or file.num_local_experts or 128,
             num_experts_per_token=file.num_experts_per_tok or 8,
             intermediate_size=file.moe_intermediate_size or 768,
             normalize=bool(file.norm_topk_prob),
@@ -118,8 +119,8 @@ QWEN3_MOE = dataclasses.replace(
     expert_parameters=expert_parameters(),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
     also=(
-        "use_sliding_window sliding_window max_window_layers num_experts num_experts_per_tok moe_intermediate_size "
-        "norm_topk_prob output_router_logits router_aux_loss_coef"
+        "use_sliding_window sliding_window max_window_layers num_experts num_local_experts num_experts_per_tok "
+        "moe_intermediate_size norm_topk_prob output_router_logits router_aux_loss_coef"
     ).split(),
     neutral={"decoder_sparse_step": (1,), "mlp_only_layers": ([],)},
     read=_read_experts,
