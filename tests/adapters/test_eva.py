@@ -120,7 +120,7 @@ def test_of_a_decoder_the_inputs_are_those_that_transformers_has(tmp_path: Path)
     base = models.init(KINDS["llama"], key=KEY)
     models.save(base, tmp_path)
     tokens = np.random.default_rng(0).integers(1, 96, (4, 32))
-    names = {"self_attn.q_proj": "attn", "mlp.down_proj": "mlp"}
+    names = {"self_attn.v_proj": "attn", "mlp.down_proj": "mlp"}
     theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     seen: dict[str, Any] = {}
     for name, module in theirs.named_modules():
@@ -128,7 +128,7 @@ def test_of_a_decoder_the_inputs_are_those_that_transformers_has(tmp_path: Path)
             module.register_forward_hook(lambda _, x, __, name=name: seen.update({name: x[0].detach().numpy()}))
     theirs(torch.tensor(tokens))
     batch = {"tokens": tokens.astype(np.int32), "labels": np.roll(tokens, -1, 1).astype(np.int32)}
-    found = lora.Config(rank=RANK, targets=["**/q_proj", "**/down_proj"])
+    found = lora.Config(rank=RANK, targets=["**/v_proj", "**/down_proj"])
     ours = lora.eva(base, found, models.loss, [batch], key=KEY, has_aux=True, num_passes=12)
     for name, place in names.items():
         lora_a = ours.layers[place][name.rpartition(".")[2]]["weight"].lora_a

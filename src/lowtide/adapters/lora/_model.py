@@ -64,11 +64,12 @@ def add(
     Raises:
         SelectionError: when a pattern matches nothing.
         StructureError: for a target that is no floating-point matrix, or has an adapter already; for (IA)³ on outputs
-            to which the model adds a bias itself; for an embedding that is the head, too; with `fn` for a target that it does more with than to multiply by it,
-            or nothing, without it from `lowtide.value_and_grad` and the trainer.
+            to which the model adds a bias itself; for an embedding that is the head, too; with `fn` for a target that
+            it does more with than to multiply by it, or nothing, without it from `lowtide.value_and_grad` and the
+            trainer.
         ConfigError: when the rank exceeds a target's smaller dimension, `layers` names one that is not there, `key` is
-            missing, for what kernels, experts and embeddings do not take (DoRA, some layers, (IA)³, VeRA), and for a model of
-            Keras or NNX.
+            missing, for what kernels, experts and embeddings do not take (DoRA, some layers, (IA)³, VeRA), and for a
+            model of Keras or NNX.
 
     Memory:
         ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ...core import ConfigError, ModelFileError, StructureError, Tree
@@ -112,7 +113,5 @@ def check_base(file: Any, path: Path, site: Site, key: str) -> None:
 
 
 def _dtype_of(file: Any, key: str) -> Any:
-    import ml_dtypes
-
-    names = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    names = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
     return names[file.get_slice(key).get_dtype()]
