@@ -41,6 +41,7 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
+from .gguf import gguf_file, gguf_model, open_gguf
 from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
@@ -161,7 +162,7 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
+    if gguf_file(directory) is None and not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
         shapes = jax.eval_shape(
             lambda: init(
                 config,
@@ -204,10 +205,7 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
     """
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    with open_tensors(_weight_files(directory)) as found:
-        tensors: Mapping[str, Stored] = _of_the_text(found, config)
-        if scheme is not None:
-            tensors = folded(_of_the_text(found, config), scheme, [])
+    with _stored(directory, config, scheme, []) as tensors:
         return {name: StoredWeight(each.dtype, each.shape, each.num_bytes) for name, each in tensors.items()}
 
 
@@ -225,15 +223,33 @@ def quantization_of(directory: str | Path) -> str | None:
 
 
 @contextlib.contextmanager
+def _stored(
+    directory: Path, config: DecoderConfig, scheme: Scheme | None, notes: list[str]
+) -> Generator[Mapping[str, Stored], None, None]:
+    """Yield all weights by the names that Hugging Face has for them, while the files are open."""
+    if (file := gguf_file(directory)) is not None:
+        experts = 1 if config.experts is None else config.experts.num_experts
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}
+
+        def names() -> list[str]:
+            paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)))
+            return [name for path in paths for name in _tensor_names(path, config).values()]
+
+        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=names) as tensors:
+            yield tensors
+        return
+    with open_tensors(_weight_files(directory)) as found:
+        ours = _of_the_text(found, config)
+        yield ours if scheme is None else folded(ours, scheme, notes)
+
+
+@contextlib.contextmanager
 def _plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
 ) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
     """Say of every leaf how it is read, while the files are open; all of it is checked before."""
-    with open_tensors(_weight_files(directory)) as found:
-        notes: list[str] = []
-        tensors: dict[str, Stored] = dict(_of_the_text(found, config))
-        if scheme is not None:
-            tensors = folded(_of_the_text(found, config), scheme, notes)
+    notes: list[str] = []
+    with _stored(directory, config, scheme, notes) as tensors:
         _check_tensors(tensors, config, directory)
         _check_tied_head(tensors, config)
         flat, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
@@ -294,6 +310,8 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 
 def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
+    if (file := gguf_file(directory)) is not None:
+        return config_from_hf(gguf_model(file), str(file)), None
     path = input_file(
         directory,
         CONFIG,

@@ -1,0 +1,86 @@
+"""The one module that imports the library `gguf`: what its types are called, what their blocks mean, and names.
+
+Its reader is not used: it makes an object of every token of the vocabulary, and believes the counts of a file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core import ConfigError
+
+
+class Kind(NamedTuple):
+    """A type of tensors."""
+
+    name: str
+    """Such as ``"Q4_K"``."""
+    block: int
+    """Neighbours of a row that are stored together."""
+    block_bytes: int
+    """Of such a block."""
+
+
+def kinds() -> dict[int, Kind]:
+    """Return the types that the library knows, by their numbers in files.
+
+    Raises:
+        ConfigError: when the library is not installed.
+    """
+    gguf = _gguf()
+    return {int(each): Kind(each.name, *gguf.GGML_QUANT_SIZES[each]) for each in gguf.GGMLQuantizationType}
+
+
+def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
+    """Compute the numbers of whole blocks.
+
+    Args:
+        blocks: rows of bytes.
+        kind: of the type.
+
+    Returns:
+        Rows of float32.
+
+    Memory:
+        The numbers twice.
+    """
+    gguf = _gguf()
+    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+
+
+@functools.cache
+def is_dequantized(kind: Kind) -> bool:
+    """Whether the library can compute the numbers of a type."""
+    try:
+        dequantize(np.zeros((1, kind.block_bytes), np.uint8), kind.name)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def tensor_names(architecture: str) -> Callable[[str], str | None]:
+    """Return what turns a name of Hugging Face in the first layer into the file's, or None where it has none.
+
+    Args:
+        architecture: as the file's metadata says it.
+    """
+    gguf = _gguf()
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(number, 1)
+
+    def name(theirs: str) -> str | None:
+        return table.get_name(theirs, try_suffixes=(".weight", ".bias"))
+
+    return name
+
+
+def _gguf() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError("GGUF files need the library gguf", hint='pip install "lowtide[gguf]"') from error
+    return gguf
