@@ -29,7 +29,7 @@ from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_conf
 
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
-_PATHS = ("model", "data", "eval_data", "chat_template")
+_PATHS = ("model", "tokenizer", "data", "eval_data", "chat_template")
 _FREE = (
     *_PATHS,
     *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),

@@ -238,6 +238,7 @@ def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     tables = [name for name in CONSTANTS if name in places]
     if tables and (kind not in ("none", "longrope") or (_ROPE in tables) == (len(tables) > 1)):
         raise keys.wrong("rope.scaling.type", f"none, beside {', '.join(tables)}", kind)
+    scaling: dict[str, Any] | None
     if tables == [_ROPE]:
         scaling = _stretched(keys, _factors(keys, places[_ROPE], rotated), theta, rotated, kind)
     elif tables:
