@@ -7,12 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType as Kind
 
 import lowtide as lt
 from lowtide import models
@@ -22,8 +20,12 @@ from lowtide.models.gguf import GgufTensor
 from lowtide.models.gguf._header import read_header
 from lowtide.quant import QuantizedWeight
 
-from .gguf_files import tensors, write_gguf
 from .kinds import KINDS
+
+gguf = pytest.importorskip("gguf", reason="needs lowtide[gguf]")
+from gguf import GGMLQuantizationType as Kind  # noqa: E402
+
+from .gguf_files import tensors, write_gguf  # noqa: E402
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                      original_max_position_embeddings=512)  # fmt: skip

@@ -65,7 +65,7 @@ def inspect(path: str | Path) -> Inspection:
     """Say what a folder or a file holds.
 
     Args:
-        path: a directory of a model or an adapter, a file of GGUF or safetensors, the folder of a run or its checkpoints.
+        path: a directory of a model or an adapter, a file of GGUF or safetensors, a run or its checkpoints.
 
     Returns:
         What was found, problems included.
