@@ -37,6 +37,7 @@ _EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_pro
 def metadata(config: dict[str, Any]) -> dict[str, Any]:
     """What the conversion says of a configuration, without the architecture before it."""
     keys = {
+        "vocab_size": config["vocab_size"],
         "context_length": config["max_position_embeddings"],
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],

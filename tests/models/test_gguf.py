@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ import pytest
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import leaves_with_paths
+from lowtide.core import ModelFileError, leaves_with_paths
 from lowtide.models import Experts, RopeScaling
 from lowtide.models.gguf import GgufTensor
+from lowtide.models.gguf._config import config_of
 from lowtide.models.gguf._header import read_header
 from lowtide.quant import QuantizedWeight
 
@@ -29,7 +31,6 @@ from .gguf_files import tensors, write_gguf  # noqa: E402
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                      original_max_position_embeddings=512)  # fmt: skip
-ODD = dataclasses.replace(LLAMA3, low_freq_factor=1.5)
 CONFIGS = {
     **{name: KINDS[name] for name in ("llama", "mistral", "qwen2", "phi3", "olmo2", "mixtral")},
     "wide mixtral": dataclasses.replace(
@@ -135,6 +136,43 @@ def test_weights_are_quantised_while_they_are_read(directory: Any, tmp_path: Pat
     wanted = lt.quantize(models.load(tmp_path), "layers/**/*_proj", "nf4").layers["mlp"]["up_proj"]["weight"]
     assert isinstance(found, QuantizedWeight)
     np.testing.assert_array_equal(lt.dequantize(found), lt.dequantize(wanted))
+
+
+def test_factors_of_frequencies_that_no_rule_made_are_taken_as_they_are(directory: Any, tmp_path: Path) -> None:
+    """The rule of Llama 3 with another low factor is not looked for; its factors say the same, one by one."""
+    folder = directory("llama3")
+    raw = json.loads((folder / "config.json").read_text())
+    odd = {**raw, "rope_scaling": {**raw["rope_scaling"], "low_freq_factor": 1.5}}
+    shutil.copytree(folder, tmp_path / "odd")
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(odd))
+    write_gguf(tmp_path / "model.gguf", tmp_path / "odd")
+    read, wanted = models.load(tmp_path / "model.gguf"), models.load(tmp_path / "odd")
+    assert read.config.rope_scaling.rope_type == "longrope"
+    np.testing.assert_allclose(_logits(read), _logits(wanted), rtol=1e-5, atol=1e-5)
+    ones = np.ones(raw["head_dim"] // 2, np.float32)
+    write_gguf(tmp_path / "ones.gguf", folder, rope_freqs__weight=ones)
+    assert models.load_config(tmp_path / "ones.gguf").rope_scaling is None
+    write_gguf(tmp_path / "zero.gguf", folder, rope_freqs__weight=0 * ones)
+    with pytest.raises(ModelFileError, match="factors above 0"):
+        models.load_config(tmp_path / "zero.gguf")
+
+
+def test_scales_of_gemma_that_files_do_not_say(directory: Any, tmp_path: Path) -> None:
+    """The 27B models are told by their layers, as llama.cpp tells them."""
+    folder = directory("gemma2")
+    for change, scale in (
+        ({}, 16**-0.5),
+        ({"attention.scale": 0.25}, 0.25),
+        ({"attention.sliding_window_pattern": [True, True, False, True]}, 16**-0.5),
+    ):
+        write_gguf(tmp_path / "x.gguf", folder, change=change)
+        config = models.load_config(tmp_path / "x.gguf")
+        assert config.attention_scale == pytest.approx(scale)
+    assert config.sliding_layers == (True, True, False, True)
+    header = read_header(tmp_path / "x.gguf")
+    wide = dataclasses.replace(header, fields={**header.fields, "gemma2.block_count": 46,
+                                               "gemma2.attention.sliding_window_pattern": None})  # fmt: skip
+    assert config_of(wide)["query_pre_attn_scalar"] == 32 / 4
 
 
 def test_blocks_of_256_are_read_in_any_part(tmp_path: Path) -> None:

@@ -149,7 +149,9 @@ def _model(folder: Path) -> Inspection:
     else:
         problems += _dtypes(tensors)
     tied = (
-        {"lm_head.weight"} if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors else set[str]()
+        {"lm_head.weight"} & tensors.keys()
+        if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors
+        else set[str]()
     )
     facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
     facts["tensors"] = number - len(tied)
