@@ -59,14 +59,16 @@ def load(
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
     quantize: str | Mapping[str, str] | None = None,
 ) -> Decoder:
-    """Read a decoder from a Hugging Face directory.
+    """Read a decoder from a Hugging Face directory, or a GGUF file.
 
     Of a directory that other software quantised, weights are read as they are: a `lowtide.QuantizedWeight` with exactly
-    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise.
+    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise. Weights of a
+    GGUF file are dequantised while they are read.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights.
-        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised.
+        directory: the folder with `config.json` and safetensors weights, or a GGUF file (see `gguf_file`).
+        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised;
+            where a file does not say it, that of the embedding, or bfloat16.
         compute_dtype: dtype of activations and products.
         host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
             from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
@@ -83,7 +85,8 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point, and for `quantize` of weights that are quantised already.
+        ConfigError: for a dtype that is not floating-point, for `quantize` of weights that are quantised already, and
+            for a GGUF file without the library `gguf`.
         SelectionError: when `host` or a glob of `quantize` selects nothing.
 
     Memory:
@@ -146,7 +149,7 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """Return what `load` would, its leaves `jax.ShapeDtypeStruct`s.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights. Without any weights, shapes are those that
+        directory: as in `load`. Without any weights, shapes are those that
             `config.json` asks for, and of a quantised model the layers' projections are in its format.
         dtype: as in `load`; ``"auto"`` without weights is bfloat16.
         compute_dtype: as in `load`.
@@ -195,7 +198,7 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
     """Return what the files of a directory hold, by the names that Hugging Face gives weights.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights.
+        directory: the folder with `config.json` and safetensors weights, or a GGUF file.
 
     Raises:
         ModelFileError: when a file is missing or damaged, or what belongs to a quantised weight does not fit it.
@@ -213,7 +216,7 @@ def quantization_of(directory: str | Path) -> str | None:
     """Return which software quantised the weights of a directory, or None.
 
     Args:
-        directory: the folder with `config.json`.
+        directory: the folder with `config.json`. Of a GGUF file it is None: its weights become arrays.
 
     Raises:
         ModelFileError: as `load_config`, and for software whose files are not read.
@@ -298,7 +301,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
     """Read only the sizes of a model directory.
 
     Args:
-        directory: the folder with `config.json`.
+        directory: the folder with `config.json`, or a GGUF file.
 
     Returns:
         The configuration.
