@@ -42,8 +42,17 @@ def test_inspect_says_what_the_directory_says(file: Path, tiny_model_dir: str, t
     assert status == 0 and {name: facts[name] for name in same} == {name: wanted[name] for name in same}
     assert facts["quantization"] == {"method": "GGUF"} and "--tokenizer" in facts["tokenizer"]
     file.write_bytes(file.read_bytes()[:-400])
-    status, out, _ = _run(capfd, "inspect", tmp_path)
-    assert status == 1 and "not a complete GGUF file" in out
+    status, _, said = _run(capfd, "inspect", tmp_path)
+    assert status == 2 and "not a complete GGUF file" in said
+
+
+def test_inspect_names_what_is_not_computed(tiny_model_dir: str, tmp_path: Path, capfd: Any) -> None:
+    write_gguf(tmp_path / "odd.gguf", Path(tiny_model_dir), change={"logit_scale": 0.5})
+    status, out, _ = _run(capfd, "inspect", tmp_path, "--json")
+    assert status == 1 and "llama.logit_scale" in json.loads(out)["problems"][0]
+    (tmp_path / "config.json").write_text((Path(tiny_model_dir) / "config.json").read_text())
+    status, out, _ = _run(capfd, "inspect", tmp_path, "--json")
+    assert status == 1 and "odd.gguf: a GGUF file, which is read when it is named itself" in json.loads(out)["problems"]
 
 
 def test_generate_needs_a_tokenizer_and_says_the_same(file: Path, tiny_model_dir: str, capfd: Any) -> None:

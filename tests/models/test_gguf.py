@@ -157,6 +157,14 @@ def test_factors_of_frequencies_that_no_rule_made_are_taken_as_they_are(director
         models.load_config(tmp_path / "zero.gguf")
 
 
+def test_sizes_that_a_file_need_not_say(directory: Any, tmp_path: Path) -> None:
+    """Widths of heads, and one number of heads for all layers, as files of Qwen 2 and others have them."""
+    folder = directory("qwen2")
+    absent = dict.fromkeys(("attention.key_length", "attention.value_length", "vocab_size", "rope.freq_base"))
+    write_gguf(tmp_path / "x.gguf", folder, change={**absent, "attention.head_count_kv": [2, 2, 2, 2]})
+    assert models.load_config(tmp_path / "x.gguf") == models.load_config(folder)
+
+
 def test_scales_of_gemma_that_files_do_not_say(directory: Any, tmp_path: Path) -> None:
     """The 27B models are told by their layers, as llama.cpp tells them."""
     folder = directory("gemma2")
@@ -180,6 +188,7 @@ def test_blocks_of_256_are_read_in_any_part(tmp_path: Path) -> None:
     for kind in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.Q2_K, Kind.IQ4_XS):
         raw = np.random.default_rng(int(kind)).integers(0, 60, (6, 2 * gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
         writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+        writer.add_custom_alignment(64)
         writer.add_tensor("t", raw, raw_dtype=kind)
         for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
             write()

@@ -167,9 +167,11 @@ def _model(folder: Path) -> Inspection:
 
 
 def _gguf(path: Path, file: Path) -> Inspection:
-    """Say what a GGUF file holds; what its header cannot say is an error."""
+    """Say what a GGUF file holds; a header that cannot be read is an error."""
     from .. import models
+    from ..models.gguf import read_header
 
+    read_header(file)
     problems: list[str] = []
     facts: dict[str, Any] = {}
     tensors: dict[str, models.StoredWeight] = {}

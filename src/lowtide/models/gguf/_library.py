@@ -32,7 +32,8 @@ def kinds() -> dict[int, Kind]:
         ConfigError: when the library is not installed.
     """
     gguf = _gguf()
-    return {int(each): Kind(each.name, *gguf.GGML_QUANT_SIZES[each]) for each in gguf.GGMLQuantizationType}
+    sizes = gguf.GGML_QUANT_SIZES
+    return {int(each): Kind(each.name, *sizes[each]) for each in gguf.GGMLQuantizationType if each in sizes}
 
 
 def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
