@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import lowtide as lt
 from lowtide import models
@@ -21,6 +22,7 @@ from lowtide.models.gguf import GgufTensor
 from lowtide.models.gguf._config import config_of
 from lowtide.models.gguf._header import read_header
 from lowtide.quant import QuantizedWeight
+from lowtide.train import make_mesh
 
 from .kinds import KINDS
 
@@ -136,6 +138,21 @@ def test_weights_are_quantised_while_they_are_read(directory: Any, tmp_path: Pat
     wanted = lt.quantize(models.load(tmp_path), "layers/**/*_proj", "nf4").layers["mlp"]["up_proj"]["weight"]
     assert isinstance(found, QuantizedWeight)
     np.testing.assert_array_equal(lt.dequantize(found), lt.dequantize(wanted))
+
+
+def test_devices_and_the_host_hold_their_parts(directory: Any, tmp_path: Path) -> None:
+    """Rows that stand in another order, cut in columns and rows; blocks cut in the middle."""
+    write_gguf(tmp_path / "model.gguf", directory("llama", hidden_size=64), Kind.Q8_0)
+    mesh = make_mesh(fsdp=2, tensor=4)
+
+    def divide(path: str, leaf: Any) -> jax.sharding.Sharding:
+        is_matrix = path.endswith("q_proj/weight") or path.endswith("down_proj/weight")
+        return jax.sharding.NamedSharding(mesh, P(None, "fsdp", "tensor") if is_matrix else P())
+
+    whole = models.load(tmp_path)
+    for found in (models.load(tmp_path, sharding=divide), models.load(tmp_path, host="layers/attn/**")):
+        for (path, ours), (_, theirs) in zip(leaves_with_paths(found), leaves_with_paths(whole), strict=True):
+            np.testing.assert_array_equal(ours, theirs, err_msg=path)
 
 
 def test_factors_of_frequencies_that_no_rule_made_are_taken_as_they_are(directory: Any, tmp_path: Path) -> None:
