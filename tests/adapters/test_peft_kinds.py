@@ -24,24 +24,26 @@ pytestmark = [
 KEY = jax.random.key(0)
 TOKENS = np.random.default_rng(0).integers(1, 96, (2, 11))
 FAMILIES = ["qwen2", "llama", "mistral", "gemma2", "olmo2", "qwen3", "gemma3_text", "phi3"]
+MIXTURES = ["mixtral", "qwen3_moe", "gpt_oss"]  # PEFT has DoRA, (IA)³ and VeRA of their attention alone
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def options(kind: str) -> Any:
+def options(kind: str, family: str) -> Any:
     import peft
 
-    plain: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": EVERY, "task_type": "CAUSAL_LM"}
+    every, inputs = (EVERY[:4], []) if family in MIXTURES else (EVERY, ["down_proj"])
+    plain: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": every, "task_type": "CAUSAL_LM"}
     layers = {"layers_to_transform": [0, 2], "target_modules": ["q_proj", "down_proj"]}
     return {
         "DoRA": lambda: peft.LoraConfig(**plain, use_dora=True),
         "rsLoRA": lambda: peft.LoraConfig(**plain, use_rslora=True, rank_pattern={"q_proj": 2}),
         "some layers": lambda: peft.LoraConfig(**(plain | layers), use_dora=True, alpha_pattern={"down_proj": 3}),
         "(IA)³": lambda: peft.IA3Config(
-            target_modules=["k_proj", "v_proj", "down_proj"],
-            feedforward_modules=["down_proj"],
+            target_modules=["k_proj", "v_proj", *inputs],
+            feedforward_modules=inputs,
             task_type="CAUSAL_LM",
         ),
-        "VeRA": lambda: peft.VeraConfig(r=8, target_modules=EVERY, task_type="CAUSAL_LM"),
+        "VeRA": lambda: peft.VeraConfig(r=8, target_modules=every, task_type="CAUSAL_LM"),
     }[kind]()
 
 
@@ -77,7 +79,7 @@ def ours_logits(model: models.Decoder) -> np.ndarray:
 
 def trained(family: str, kind: str, folder: Path) -> Any:
     """An adapter of a kind that PEFT trained for a few steps."""
-    return trained_with(family, options(kind), folder)
+    return trained_with(family, options(kind, family), folder)
 
 
 def trained_with(family: str, config: Any, folder: Path) -> Any:
@@ -97,7 +99,7 @@ def trained_with(family: str, config: Any, folder: Path) -> Any:
 
 
 CASES = [("qwen2", kind) for kind in ("DoRA", "rsLoRA", "some layers", "(IA)³", "VeRA")]
-CASES += [(family, kind) for family in FAMILIES[1:] for kind in ("DoRA", "(IA)³", "VeRA")]
+CASES += [(family, kind) for family in FAMILIES[1:] + MIXTURES for kind in ("DoRA", "(IA)³", "VeRA")]
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from lowtide import lora, models
 from lowtide.cli import main
 from lowtide.core import ConfigError, SelectionError
+from lowtide.distributed import ShardingRules
 from lowtide.finetune import Finetune, FinetuneConfig
 from tests.models.kinds import KINDS
 
@@ -83,6 +84,17 @@ def test_factors_b_learn_at_a_multiple_of_the_rate(config: Any, tmp_path: Path) 
         ]
         for name in once[0]:
             np.testing.assert_allclose(once[1][name], once[0][name] * (16 if "lora_B" in name else 1), rtol=1e-5)
+
+
+def test_eva_begins_with_the_first_batches(config: Any, tmp_path: Path) -> None:
+    options = {"lora_init": "eva", "learning_rate": 1e-9, "num_steps": 1, "quantize": "int8", "lora_dropout": 0.1}
+    _, tensors = ran(config(**options), tmp_path / "run")
+    for name, factor in tensors.items():
+        if "lora_A" in name:
+            np.testing.assert_allclose(factor @ factor.T, np.eye(len(factor)), atol=1e-5)
+    sharding = ShardingRules(jax.make_mesh((1,), ("data",)))
+    with pytest.raises(ConfigError, match=r"lora_init: EVA looks at whole batches(.|\n)*--adapter"):
+        Finetune(config(lora_init="eva"), tmp_path / "divided", sharding=sharding)
 
 
 def lora_part(model: Any) -> Any:

@@ -15,6 +15,7 @@ from lowtide.cli import main
 from lowtide.finetune import FinetuneConfig
 from lowtide.finetune._runs import write_config
 from lowtide.models import DecoderConfig, Experts
+from tests.models.kinds import KINDS
 
 SIZES = {"vocab_size": 40, "hidden_size": 8, "intermediate_size": 12, "num_layers": 2, "num_heads": 2}
 HEADS = {"num_kv_heads": 1, "head_dim": 4}
@@ -110,6 +111,15 @@ def test_an_adapter_says_what_it_touches(inspect, tiny_model_dir, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({**raw, "r": 0}))
     status, found, _ = inspect(tmp_path)
     assert status == 1 and ": r" in found["problems"][0]
+
+
+def test_an_adapter_of_experts_that_are_one_parameter_says_so(inspect, tmp_path):
+    model = models.init(KINDS["gpt_oss"], key=jax.random.key(0))
+    config = lora.Config(rank=3, targets=["**/q_proj", "**/experts/down/weight"])
+    lora.save(lora.add(model, config, key=jax.random.key(0)), tmp_path)
+    status, found, _ = inspect(tmp_path)
+    assert (status, found["facts"]["target_parameters"]) == (0, ["experts.down_proj"])
+    assert found["facts"]["modules"] == {"model.layers.*.self_attn.q_proj": {"layers": 4, "ranks": [3]}}
 
 
 def test_a_run_and_its_checkpoints(inspect, tiny_model_dir, tmp_path):

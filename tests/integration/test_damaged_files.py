@@ -71,6 +71,7 @@ RAW = ["NaN", "Infinity", "-Infinity", "1e999", "9" * 5000, "[" * 500 + "]" * 50
 FIELDS = ["sliding_window", "attn_logit_softcapping", "use_dora", "rope_parameters", "target_modules", "rank_pattern"]
 FIELDS += ["head_dim", "quantization_config", "text", "", "\0", "é" * 300, "__class__", "metadata", "exclude_modules"]
 FIELDS += ["modules_to_save", "bias", "ensure_weight_tying", "lowtide_kernels", "init_lora_weights"]
+FIELDS += ["target_parameters"]
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,16 @@ from ..core import ConfigError, Tree
 from ._config import FinetuneConfig
 from ._offloaded import inputs_place, loss
 
+_NUM_EVA_BATCHES = 8
+"""Of training, which EVA looks at."""
 
-def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
+
+def adapted(base: models.Decoder, config: FinetuneConfig, batches: Any = None) -> models.Decoder:
     """Give a model the adapter that the settings say.
 
     Args:
         base: the model.
+        batches: of training, by step, which EVA looks at; without them it begins as another adapter of its shapes.
         config: of which `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`,
             `lora_init`, `adapter` and `seed` are read.
 
@@ -46,23 +50,41 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
         alpha=config.alpha,
         targets=config.targets,
         bias=config.bias,
-        init=config.lora_init,
+        init="peft" if config.lora_init == "eva" else config.lora_init,
         **saved,
         rslora=config.method == "rslora",
         dora=config.method == "dora",
     )
+    if config.lora_init == "eva" and batches is not None:
+        first = [batches[step] for step in range(_NUM_EVA_BATCHES)]
+        return lora.eva(base, made, _plain_loss(config), first, key=key, has_aux=True)
     return lora.add(base, made, key=key)
 
 
 def loss_of(config: FinetuneConfig) -> Callable[..., Any]:
     """Return the loss function of a run's steps, which takes a key where there is dropout."""
-    plain = partial(loss, remat=config.remat, inputs=inputs_place(config))
+    plain = _plain_loss(config)
     return partial(_dropped, plain, config.lora_dropout) if config.lora_dropout else plain
+
+
+def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
+    return partial(loss, remat=config.remat, inputs=inputs_place(config))
 
 
 def _dropped(plain: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool) -> Any:
     """Compute the loss, in a training step of a model whose adapters do not see a part of their inputs."""
     return plain(lora.dropout(model, rate, key=key) if training else model, batch)
+
+
+def refuse_eva(config: FinetuneConfig) -> None:
+    """Raise where batches are divided among devices or processes, for EVA looks at whole ones."""
+    if config.lora_init == "eva":
+        raise ConfigError(
+            "lora_init: EVA looks at whole batches, on one device",
+            expected="another lora_init with --distributed and --pipeline",
+            got=config.lora_init,
+            hint="leave lora_init out, or begin on one device and go on with --adapter",
+        )
 
 
 def refuse_dropout(config: FinetuneConfig) -> None:

@@ -31,7 +31,7 @@ _OF_NEW_ADAPTERS = ("method", "rank", "alpha", "targets", "modules_to_save", "bi
 """What the files of an adapter say."""
 _OF_ADAPTERS = (*_OF_NEW_ADAPTERS, "adapter", "lora_dropout", "loraplus_ratio", "quantize", "quantize_embeddings")
 _METHODS = {"lora": "LoRA", "rslora": "rsLoRA", "dora": "DoRA", "ia3": "(IA)³", "vera": "VeRA"}
-_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora")
+_INITS = ("peft", "gaussian", "orthogonal", "pissa", "olora", "eva")
 _BIASES = ("none", "lora_only", "all")
 FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FORMATS = (*FOUR_BITS, "int8", "fp8")
@@ -131,7 +131,8 @@ class FinetuneConfig:
     bias: str = "none"
     """Which biases train with the adapter: none, lora_only (those of the targets) or all."""
     lora_init: str = "peft"
-    """How the adapter's factors begin: peft, gaussian, orthogonal, or as a part of the weight: pissa or olora."""
+    """How the adapter's factors begin: peft, gaussian, orthogonal, as a part of the weight (pissa or olora), or as the
+    directions in which the inputs of the first batches vary most (eva)."""
     lora_dropout: float = 0.0
     """Part of its inputs that the adapter does not see in a training step."""
     loraplus_ratio: float = 1.0

@@ -37,7 +37,7 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
-from ._adapters import adapted, loss_of, refuse_dropout
+from ._adapters import adapted, loss_of, refuse_dropout, refuse_eva
 from ._base import formats, open_base, refuse_for_quantized
 from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
@@ -98,6 +98,8 @@ class Finetune:
                 got="full" if config.full else f"offload = {', '.join(config.offload or ())}",
                 hint="leave --distributed and --pipeline, or --full and --offload out",
             )
+        if sharding is not None:
+            refuse_eva(config)
         if sharding is not None and STAGE in sharding.mesh.shape:
             refuse_dropout(config)
         self._processes = Processes(sharding)
@@ -115,7 +117,7 @@ class Finetune:
         self.config = config
         model = self.base
         if not config.full:
-            model = adapted(model, config)
+            model = adapted(model, config, self.data.train)
             lora.check_names(model)
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = loss_of(config)

@@ -249,6 +249,7 @@ def _adapter(folder: Path) -> Inspection:
         "use_rslora",
         "use_dora",
         "target_modules",
+        "target_parameters",
         "rank_pattern",
         "alpha_pattern",
         "modules_to_save",
@@ -267,6 +268,8 @@ def _adapter(folder: Path) -> Inspection:
     modules: dict[str, list[int]] = {}
     for tensor, (_, shape) in tensors.items():
         if match := re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_A\.weight", tensor):
+            if raw.get("target_parameters") and re.search(r"\.experts(\.base_layer)*$", match[1]):
+                continue  # rows of all experts, of which the tensor does not say how many there are
             modules.setdefault(re.sub(r"\.\d+\.", ".*.", match[1]), []).append(shape[0])
     facts["modules"] = {key: {"layers": len(found), "ranks": sorted(set(found))} for key, found in modules.items()}
     return Inspection(kind="adapter", path=str(folder), facts=facts, problems=(*problems, *_dtypes(tensors)))

@@ -117,8 +117,8 @@ def refuse_full_folder(out: Path) -> None:
 
 def _settings(adapter: Path) -> dict[str, Any]:
     raw = parse_json(content(adapter, "adapter_config.json"), str(adapter))
-    names = ("r", "lora_alpha", "use_rslora", "target_modules", "rank_pattern", "alpha_pattern", "modules_to_save")
-    return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
+    names = "r lora_alpha use_rslora target_modules target_parameters rank_pattern alpha_pattern modules_to_save"
+    return {"name": adapter.name, **{name: raw[name] for name in names.split() if raw.get(name)}}
 
 
 def _card(

@@ -95,12 +95,20 @@ class Decoder:
             For instance ``model.layers.{layer}.self_attn.q_proj``.
 
         Raises:
-            KeyError: for what is no module there, and for routers, which are no linear layers of `transformers`: PEFT
-                loads no adapter of one.
+            KeyError: for what is no module there, and for routers, which are no linear layers of `transformers`.
         """
         if path.endswith("/router"):
             raise KeyError(path)
         return family_of(self.config).names[path]
+
+    @property
+    def expert_parameters(self) -> dict[str, tuple[str, ...]]:
+        """Names of Hugging Face's parameters that have all experts of a layer, with the modules whose outputs they are.
+
+        ``{layer}`` stands for the layer's index. Where `external_name` has ``{expert}``, they are [experts, out, in]
+        there, the outputs of several modules one after the other; where it has not, [experts, in, out].
+        """
+        return dict(family_of(self.config).expert_parameters)
 
     @property
     def tied_names(self) -> dict[str, str]:

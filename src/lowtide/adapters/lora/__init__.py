@@ -9,6 +9,7 @@ from ._config import Config as Config
 from ._config import IA3Config as IA3Config
 from ._config import VeRAConfig as VeRAConfig
 from ._dropout import dropout as dropout
+from ._eva import eva as eva
 from ._files import check as check
 from ._files import load as load
 from ._files import save as save
@@ -47,6 +48,7 @@ __all__ = [
     "combine",
     "disable",
     "dropout",
+    "eva",
     "load",
     "loftq",
     "merge",

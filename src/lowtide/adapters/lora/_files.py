@@ -22,6 +22,7 @@ from ._config import IN_THE_WEIGHT
 from ._experts import check_file_of_experts
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name, kernel_tensors, kernels_in, read_kernel
+from ._parameters import parameter_tensors, parameters_in, patterns, read_parameter, written
 from ._peft import (
     CONFIG_FILE,
     IA3,
@@ -59,7 +60,8 @@ def save(
     Stacked adapters are written as one module a layer. Modules get the names that the model's ``external_name``
     gives (`lowtide.core.ExternalNames`), otherwise their tree path with dots. Ranks and alphas that differ between
     modules go into `rank_pattern` and `alpha_pattern`. Adapters of kernels are written as PEFT has them for
-    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads.
+    convolutions in PyTorch's order, and as they are otherwise, which `load` alone reads. Experts that are one parameter
+    elsewhere, and no modules, are written as `target_parameters`.
 
     Args:
         model: a model with adapters.
@@ -94,10 +96,12 @@ def save(
             hint="add one with lt.lora.add; a merged model has none left",
         )
     kind = _kind(adapted)
-    described: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, np.ndarray] = {}
+    described, tensors, done = _of_parameters(model)
+    parameters = [*described]
     kernels: dict[str, list[int]] = {}
     for site in adapted:
+        if site.index in done:
+            continue
         if isinstance(site.node, LoRAKernel):
             name = kernel_name(model, site)
             _refuse_twice(site, name, described)
@@ -130,7 +134,8 @@ def save(
     modules = [name for names in _names_by_site(model).values() for name in names]
     names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
     more = {**whole.options, **({KERNELS: kernels} if kernels else {})}
-    config = describe(described, modules, kind, **names, whole=more)
+    config = describe(described, modules, kind, **names, whole=more, parameters=parameters)
+    config |= patterns(model, config)
     contents = {
         WEIGHTS_FILE: to_safetensors(tensors, metadata={"format": "pt"}),
         CONFIG_FILE: (json.dumps(config, indent=2) + "\n").encode(),
@@ -142,7 +147,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
     """Give a model the adapters of a directory that `save` or PEFT wrote.
 
     LoRA with its variants rsLoRA and DoRA, (IA)³ and VeRA are read, with rank and alpha patterns, and with layers
-    that have no adapter. Loaded adapters train on from where they were.
+    that have no adapter, and LoRA of experts, be they modules or one parameter (`target_parameters`). Loaded adapters
+    train on from where they were.
 
     Args:
         model: the base model, or one that has adapters of the same shapes on the same modules, whose values are then
@@ -154,8 +160,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
 
     Raises:
         ModelFileError: when a file is missing or damaged; tensors are missing, unexpected or mis-shaped; or the
-            configuration asks for what is not supported (other PEFT methods, a head that is no longer tied). Dropout
-            gives one warning: it has no effect on results, and training has it where `dropout` is called.
+            configuration asks for what is not supported (other PEFT methods, parameters that are no experts, a head
+            that is no longer tied). Dropout gives one warning: it has no effect on results, and training has it where
+            `dropout` is called.
         StructureError: when the model has other adapters.
 
     Memory:
@@ -184,9 +191,9 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
         with safe_open(path, framework="numpy") as file:
             keys = set(file.keys())
             kernels = kernels_in(model, config, keys)
-            hits = {
-                index: _hits(names[index], config, keys, by_index[index]) for index in names if index not in kernels
-            }
+            parameters = parameters_in(model, config)
+            others = {*kernels, *(site.index for each in parameters for site in each.sites)}
+            hits = {index: _hits(names[index], config, keys, by_index[index]) for index in names if index not in others}
             chosen = {index: on for index, on in hits.items() if any(on)}
             expected = {
                 key
@@ -196,7 +203,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
                 for key in config.tensors(name).values()
             }
             of_kernels = {key for name, *_ in kernels.values() for key in config.tensors(name).values()}
-            expected |= of_kernels
+            expected |= of_kernels | {key for each in parameters for pair in each.keys for key in pair}
             adapted = {name for name, *_ in kernels.values()}
             adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
             whole, keys_of_whole = asked_for(model, config, owners(model, adapted, {*chosen, *kernels}))
@@ -209,6 +216,8 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             }
             for index, kernel in kernels.items():
                 nodes[index] = read_kernel(file, path, by_index[index], kernel, config)
+            for parameter in parameters:
+                nodes |= read_parameter(file, path, parameter, config)
             nodes |= read_whole(file, path, model, keys_of_whole)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(
@@ -249,6 +258,20 @@ def _kind(adapted: Sequence[Site]) -> str:
             hint="merge some of them with lt.lora.merge",
         )
     return next(iter(kinds))[0]
+
+
+def _of_parameters(model: Tree) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:
+    """Return what there is to say of experts that are one parameter, their tensors, and which sites they are."""
+    described: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, np.ndarray] = {}
+    done: set[int] = set()
+    for parameter in written(model):
+        (site,) = parameter.sites
+        leaves, _ = _host_leaves(site)
+        described |= dict.fromkeys(parameter.names, _said(site.node, 1.0))
+        tensors |= parameter_tensors(parameter, leaves["lora_a"], leaves["lora_b"])
+        done.add(site.index)
+    return described, tensors, done
 
 
 def _said(node: Any, layer_scale: float) -> dict[str, Any]:
@@ -422,15 +445,7 @@ def _one_for_all(path: Path, site: Site, names: Sequence[str], config: PeftConfi
                 hint="name all of them in feedforward_modules, and train the adapter again",
             )
         return {"feedforward": both.pop()}
-    scales = {(config.rank_of(name), config.alpha_of(name)) for name in names}
-    if len(scales) > 1:
-        raise ModelFileError(
-            f"{path}: the layers of {site.path} differ in rank or alpha",
-            expected="one rank and alpha for all layers of a stacked weight",
-            got=", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales)),
-            hint="pad the adapters in PEFT to one rank with rows and columns of zeros",
-        )
-    ((rank, alpha),) = scales
+    rank, alpha = config.scale_of(names, site.path)
     return {"rank": rank, "alpha": alpha, "rslora": bool(config.file.use_rslora)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...core import Tree
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name
+from ._parameters import written
 from ._saved import SavedWeight
 from ._sites import adapted_sites, layer_names
 
@@ -21,7 +22,10 @@ def check_names(model: Tree) -> None:
     Memory:
         None.
     """
+    of_parameters = {site.index for each in written(model) for site in each.sites}
     for site in adapted_sites(model):
+        if site.index in of_parameters:
+            continue
         if isinstance(site.node, LoRAKernel):
             kernel_name(model, site)
         elif not isinstance(site.node, SavedWeight):

@@ -41,7 +41,7 @@ _READ_OF_ALL = (
 )
 _READ = {
     LORA: "alpha_pattern bias init_lora_weights lora_alpha lora_dropout r rank_pattern use_dora "
-    "use_rslora lowtide_kernels",
+    "target_parameters use_rslora lowtide_kernels",
     IA3: "feedforward_modules",
     VERA: "bias r save_projection vera_dropout",
 }
@@ -95,6 +95,27 @@ class PeftConfig:
     def alpha_of(self, module: str) -> float:
         """Return the alpha of a module."""
         return float(_by_pattern(self.file.alpha_pattern, module, self.matcher, self.file.lora_alpha))
+
+    def scale_of(self, names: Sequence[str], path: str) -> tuple[int, float]:
+        """Return rank and alpha of a stack, given the names of its layers and its path here.
+
+        Raises:
+            ModelFileError: when they are not the same for all layers.
+        """
+        scales = {(self.rank_of(name), self.alpha_of(name)) for name in names}
+        if len(scales) > 1:
+            raise ModelFileError(
+                f"{self.where}: the layers of {path} differ in rank or alpha",
+                expected="one rank and alpha for all layers of a stacked weight",
+                got=shortened(", ".join(f"rank {rank} alpha {alpha:g}" for rank, alpha in sorted(scales))),
+                hint="pad the adapters in PEFT to one rank with rows and columns of zeros",
+            )
+        return scales.pop()
+
+    @property
+    def target_parameters(self) -> list[str]:
+        """Names of parameters that have an adapter."""
+        return list(self.file.target_parameters or ()) if self.kind == LORA else []
 
     def is_feedforward(self, module: str) -> bool:
         """Whether (IA)³ scales a module's inputs."""
@@ -150,6 +171,7 @@ def describe(
     base_model_name_or_path: str | None,
     task_type: str | None,
     whole: Mapping[str, Any],
+    parameters: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`.
 
@@ -161,6 +183,7 @@ def describe(
         base_model_name_or_path: where the base model is.
         task_type: PEFT's name of the kind of model.
         whole: options that say what trains as a whole.
+        parameters: names in `adapted` that are no modules but parameters of experts, of all layers.
 
     Returns:
         A dictionary with the keys PEFT writes.
@@ -173,7 +196,7 @@ def describe(
         "modules_to_save": None,
         "peft_type": kind,
         "revision": None,
-        "target_modules": _target_modules(list(adapted), modules),
+        "target_modules": _target_modules([name for name in adapted if name not in parameters], modules),
         "task_type": task_type,
     }
     if kind == IA3:
@@ -198,6 +221,7 @@ def describe(
         "lora_dropout": 0.0,
         "r": rank,
         "rank_pattern": rank_pattern,
+        "target_parameters": sorted({".".join(name.split(".")[-2:]) for name in parameters}) or None,
         "use_dora": first["dora"],
         "use_rslora": rslora,
     }

@@ -50,6 +50,8 @@ class AdapterFile(CommonFile):
     """Other ranks, by regular expression for the end of a module's name."""
     alpha_pattern: dict[Pattern, Alpha] | None = None
     """Other alphas, likewise."""
+    target_parameters: Annotated[list[Name], Field(max_length=2**14)] | None = None
+    """Ends of the names of parameters, of which those of experts may have an adapter."""
     use_rslora: bool | None = None
     """Whether the scale is alpha / sqrt(rank) instead of alpha / rank."""
     use_dora: bool | None = None

@@ -51,6 +51,19 @@ def names(
     }
 
 
+def expert_parameters(gate_up: str = "gate up") -> dict[str, tuple[str, ...]]:
+    """Table of what is one parameter of all experts in `transformers`, and of our modules that it holds.
+
+    Args:
+        gate_up: our modules for what is one matrix there.
+    """
+    experts = {"gate_up_proj": gate_up, "down_proj": "down"}
+    return {
+        f"{_MLP}.experts.{theirs}": tuple(f"layers/mlp/experts/{name}" for name in ours.split())
+        for theirs, ours in experts.items()
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of Hugging Face models."""
@@ -61,6 +74,9 @@ class Family:
     """The class that `transformers` loads it with."""
     names: Mapping[str, str]
     """Module paths, or paths of single leaves, to their names in the weights."""
+    expert_parameters: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict[str, tuple[str, ...]])
+    """Parameters of all experts of a layer in `transformers`, in its order: the modules whose outputs each has, one
+    after the other."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
     """Switches of `DecoderConfig` that are the family's."""
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict[str, str])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._config import Experts
-from ._family import Family, layer_types, names, sliding_by_type
+from ._family import Family, expert_parameters, layer_types, names, sliding_by_type
 from ._qwen import router_loss, write_router_loss
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ GPT_OSS = Family(
             for leaf, suffix in (("weight", ""), ("bias", "_bias"))
         },
     },
+    expert_parameters=expert_parameters("gate_up"),
     fixed={"attention_bias": True, "attention_sinks": True},
     defaults={
         "rms_norm_eps": 1e-5,

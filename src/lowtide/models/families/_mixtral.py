@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._config import Experts
-from ._family import Family, names
+from ._family import Family, expert_parameters, names
 from ._qwen import router_loss, write_router_loss
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ MIXTRAL = Family(
         "layers/mlp/experts/up": f"{_MOE}.experts.{{expert}}.w3",
         "layers/mlp/experts/down": f"{_MOE}.experts.{{expert}}.w2",
     },
+    expert_parameters=expert_parameters(),
     fields={"sliding_window": "sliding_window"},
     defaults={
         "rms_norm_eps": 1e-5,

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from .._config import Experts
-from ._family import Family, layer_types, names, sliding_by_type
+from ._family import Family, expert_parameters, layer_types, names, sliding_by_type
 
 if TYPE_CHECKING:
     from .._config import DecoderConfig
@@ -115,6 +115,7 @@ QWEN3_MOE = dataclasses.replace(
         "layers/mlp/router": "model.layers.{layer}.mlp.gate",
         **{f"layers/mlp/experts/{name}": f"{_EXPERT}.{name}_proj" for name in ("gate", "up", "down")},
     },
+    expert_parameters=expert_parameters(),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
     also=(
         "use_sliding_window sliding_window max_window_layers num_experts num_experts_per_tok moe_intermediate_size "

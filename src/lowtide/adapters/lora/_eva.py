@@ -1,0 +1,278 @@
+"""EVA: adapters that begin as the directions in which the inputs of their weights vary most.
+
+In the place of each target stands a weight that multiplies as before, and whose backward pass gives XᵀX Ω of its inputs
+X as the gradient of a leaf that changes nothing. So the inputs are seen wherever a gradient goes: in scans, under
+rematerialisation, in `jax.vmap`, divided among devices; and nothing of shape [in, in] exists. The singular vectors come
+from that product as those of a Nyström approximation.
+
+Sources: Paischer et al., "One Initialization to Rule them All: Fine-tuning via Explained Variance Adaptation"
+(arXiv:2410.07170); Tropp et al., "Fixed-Rank Approximation of a Positive-Semidefinite Matrix from Streaming Data"
+(arXiv:1706.05736). Deviations from PEFT: it keeps a decomposition up to date with every batch until it settles, and
+moves ranks to the weights whose inputs vary most; here the batches are gone through a fixed number of times, and every
+weight has the rank it was given, for a stack has one. Rows that the loss does not depend on, such as padding, count for
+nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ...core import (
+    ConfigError,
+    NonFiniteError,
+    StructureError,
+    Tree,
+    combine,
+    is_array_like,
+    is_count,
+    linear,
+    partition,
+    value_and_grad,
+)
+from ._adapter import placed
+from ._config import Config
+from ._model import add
+from ._pieces import Transposed, matmul, transposed
+from ._sites import Site, adapted_sites, replace, sites
+from ._weight import LoRAWeight
+
+_MORE = 8
+"""Columns of Ω beyond twice the rank."""
+
+
+def eva(
+    model: Tree,
+    config: Config,
+    fn: Callable[..., Any],
+    batches: Iterable[Any],
+    *,
+    key: Array,
+    has_aux: bool = False,
+    num_passes: int = 2,
+) -> Tree:
+    """Give chosen weights adapters whose A begins as the first right-singular vectors of their inputs.
+
+    B is zero, so nothing changes at first.
+
+    Args:
+        model: as of `add`, with targets that are matrices [out, in], or stacks of them; quantised ones, too.
+        config: of LoRA; its `init` is "peft".
+        fn: the loss, a function of the model and a batch, differentiable and of one number. A model that does more than
+            to multiply through `lowtide.core.linear` or ``@`` takes ``lt.adapted(fn)``.
+        batches: of what will be trained on; a handful does. They are held while this runs.
+        key: a JAX random key.
+        has_aux: whether `fn` gives something beside the loss, which is dropped.
+        num_passes: how often the batches are gone through. The more, the closer to the exact vectors; exact with one
+            where ``2 * rank + 8`` is no less than the number of inputs.
+
+    Returns:
+        The model with a `LoRAWeight` in place of each target.
+
+    Raises:
+        ConfigError: for another `init`, a number of passes below 1, and no batch.
+        StructureError: for a target that is no matrix, or that `fn` does not multiply by; and as `add`.
+        SelectionError: as `add`.
+        NonFiniteError: when inputs are no finite numbers.
+
+    Memory:
+        While it runs, of each target two arrays [in, 2 * rank + 8] in float32, of one at a time its inputs in float32,
+        and what the backward pass of `fn` keeps. It costs as much time as `num_passes` gradients of each batch with
+        respect to all activations.
+
+    Examples:
+        >>> from lowtide.adapters.lora import Config, eva
+        >>> x = jnp.array([[3.0, 0.0, 4.0], [6.0, 0.0, 8.0]])
+        >>> def loss(model, x):
+        ...     return jnp.sum((x @ model["w"].T) ** 2)
+        >>> config = Config(rank=1, targets="w")
+        >>> node = eva({"w": jnp.ones((2, 3))}, config, loss, [x], key=jax.random.key(0))["w"]
+        >>> jnp.abs(node.lora_a).round(3).tolist()
+        [[0.6000000238418579, 0.0, 0.800000011920929]]
+    """
+    if config.init != "peft":
+        raise ConfigError(
+            "EVA begins with an A of its own",
+            expected='init="peft"',
+            got=f"init={config.init!r}",
+            hint="leave it out",
+        )
+    if not is_count(num_passes, 1):
+        raise ConfigError(
+            f"num_passes: {num_passes!r} is no number of passes",
+            expected="at least 1",
+            got=repr(num_passes),
+            hint="2 is enough for most inputs",
+        )
+    before = {site.index for site in adapted_sites(model)}
+    added = add(model, config, key=key)
+    chosen = [site for site in adapted_sites(added) if site.index not in before and isinstance(site.node, LoRAWeight)]
+    for site in chosen:
+        _check_site(site)
+    held = list(batches)
+    if not held:
+        raise ConfigError("batches: there is none", expected="at least one", got="0", hint="give what will be trained")
+    arrays, rest = partition(model, lambda _, leaf: is_array_like(leaf))
+
+    def watched(sketches: dict[int, Array], seeds: dict[int, Array], arrays: Tree, batch: Any) -> Any:
+        whole = combine(arrays, rest)
+        weights = {site.index: site.weight for site in sites(whole) if site.index in sketches}
+        nodes = {index: _Watched(weights[index], seeds[index], sketches[index]) for index in sketches}
+        loss = fn(replace(whole, nodes), batch)
+        return loss[0] if has_aux else loss
+
+    gradients = jax.jit(value_and_grad(watched))
+    seeds = {site.index: _seed(site, key) for site in chosen}
+    zeros = jax.tree.map(jnp.zeros_like, seeds)
+    sketches = zeros
+    for number in range(num_passes):
+        if number:
+            seeds = jax.tree.map(_orthonormal, sketches)
+        sketches = zeros
+        for batch in held:
+            sketches = jax.tree.map(jnp.add, sketches, gradients(zeros, seeds, arrays, batch)[1])
+        for site in chosen:
+            _check_sketch(site, sketches[site.index])
+    nodes = {site.index: _started(site.node, seeds[site.index], sketches[site.index]) for site in chosen}
+    return replace(added, nodes)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seed", "sketch"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class _Watched:
+    """A weight whose inputs X are seen: the gradient of its sketch is XᵀX times the seed."""
+
+    weight: Any
+    seed: Any
+    """Ω, [in, k] or stacked [L, in, k], float32."""
+    sketch: Any
+    """Of the same shape."""
+
+    __array_ufunc__ = None
+
+    def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
+        """Compute x Wᵀ."""
+        return linear(_seen(x, self.seed, self.sketch), self.weight)
+
+    def __matmul__(self, x: Array) -> Array:
+        """Compute W x."""
+        return matmul(self, x)
+
+    def __rmatmul__(self, x: Array) -> Array:
+        """Refuse x W, which A does not read."""
+        raise StructureError(
+            f"EVA knows no weights that are multiplied as [in, out], as this one {list(self.shape)} is",
+            expected="products with the transposed weight, of which A reads the inputs",
+            got="x @ weight",
+            hint="begin at random with lt.lora.add, or leave it out of the targets",
+        )
+
+    @property
+    def mT(self) -> Transposed:  # noqa: N802 - NumPy's name
+        """The transposed weight, for ``x @ weight.mT``."""
+        return transposed(self)
+
+    T = mT
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """That of the weight."""
+        return len(self.weight.shape)
+
+    @property
+    def dtype(self) -> Any:
+        """That of the weight."""
+        return self.weight.dtype
+
+
+@jax.custom_vjp
+def _seen(x: Float[Array, "*batch in"], seed: Float[Array, "in k"], sketch: Float[Array, "in k"]) -> Array:
+    return x
+
+
+def _seen_forward(x: Array, seed: Array, sketch: Array) -> tuple[Array, tuple[Array, Array]]:
+    return x, (x, seed)
+
+
+def _seen_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
+    x, seed = kept
+    counts = jnp.any(cotangent != 0, axis=-1, keepdims=True)
+    rows = jnp.where(counts, x.astype(jnp.float32), 0).reshape(-1, x.shape[-1])
+    product = _product(rows.T, _product(rows, seed))
+    return cotangent, jnp.zeros_like(seed), product
+
+
+_seen.defvjp(_seen_forward, _seen_backward)
+
+
+def _product(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def _seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
+    """Draw Ω; where it has as many columns as rows, any basis is as good."""
+    *layers, _, inner = site.weight.shape
+    width = min(inner, 2 * site.node.rank + _MORE)
+    own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
+    return _orthonormal(jax.random.normal(own, (*layers, inner, width), jnp.float32))
+
+
+def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
+    return jnp.linalg.qr(matrix)[0]
+
+
+def _check_site(site: Site) -> None:
+    if not site.is_matrix:
+        raise StructureError(
+            f"{site.path}: EVA takes matrices, and stacks of them",
+            expected="[out, in] or [num_layers, out, in]",
+            got=f"shape {list(site.weight.shape)}",
+            hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
+        )
+
+
+def _check_sketch(site: Site, sketch: Array) -> None:
+    if not jnp.isfinite(sketch).all():
+        raise NonFiniteError(
+            f"{site.path}: its inputs are no finite numbers",
+            got="infinity or NaN",
+            hint="look for NaN in the model's weights, or in the batches",
+        )
+    scale, on = site.node.layer_scale, jnp.any(sketch != 0, axis=(-2, -1))
+    if not (on if scale is None else on | (scale == 0)).all():
+        raise StructureError(
+            f"{site.path}: the loss of these batches does not depend on what this weight multiplies",
+            expected="inputs to begin with",
+            got="none",
+            hint="leave it out of the targets, or give batches that it works on",
+        )
+
+
+def _started(node: LoRAWeight, seed: Array, sketch: Array) -> LoRAWeight:
+    lora_a = _first_vectors(seed, sketch, node.rank)
+    if node.layer_scale is not None:
+        lora_a = lora_a * node.layer_scale[:, None, None]
+    return placed(dataclasses.replace(node, lora_a=lora_a))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _first_vectors(seed: Float[Array, "*L in k"], sketch: Float[Array, "*L in k"], rank: int) -> Array:
+    """Return the first eigenvectors of XᵀX as rows, [*L, rank, in], given the seed and its product with that."""
+    inner = _product(seed.mT, sketch)
+    values, vectors = jnp.linalg.eigh((inner + inner.mT) / 2)
+    least = jnp.finfo(jnp.float32).eps * values[..., -1:] * values.shape[-1]
+    scale = jnp.where(values > least, jnp.abs(values) ** -0.5, 0)
+    found, _, _ = jnp.linalg.svd(_product(sketch, vectors * scale[..., None, :]), full_matrices=False)
+    return found[..., :rank].mT

@@ -1,0 +1,137 @@
+"""EVA: A begins as the first right-singular vectors of what its weight multiplies, wherever and however it does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide import models
+from lowtide.adapters import lora
+from lowtide.core import ConfigError, NonFiniteError, StructureError, linear
+from tests.models.kinds import KINDS
+
+KEY = jax.random.key(0)
+LAYERS, IN, RANK = 3, 40, 4
+W = jax.random.normal(KEY, (LAYERS, IN, IN)) / IN**0.5
+SIZES = jnp.exp(-jnp.arange(IN) / 5)[None, None]
+BATCHES = [jax.random.normal(jax.random.key(i), (2, 25, IN)) * SIZES for i in range(3)]
+
+
+def same_space(found: Any, inputs: Any, rank: int = RANK) -> None:
+    """Assert that the rows of an A are the first right-singular vectors of inputs, in their order."""
+    wanted = np.linalg.svd(np.asarray(inputs, np.float64), full_matrices=False)[2][:rank]
+    np.testing.assert_allclose(np.abs(np.diag(wanted @ np.asarray(found).T)), 1, atol=1e-3)
+    np.testing.assert_allclose(found @ found.T, np.eye(rank), atol=1e-5)
+
+
+def scanned(model: Any, x: Any) -> Any:
+    """A recurrence over stacked layers, recomputed; rows of zeros at the end are not learned from."""
+    y, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(linear(x, w)), None)), x, model["w"])
+    return jnp.sum(y[:, :20] ** 2), "more"
+
+
+def inputs_of(layer: int, w: Any = W) -> Any:
+    x = jnp.concatenate(BATCHES)[:, :20].reshape(-1, IN)
+    for i in range(layer):
+        x = jnp.tanh(x @ w[i].T)
+    return x
+
+
+def config(**options: Any) -> lora.Config:
+    return lora.Config(**({"rank": RANK, "targets": "w"} | options))
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_each_layer_of_a_stack_has_the_vectors_of_its_inputs(format: str | None) -> None:
+    base = {"w": W} if format is None else lt.quantize({"w": W}, "w", format)
+    node = lora.eva(base, config(), scanned, BATCHES, key=KEY, has_aux=True)["w"]
+    for layer in range(LAYERS):
+        same_space(node.lora_a[layer], inputs_of(layer, W if format is None else base["w"].dense()))
+    assert not node.lora_b.any() and node.weight is base["w"]
+    assert scanned({"w": node}, BATCHES[0])[0] == scanned(base, BATCHES[0])[0]
+
+
+def test_one_pass_is_exact_where_the_seed_is_a_basis_and_other_layers_stay_zero() -> None:
+    add = {"key": KEY, "has_aux": True, "num_passes": 1}
+    node = lora.eva({"w": W}, config(rank=16, layers=[1], dora=True), scanned, BATCHES, **add)["w"]
+    same_space(node.lora_a[1], inputs_of(1), 16)
+    assert not node.lora_a[0].any() and not node.lora_a[2].any() and node.lora_magnitude is not None
+
+
+def test_other_ways_to_multiply_are_seen() -> None:
+    x = BATCHES[0].reshape(-1, IN)
+    ways: dict[str, Any] = {
+        "weight @ x under vmap": lambda model, x: jnp.sum(jax.vmap(lambda row: model["w"] @ row)(x) ** 2),
+        "x @ weight.T": lambda model, x: jnp.sum((x @ model["w"].T) ** 2),
+        "einsum": lt.adapted(lambda model, x: jnp.sum(jnp.einsum("...i,oi->...o", x, model["w"]) ** 2)),
+    }
+    for fn in ways.values():
+        same_space(lora.eva({"w": W[0], "more": 1.0}, config(), fn, [x], key=KEY)["w"].lora_a, x)
+
+
+def test_an_adapter_that_is_there_stays_and_is_seen() -> None:
+    first = lora.add({"v": W[0], "w": W[1]}, lora.Config(rank=2, targets="v"), key=KEY)
+    first["v"] = lt.lora.LoRAWeight(W[0], W[2, :2], W[2, :, :2], alpha=3.0)
+    loss = lambda model, x: jnp.sum(linear(jnp.tanh(linear(x, model["v"])), model["w"]) ** 2)  # noqa: E731
+    both = lora.eva(first, config(), loss, BATCHES, key=KEY)
+    assert both["v"] is first["v"]
+    x = jnp.concatenate(BATCHES).reshape(-1, IN)
+    same_space(both["w"].lora_a, jnp.tanh(x @ (W[0] + 1.5 * W[2, :, :2] @ W[2, :2]).T))
+
+
+def test_what_eva_cannot_begin_with_is_an_error() -> None:
+    def run(fn: Any = lambda model, x: jnp.sum(linear(x, model["w"])), batches: Any = BATCHES, **options: Any) -> Any:
+        model = {"w": W[0]} | options.pop("model", {})
+        return lora.eva(model, config(**options), fn, batches, key=KEY, num_passes=passes)
+
+    passes: Any = 1
+    with pytest.raises(ConfigError, match='init="peft"'):
+        run(init="pissa")
+    with pytest.raises(ConfigError, match="batches: there is none"):
+        run(batches=iter(()))
+    with pytest.raises(NonFiniteError, match="w: its inputs are no finite numbers"):
+        run(batches=[BATCHES[0] * jnp.nan])
+    with pytest.raises(StructureError, match="w: the loss of these batches does not depend"):
+        run(lambda model, x: jnp.sum(x * 1.0))
+    with pytest.raises(StructureError, match="w: the loss of these batches does not depend"):
+        run(batches=[jnp.zeros((3, IN))])
+    with pytest.raises(StructureError, match=r"multiplied as \[in, out\]"):
+        run(lambda model, x: jnp.sum(x @ model["w"]))
+    passes = 0
+    with pytest.raises(ConfigError, match="num_passes: 0"):
+        run()
+    experts = models.init(KINDS["mixtral"], key=KEY)
+    with pytest.raises(StructureError, match="experts/up/weight: EVA takes matrices"):
+        lora.eva(experts, lora.Config(rank=2, targets="**/up"), models.loss, BATCHES, key=KEY)
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_of_a_decoder_the_inputs_are_those_that_transformers_has(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = models.init(KINDS["llama"], key=KEY)
+    models.save(base, tmp_path)
+    tokens = np.random.default_rng(0).integers(1, 96, (4, 32))
+    names = {"self_attn.q_proj": "attn", "mlp.down_proj": "mlp"}
+    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    seen: dict[str, Any] = {}
+    for name, module in theirs.named_modules():
+        if name.endswith(tuple(names)):
+            module.register_forward_hook(lambda _, x, __, name=name: seen.update({name: x[0].detach().numpy()}))
+    theirs(torch.tensor(tokens))
+    batch = {"tokens": tokens.astype(np.int32), "labels": np.roll(tokens, -1, 1).astype(np.int32)}
+    found = lora.Config(rank=RANK, targets=["**/q_proj", "**/down_proj"])
+    ours = lora.eva(base, found, models.loss, [batch], key=KEY, has_aux=True, num_passes=4)
+    for name, place in names.items():
+        lora_a = ours.layers[place][name.rpartition(".")[2]]["weight"].lora_a
+        for layer in range(len(lora_a)):
+            inputs = seen[f"model.layers.{layer}.{name}"]
+            same_space(lora_a[layer], inputs.reshape(-1, inputs.shape[-1]))
