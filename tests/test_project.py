@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "lowtide"
 REFERENCE = ROOT / "docs" / "reference"
 OPTIONAL = (
-    "equinox flax hypothesis jax_cuda13_plugin keras libtpu matplotlib peft pytest tensorflow torch transformers"
+    "equinox flax gguf hypothesis jax_cuda13_plugin keras libtpu matplotlib peft pytest tensorflow torch transformers"
 ).split()
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_ROOT_NAMES = 400, 80, 30
 
@@ -60,6 +60,7 @@ INTERNAL = (
     "split",
     "program",
     "packed",
+    "gguf",
 )
 """Folders whose names are Lowtide's own: what of them is public stands in another room, too."""
 

@@ -17,7 +17,12 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name a model and its adapters."""
-    parser.add_argument("--model", metavar="DIR", help="Hugging Face directory (default: the embedded model)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="Hugging Face directory, or a GGUF file (default: the embedded model)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="DIR", help="folder of its tokenizer and chat template (default: the model's)"
+    )
     parser.add_argument(
         "--adapter",
         action="append",
@@ -44,7 +49,12 @@ def check_named(args: argparse.Namespace) -> None:
     Raises:
         ConfigError: naming the flag.
     """
-    named = (("model", [args.model]), ("adapter", args.adapter), ("chat-template", [args.chat_template]))
+    named = (
+        ("model", [args.model]),
+        ("tokenizer", [args.tokenizer]),
+        ("adapter", args.adapter),
+        ("chat-template", [args.chat_template]),
+    )
     for flag, values in named:
         if "" in values:
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
@@ -57,7 +67,8 @@ def open_named(args: argparse.Namespace, console: Console) -> tuple[Any, Any]:
     with console.status("reading the model"):
         from ..finetune import open_base
 
-        return open_base(args.model, param_dtype=args.param_dtype, compute_dtype=args.compute_dtype)
+        dtypes = {"param_dtype": args.param_dtype, "compute_dtype": args.compute_dtype}
+        return open_base(args.model, tokenizer=args.tokenizer, **dtypes)
 
 
 def with_each(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
@@ -76,22 +87,27 @@ def check_adapters(base: Any, adapters: Sequence[str]) -> None:
         pass
 
 
-def end_tokens(directory: str | None, base: Any) -> tuple[int, ...]:
-    """Tokens that end an answer: those of `config.json`, and of `generation_config.json` where there is one.
+def end_tokens(directories: Sequence[str | None], base: Any) -> tuple[int, ...]:
+    """Tokens that end an answer: those of the model, and of `generation_config.json` where there is one.
+
+    Args:
+        directories: where that file may be.
+        base: the model.
 
     Raises:
         ModelFileError: when that file has others than the vocabulary.
     """
     found: list[Any] = [base.config.eos_token_id]
     name = "generation_config.json"
-    if directory is not None and os.path.lexists(Path(directory) / name):
+    where = [each for each in directories if each is not None and os.path.lexists(Path(each) / name)]
+    for directory in where:
         path = input_file(directory, name, hint="copy it from the model's source again")
         found.append(parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id"))
     ends = [end for each in found for end in (each if isinstance(each, tuple | list) else [each]) if end is not None]
     for end in ends:
         if type(end) is not int or not 0 <= end < base.config.vocab_size:
             raise ModelFileError(
-                f"{directory}: eos_token_id is no token",
+                f"{' and '.join(where)}: eos_token_id is no token",
                 expected=f"0 to {base.config.vocab_size - 1}",
                 got=shown(end),
                 hint=f"check {name}",

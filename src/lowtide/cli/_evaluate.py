@@ -125,7 +125,7 @@ def _measure(
     end = end[0] if isinstance(end, tuple) else end
     if documents is None:
         sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
-        template = load_chat_template(args.model or models.base_path(), args.chat_template)
+        template = load_chat_template(args.tokenizer or args.model or models.base_path(), args.chat_template)
         words: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
         batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **words)
         for note in unlike(report, seq_len):

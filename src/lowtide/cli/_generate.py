@@ -111,7 +111,7 @@ def _answer_all(
 
     from ..models import generate_batch
 
-    key, ends = jax.random.key(args.seed), end_tokens(args.model, base)
+    key, ends = jax.random.key(args.seed), end_tokens([args.model, args.tokenizer], base)
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
         for _, model in with_each(base, args.adapter):
@@ -177,7 +177,7 @@ def _stream(
     decode: Any = DecodeStream(ids=[], skip_special_tokens=True)
     printed, ids_so_far = "", list[int]()
     start = time.monotonic()
-    ends = end_tokens(args.model, model)
+    ends = end_tokens([args.model, args.tokenizer], model)
     for token in stream(
         model, ids, args.max_new_tokens, key=jax.random.key(args.seed), sampling=sampling, end_tokens=ends
     ):
@@ -201,7 +201,9 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
     messages: list[dict[str, str]] = []
     while text := _asked():
         messages.append({"role": "user", "content": text})
-        (ids,) = messages_to_ids(args.model, tokenizer, {"the conversation": messages}, args.chat_template)
+        (ids,) = messages_to_ids(
+            args.tokenizer or args.model, tokenizer, {"the conversation": messages}, args.chat_template
+        )
         answer = _stream(args, model, tokenizer, sampling, ids, errors())
         messages.append({"role": "assistant", "content": answer})
 
@@ -216,7 +218,9 @@ def _asked() -> str:
 def _all_ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
     """Tokenise prompts; of conversations all together, which one process renders."""
     chats = {f"prompt {at + 1}": each["messages"] for at, each in enumerate(prompts) if "messages" in each}
-    rendered = iter(messages_to_ids(args.model, tokenizer, chats, args.chat_template) if chats else [])
+    rendered = iter(
+        messages_to_ids(args.tokenizer or args.model, tokenizer, chats, args.chat_template) if chats else []
+    )
     return [next(rendered) if "messages" in each else _ids(base, tokenizer, each["prompt"]) for each in prompts]
 
 
@@ -252,7 +256,7 @@ def _say_text_is_no_question(console: Console, args: argparse.Namespace, prompts
 
     if any("messages" in each for each in prompts):
         return
-    if load_chat_template(args.model or base_path(), args.chat_template) is not None:
+    if load_chat_template(args.tokenizer or args.model or base_path(), args.chat_template) is not None:
         console.print(
             "[bold yellow]warning[/] a prompt is continued as it is, without the model's chat template; for an answer "
             'take --chat, or "messages" in a .jsonl file'

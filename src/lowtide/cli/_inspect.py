@@ -19,9 +19,10 @@ def register(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "inspect",
         help="say what a model, an adapter or a run holds",
-        description="Say what a model's directory, an adapter's, a safetensors file, a run or its checkpoints hold: "
-        "family, parameters, dtypes, bytes, context, tokenizer, and what of it Lowtide cannot handle. Weights are not "
-        "read. Exit status: 0; 1 when something cannot be handled; 2 when nothing is there or a file is damaged.",
+        description="Say what a model's directory, an adapter's, a file of safetensors or GGUF, a run or its "
+        "checkpoints hold: family, parameters, dtypes, bytes, context, tokenizer, and what of it Lowtide cannot "
+        "handle. Weights are not read. Exit status: 0; 1 when something cannot be handled; 2 when nothing is there or "
+        "a file is damaged.",
     )
     parser.add_argument("path", metavar="DIR|FILE", help="what to look at")
     parser.add_argument("--json", action="store_true", help="print JSON (default: a table)")

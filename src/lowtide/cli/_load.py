@@ -40,8 +40,9 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "job",
         metavar="FILE.py:NAME|DIR",
         help="a function in a file that returns (fn, args), (fn, args, roles) or a dict of these (when it has a "
-        "parameter `target`, it gets the target); or a model's folder with config.json: the step that tunes it with "
-        "LoRA, whose parameters are those of lowtide.finetune.step_job, such as batch_size and seq_len",
+        "parameter `target`, it gets the target); or a model's folder with config.json, or its GGUF file: the "
+        "step that tunes it with LoRA, whose parameters are those of lowtide.finetune.step_job, such as batch_size and "
+        "seq_len",
     )
     parser.add_argument(
         "--target",
@@ -66,6 +67,8 @@ def parse_job(text: str) -> tuple[Path, str]:
     """
     if (Path(text) / "config.json").is_file():
         return Path(text).resolve(), ""
+    if _is_gguf(Path(text)):
+        return Path(text).absolute(), ""  # in a cache of Hugging Face, what a link leads to has another name
     file, separator, name = text.rpartition(":")
     if not separator or not file or not name.isidentifier():
         raise ConfigError(
@@ -86,6 +89,11 @@ def parse_job(text: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
+def _is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file, or a folder with one; `lowtide.models.gguf_file` would need JAX."""
+    return path.suffix.lower() == ".gguf" if path.is_file() else any(path.glob("*.gguf"))
+
+
 @contextlib.contextmanager
 def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
     """Load the function of that name from a file, importable with everything beside it as long as the block lasts.
@@ -98,7 +106,7 @@ def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
         ConfigError: when the file has no such name, or it is not a function.
         UserCodeError: what the file raises while it is imported.
     """
-    if path.is_dir():
+    if path.is_dir() or _is_gguf(path):
         from ..finetune import step_job
 
         yield functools.partial(step_job, path)

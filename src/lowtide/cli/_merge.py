@@ -20,7 +20,10 @@ def register(commands: Any) -> None:
         description="Fold one or several adapters into the weights of their base, in float32 and rounded once, and "
         "write a directory of Hugging Face's layout: sharded weights, tokenizer, chat template and a model card.",
     )
-    parser.add_argument("--model", metavar="DIR", help="the base's directory (default: the embedded model)")
+    parser.add_argument(
+        "--model", metavar="DIR", help="the base's directory, or its GGUF file (default: the embedded model)"
+    )
+    parser.add_argument("--tokenizer", metavar="DIR", help="folder of the base's tokenizer (default: the base's)")
     parser.add_argument(
         "--adapter", action="append", required=True, metavar="DIR", help="PEFT adapter; again for another, added to it"
     )
@@ -41,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
     for flag, values in (
         ("model", [args.model]),
+        ("tokenizer", [args.tokenizer]),
         ("adapter", args.adapter),
         ("out", [args.out]),
         ("chat-template", [args.chat_template]),
@@ -60,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
             dtype=args.dtype,
             max_shard_bytes=most,
             chat_template=args.chat_template,
+            tokenizer=args.tokenizer,
         )
     size = format_bytes(tree_bytes(model))
     console.print(f"{len(args.adapter)} merged into {args.out}, {size}", markup=False, soft_wrap=True)

@@ -12,12 +12,14 @@ from tokenizers import Tokenizer
 from .. import models
 from ..core import ConfigError, ModelFileError, Where
 from ..quant import QuantizedWeight
+from ._beside import tokenizer_folder
 from ._config import FOUR_BITS, FinetuneConfig
 
 
 def open_base(
     directory: str | Path | None,
     *,
+    tokenizer: str | Path | None = None,
     param_dtype: str = "auto",
     compute_dtype: str = "auto",
     host: Where | None = None,
@@ -27,7 +29,8 @@ def open_base(
     """Read a model and its tokenizer.
 
     Args:
-        directory: of Hugging Face's layout; None: the embedded model.
+        directory: of Hugging Face's layout, or a GGUF file; None: the embedded model.
+        tokenizer: the folder of its tokenizer; None: the directory, which a GGUF file is not.
         param_dtype: dtype of the parameters: auto (as stored; float32 on a CPU), or a dtype's name.
         compute_dtype: dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), or a dtype's name.
         host: as in `lowtide.models.load`.
@@ -47,17 +50,18 @@ def open_base(
     directory = Path(directory) if directory is not None else models.base_path()
     stored, compute = dtypes(param_dtype, compute_dtype)
     sizes = models.load_config(directory)
-    tokenizer = models.load_tokenizer(directory)
-    largest = max(tokenizer.get_vocab().values(), default=0)
+    folder = tokenizer_folder(directory, tokenizer)
+    words = models.load_tokenizer(folder)
+    largest = max(words.get_vocab().values(), default=0)
     if largest >= sizes.vocab_size:
         raise ModelFileError(
-            f"{directory}: tokenizer.json has more tokens than the model has embeddings",
+            f"{folder}: tokenizer.json has more tokens than the model has embeddings",
             expected=f"ids below {sizes.vocab_size}",
             got=f"ids up to {largest}",
-            hint="tokenizer.json and config.json are of different models",
+            hint="tokenizer and weights are of different models",
         )
     model = models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding, quantize=quantize)
-    return model, tokenizer
+    return model, words
 
 
 def formats(config: FinetuneConfig) -> dict[str, str] | None:

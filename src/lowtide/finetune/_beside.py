@@ -19,6 +19,27 @@ _WRITTEN = {"rope_parameters", "dtype", "quantization_config", "text_config", "v
 _MOST_BYTES = 256 * 1024**2
 
 
+def tokenizer_folder(base: Path, tokenizer: str | Path | None) -> Path:
+    """Return the folder that a model's tokenizer and chat template are in.
+
+    Args:
+        base: the model: a directory, or a GGUF file.
+        tokenizer: the folder that was named for it, if any.
+
+    Raises:
+        ModelFileError: for a GGUF file without one.
+    """
+    if tokenizer is not None:
+        return Path(tokenizer)
+    if models.gguf_file(base) is not None and not os.path.lexists(base / "tokenizer.json"):
+        raise ModelFileError(
+            f"{base}: the tokenizer inside of a GGUF file is not read",
+            expected="the directory of the original's tokenizer, with tokenizer.json",
+            hint="name it: --tokenizer DIR",
+        )
+    return base
+
+
 def files_beside(base: Path, chat_template: str | Path | None = None) -> dict[str, bytes]:
     """Read the files of a base that go with every model made of it.
 
@@ -38,9 +59,12 @@ def files_beside(base: Path, chat_template: str | Path | None = None) -> dict[st
 def add_the_rest(base: Path, written: Path, config: models.DecoderConfig) -> None:
     """Add to the written config.json what else the base's says, such as ids of tokens that the model knows not of.
 
-    What says in another form what is written is left out, and so is all of it should it say another model.
+    What says in another form what is written is left out, and so is all of it should it say another model. A GGUF file
+    has no more to say.
     """
     name = "config.json"
+    if models.gguf_file(base) is not None:
+        return
     ours, theirs = (parse_json(content(folder, name), str(folder / name)) for folder in (written, base))
     text = theirs.get("text_config")
     rest = {key: value for key, value in (text if isinstance(text, dict) else theirs).items() if key not in _WRITTEN}

@@ -82,7 +82,9 @@ class FinetuneConfig:
     """Every choice of a fine-tuning run, with defaults; the fields are the keys of the TOML file, and flags."""
 
     model: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
-    """A Hugging Face directory of a model; by default the model embedded in Lowtide."""
+    """A Hugging Face directory of a model, or a GGUF file; by default the model embedded in Lowtide."""
+    tokenizer: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
+    """The folder of the model's tokenizer and chat template, if it is another one; a GGUF file needs it."""
     data: str | None = dataclasses.field(default=None, metadata={"metavar": "PATH"})
     """A text file, a folder of text or source; records in JSONL, JSON, CSV, TSV or Parquet, a folder of such files, or
     one that Hugging Face datasets saved; by default Python's language reference."""
@@ -216,7 +218,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
             _check_type(field, getattr(self, field), kind)
-        for field in ("model", "data", "eval_data", "chat_template", "adapter"):
+        for field in ("model", "tokenizer", "data", "eval_data", "chat_template", "adapter"):
             if getattr(self, field) == "":
                 raise ConfigError(
                     f"{field} is empty",

@@ -33,7 +33,7 @@ def load_data(
 
     Args:
         config: of which the settings of data are used.
-        directory: of the model, for its chat template.
+        directory: of the tokenizer, for its chat template.
         tokenizer: the model's.
         end_token: put after documents and completions.
         day: what a chat template that writes the date takes for today; None: today.

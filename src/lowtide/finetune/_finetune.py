@@ -39,7 +39,7 @@ from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._adapters import adapted, loss_of, refuse_dropout, refuse_eva
 from ._base import formats, open_base, refuse_for_quantized
-from ._beside import add_the_rest, files_beside
+from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
 from ._offloaded import full_step, hidden, is_hosted, is_weight, optimizer
@@ -106,12 +106,13 @@ class Finetune:
         self.out = Path(out)
         self._trackers = trackers(config, self.out, self._with_rate)  # first: a missing package is known at once
         self.directory = Path(config.model) if config.model is not None else models.base_path()
+        self.beside = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
         end = self.base.config.eos_token_id
         end = end[0] if isinstance(end, tuple) else end
         day = of_first(lambda: begun_on(self.out))
         options: dict[str, Any] = {"end_token": end, "day": day, "on_progress": on_tokenise}
-        self.data = load_data(config, self.directory, self.tokenizer, **options)
+        self.data = load_data(config, self.beside, self.tokenizer, **options)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
         model = self.base
@@ -289,9 +290,9 @@ class Finetune:
         if not self._processes.is_first:
             return
         if self.config.full:
-            models.save(model, self.out / MODEL, tokenizer=self.directory / "tokenizer.json")
+            models.save(model, self.out / MODEL, tokenizer=self.beside / "tokenizer.json")
             add_the_rest(self.directory, self.out / MODEL, model.config)
-            write_files(self.out / MODEL, files_beside(self.directory, self.config.chat_template))
+            write_files(self.out / MODEL, files_beside(self.beside, self.config.chat_template))
         else:
             lora.save(model, self.out / ADAPTER, base_model_name_or_path=self.config.model)
         self.write_memory(table)
@@ -408,6 +409,7 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
     refuse_for_quantized(config, directory)
     return open_base(
         directory,
+        tokenizer=config.tokenizer,
         param_dtype="float32" if config.full else config.param_dtype,  # what trains, as adapters do
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),

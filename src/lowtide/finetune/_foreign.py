@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _OURS = {
     "model": "model_name model_name_or_path pretrained_model_name_or_path base_model checkpoint_dir",
+    "tokenizer": "tokenizer_name tokenizer_name_or_path",
     "data": "dataset dataset_name dataset_path train_file train_data",
     "full": "full_finetuning finetuning_type",
     "num_steps": "steps max_steps max_steps_per_epoch total_steps iterations num_iterations iters",

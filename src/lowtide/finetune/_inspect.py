@@ -65,7 +65,7 @@ def inspect(path: str | Path) -> Inspection:
     """Say what a folder or a file holds.
 
     Args:
-        path: a model's directory, an adapter's, a file of safetensors, the folder of a run or its checkpoints.
+        path: a directory of a model or an adapter, a file of GGUF or safetensors, a run or its checkpoints.
 
     Returns:
         What was found, problems included.
@@ -77,6 +77,11 @@ def inspect(path: str | Path) -> Inspection:
         Headers of files; no weight is read.
     """
     path = Path(path)
+    if any(each.suffix.lower() == ".gguf" for each in (_entries(path) if path.is_dir() else [path])):
+        from .. import models  # which needs JAX
+
+        if (file := models.gguf_file(path)) is not None:
+            return _gguf(path, file)
     if path.is_dir():
         kinds = {"config.toml": _run, "adapter_config.json": _adapter, "config.json": _model}
         for name, look in kinds.items():
@@ -94,7 +99,7 @@ def inspect(path: str | Path) -> Inspection:
         if path.suffix != ".safetensors":
             raise ModelFileError(
                 f"{path}: no file that can be inspected",
-                expected="a .safetensors file, or a folder with config.json, adapter_config.json or config.toml",
+                expected="a .safetensors or .gguf file, or a folder of a model, an adapter or a run",
                 got=path.suffix or "a name without a suffix",
                 hint=f"for all of a model, name its folder: {path.parent}",
             )
@@ -102,7 +107,7 @@ def inspect(path: str | Path) -> Inspection:
         return Inspection(kind="weights", path=str(path), facts=_weights([file], tensors), problems=_dtypes(tensors))
     raise ModelFileError(
         f"{path}: nothing that can be inspected" if os.path.lexists(path) else f"{path}: no such file or folder",
-        expected="a folder with config.json, adapter_config.json or config.toml, or a .safetensors file",
+        expected="a folder with config.json, adapter_config.json or config.toml, a .gguf or a .safetensors file",
         hint="name the folder of the model, of the adapter or of the run",
     )
 
@@ -144,7 +149,9 @@ def _model(folder: Path) -> Inspection:
     else:
         problems += _dtypes(tensors)
     tied = (
-        {"lm_head.weight"} if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors else set[str]()
+        {"lm_head.weight"} & tensors.keys()
+        if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors
+        else set[str]()
     )
     facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
     facts["tensors"] = number - len(tied)
@@ -159,6 +166,45 @@ def _model(folder: Path) -> Inspection:
     return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems))
 
 
+def _gguf(path: Path, file: Path) -> Inspection:
+    """Say what a GGUF file holds; a header that cannot be read is an error."""
+    from .. import models
+    from ..models.gguf import read_header
+
+    read_header(file)
+    problems: list[str] = []
+    facts: dict[str, Any] = {}
+    tensors: dict[str, models.StoredWeight] = {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = models.load_config(path)
+        facts = {"family": config.family, "layers": config.num_layers, "context": config.max_position_embeddings}
+        facts["vocabulary"] = config.vocab_size
+        tensors = models.stored_weights(path)
+        experts = config.experts and (config.experts.num_experts_per_token, config.experts.num_experts)
+        facts["quantization"] = {"method": "GGUF", **_bits(tensors)}
+        facts |= _weights([file], {name: (each.format, each.shape) for name, each in tensors.items()}, experts)
+    except ModelFileError as error:
+        problems.append(_said(error))
+        facts |= {"bytes": file.stat().st_size}
+    if path.is_dir() and os.path.lexists(path / "tokenizer.json"):
+        facts |= _tokenizer(path, problems, facts.get("vocabulary"))
+    else:
+        facts["tokenizer"] = "that in the file is not read; name the original's with --tokenizer"
+    return Inspection(kind="model", path=str(path), facts=facts, problems=tuple(problems))
+
+
+def _bits(found: Mapping[str, Any]) -> dict[str, str]:
+    """Count the bits that a weight takes in each format."""
+    weights, stored = Counter[str](), Counter[str]()
+    for each in found.values():
+        if each.format not in _BITS:
+            weights[each.format] += math.prod(each.shape)
+            stored[each.format] += each.num_bytes
+    return {name: f"{8 * stored[name] / weights[name]:.2f} bits each" for name in weights}
+
+
 def _quantized(
     folder: Path, tensors: dict[str, tuple[str, tuple[int, ...]]], problems: list[str]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, Any]]:
@@ -171,13 +217,7 @@ def _quantized(
     except ModelFileError as error:
         problems.append(_said(error))
         return tensors, {"method": method}
-    weights, stored = Counter[str](), Counter[str]()
-    for each in found.values():
-        if each.format not in _BITS:
-            weights[each.format] += math.prod(each.shape)
-            stored[each.format] += each.num_bytes
-    bits = {name: f"{8 * stored[name] / weights[name]:.2f} bits each" for name in weights}
-    return {name: (each.format, each.shape) for name, each in found.items()}, {"method": method, **bits}
+    return {name: (each.format, each.shape) for name, each in found.items()}, {"method": method, **_bits(found)}
 
 
 def _asked_for(config: Any) -> int:
@@ -353,7 +393,9 @@ def _other_formats(paths: Sequence[Path], read: Sequence[Path] = ()) -> tuple[st
         **dict.fromkeys(_PICKLED, "pickled weights, which can run code"),
         **dict.fromkeys(_FOREIGN, "another format"),
     }
-    return tuple(f"{path.name}: {what[path.suffix]}; Lowtide reads safetensors" for path in paths) or (
+    named = "a GGUF file, which is read when it is named itself"
+    said = (f"{path.name}: {what[path.suffix]}; Lowtide reads safetensors" for path in paths if path.suffix != ".gguf")
+    return (*said, *(f"{path.name}: {named}" for path in paths if path.suffix == ".gguf")) or (
         "no weights: no .safetensors file is there",
     )
 

@@ -34,8 +34,8 @@ def step_job(
     """Make the step of `lowtide finetune`, LoRA with AdamW, of shapes alone.
 
     Args:
-        model: a folder with `config.json`; weights are not read, and need not be there. The base of a quantised one
-            is quantised as it is.
+        model: a folder with `config.json`, or a GGUF file; weights are not read, and need not be there. The base of a
+            quantised folder is quantised as it is.
         batch_size: sequences in a batch.
         seq_len: tokens in a sequence.
         rank: of the adapters.

@@ -22,7 +22,7 @@ from .. import __version__, models
 from ..adapters import lora
 from ..core import ConfigError, OutputError, input_file, parse_json, write_files
 from ..quant import QuantizedWeight, dequantize
-from ._beside import add_the_rest, content, files_beside
+from ._beside import add_the_rest, content, files_beside, tokenizer_folder
 
 
 def write_merged(
@@ -34,17 +34,19 @@ def write_merged(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     chat_template: str | Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> models.Decoder:
     """Fold adapters into their base, and write the directory of a whole model.
 
     Args:
-        directory: the base, of Hugging Face's layout; None: the embedded model.
+        directory: the base, of Hugging Face's layout, or a GGUF file; None: the embedded model.
         adapters: directories of adapters in PEFT's format, added up.
         out: the folder to make; one that has something in it is refused.
         weights: a factor for each adapter; None: 1.
         dtype: of the weights that are written; None: as the base stores them, or its embedding where it is quantised.
         max_shard_bytes: the most bytes in one file.
         chat_template: a file to write as `chat_template.jinja`; None: that of the base, if it has one.
+        tokenizer: the folder of the base's tokenizer; None: the base's, which a GGUF file is not.
 
     Returns:
         The merged model.
@@ -62,9 +64,10 @@ def write_merged(
     if not adapters:
         raise ConfigError("no adapter to merge", expected="at least one directory", hint="name one with --adapter")
     refuse_full_folder(out)
-    tokenizer = input_file(base, "tokenizer.json", hint="save the tokenizer in the fast format")
-    copied = files_beside(base, chat_template)
-    is_quantized = models.quantization_of(base) is not None
+    beside = tokenizer_folder(base, tokenizer)
+    words = input_file(beside, "tokenizer.json", hint="save the tokenizer in the fast format")
+    copied = files_beside(beside, chat_template)
+    is_quantized = models.gguf_file(base) is not None or models.quantization_of(base) is not None
     if is_quantized and dtype is None:  # as bitsandbytes and PEFT would store it, and rounded once all the same
         dtype = jnp.dtype(models.load_shapes(base).outer["embed"]["weight"].dtype).name
     model = models.load(base, dtype="auto" if dtype is None else "float32")
@@ -77,7 +80,7 @@ def write_merged(
     copied["README.md"] = _card(directory, out, settings, weights, merged).encode()
     unfinished = out.absolute().parent / f".{out.absolute().name}.{secrets.token_hex(4)}.unfinished"
     try:
-        models.save(merged, unfinished, tokenizer=tokenizer, max_shard_bytes=max_shard_bytes)
+        models.save(merged, unfinished, tokenizer=words, max_shard_bytes=max_shard_bytes)
         add_the_rest(base, unfinished, merged.config)
         write_files(unfinished, copied)
         os.replace(unfinished, out)  # in place of an empty folder, too

@@ -29,7 +29,7 @@ from ._config import FinetuneConfig, config_from_dict, config_to_toml, read_conf
 
 CONFIG, METRICS, MEMORY, DATA = "config.toml", "metrics.jsonl", "memory.json", "data.json"
 CHECKPOINTS, ADAPTER, MODEL = "checkpoints", "adapter", "model"
-_PATHS = ("model", "data", "eval_data", "chat_template")
+_PATHS = ("model", "tokenizer", "data", "eval_data", "chat_template")
 _FREE = (
     *_PATHS,
     *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
@@ -65,7 +65,7 @@ def open_run(out: str | Path, values: Mapping[str, Any], where: str, *, resume: 
 def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool) -> FinetuneConfig:
     # Absolute paths, so that the run can be resumed from another working directory; an empty one is none.
     named = {name: values[name] for name in _PATHS if isinstance(values.get(name), str) and values[name]}
-    values = {**values, **{name: str(Path(path).resolve()) for name, path in named.items()}}
+    values = {**values, **{name: _absolute(Path(path)) for name, path in named.items()}}
     if resume:
         if not _looked_at(out, lambda: (out / CONFIG).is_file()):
             raise OutputError(
@@ -91,6 +91,11 @@ def _open_run(out: Path, values: Mapping[str, Any], where: str, *, resume: bool)
             )
     check_writable(out, "cannot be written", "choose an --out that you may write to")
     return config
+
+
+def _absolute(path: Path) -> str:
+    """Resolve a path; of a GGUF file not its last link, which in a cache of Hugging Face leads to another name."""
+    return str(path.parent.resolve() / path.name if path.suffix.lower() == ".gguf" else path.resolve())
 
 
 def _in_steps(out: Path, config: FinetuneConfig) -> FinetuneConfig:

@@ -26,6 +26,7 @@ from ._host_bytes import HostBytes as HostBytes
 from ._host_bytes import host_bytes as host_bytes
 from ._sampling import Sampling as Sampling
 from ._tokenizer import load_tokenizer as load_tokenizer
+from .gguf import gguf_file as gguf_file
 
 __all__ = [
     "Completion",
@@ -42,6 +43,7 @@ __all__ = [
     "cache_bytes",
     "generate",
     "generate_batch",
+    "gguf_file",
     "host_bytes",
     "init",
     "load",

@@ -41,6 +41,7 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
+from .gguf import gguf_file, gguf_model, open_gguf
 from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
@@ -58,14 +59,16 @@ def load(
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
     quantize: str | Mapping[str, str] | None = None,
 ) -> Decoder:
-    """Read a decoder from a Hugging Face directory.
+    """Read a decoder from a Hugging Face directory, or a GGUF file.
 
     Of a directory that other software quantised, weights are read as they are: a `lowtide.QuantizedWeight` with exactly
-    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise.
+    the file's codes and scales where it can hold all layers of a kind, an array with a warning otherwise. Weights of a
+    GGUF file are dequantised while they are read.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights.
-        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised.
+        directory: the folder with `config.json` and safetensors weights, or a GGUF file (see `gguf_file`).
+        dtype: dtype of the parameters; ``"auto"`` keeps the one they are stored in, or were before they were quantised;
+            where a file does not say it, that of the embedding, or bfloat16.
         compute_dtype: dtype of activations and products.
         host: which leaves to keep in the host memory of JAX's default device, where `lowtide.offload` streams them
             from: globs on paths such as ``"layers/**"``, or a predicate. They are never on the device, so the model
@@ -82,7 +85,8 @@ def load(
     Raises:
         ModelFileError: when a file is missing, truncated or malformed, the architecture is unknown, or weights and
             configuration disagree; the message names the file and the tensor.
-        ConfigError: for a dtype that is not floating-point, and for `quantize` of weights that are quantised already.
+        ConfigError: for a dtype that is not floating-point, for `quantize` of weights that are quantised already, and
+            for a GGUF file without the library `gguf`.
         SelectionError: when `host` or a glob of `quantize` selects nothing.
 
     Memory:
@@ -145,7 +149,7 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """Return what `load` would, its leaves `jax.ShapeDtypeStruct`s.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights. Without any weights, shapes are those that
+        directory: as in `load`. Without any weights, shapes are those that
             `config.json` asks for, and of a quantised model the layers' projections are in its format.
         dtype: as in `load`; ``"auto"`` without weights is bfloat16.
         compute_dtype: as in `load`.
@@ -161,7 +165,7 @@ def load_shapes(directory: str | Path, *, dtype: Any = "auto", compute_dtype: An
     """
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    if not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
+    if gguf_file(directory) is None and not any(os.path.lexists(directory / name) for name in (SINGLE, INDEX)):
         shapes = jax.eval_shape(
             lambda: init(
                 config,
@@ -194,7 +198,7 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
     """Return what the files of a directory hold, by the names that Hugging Face gives weights.
 
     Args:
-        directory: the folder with `config.json` and safetensors weights.
+        directory: the folder with `config.json` and safetensors weights, or a GGUF file.
 
     Raises:
         ModelFileError: when a file is missing or damaged, or what belongs to a quantised weight does not fit it.
@@ -204,10 +208,7 @@ def stored_weights(directory: str | Path) -> dict[str, StoredWeight]:
     """
     directory = Path(directory)
     config, scheme = _read_config(directory)
-    with open_tensors(_weight_files(directory)) as found:
-        tensors: Mapping[str, Stored] = _of_the_text(found, config)
-        if scheme is not None:
-            tensors = folded(_of_the_text(found, config), scheme, [])
+    with _stored(directory, config, scheme, []) as tensors:
         return {name: StoredWeight(each.dtype, each.shape, each.num_bytes) for name, each in tensors.items()}
 
 
@@ -215,7 +216,7 @@ def quantization_of(directory: str | Path) -> str | None:
     """Return which software quantised the weights of a directory, or None.
 
     Args:
-        directory: the folder with `config.json`.
+        directory: the folder with `config.json`. Of a GGUF file it is None: its weights become arrays.
 
     Raises:
         ModelFileError: as `load_config`, and for software whose files are not read.
@@ -225,15 +226,33 @@ def quantization_of(directory: str | Path) -> str | None:
 
 
 @contextlib.contextmanager
+def _stored(
+    directory: Path, config: DecoderConfig, scheme: Scheme | None, notes: list[str]
+) -> Generator[Mapping[str, Stored], None, None]:
+    """Yield all weights by the names that Hugging Face has for them, while the files are open."""
+    if (file := gguf_file(directory)) is not None:
+        experts = 1 if config.experts is None else config.experts.num_experts
+        heads = {"q": config.num_heads, "k": config.num_kv_heads}
+
+        def names() -> list[str]:
+            paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)))
+            return [name for path in paths for name in _tensor_names(path, config).values()]
+
+        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=names) as tensors:
+            yield tensors
+        return
+    with open_tensors(_weight_files(directory)) as found:
+        ours = _of_the_text(found, config)
+        yield ours if scheme is None else folded(ours, scheme, notes)
+
+
+@contextlib.contextmanager
 def _plans(
     directory: Path, config: DecoderConfig, scheme: Scheme | None, dtype: Any
 ) -> Generator[tuple[list[Plan], Any, list[str]], None, None]:
     """Say of every leaf how it is read, while the files are open; all of it is checked before."""
-    with open_tensors(_weight_files(directory)) as found:
-        notes: list[str] = []
-        tensors: dict[str, Stored] = dict(_of_the_text(found, config))
-        if scheme is not None:
-            tensors = folded(_of_the_text(found, config), scheme, notes)
+    notes: list[str] = []
+    with _stored(directory, config, scheme, notes) as tensors:
         _check_tensors(tensors, config, directory)
         _check_tied_head(tensors, config)
         flat, treedef = jax.tree_util.tree_flatten_with_path(parameter_shapes(config))
@@ -282,7 +301,7 @@ def load_config(directory: str | Path) -> DecoderConfig:
     """Read only the sizes of a model directory.
 
     Args:
-        directory: the folder with `config.json`.
+        directory: the folder with `config.json`, or a GGUF file.
 
     Returns:
         The configuration.
@@ -294,6 +313,8 @@ def load_config(directory: str | Path) -> DecoderConfig:
 
 
 def _read_config(directory: Path) -> tuple[DecoderConfig, Scheme | None]:
+    if (file := gguf_file(directory)) is not None:
+        return config_from_hf(gguf_model(file), str(file)), None
     path = input_file(
         directory,
         CONFIG,

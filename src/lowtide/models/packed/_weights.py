@@ -10,6 +10,7 @@ import numpy as np
 
 from ...quant import Format, dynamic_map
 from .._tensors import Readable, Source, pieces
+from ..gguf import GgufTensor
 from ._views import MxExperts
 
 
@@ -78,5 +79,5 @@ def _numbers(weight: Packed, rows: slice, columns: slice) -> np.ndarray:
     return dynamic_map()[found] * nested[at - low] + weight.parts[3].read(())
 
 
-Stored = Source | Packed
+Stored = Source | Packed | GgufTensor
 """What a weight may be in a file."""

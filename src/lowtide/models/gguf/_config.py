@@ -1,0 +1,311 @@
+"""Metadata of a GGUF file as a `config.json`, which the families read with all their checks.
+
+A key of the file's architecture that is not read is refused by its name when it is switched on: it may change what the
+model computes. What llama.cpp has in its code, and its files do not say, is here: scales and windows of Gemma.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...core import ModelFileError, shortened, shown
+from ._header import Header, Long, Place
+
+_FAMILIES: Mapping[str, tuple[str, str]] = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "phi3": ("phi3", "Phi3ForCausalLM"),
+    "olmo2": ("olmo2", "Olmo2ForCausalLM"),
+}
+"""Architectures of the file, and the `model_type` and class that Hugging Face has for them."""
+_MISTRAL = ("mistral", "MistralForCausalLM")
+_MIXTRAL = ("mixtral", "MixtralForCausalLM")
+_WINDOWED = ("llama", "phi3", "gemma2", "gemma3")
+_WITH_BIASES = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2")
+_HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+_NEUTRAL: Mapping[str, Any] = {
+    "attention.causal": True,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+}
+_WIDEST = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, whose scores are scaled by the width of the model and not by that of a head."""
+_ROPE = "rope_freqs.weight"
+_LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+CONSTANTS = (_ROPE, _LONG, _SHORT)
+"""Tensors that say how rotary frequencies are stretched."""
+_WRONG_LOGITS = "computing something else would give wrong logits, so nothing was loaded"
+_AGAIN = "convert the original again, with a recent llama.cpp"
+
+
+def config_of(header: Header) -> dict[str, Any]:
+    """Return what a Hugging Face `config.json` of the model would say.
+
+    Args:
+        header: of the file; factors of rotary frequencies are read from it, too.
+
+    Raises:
+        ModelFileError: for a file that is no whole model of a known architecture, a key that is missing or has no
+            usable value, and one that changes what the model computes and is not read.
+    """
+    architecture = _architecture(header)
+    keys = _Keys(header, architecture)
+    experts = keys.count("expert_count", 0)
+    window = keys.count("attention.sliding_window", 0) if architecture in _WINDOWED else 0
+    model_type, named = _FAMILIES[architecture]
+    if architecture == "llama" and (experts or window):
+        model_type, named = _MIXTRAL if experts else _MISTRAL
+    heads, hidden = keys.count("attention.head_count"), keys.count("embedding_length")
+    embedding = header.places.get("token_embd.weight")
+    if embedding is None:
+        raise _wrong(header, "token_embd.weight", "a tensor, of the embedding", None)
+    head_dim = keys.count("attention.key_length", hidden // heads)
+    if (other := keys.count("attention.value_length", head_dim)) != head_dim:
+        raise keys.wrong("attention.value_length", f"{head_dim}, as keys have", other)
+    raw = {
+        "architectures": [named],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.count("feed_forward_length"),
+        "num_hidden_layers": keys.count("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.count("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.count("context_length"),
+        "tie_word_embeddings": "output.weight" not in header.places,
+        "bos_token_id": keys.token("bos"),
+        "eos_token_id": keys.token("eos"),
+    }
+    if window:
+        raw["sliding_window"] = window
+    elif model_type in ("phi3", "mixtral"):  # whose classes have one by default
+        raw["sliding_window"] = None
+    if architecture.startswith("gemma"):
+        raw |= _gemma(keys, raw)
+    if experts:
+        raw |= _experts(keys, model_type, experts)
+    if model_type in _WITH_BIASES:
+        raw["attention_bias"] = "blk.0.attn_q.bias" in header.places
+    if model_type == "llama":
+        raw["mlp_bias"] = "blk.0.ffn_gate.bias" in header.places
+    raw |= _rope(keys, raw)
+    keys.refuse_others()
+    return raw
+
+
+class _Keys:
+    """The metadata of an architecture, and which of it was asked for."""
+
+    def __init__(self, header: Header, architecture: str) -> None:
+        self.header, self.prefix = header, f"{architecture}."
+        self.read = {self.prefix + each for each in _HARMLESS}
+
+    def get(self, key: str, otherwise: Any = None) -> Any:
+        """Return a value; of an array that says the same of every layer, that."""
+        name = self.prefix + key
+        self.read.add(name)
+        value = self.header.fields.get(name, otherwise)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):  # pyright: ignore
+            return value[0]  # pyright: ignore[reportUnknownVariableType]
+        return value
+
+    def count(self, key: str, otherwise: int | None = None) -> int:
+        """Return a whole number."""
+        value = self.get(key, otherwise)
+        if type(value) is not int or not (0 if otherwise == 0 else 1) <= value < 2**40:
+            raise self.wrong(key, "a whole number, the same for all layers", value)
+        return value
+
+    def number(self, key: str, otherwise: float | None = None) -> float:
+        """Return a finite number."""
+        value = self.get(key, otherwise)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise self.wrong(key, "a number", value)
+        return value
+
+    def token(self, name: str) -> int | None:
+        """Return a special token, if the file says it."""
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self.header.fields.get(key)
+        if value is not None and type(value) is not int:
+            raise _wrong(self.header, key, "a token", value)
+        return value
+
+    def wrong(self, key: str, expected: str, got: Any) -> ModelFileError:
+        """Say what is wrong with a value."""
+        return _wrong(self.header, self.prefix + key, expected, got)
+
+    def refuse_others(self) -> None:
+        """Refuse what was not asked for and is switched on."""
+        for name, value in self.header.fields.items():
+            key = name.removeprefix(self.prefix)
+            is_neutral = not value or (key in _NEUTRAL and value == _NEUTRAL[key])
+            if name.startswith(self.prefix) and name not in self.read and not is_neutral:
+                raise ModelFileError(
+                    f"{self.header.file}: {shown(name)} is nothing that Lowtide computes for this architecture",
+                    expected="keys that are read; others have to be absent, false or zero",
+                    got=shown(value),
+                    hint=_WRONG_LOGITS,
+                )
+
+
+def _architecture(header: Header) -> str:
+    fields = header.fields
+    for key, good, hint in (
+        ("general.type", (None, "model"), "give the file of a whole model; adapters are read from PEFT's format"),
+        ("split.count", (None, 0, 1), "put the parts together: llama-gguf-split --merge FIRST_PART OUT"),
+    ):
+        if fields.get(key) not in good:
+            raise ModelFileError(
+                f"{header.file}: no whole model", expected=f"{key} {good[-1]}", got=shown(fields.get(key)), hint=hint
+            )
+    architecture = fields.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        raise ModelFileError(
+            f"{header.file}: unknown architecture {shown(architecture)}",
+            expected=f"general.architecture: one of {', '.join(_FAMILIES)}",
+            hint="load the original's safetensors, if Lowtide knows its family",
+        )
+    return architecture
+
+
+def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
+    architecture, layers = keys.prefix[:-1], raw["num_hidden_layers"]
+    is_wide = layers == _WIDEST[architecture]
+    scalar = raw["hidden_size"] / raw["num_attention_heads"] if is_wide else raw["head_dim"]
+    scale = keys.number("attention.scale", 0.0)
+    found: dict[str, Any] = {"query_pre_attn_scalar": float(scale**-2 if scale else scalar)}
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if keys.get(key) is not None:
+            found[key] = keys.number(key)
+    if architecture == "gemma3":
+        found["rope_local_base_freq"] = keys.number("rope.freq_base_swa", 10_000.0)
+    pattern = keys.header.fields.get(keys.prefix + "attention.sliding_window_pattern")
+    if pattern is not None:
+        keys.get("attention.sliding_window_pattern")
+        found["layer_types"] = _layer_types(keys, pattern, layers)
+    return found
+
+
+def _layer_types(keys: _Keys, pattern: Any, layers: int) -> list[str]:
+    """Say which layers slide: all but every so many, or as a list says."""
+    if type(pattern) is int and pattern > 0 and layers <= len(keys.header.places):
+        slides: Sequence[Any] = [layer % pattern < pattern - 1 for layer in range(layers)]
+    elif isinstance(pattern, list) and all(type(each) is bool for each in pattern):  # pyright: ignore
+        slides = pattern  # pyright: ignore[reportUnknownVariableType]
+    else:
+        raise keys.wrong("attention.sliding_window_pattern", "a number, or a truth value for each layer", pattern)
+    return ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+def _experts(keys: _Keys, model_type: str, experts: int) -> dict[str, Any]:
+    chosen = keys.count("expert_used_count")
+    if model_type == "mixtral":
+        return {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": chosen,
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # the files do not say it; llama.cpp always does it
+    }
+
+
+def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
+    places = keys.header.places
+    theta, rotated = keys.number("rope.freq_base", 10_000.0), keys.count("rope.dimension_count", raw["head_dim"])
+    found: dict[str, Any] = {"rope_theta": float(theta)}
+    if rotated != raw["head_dim"]:
+        found["partial_rotary_factor"] = rotated / raw["head_dim"]
+    has_factor = any(keys.header.fields.get(keys.prefix + key) for key in ("rope.scaling.factor", "rope.scale_linear"))
+    kind = keys.get("rope.scaling.type", "linear" if has_factor else "none")
+    original = keys.count("rope.scaling.original_context_length", 0)
+    tables = [name for name in CONSTANTS if name in places]
+    if tables and (kind not in ("none", "longrope") or (_ROPE in tables) == (len(tables) > 1)):
+        raise keys.wrong("rope.scaling.type", f"none, beside {', '.join(tables)}", kind)
+    scaling: dict[str, Any] | None
+    if tables == [_ROPE]:
+        scaling = _stretched(keys, _factors(keys, places[_ROPE], rotated), theta, rotated, kind)
+    elif tables:
+        factors = {
+            f"{word}_factor": _factors(keys, places[name], rotated)
+            for word, name in (("short", _SHORT), ("long", _LONG))
+            if name in places
+        }
+        scaling = {"rope_type": "longrope", **factors}
+        if attention := keys.number("rope.scaling.attn_factor", 0.0):
+            scaling["attention_factor"] = float(attention)
+        found |= {"original_max_position_embeddings": original} if original else {}
+    else:
+        scaling = _by_metadata(keys, kind, original)
+        if raw["model_type"] == "phi3" and original:
+            found["original_max_position_embeddings"] = original
+    return {**found, "rope_scaling": scaling}
+
+
+def _by_metadata(keys: _Keys, kind: Any, original: int) -> dict[str, Any] | None:
+    factor = keys.number("rope.scaling.factor", 0.0) or keys.number("rope.scale_linear", 1.0)
+    attention = keys.number("rope.scaling.attn_factor", 0.0)
+    if attention not in (0, 1):
+        raise keys.wrong("rope.scaling.attn_factor", "1 without factors of frequencies", attention)
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": float(factor)}
+    if kind != "yarn":
+        raise keys.wrong("rope.scaling.type", "none, linear, yarn, or longrope with its factors", kind)
+    scaling: dict[str, Any] = {"rope_type": "yarn", "factor": float(factor)}
+    if original:
+        scaling["original_max_position_embeddings"] = original
+    for word in ("beta_fast", "beta_slow"):
+        if keys.get(f"rope.scaling.yarn_{word}") is not None:
+            scaling[word] = float(keys.number(f"rope.scaling.yarn_{word}"))
+    return scaling
+
+
+def _factors(keys: _Keys, place: Place, rotated: int) -> list[float]:
+    """Read what frequencies are divided by."""
+    if place.kind.name != "F32" or place.shape != (rotated // 2,):
+        raise _wrong(keys.header, place.name, f"F32 of shape {(rotated // 2,)}", f"{place.kind.name} of {place.shape}")
+    values = np.fromfile(keys.header.file, np.float32, place.shape[0], offset=place.start)
+    if not np.all((values > 0) & np.isfinite(values)):
+        raise _wrong(keys.header, place.name, "factors above 0", "one that is not")
+    return [float(str(each)) for each in values]
+
+
+def _stretched(keys: _Keys, factors: list[float], theta: float, rotated: int, kind: Any) -> dict[str, Any] | None:
+    """Find the rule of Llama 3 that made factors; where none did, they are said one by one."""
+    if kind != "none":
+        raise keys.wrong("rope.scaling.type", f"none, beside {_ROPE}", kind)
+    found, most = np.asarray(factors), max(factors)
+    if most == 1 == min(factors):
+        return None
+    low, high = 1.0, 4.0
+    turns = theta ** -(np.arange(0, rotated, 2) / rotated) / (2 * math.pi)
+    for original in (2**power for power in range(9, 19)):
+        kept = np.clip((original * turns - low) / (high - low), 0, 1)
+        if np.allclose(1 / ((1 - kept) / most + kept), found, rtol=1e-5, atol=0):
+            lengths = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
+            return {"rope_type": "llama3", "factor": most, **lengths}
+    same = {"short_factor": factors, "long_factor": factors}
+    return {"rope_type": "longrope", "factor": most, "attention_factor": 1.0, **same}
+
+
+def _wrong(header: Header, name: str, expected: str, got: Any) -> ModelFileError:
+    said = "nothing" if got is None else f"{got.count} values" if isinstance(got, Long) else shortened(shown(got), 80)
+    return ModelFileError(f"{header.file}: {shown(name)} is not usable", expected=expected, got=said, hint=_AGAIN)

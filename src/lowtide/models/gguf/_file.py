@@ -1,0 +1,142 @@
+"""Find a GGUF file, and give its tensors the names that Hugging Face has for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core import ModelFileError, input_file, shortened, shown
+from ._config import CONSTANTS, config_of
+from ._header import Header, read_header
+from ._library import tensor_names
+from ._tensors import GgufTensor
+
+_AGAIN = "the file is damaged, or of another version of its architecture; convert the original again"
+_MOST_WEIGHTS = 2**21
+_LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
+_HALVES = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """Return the GGUF file that is meant by the path of a model, or None where it is a directory of Hugging Face.
+
+    Args:
+        path: the file itself, or a folder with one, and neither `config.json` nor safetensors.
+
+    Raises:
+        ModelFileError: when the file is missing or no regular file, and for a folder with several.
+
+    Memory:
+        None; the file is not opened.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        is_named = path.suffix.lower() == ".gguf"
+        return input_file(path.parent, path.name, hint="check the path; nothing is downloaded") if is_named else None
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None  # who reads it says so
+    found = [name for name in names if name.lower().endswith(".gguf")]
+    if not found or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
+        return None
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{path}: several GGUF files",
+            expected="one, or the path of one of them",
+            got=shortened(", ".join(found)),
+            hint=f"name the file, for instance {path / found[0]}",
+        )
+    return input_file(path, found[0], hint=_AGAIN)
+
+
+def gguf_model(file: Path) -> dict[str, Any]:
+    """Read what the file says of the model, as the contents of a `config.json`.
+
+    Args:
+        file: as `gguf_file` returns it.
+
+    Raises:
+        ModelFileError: for a damaged file, and a model that is not read.
+        ConfigError: when the library `gguf` is not installed.
+    """
+    return config_of(read_header(file))
+
+
+@contextlib.contextmanager
+def open_gguf(
+    file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Any
+) -> Generator[dict[str, GgufTensor], None, None]:
+    """Yield the tensors of a file, by the names of Hugging Face.
+
+    Args:
+        file: as `gguf_file` returns it.
+        layers: of the model.
+        experts: of a layer; 1 where there are none.
+        heads: of ``"q"`` and ``"k"``.
+        names: a function that returns all names of the model's weights.
+
+    Raises:
+        ModelFileError: for a damaged file, a tensor that is missing, and one that the model has no place for.
+
+    Memory:
+        Headers; tensors are read when they are asked for.
+    """
+    header = read_header(file)
+    if layers > len(header.places) or layers * experts > _MOST_WEIGHTS:  # before anything is made of that many names
+        raise ModelFileError(
+            f"{file}: the metadata asks for tensors that the file lacks",
+            expected=f"weights of {layers} layers" + (f" of {experts} experts" if experts > 1 else ""),
+            got=f"{len(header.places)} tensors",
+            hint=_AGAIN,
+        )
+    yield _renamed(header, names(), experts, heads)
+
+
+def _renamed(header: Header, names: Iterable[str], experts: int, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
+    architecture = str(header.fields["general.architecture"])
+    named = tensor_names(architecture)
+    found: dict[str, GgufTensor] = {}
+    for theirs in names:
+        expert, layer = _EXPERT.search(theirs), _LAYER.search(theirs)
+        first = named(_LAYER.sub("0", _EXPERT.sub("", theirs)))
+        name = first.replace("blk.0.", f"blk.{layer[0]}.", 1) if first is not None and layer is not None else first
+        place = header.places.get(name or "")
+        if place is None:
+            raise ModelFileError(
+                f"{header.file}: the metadata asks for tensors that the file lacks",
+                expected=f"{name or 'a tensor'}, for {theirs}",
+                got=f"{len(header.places)} tensors without it",
+                hint=_AGAIN,
+            )
+        if expert is not None and (len(place.shape) != 3 or place.shape[0] != experts):
+            raise ModelFileError(
+                f"{header.file}: {shown(place.name)} has another shape than the metadata says",
+                expected=f"{experts} matrices, one for each expert",
+                got=place.shape,
+                hint=_AGAIN,
+            )
+        halves = _HALVES.search(theirs) if architecture == "llama" else None
+        is_shifted = architecture.startswith("gemma") and theirs.endswith("norm.weight")
+        found[theirs] = GgufTensor(
+            name=place.name,
+            file=header.file,
+            place=place,
+            expert=None if expert is None else int(expert[1]),
+            heads=0 if halves is None else heads[halves[1]],
+            added=1.0 if is_shifted else 0.0,
+        )
+    used = {each.name for each in found.values()}
+    for name in header.places:
+        if name not in used and name not in CONSTANTS:
+            raise ModelFileError(
+                f"{header.file}: it holds {shown(name)}, which its metadata has no place for",
+                got=shortened(", ".join(sorted(set(header.places) - used - set(CONSTANTS)))),
+                hint="Lowtide would compute without it; load the original's safetensors, if its family is known",
+            )
+    return found

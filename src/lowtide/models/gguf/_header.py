@@ -1,0 +1,249 @@
+"""The header of a GGUF file: metadata and where its tensors are, with every count checked before it is used.
+
+The layout is that of the specification in ggml's `docs/gguf.md`, versions 2 and 3, little-endian: a magic number,
+counts, pairs of keys and values, then names, shapes, types and offsets of tensors, and behind a padding their data.
+Long text and long arrays are walked over and not kept: the vocabulary is in them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core import ModelFileError, format_bytes, shortened, shown
+from ._library import Kind, is_dequantized, kinds
+
+_AGAIN = "the file is truncated or damaged; download it again"
+_MAGIC = b"GGUF"
+_MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**20, 2**16, 2**24
+_MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
+_LEAST_KEY, _LEAST_TENSOR = 13, 32
+_SCALARS: Mapping[int, str] = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_TEXT, _ARRAY = 8, 9
+
+
+@dataclasses.dataclass(frozen=True)
+class Long:
+    """A text or an array that is not kept."""
+
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tensor is."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    """With the neighbours in memory last, as in `numpy`."""
+    start: int
+    """From the beginning of the file, in bytes."""
+    num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file says of itself."""
+
+    file: Path
+    fields: Mapping[str, Any]
+    """Metadata by key: numbers, truth values, texts, lists, and `Long`."""
+    places: Mapping[str, Place]
+    """Tensors by name."""
+
+
+def read_header(file: Path) -> Header:
+    """Read the header of a file.
+
+    Args:
+        file: a regular file.
+
+    Raises:
+        ModelFileError: when it is no GGUF file, is of another byte order or version, ends before it should, has a type
+            that cannot be read, or says anything twice.
+        ConfigError: when the library `gguf` is not installed.
+
+    Memory:
+        Names of tensors and short values; the file is mapped.
+    """
+    known = kinds()
+    try:
+        with open(file, "rb") as opened:
+            size = opened.seek(0, 2)
+            if size < 24:
+                raise _wrong(file, "a header of at least 24 bytes", format_bytes(size))
+            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Walk(file, content, size).header(known)
+    except OSError as error:
+        raise ModelFileError(
+            f"{file}: cannot be read", got=error.strerror or error, hint="check the file's permissions"
+        ) from error
+
+
+@dataclasses.dataclass
+class _Walk:
+    """A position in the file, that only goes on."""
+
+    file: Path
+    content: mmap.mmap
+    size: int
+    at: int = 0
+    texts: int = 0
+
+    def header(self, known: Mapping[int, Kind]) -> Header:
+        """Read everything."""
+        tensors, keys = self._counts()
+        fields: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._text(_MOST_NAME, "a key")
+            if key in fields:
+                raise _wrong(self.file, "every key once", f"{shown(key)} twice")
+            fields[key] = self._value(key, self._number("I"))
+        infos = [self._tensor(known) for _ in range(tensors)]
+        alignment = fields.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise _wrong(self.file, "general.alignment: a power of two from 8 on", shown(alignment))
+        start = -(-self.at // alignment) * alignment
+        places: dict[str, Place] = {}
+        for name, kind, shape, offset in infos:
+            if name in places:
+                raise _wrong(self.file, "every tensor once", f"{shown(name)} twice")
+            num_bytes = math.prod(shape) // kind.block * kind.block_bytes
+            if offset % alignment or start + offset + num_bytes > self.size:
+                got = f"{format_bytes(num_bytes)} of {shown(name)} at {offset}, in a file of {format_bytes(self.size)}"
+                raise _wrong(self.file, f"tensors inside of the file, at multiples of {alignment}", got)
+            places[name] = Place(name, kind, shape, start + offset, num_bytes)
+        end = 0
+        for place in sorted(places.values(), key=lambda each: each.start):
+            if place.start < end:
+                raise _wrong(self.file, "tensors beside each other", f"{shown(place.name)} begins inside of another")
+            end = place.start + place.num_bytes
+        return Header(self.file, fields, places)
+
+    def _counts(self) -> tuple[int, int]:
+        magic = self.content[:4]
+        if magic != _MAGIC:
+            raise ModelFileError(
+                f"{self.file}: no GGUF file", expected=repr(_MAGIC), got=repr(magic), hint="check the file's name"
+            )
+        self.at = 4
+        version = self._number("I")
+        if version not in (2, 3):
+            is_big = version & 0xFFFF == 0
+            raise ModelFileError(
+                f"{self.file}: this GGUF is not read",
+                expected="version 2 or 3, little-endian",
+                got="big-endian" if is_big else f"version {version}",
+                hint="convert the original again, with a recent llama.cpp",
+            )
+        tensors, keys = self._number("Q"), self._number("Q")
+        left = self.size - self.at
+        if tensors > min(_MOST_TENSORS, left // _LEAST_TENSOR) or keys > min(_MOST_KEYS, left // _LEAST_KEY):
+            raise _wrong(self.file, f"counts that fit in {format_bytes(left)}", f"{tensors} tensors, {keys} keys")
+        return tensors, keys
+
+    def _number(self, code: str) -> Any:
+        form = f"<{code}"
+        at = self._step(struct.calcsize(form))
+        if code == "?":  # any bit would do for Python
+            value = self.content[at]
+            if value > 1:
+                raise _wrong(self.file, "a truth value, 0 or 1", value)
+            return bool(value)
+        (number,) = struct.unpack_from(form, self.content, at)
+        # The shortest decimal of a float32: what the configuration said before it was converted.
+        return float(str(np.float32(number))) if code == "f" else number
+
+    def _step(self, num_bytes: int) -> int:
+        at = self.at
+        if num_bytes > self.size - at:
+            raise _wrong(self.file, f"{num_bytes} bytes more at byte {at}", f"a file of {format_bytes(self.size)}")
+        self.at += num_bytes
+        return at
+
+    def _text(self, most: int, what: str) -> str:
+        length = self._number("Q")
+        if length > most:
+            raise _wrong(self.file, f"{what} of at most {most} bytes", f"{length}")
+        at = self._step(length)
+        try:
+            return self.content[at : at + length].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise _wrong(self.file, f"{what} in UTF-8", shortened(error)) from error
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(_SCALARS[kind])
+        if kind == _TEXT:
+            (length,) = struct.unpack_from("<Q", self.content, self._step(8))
+            if length > _KEPT_TEXT:
+                self._step(length)
+                return Long(length)
+            self.at -= 8
+            return self._text(_KEPT_TEXT, f"the text of {shown(key)}")
+        if kind != _ARRAY:
+            raise _wrong(self.file, "a type of GGUF, 0 to 12", f"{kind}, of {shown(key)}")
+        of, count = self._number("I"), self._number("Q")
+        if of == _TEXT:
+            return self._skip_texts(key, count)
+        if of not in _SCALARS:
+            raise _wrong(self.file, "an array of numbers or of texts", f"type {of}, of {shown(key)}")
+        width = struct.calcsize(f"<{_SCALARS[of]}")
+        if count > _KEPT_ARRAY:
+            self._step(count * width)
+            return Long(count)
+        return [self._number(_SCALARS[of]) for _ in range(count)]
+
+    def _skip_texts(self, key: str, count: int) -> Long:
+        self.texts += count
+        if count > (self.size - self.at) // 8 or self.texts > _MOST_TEXTS:
+            raise _wrong(self.file, f"at most {_MOST_TEXTS} texts, inside of the file", f"{count}, of {shown(key)}")
+        for _ in range(count):
+            at = self._step(8)
+            self._step(int.from_bytes(self.content[at : at + 8], "little"))
+        return Long(count)
+
+    def _tensor(self, known: Mapping[int, Kind]) -> tuple[str, Kind, tuple[int, ...], int]:
+        name = self._text(_MOST_NAME, "a tensor's name")
+        axes = self._number("I")
+        if not 1 <= axes <= 4:
+            raise _wrong(self.file, f"1 to 4 axes of {shown(name)}", axes)
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        number, offset = self._number("I"), self._number("Q")
+        kind = known.get(number)
+        if kind is None or not (kind.name == "F64" or is_dequantized(kind)):
+            raise ModelFileError(
+                f"{self.file}: {shown(name)} is of a type that is not read",
+                expected=f"one of {', '.join(each.name for each in known.values() if is_dequantized(each))}",
+                got=f"type {number}" if kind is None else kind.name,
+                hint="get the model in another quantisation, such as Q8_0, or update the library gguf",
+            )
+        if 0 in shape or math.prod(shape) > 2**48 or shape[-1] % kind.block:
+            raise _wrong(
+                self.file, f"rows of whole blocks of {kind.block} in {kind.name}", f"{shape}, of {shown(name)}"
+            )
+        return name, kind, shape, offset
+
+
+def _wrong(file: Path, expected: str, got: Any) -> ModelFileError:
+    return ModelFileError(f"{file}: not a complete GGUF file", expected=expected, got=got, hint=_AGAIN)

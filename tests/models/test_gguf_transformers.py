@@ -1,0 +1,59 @@
+"""GGUF files beside transformers, which dequantises them and undoes their conversion in code of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lowtide import models
+from lowtide.models import Experts
+
+from .kinds import KINDS
+
+gguf = pytest.importorskip("gguf", reason="needs lowtide[gguf]")
+from gguf import GGMLQuantizationType as Kind  # noqa: E402
+
+from .gguf_files import write_gguf  # noqa: E402
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "attention_scale": None}
+PLAIN = {"rope_scaling": None, "attention_bias": False, "mlp_bias": False}
+ALL = {"sliding_window": None, "sliding_layers": None}
+CHANGES = {
+    "llama": PLAIN,
+    "qwen2": {"attention_bias": True},
+    # What it does not read of a file is as its classes have it: width and scale of heads, soft caps, shares of experts.
+    "qwen3": {**ALL, "head_dim": 128},
+    "qwen3_moe": {"experts": Experts(num_experts=4, num_experts_per_token=2, intermediate_size=768)},
+    "gemma2": {"attention_soft_cap": 50.0, "final_soft_cap": 30.0, "head_dim": 256},
+    "gemma3_text": {**PLAIN, "head_dim": 256, "num_layers": 7, "sliding_layers": (True,) * 5 + (False, True)},
+}
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
+@pytest.mark.parametrize("name", CHANGES)
+def test_logits_are_those_of_transformers(name: str, kind: Kind, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = dataclasses.replace(KINDS[name], **{**WIDE, **CHANGES[name]}, bos_token_id=1, eos_token_id=2)
+    model = models.init(config, key=jax.random.key(0), dtype="float32")
+    floating = functools.partial(jnp.issubdtype, arg2=jnp.floating)
+    layers = jax.tree.map(
+        lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape) if floating(x.dtype) else x, model.layers
+    )
+    models.save(dataclasses.replace(model, layers=layers), tmp_path / "hf")
+    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+    got = models.logits(models.load(tmp_path / "model.gguf", dtype="float32"), jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-4)
