@@ -92,7 +92,7 @@ def test_eva_begins_with_the_first_batches(config: Any, tmp_path: Path) -> None:
     for name, factor in tensors.items():
         if "lora_A" in name:
             np.testing.assert_allclose(factor @ factor.T, np.eye(len(factor)), atol=1e-5)
-    sharding = ShardingRules(mesh=make_mesh({"data": 1}))
+    sharding = ShardingRules(mesh=make_mesh(data=1))
     with pytest.raises(ConfigError, match=r"lora_init: EVA looks at whole batches(.|\n)*--adapter"):
         Finetune(config(lora_init="eva"), tmp_path / "divided", sharding=sharding)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -99,11 +100,8 @@ def check_base(file: Any, path: Path, site: Site, key: str) -> None:
         return
     ours = np.asarray(site.weight, np.float32)
     # Either may have been rounded to the dtype of the other.
-    is_same = np.array_equal(ours, values) or any(
-        np.array_equal(*(each.astype(dtype) for each in (ours, values)))
-        for dtype in (site.weight.dtype, _dtype_of(file, key))
-    )
-    if not is_same:
+    dtypes = np.float32, site.weight.dtype, _dtype_of(file, key)
+    if not any(np.array_equal(ours.astype(dtype), values.astype(dtype)) for dtype in dtypes):
         raise ModelFileError(
             f"{path}: its {key} is another weight than {site.path} of the model",
             expected="the base that the adapter was trained on",
