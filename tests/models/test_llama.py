@@ -149,10 +149,11 @@ def test_impossible_sizes_are_refused():
         dataclasses.replace(CONFIG, num_layers=0)
 
 
-def test_an_adapted_embedding_is_refused_by_name():
+def test_an_embedding_that_cannot_look_rows_up_is_refused_by_name():
     model = init(CONFIG, key=jax.random.key(0))
-    model = lt.lora.add(model, lt.lora.Config(rank=2, targets="outer/embed"), key=jax.random.key(1))
-    with pytest.raises(StructureError, match=r"outer/embed: an embedding looks rows up(.|\n)*LoRAWeight(.|\n)*hint:"):
+    node = lt.lora.IA3Weight(model.outer["embed"]["weight"], jnp.ones(CONFIG.vocab_size))
+    model = dataclasses.replace(model, outer={**model.outer, "embed": {"weight": node}})
+    with pytest.raises(StructureError, match=r"outer/embed: an embedding looks rows up(.|\n)*IA3Weight(.|\n)*hint:"):
         loss(model, _batch())
 
 

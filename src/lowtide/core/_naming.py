@@ -11,7 +11,11 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class ExternalNames(Protocol):
-    """A model that knows the names of its modules in another library."""
+    """A model that knows the names of its modules in another library.
+
+    It may also have ``table_names``, the names of modules whose rows are looked up, which are other layers there than
+    those that multiply; and ``tied_names``, which gives of a module that is used in a second place the name of that.
+    """
 
     def external_name(self, path: str) -> str:
         """Return the other library's name of a module.

@@ -18,14 +18,13 @@ _NUM_EVA_BATCHES = 8
 """Of training, which EVA looks at."""
 
 
-def adapted(base: models.Decoder, config: FinetuneConfig, batches: Any = None) -> models.Decoder:
+def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
     """Give a model the adapter that the settings say.
 
     Args:
         base: the model.
-        batches: of training, by step, which EVA looks at; without them it begins as another adapter of its shapes.
         config: of which `method`, `rank`, `alpha`, `targets`, `modules_to_save`, `bias`,
-            `lora_init`, `adapter` and `seed` are read.
+            `lora_init`, `adapter` and `seed` are read; with EVA it begins at random.
 
     Returns:
         The model with adapters.
@@ -45,20 +44,41 @@ def adapted(base: models.Decoder, config: FinetuneConfig, batches: Any = None) -
         return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=wide, **saved))
     if config.method == "vera":
         return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets, **saved), key=key)
-    made = lora.Config(
+    return lora.add(base, _lora(config), key=key)
+
+
+def begun_with_data(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:
+    """Give a model an adapter like that of `adapted`, which begins as EVA does.
+
+    Args:
+        base: the model.
+        config: as of `adapted`; a batch is gone through in its microbatches, as in a step.
+        batches: of training, by step, of which the first are looked at.
+
+    Returns:
+        The model with adapters.
+    """
+    rows = config.batch_size // config.num_microbatches
+    first = [
+        {name: leaf[number * rows : (number + 1) * rows] for name, leaf in batches[step].items()}
+        for step in range(_NUM_EVA_BATCHES)
+        for number in range(config.num_microbatches)
+    ]
+    key = jax.random.key(config.seed)
+    return lora.eva(base, _lora(config), _plain_loss(config), first, key=key, has_aux=True)
+
+
+def _lora(config: FinetuneConfig) -> lora.Config:
+    return lora.Config(
         rank=config.rank,
         alpha=config.alpha,
         targets=config.targets,
         bias=config.bias,
         init="peft" if config.lora_init == "eva" else config.lora_init,
-        **saved,
+        modules_to_save=config.modules_to_save or (),
         rslora=config.method == "rslora",
         dora=config.method == "dora",
     )
-    if config.lora_init == "eva" and batches is not None:
-        first = [batches[step] for step in range(_NUM_EVA_BATCHES)]
-        return lora.eva(base, made, _plain_loss(config), first, key=key, has_aux=True)
-    return lora.add(base, made, key=key)
 
 
 def loss_of(config: FinetuneConfig) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ from ..memory import Target
 from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
-from ._adapters import adapted, loss_of, refuse_dropout, refuse_eva
+from ._adapters import adapted, begun_with_data, loss_of, refuse_dropout, refuse_eva
 from ._base import formats, open_base, refuse_for_quantized
 from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
@@ -117,7 +117,7 @@ class Finetune:
         self.config = config
         model = self.base
         if not config.full:
-            model = adapted(model, config, self.data.train)
+            model = adapted(model, config)
             lora.check_names(model)
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = loss_of(config)
@@ -155,6 +155,8 @@ class Finetune:
         if config.full:
             self.base = self.trainer.model  # nothing else holds the arrays that training consumes
         check_checkpoint(self.out, config, self.resumed_at)
+        if config.lora_init == "eva" and self.resumed_at is None:
+            self.trainer.update(begun_with_data(self.base, config, self.data.train))
 
     def memory(self, target: Target | str | None = None) -> MemoryTable:
         """Compile our step, the one that `run` then takes, and say where its bytes go.

@@ -42,6 +42,7 @@ from ._config import Config
 from ._model import add
 from ._pieces import Transposed, matmul, transposed
 from ._sites import Site, adapted_sites, replace, sites
+from ._tables import is_table
 from ._weight import LoRAWeight
 
 _MORE = 8
@@ -83,7 +84,7 @@ def eva(
         NonFiniteError: when inputs are no finite numbers.
 
     Memory:
-        While it runs, of each target two arrays [in, 2 * rank + 8] in float32, of one at a time its inputs in float32,
+        While it runs, of each target four arrays [in, 2 * rank + 8] in float32, of one at a time its inputs in float32,
         and what the backward pass of `fn` keeps. It costs as much time as `num_passes` gradients of each batch with
         respect to all activations.
 
@@ -115,7 +116,7 @@ def eva(
     added = add(model, config, key=key)
     chosen = [site for site in adapted_sites(added) if site.index not in before and isinstance(site.node, LoRAWeight)]
     for site in chosen:
-        _check_site(site)
+        _check_site(model, site)
     held = list(batches)
     if not held:
         raise ConfigError("batches: there is none", expected="at least one", got="0", hint="give what will be trained")
@@ -233,12 +234,13 @@ def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
     return jnp.linalg.qr(matrix)[0]
 
 
-def _check_site(site: Site) -> None:
-    if not site.is_matrix:
+def _check_site(model: Tree, site: Site) -> None:
+    looked_up = is_table(model, site)
+    if looked_up or not site.is_matrix:
         raise StructureError(
             f"{site.path}: EVA takes matrices, and stacks of them",
-            expected="[out, in] or [num_layers, out, in]",
-            got=f"shape {list(site.weight.shape)}",
+            expected="[out, in] or [num_layers, out, in], which activations are multiplied by",
+            got="an embedding" if looked_up else f"shape {list(site.weight.shape)}",
             hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
         )
 

@@ -212,7 +212,7 @@ def load(model: Tree, directory: str | os.PathLike[str]) -> Tree:
             adapted |= {n for i, on in chosen.items() for n, is_on in zip(names[i], on, strict=True) if is_on}
             whole, keys_of_whole = asked_for(model, config, owners(model, adapted, {*chosen, *kernels}))
             expected |= whole if expected else set()
-            bases = base_keys(adapted, keys)
+            bases = base_keys([names[i][0] for i in chosen if len(by_index[i].weight.shape) == 2], keys)
             expected |= {*bases}
             _check_keys(path, keys, expected | {*(VERA_TENSORS if config.kind == VERA and expected else ())})
             wholes = _read_projections(file, path, config) if config.kind == VERA else ()

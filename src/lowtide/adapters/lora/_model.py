@@ -23,7 +23,7 @@ from ._kernel import LoRAKernel, fold
 from ._saved import SavedWeight, saved
 from ._sites import Site, adapted_sites, layer_names, replace, select_sites, sites
 from ._start import of_layers, started
-from ._tables import check_table
+from ._tables import check_table, is_table
 from ._vectors import IA3Weight
 from ._whole import whole_sites, without_saved
 
@@ -93,6 +93,7 @@ def add(
         raise ConfigError("key: the adapter begins at random", got="None", hint="for instance key=jax.random.key(0)")
     targets = without_saved(model, config, select_sites(model, config.targets, config.exclude))
     uses = {} if fn is None else find_uses(model, targets, fn, args)
+    uses = {site.index: uses[site.index] for site in targets if site.index in uses and not is_table(model, site)}
     kernels = {site.index: uses[site.index] for site in targets if site.index in uses and not _is_matrix(site, uses)}
     for site in targets:
         if site.index in uses or not isinstance(model, ExternalNames):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core import Tree
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name
-from ._parameters import written
+from ._parameters import check_scales, expert_parameters, is_adapted, written
 from ._saved import SavedWeight
 from ._sites import adapted_sites, layer_names
 
@@ -22,6 +22,9 @@ def check_names(model: Tree) -> None:
     Memory:
         None.
     """
+    for each in expert_parameters(model):
+        if is_adapted(each):
+            check_scales(each)
     of_parameters = {site.index for each in written(model) for site in each.sites}
     for site in adapted_sites(model):
         if site.index in of_parameters:

@@ -27,7 +27,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import ModelFileError, Tree, shortened, shown
+from ...core import ModelFileError, StructureError, Tree, shortened, shown
 from ._adapter import placed
 from ._experts import check_file_of_experts
 from ._peft import PeftConfig
@@ -95,7 +95,7 @@ def nested(chosen: Sequence[Parameter]) -> list[Parameter]:
 
 def written(model: Tree) -> list[Parameter]:
     """List the parameters with an adapter whose experts have no module elsewhere: as such they are written."""
-    return nested([each for each in expert_parameters(model) if each.transposed and _is_adapted(each)])
+    return nested([each for each in expert_parameters(model) if each.transposed and is_adapted(each)])
 
 
 def parameter_tensors(parameter: Parameter, lora_a: np.ndarray, lora_b: np.ndarray) -> dict[str, np.ndarray]:
@@ -131,8 +131,9 @@ def patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]
     ranks: dict[str, Any] = {}
     alphas: dict[str, Any] = {}
     for each in expert_parameters(model):
-        if each.transposed or not _is_adapted(each):
+        if each.transposed or not is_adapted(each):
             continue
+        check_scales(each)
         nodes: list[Any] = [site.node for site in each.sites]
         rank, number = sum(node.rank for node in nodes), len(nodes)
         alpha = round(nodes[0].scaling * (math.sqrt(rank) if config["use_rslora"] else rank), 12)
@@ -145,7 +146,23 @@ def patterns(model: Tree, config: Mapping[str, Any]) -> dict[str, dict[str, Any]
     }
 
 
-def _is_adapted(parameter: Parameter) -> bool:
+def check_scales(parameter: Parameter) -> None:
+    """Raise for adapters that PEFT would make one of, and that have several scales.
+
+    Raises:
+        StructureError: for such adapters.
+    """
+    scales = {site.path: site.node.scaling for site in parameter.sites}
+    if not math.isclose(min(scales.values()), max(scales.values())):
+        raise StructureError(
+            f"{', '.join(scales)}: PEFT reads these adapters as one of {parameter.name}, of one scale",
+            expected="the same alpha / rank for all of them",
+            got=", ".join(f"{scale:g}" for scale in scales.values()),
+            hint="give them one rank and one alpha, or fold them in with lt.lora.merge",
+        )
+
+
+def is_adapted(parameter: Parameter) -> bool:
     """Whether all weights of a parameter have an adapter."""
     return all(isinstance(site.node, LoRAWeight) for site in parameter.sites)
 

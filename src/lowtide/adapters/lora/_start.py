@@ -27,6 +27,7 @@ from ._kernel import start
 from ._pieces import row_squares
 from ._principal import principal
 from ._sites import Site, sites
+from ._tables import is_table
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 
@@ -74,7 +75,8 @@ def started(
                 hint="leave it out of the targets, or add it with a configuration of its own",
             )
     if isinstance(config, Config):
-        return _lora(chosen, config, key, kernels)
+        tables = {site.index for site in chosen if is_table(model, site)}
+        return _lora(chosen, config, key, kernels, tables)
     if isinstance(config, VeRAConfig):
         return _vera(chosen, config, key)
     return _ia3(model, chosen, config)
@@ -112,7 +114,9 @@ def _filled(site: Site, shape: tuple[int, ...], make: Callable[[tuple[int, ...]]
     return jax.ShapeDtypeStruct(whole, jnp.float32) if abstract else make(whole)
 
 
-def _lora(chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int, Use]) -> dict[int, Any]:
+def _lora(
+    chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int, Use], tables: set[int]
+) -> dict[int, Any]:
     ranks = _by_glob(chosen, config.rank_pattern, config.rank)
     alphas = _by_glob(chosen, config.alpha_pattern, config.alpha)
     nodes: dict[int, Any] = {}
@@ -134,7 +138,9 @@ def _lora(chosen: Sequence[Site], config: Config, key: Any, kernels: Mapping[int
             shape: tuple[int, ...], site: Site = site, rank: int = rank, scale: Any = scale, inner: int = inner
         ) -> Array:
             own = jax.random.fold_in(key, zlib.crc32(site.path.encode()))
-            if config.init == "gaussian":
+            if site.index in tables:  # as PEFT's embeddings, whatever the word
+                values = jax.random.normal(own, shape, jnp.float32)
+            elif config.init == "gaussian":
                 values = jax.random.normal(own, shape, jnp.float32) / rank
             else:
                 # kaiming_uniform_(a=sqrt(5)), PEFT's choice: gain sqrt(2 / (1 + 5)), bound gain * sqrt(3 / in).

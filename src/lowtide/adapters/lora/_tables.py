@@ -13,20 +13,28 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 
 from ...core import ConfigError, ModelFileError, StructureError, Tree
 from ._config import IN_THE_WEIGHT, AnyConfig, Config
 from ._peft import PeftConfig
 from ._sites import Site, external_name
-from ._tensors import read_tensor
+from ._tensors import check_fits
 from ._whole import tied_names
+
+_MOST_NUMBERS = 2**22
+"""That are compared at once."""
 
 
 def table_names(model: Tree) -> frozenset[str]:
     """Return the names elsewhere of the modules whose rows a model looks up; none of a model that does not say."""
     return frozenset(getattr(model, "table_names", ()))
+
+
+def is_table(model: Tree, site: Site) -> bool:
+    """Whether a weight is a table whose rows the model looks up."""
+    names = table_names(model)
+    return bool(names) and external_name(model, site) in names
 
 
 def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
@@ -36,8 +44,7 @@ def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
         ConfigError: for another adapter than LoRA that begins at random.
         StructureError: for an embedding that is the head, too.
     """
-    name = external_name(model, site)
-    if name not in table_names(model):
+    if not is_table(model, site):
         return
     is_plain = isinstance(config, Config) and not config.dora and config.init in ("peft", "gaussian")
     if not is_plain:
@@ -48,7 +55,7 @@ def check_table(model: Tree, site: Site, config: AnyConfig) -> None:
             got=said,
             hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
         )
-    if name in tied_names(model):
+    if external_name(model, site) in tied_names(model):
         raise StructureError(f"{site.path} {_TIED}", **_OF_TIED)
 
 
@@ -71,7 +78,7 @@ def check_tables(path: Path, model: Tree, tables: Sequence[Site], config: PeftCo
             raise ModelFileError(
                 f"{path}: its adapter of the embedding {site.path} cannot be used",
                 expected="LoRA or rank-stabilised LoRA that began at random",
-                got="DoRA" if config.dora else config.kind,
+                got="DoRA" if config.dora else config.kind if config.kind != "LORA" else config.file.init_lora_weights,
                 hint="merge this adapter with PEFT (merge_and_unload)",
             )
         if external_name(model, site) in tied_names(model):
@@ -87,29 +94,31 @@ def base_keys(modules: Collection[str], keys: Collection[str]) -> dict[str, str]
 def check_base(file: Any, path: Path, site: Site, key: str) -> None:
     """Raise where a frozen weight in a file is another one than that of the model.
 
-    A weight in few bits, or one of which there is only the shape, is not compared.
+    A weight in few bits, one of which there is only the shape, and one that other processes hold are not compared.
 
     Raises:
         ModelFileError: for another weight.
 
     Memory:
-        Two copies of the weight in float32, on the host.
+        On the host a few copies of some rows.
     """
-    values = read_tensor(file, path, key, tuple(site.weight.shape))
-    if not isinstance(site.weight, (jax.Array, np.ndarray)) or isinstance(site.weight, jax.core.Tracer):
+    shape, weight = tuple(site.weight.shape), site.weight
+    check_fits(file, path, key, shape)
+    if isinstance(weight, jax.core.Tracer) or not isinstance(weight, (jax.Array, np.ndarray)):
         return
-    ours = np.asarray(site.weight, np.float32)
-    # Either may have been rounded to the dtype of the other.
-    dtypes = np.float32, site.weight.dtype, _dtype_of(file, key)
-    if not any(np.array_equal(ours.astype(dtype), values.astype(dtype)) for dtype in dtypes):
-        raise ModelFileError(
-            f"{path}: its {key} is another weight than {site.path} of the model",
-            expected="the base that the adapter was trained on",
-            got=f"differences of up to {float(np.abs(ours - values).max()):.3g}",
-            hint="load it into that base; an embedding that was trained or resized belongs into modules_to_save",
-        )
-
-
-def _dtype_of(file: Any, key: str) -> Any:
-    names = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16}
-    return names[file.get_slice(key).get_dtype()]
+    if isinstance(weight, jax.Array) and not weight.is_fully_addressable:
+        return
+    found = file.get_slice(key)
+    rows = max(1, _MOST_NUMBERS // max(shape[1], 1))
+    for start in range(0, shape[0], rows):
+        theirs = found[start : min(start + rows, shape[0])]
+        ours = np.asarray(weight[start : start + rows])
+        # Either may have been rounded to the dtype of the other.
+        if not any(np.array_equal(ours.astype(dtype), theirs.astype(dtype)) for dtype in (ours.dtype, theirs.dtype)):
+            far = np.abs(ours.astype(np.float32) - theirs.astype(np.float32)).max()
+            raise ModelFileError(
+                f"{path}: its {key} is another weight than {site.path} of the model",
+                expected="the base that the adapter was trained on",
+                got=f"differences of {float(far):.3g}, and maybe more, from row {start} on",
+                hint="load it into that base; an embedding that was trained or resized belongs into modules_to_save",
+            )

@@ -24,14 +24,7 @@ def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.n
     Raises:
         ModelFileError: when it has another shape or kind of numbers, or values that are no finite numbers.
     """
-    found = file.get_slice(key)
-    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
-        raise ModelFileError(
-            f"{path}: tensor {key} does not fit",
-            expected=f"a floating-point tensor of shape {list(shape)}",
-            got=f"{found.get_dtype()}{list(found.get_shape())}",
-            hint="load it into the model that it was made for, with the configuration it was saved with",
-        )
+    check_fits(file, path, key, shape)
     with np.errstate(over="ignore"):  # float64 has larger numbers
         values = np.asarray(file.get_tensor(key), np.float32)
     if not np.isfinite(values).all():
@@ -41,3 +34,19 @@ def read_tensor(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> np.n
             hint="the file is damaged, or the training that wrote it had diverged",
         )
     return values
+
+
+def check_fits(file: Any, path: Path, key: str, shape: tuple[int, ...]) -> None:
+    """Raise for a tensor of another shape or kind of numbers; none of it is read.
+
+    Raises:
+        ModelFileError: for such a tensor.
+    """
+    found = file.get_slice(key)
+    if tuple(found.get_shape()) != shape or found.get_dtype() not in _DTYPES:
+        raise ModelFileError(
+            f"{path}: tensor {key} does not fit",
+            expected=f"a floating-point tensor of shape {list(shape)}",
+            got=f"{found.get_dtype()}{list(found.get_shape())}",
+            hint="load it into the model that it was made for, with the configuration it was saved with",
+        )

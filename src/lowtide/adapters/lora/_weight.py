@@ -166,9 +166,10 @@ class LoRAWeight:
                 hint="leave the embedding out of the targets",
             )
         found = rows(self.weight, ids)
-        lora_a, lora_b = (factor.astype(found.dtype) for factor in self.factors())
-        low_rank = rows(lora_b, ids)
-        return found + jnp.matmul(low_rank * self._factor(low_rank), lora_a)
+        lora_a, lora_b = self.factors()
+        # Cast after they are looked up: the gradients of a token's rows add up in float32.
+        low_rank = rows(lora_b, ids).astype(found.dtype)
+        return found + jnp.matmul(low_rank * self._factor(low_rank), lora_a.astype(found.dtype))
 
     def grouped(
         self, x_MI: Float[Array, "M I"], product: Callable[..., Array], *, transposed: bool
