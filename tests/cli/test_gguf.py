@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 
 from lowtide import lora, models
 from lowtide.cli import main
+from lowtide.cli._answers import end_tokens
 from lowtide.cli._load import load as load_job
 from lowtide.cli._load import parse_job
+from lowtide.core import ConfigError, ModelFileError
 from lowtide.finetune import step_job
 
 pytest.importorskip("gguf", reason="needs lowtide[gguf]")
@@ -118,5 +121,27 @@ def test_fits_takes_the_sizes_of_the_file(file: Path, tiny_model_dir: str, tmp_p
             )
     link = tmp_path / "folder" / "named.gguf"
     link.parent.mkdir()
-    link.symlink_to(file)  # which is then refused by its own name
-    assert parse_job(str(link)) == (link, "")
+    link.symlink_to(file)
+    with pytest.raises(ModelFileError, match=r"named\.gguf: a link that leaves the folder"):
+        parse_job(str(link))
+
+
+def test_a_folder_is_of_gguf_by_one_rule(file: Path, tmp_path: Path, capfd: Any) -> None:
+    """Whatever the case of its name, and only without other weights, for commands with JAX and without."""
+    file.rename(tmp_path / "TINY.GGUF")
+    assert parse_job(str(tmp_path)) == (tmp_path, "") and models.gguf_file(tmp_path) == tmp_path / "TINY.GGUF"
+    assert _run(capfd, "inspect", tmp_path)[0] == 0
+    (tmp_path / "other.safetensors").touch()
+    assert models.gguf_file(tmp_path) is None
+    with pytest.raises(ConfigError, match=r"a folder without config\.json"):
+        parse_job(str(tmp_path))
+
+
+def test_who_says_that_an_answer_ends_is_named(file: Path, tmp_path: Path) -> None:
+    base = models.load(file)
+    wrong = dataclasses.replace(base, config=dataclasses.replace(base.config, eos_token_id=10**6))
+    with pytest.raises(ModelFileError, match=r"tiny\.gguf: eos_token_id is no token"):
+        end_tokens([str(file), None], wrong)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, -1]}')
+    with pytest.raises(ModelFileError, match=r"(?s)/generation_config\.json: eos_token_id is no token.*got: -1"):
+        end_tokens([str(file), str(tmp_path)], base)

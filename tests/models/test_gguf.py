@@ -198,6 +198,10 @@ def test_scales_of_gemma_that_files_do_not_say(directory: Any, tmp_path: Path) -
     wide = dataclasses.replace(header, fields={**header.fields, "gemma2.block_count": 46,
                                                "gemma2.attention.sliding_window_pattern": None})  # fmt: skip
     assert config_of(wide)["query_pre_attn_scalar"] == 32 / 4
+    for scale in (1e-200, -0.25, 1e4):
+        odd = dataclasses.replace(header, fields={**header.fields, "gemma2.attention.scale": scale})
+        with pytest.raises(ModelFileError, match=r"(?s)attention\.scale.*0, or 1e-3 to 1e3"):
+            config_of(odd)
 
 
 def test_blocks_of_256_are_read_in_any_part(tmp_path: Path) -> None:

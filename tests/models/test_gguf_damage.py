@@ -17,6 +17,8 @@ import pytest
 
 from lowtide import models
 from lowtide.core import ConfigError, LowtideError, ModelFileError
+from lowtide.models.gguf import open_gguf
+from lowtide.models.gguf._header import Long, read_header
 
 from .kinds import KINDS
 
@@ -131,19 +133,95 @@ def test_names_that_stand_twice(good: bytes, tmp_path: Path) -> None:
         ({"attention.value_length": 8}, ("attention.value_length", "4, as keys have")),
         ({"attention.head_count": [2, 1]}, ("attention.head_count", "the same for all layers")),
         ({"attention.head_count": None}, ("attention.head_count",)),
-        ({"attention.causal": False, "attention.scale": 0.3}, ("attention.scale",)),
+        ({"attention.causal": False}, ("attention.causal", "True, or no such key")),
+        ({"attention.scale": 0.3}, ("attention.scale",)),
+        ({"expert_weights_norm": False}, ("expert_weights_norm",)),
+        ({"expert_gating_func": 2}, ("expert_gating_func",)),
+        ({"rope.scaling.yarn_ext_factor": 0.0}, ("yarn_ext_factor",)),
+        (
+            {"attention.key_length": None, "attention.head_count": 16, "rope.dimension_count": 4},
+            ("attention.head_count", "at most 8", "16"),
+        ),
+        ({"attention.key_length": 5, "attention.value_length": 5}, ("rope.dimension_count", "even")),
         ({"logit_scale": 0.5}, ("logit_scale",)),
         ({"feed_forward_length": 2**31}, ("intermediate_size",)),
         ({"attention.layer_norm_rms_epsilon": float("nan")}, ("layer_norm_rms_epsilon",)),
         ({"rope.freq_base": float("inf")}, ("rope.freq_base",)),
+        ({"rope.freq_base": 0.0}, ("rope.freq_base", "from 1 on")),
         ({"expert_count": 60_000, "expert_used_count": 2}, ("lacks", "_exps")),
     ],
 )
 def test_metadata_that_is_not_computed_is_named(
     change: dict[str, Any], words: tuple[str, ...], folder: Path, tmp_path: Path
 ) -> None:
-    write_gguf(tmp_path / "x.gguf", folder, change=change)
+    table = {"rope_freqs__weight": np.ones(2, np.float32)} if "rope.freq_base" in change else {}
+    write_gguf(tmp_path / "x.gguf", folder, change=change, **table)
     _refused(tmp_path / "x.gguf", "x.gguf", *words)
+
+
+def test_values_that_change_nothing_are_read(folder: Path, tmp_path: Path) -> None:
+    scales = ("expert_weights_scale", "embedding_scale", "residual_scale", "logit_scale")
+    for change in (
+        {"attention.causal": True, "expert_weights_norm": True, "expert_gating_func": 1, **dict.fromkeys(scales, 1.0)},
+        {"attention.scale": 0.0, "expert_gating_func": 0, **dict.fromkeys(scales, 0.0)},
+    ):
+        write_gguf(tmp_path / "x.gguf", folder, change=change)
+        assert models.load_config(tmp_path / "x.gguf") == models.load_config(folder)
+
+
+def test_experts_are_counted_before_they_are_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.gguf"
+    write_gguf(file, folder, blk__0__ffn_up_exps__weight=np.zeros((4, 8, 8), np.float32))
+    never = (pytest.fail("a name was made") for _ in range(1))
+    for layers, experts, words in ((2, 60_000, "ffn_up_exps.*another shape"), (2**17, 4, "131072 layers")):
+        with pytest.raises(ModelFileError, match=f"(?s){words}"):
+            with open_gguf(file, layers=layers, experts=experts, heads={}, names=never):
+                pass
+    monkeypatch.setattr("lowtide.models.gguf._file._MOST_EXPERTS", 7)
+    with pytest.raises(ModelFileError, match=r"(?s)too many experts.*2 layers of 4"):
+        with open_gguf(file, layers=2, experts=4, heads={}, names=never):
+            pass
+
+
+def _with_values(file: Path, keys: int, size: int, of: bytes) -> None:
+    """Write a file of keys alone, with values of zeros; the disk holds next to nothing of them."""
+    with file.open("wb") as out:
+        out.write(struct.pack("<4sIQQ", b"GGUF", 3, 0, keys))
+        for key in range(keys):
+            out.write(struct.pack("<Q4s", 4, b"%04d" % key) + of + struct.pack("<Q", size))
+            out.seek(size, os.SEEK_CUR)
+        out.truncate()
+
+
+def test_what_is_kept_has_a_limit_in_all(tmp_path: Path) -> None:
+    """Arrays and texts that are short, but many: the rest of them is counted and not kept."""
+    file = tmp_path / "x.gguf"
+    for keys, size, of, kept in (
+        (66, 2**14, struct.pack("<II", 9, 7), 64),
+        (66, 2**14, struct.pack("<II", 9, 0), 64),
+        (258, 2**16, struct.pack("<I", 8), 256),
+    ):
+        _with_values(file, keys, size, of)
+        values = list(read_header(file).fields.values())
+        assert [isinstance(each, Long) for each in values] == [False] * kept + [True] * (keys - kept)
+        assert values[-1] == Long(size) and len(values[0]) == size
+    with file.open("wb") as out:
+        out.write(struct.pack("<4sIQQ", b"GGUF", 3, 0, 300))
+        for key in range(300):
+            out.write(struct.pack("<Q4s", 2**16, b"%04d" % key))
+            out.seek(2**16 - 4, os.SEEK_CUR)
+            out.write(struct.pack("<IB", 0, 0))
+    _refused(file, "names of at most 16.00 MiB in all")
+
+
+def test_truth_values_of_an_array_are_0_or_1(folder: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "x.gguf", folder, change={"odd": [True, False, True]})
+    content = (tmp_path / "x.gguf").read_bytes()
+    at = _behind(content, b"llama.odd") + 16
+    (tmp_path / "x.gguf").write_bytes(_patched(content, at, "BBB", 1, 2, 0))
+    _refused(tmp_path / "x.gguf", "truth values, 0 or 1")
 
 
 def test_what_is_no_whole_model_is_named(good: bytes, tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ PLAIN = {"rope_scaling": None, "attention_bias": False, "mlp_bias": False}
 ALL = {"sliding_window": None, "sliding_layers": None}
 CHANGES = {
     "llama": PLAIN,
+    "mistral": {"sliding_window": 32},  # for it a Llama: the same, up to the window's length
+    "phi3": {"rope_scaling": None, "rotary_fraction": 1.0, "vocab_size": 32_001},  # its class has a token 32,000
     "qwen2": {"attention_bias": True},
     # What it does not read of a file is as its classes have it: width and scale of heads, soft caps, shares of experts.
     "qwen3": {**ALL, "head_dim": 128},

@@ -91,25 +91,27 @@ def end_tokens(directories: Sequence[str | None], base: Any) -> tuple[int, ...]:
     """Tokens that end an answer: those of the model, and of `generation_config.json` where there is one.
 
     Args:
-        directories: where that file may be.
+        directories: where that file may be; first what names the model, None for the embedded one.
         base: the model.
 
     Raises:
-        ModelFileError: when that file has others than the vocabulary.
+        ModelFileError: when they are not of the vocabulary; the message names the file that says so.
     """
-    found: list[Any] = [base.config.eos_token_id]
+    found: list[tuple[Any, Any]] = [(directories[0] or "the embedded model", base.config.eos_token_id)]
     name = "generation_config.json"
-    where = [each for each in directories if each is not None and os.path.lexists(Path(each) / name)]
-    for directory in where:
-        path = input_file(directory, name, hint="copy it from the model's source again")
-        found.append(parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id"))
-    ends = [end for each in found for end in (each if isinstance(each, tuple | list) else [each]) if end is not None]
-    for end in ends:
-        if type(end) is not int or not 0 <= end < base.config.vocab_size:
-            raise ModelFileError(
-                f"{' and '.join(where)}: eos_token_id is no token",
-                expected=f"0 to {base.config.vocab_size - 1}",
-                got=shown(end),
-                hint=f"check {name}",
-            )
+    for directory in directories:
+        if directory is not None and os.path.lexists(Path(directory) / name):
+            path = input_file(directory, name, hint="copy it from the model's source again")
+            found.append((path, parse_json(read_input(path, most_bytes=1024**2), str(path)).get("eos_token_id")))
+    ends: list[int] = []
+    for where, each in found:
+        for end in each if isinstance(each, tuple | list) else [each]:  # pyright: ignore[reportUnknownVariableType]
+            if end is not None and (type(end) is not int or not 0 <= end < base.config.vocab_size):
+                raise ModelFileError(
+                    f"{where}: eos_token_id is no token",
+                    expected=f"0 to {base.config.vocab_size - 1}",
+                    got=shown(end),
+                    hint="the file is of a model with another vocabulary; copy it from the model's source again",
+                )
+            ends += [] if end is None else [end]
     return tuple(dict.fromkeys(ends))

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..core import ConfigError, LowtideError, OutputError
+from ..core import ConfigError, LowtideError, OutputError, gguf_file
 
 _JAX_CAUSES = ("JaxStackTraceBeforeTransformation", "SimplifiedTraceback", "UnfilteredStackTrace")
 
@@ -64,10 +64,11 @@ def parse_job(text: str) -> tuple[Path, str]:
 
     Raises:
         ConfigError: when a part is missing, or there is no such file.
+        ModelFileError: for a GGUF file that is missing or a link out of its folder, and for a folder with several.
     """
     if (Path(text) / "config.json").is_file():
         return Path(text).resolve(), ""
-    if _is_gguf(Path(text)):
+    if gguf_file(text) is not None:
         return Path(text).absolute(), ""  # in a cache of Hugging Face, what a link leads to has another name
     file, separator, name = text.rpartition(":")
     if not separator or not file or not name.isidentifier():
@@ -89,11 +90,6 @@ def parse_job(text: str) -> tuple[Path, str]:
     return path.resolve(), name
 
 
-def _is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, or a folder with one; `lowtide.models.gguf_file` would need JAX."""
-    return path.suffix.lower() == ".gguf" if path.is_file() else any(path.glob("*.gguf"))
-
-
 @contextlib.contextmanager
 def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
     """Load the function of that name from a file, importable with everything beside it as long as the block lasts.
@@ -106,7 +102,7 @@ def load(path: Path, name: str) -> Generator[Callable[..., Any]]:
         ConfigError: when the file has no such name, or it is not a function.
         UserCodeError: what the file raises while it is imported.
     """
-    if path.is_dir() or _is_gguf(path):
+    if path.is_dir() or gguf_file(path) is not None:
         from ..finetune import step_job
 
         yield functools.partial(step_job, path)

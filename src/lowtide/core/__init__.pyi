@@ -30,6 +30,7 @@ from ._errors import StructureError as StructureError
 from ._errors import TargetError as TargetError
 from ._files import check_writable as check_writable
 from ._files import write_files as write_files
+from ._gguf import gguf_file as gguf_file
 from ._grad import check_differentiable as check_differentiable
 from ._grad import value_and_grad as value_and_grad
 from ._inputs import input_file as input_file

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..core import LowtideError, ModelFileError, format_bytes, input_file, parse_json, read_input, shortened
+from ..core import LowtideError, ModelFileError, format_bytes, gguf_file, input_file, parse_json, read_input, shortened
 
 _AGAIN = "copy the file from its source again"
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
@@ -77,11 +77,8 @@ def inspect(path: str | Path) -> Inspection:
         Headers of files; no weight is read.
     """
     path = Path(path)
-    if any(each.suffix.lower() == ".gguf" for each in (_entries(path) if path.is_dir() else [path])):
-        from .. import models  # which needs JAX
-
-        if (file := models.gguf_file(path)) is not None:
-            return _gguf(path, file)
+    if (file := gguf_file(path)) is not None:
+        return _gguf(path, file)
     if path.is_dir():
         kinds = {"config.toml": _run, "adapter_config.json": _adapter, "config.json": _model}
         for name, look in kinds.items():
@@ -89,10 +86,10 @@ def inspect(path: str | Path) -> Inspection:
                 return look(path)
         if any(step.name.isdigit() and step.is_dir() for step in _entries(path)):
             return _checkpoints(path)
-        if any(each.suffix in {*_PICKLED, *_FOREIGN, ".safetensors"} for each in _entries(path)):
+        if any(each.suffix.lower() in {*_PICKLED, *_FOREIGN, ".safetensors"} for each in _entries(path)):
             return _model(path)
     elif os.path.lexists(path):
-        if path.suffix in {*_PICKLED, *_FOREIGN}:
+        if path.suffix.lower() in {*_PICKLED, *_FOREIGN}:
             facts = {"bytes": path.stat().st_size}
             return Inspection(kind="weights", path=str(path), facts=facts, problems=_other_formats([path]))
         file = input_file(path.parent, path.name, hint=_AGAIN)
@@ -141,7 +138,9 @@ def _model(folder: Path) -> Inspection:
     if files and not any(os.path.lexists(folder / name) for name in (_SINGLE, _INDEX)):
         names = shortened(", ".join(file.name for file in files))
         problems.append(f"neither {_SINGLE} nor {_INDEX}, without which shards are not read: {names}")
-    problems += _other_formats([each for each in _entries(folder) if each.suffix in {*_PICKLED, *_FOREIGN}], files)
+    problems += _other_formats(
+        [each for each in _entries(folder) if each.suffix.lower() in {*_PICKLED, *_FOREIGN}], files
+    )
     tensors = _tensors(files)
     number = len(tensors)
     if raw.get("quantization_config") and files and asked is not None:
@@ -394,10 +393,11 @@ def _other_formats(paths: Sequence[Path], read: Sequence[Path] = ()) -> tuple[st
         **dict.fromkeys(_FOREIGN, "another format"),
     }
     named = "a GGUF file, which is read when it is named itself"
-    said = (f"{path.name}: {what[path.suffix]}; Lowtide reads safetensors" for path in paths if path.suffix != ".gguf")
-    return (*said, *(f"{path.name}: {named}" for path in paths if path.suffix == ".gguf")) or (
-        "no weights: no .safetensors file is there",
-    )
+    ours = [path for path in paths if path.suffix.lower() == ".gguf"]
+    said = [
+        f"{each.name}: {what[each.suffix.lower()]}; Lowtide reads safetensors" for each in paths if each not in ours
+    ]
+    return (*said, *(f"{path.name}: {named}" for path in ours)) or ("no weights: no .safetensors file is there",)
 
 
 def _said(error: LowtideError) -> str:

@@ -1,5 +1,6 @@
 """Decoders of many families, their files, and sampling."""
 
+from ..core import gguf_file as gguf_file
 from ._cache import cache_bytes as cache_bytes
 from ._config import DecoderConfig as DecoderConfig
 from ._config import Experts as Experts
@@ -26,7 +27,6 @@ from ._host_bytes import HostBytes as HostBytes
 from ._host_bytes import host_bytes as host_bytes
 from ._sampling import Sampling as Sampling
 from ._tokenizer import load_tokenizer as load_tokenizer
-from .gguf import gguf_file as gguf_file
 
 __all__ = [
     "Completion",

@@ -327,6 +327,6 @@ def _token_ids(file: ConfigFile, name: str, where: str, *, is_given: bool) -> tu
                 f"{where}: {name} is no token",
                 expected=f"0 to {file.vocab_size - 1}",
                 got=each,
-                hint="check config.json",
+                hint="copy the file from the model's source again",
             )
     return tuple(each for each in ids if each < file.vocab_size) or (None,)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..core import (
     ModelFileError,
     OutputError,
     Where,
+    gguf_file,
     input_file,
     leaves_with_paths,
     parse_json,
@@ -41,7 +42,7 @@ from ._decoder import Decoder, init, parameter_shapes, with_windows, without_win
 from ._shards import CONFIG, INDEX, SINGLE, Tensor, write_model
 from ._tensors import DTYPES, Source, open_tensors, pieces, read_leaf
 from .families import family_of
-from .gguf import gguf_file, gguf_model, open_gguf
+from .gguf import gguf_model, open_gguf
 from .packed import Packed, Plan, Scheme, Stored, folded, plan, told
 
 _MOST_CONFIG_BYTES, _MOST_INDEX_BYTES = 16 * 1024**2, 256 * 1024**2
@@ -233,12 +234,7 @@ def _stored(
     if (file := gguf_file(directory)) is not None:
         experts = 1 if config.experts is None else config.experts.num_experts
         heads = {"q": config.num_heads, "k": config.num_kv_heads}
-
-        def names() -> list[str]:
-            paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)))
-            return [name for path in paths for name in _tensor_names(path, config).values()]
-
-        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=names) as tensors:
+        with open_gguf(file, layers=config.num_layers, experts=experts, heads=heads, names=_names(config)) as tensors:
             yield tensors
         return
     with open_tensors(_weight_files(directory)) as found:
@@ -388,15 +384,26 @@ def _host_memory() -> jax.sharding.Sharding:
 
 def _tensor_names(path: Any, config: DecoderConfig) -> dict[tuple[int, ...], str]:
     """Hugging Face names of the tensors of one leaf, by their place in its stack: layers, and experts of each."""
+    return dict(_named(path, config))
+
+
+def _names(config: DecoderConfig) -> Iterator[str]:
+    """Hand out all names, made while they are asked for: a GGUF file may ask for more than it has."""
+    for path, _ in jax.tree_util.tree_leaves_with_path(parameter_shapes(config)):
+        for _, name in _named(path, config):
+            yield name
+
+
+def _named(path: Any, config: DecoderConfig) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Hand out places and names one by one."""
     names = family_of(config).names
     *module, leaf = (entry.key for entry in path)
     whole = "/".join([*module, leaf])
     template = names[whole] if whole in names else f"{names['/'.join(module)]}.{leaf}"
     sizes = [config.num_layers] if "{layer}" in template else []
     sizes += [config.experts.num_experts] if config.experts is not None and "{expert}" in template else []
-    return {
-        index: template.format(**dict(zip(("layer", "expert"), index, strict=False))) for index in np.ndindex(*sizes)
-    }
+    for index in np.ndindex(*sizes):
+        yield index, template.format(**dict(zip(("layer", "expert"), index, strict=False)))
 
 
 def _of_the_text(tensors: dict[str, Source], config: DecoderConfig) -> dict[str, Source]:

@@ -1,9 +1,8 @@
 """GGUF files, read only: their metadata as a `config.json`, their tensors as weights of that model."""
 
-from ._file import gguf_file as gguf_file
 from ._file import gguf_model as gguf_model
 from ._file import open_gguf as open_gguf
 from ._header import read_header as read_header
 from ._tensors import GgufTensor as GgufTensor
 
-__all__ = ["GgufTensor", "gguf_file", "gguf_model", "open_gguf", "read_header"]
+__all__ = ["GgufTensor", "gguf_model", "open_gguf", "read_header"]

@@ -31,17 +31,18 @@ _MIXTRAL = ("mixtral", "MixtralForCausalLM")
 _WINDOWED = ("llama", "phi3", "gemma2", "gemma3")
 _WITH_BIASES = ("llama", "qwen3", "gemma2", "gemma3_text", "olmo2")
 _HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-_NEUTRAL: Mapping[str, Any] = {
-    "attention.causal": True,
-    "expert_gating_func": 1,  # softmax
-    "expert_weights_norm": True,
-    "expert_weights_scale": 1.0,
-    "embedding_scale": 1.0,
-    "residual_scale": 1.0,
-    "logit_scale": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_gating_func": (0, 1),  # none is said, softmax
+    "expert_weights_norm": (True,),  # llama.cpp does it whatever the file says, so false is no model that both know
+    "expert_weights_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
 }
+"""Values that change nothing, where these are not absence, false and 0 alone; a scale of 0 is none."""
 _WIDEST = {"gemma2": 46, "gemma3": 62}
 """Layers of the 27B models, whose scores are scaled by the width of the model and not by that of a head."""
 _ROPE = "rope_freqs.weight"
@@ -73,6 +74,8 @@ def config_of(header: Header) -> dict[str, Any]:
     embedding = header.places.get("token_embd.weight")
     if embedding is None:
         raise _wrong(header, "token_embd.weight", "a tensor, of the embedding", None)
+    if keys.get("attention.key_length") is None and heads > hidden:
+        raise keys.wrong("attention.head_count", f"at most {hidden}, the width, without attention.key_length", heads)
     head_dim = keys.count("attention.key_length", hidden // heads)
     if (other := keys.count("attention.value_length", head_dim)) != head_dim:
         raise keys.wrong("attention.value_length", f"{head_dim}, as keys have", other)
@@ -155,14 +158,20 @@ class _Keys:
         """Refuse what was not asked for and is switched on."""
         for name, value in self.header.fields.items():
             key = name.removeprefix(self.prefix)
-            is_neutral = not value or (key in _NEUTRAL and value == _NEUTRAL[key])
+            is_neutral = value in _NEUTRAL[key] if key in _NEUTRAL else not value
             if name.startswith(self.prefix) and name not in self.read and not is_neutral:
                 raise ModelFileError(
                     f"{self.header.file}: {shown(name)} is nothing that Lowtide computes for this architecture",
-                    expected="keys that are read; others have to be absent, false or zero",
+                    expected=_expected(key),
                     got=shown(value),
                     hint=_WRONG_LOGITS,
                 )
+
+
+def _expected(key: str) -> str:
+    if key in _NEUTRAL:
+        return f"{' or '.join(str(each) for each in _NEUTRAL[key])}, or no such key"
+    return "keys that are read; others have to be absent, false or zero"
 
 
 def _architecture(header: Header) -> str:
@@ -190,6 +199,8 @@ def _gemma(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     is_wide = layers == _WIDEST[architecture]
     scalar = raw["hidden_size"] / raw["num_attention_heads"] if is_wide else raw["head_dim"]
     scale = keys.number("attention.scale", 0.0)
+    if scale and not 1e-3 <= scale <= 1e3:
+        raise keys.wrong("attention.scale", "0, or 1e-3 to 1e3", scale)
     found: dict[str, Any] = {"query_pre_attn_scalar": float(scale**-2 if scale else scalar)}
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if keys.get(key) is not None:
@@ -229,6 +240,10 @@ def _experts(keys: _Keys, model_type: str, experts: int) -> dict[str, Any]:
 def _rope(keys: _Keys, raw: Mapping[str, Any]) -> dict[str, Any]:
     places = keys.header.places
     theta, rotated = keys.number("rope.freq_base", 10_000.0), keys.count("rope.dimension_count", raw["head_dim"])
+    if theta < 1:
+        raise keys.wrong("rope.freq_base", "a number from 1 on", theta)
+    if rotated % 2:
+        raise keys.wrong("rope.dimension_count", "an even number, since rotations take pairs", rotated)
     found: dict[str, Any] = {"rope_theta": float(theta)}
     if rotated != raw["head_dim"]:
         found["partial_rotary_factor"] = rotated / raw["head_dim"]

@@ -1,65 +1,33 @@
-"""Find a GGUF file, and give its tensors the names that Hugging Face has for them."""
+"""The tensors of a GGUF file under the names that Hugging Face has for them."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core import ModelFileError, input_file, shortened, shown
+from ...core import ModelFileError, shortened, shown
 from ._config import CONSTANTS, config_of
-from ._header import Header, read_header
+from ._header import Header, Place, read_header
 from ._library import tensor_names
 from ._tensors import GgufTensor
 
 _AGAIN = "the file is damaged, or of another version of its architecture; convert the original again"
-_MOST_WEIGHTS = 2**21
+_MOST_EXPERTS = 2**18
+"""Of all layers together: ten times what the largest models have."""
 _LAYER = re.compile(r"(?<=^model\.layers\.)\d+(?=\.)")
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)(?=\.)")
+_STACKED = re.compile(r"blk\.\d+\.ffn_\w+_exps\.")
 _HALVES = re.compile(r"self_attn\.([qk])_proj\.(weight|bias)$")
-
-
-def gguf_file(path: str | Path) -> Path | None:
-    """Return the GGUF file that is meant by the path of a model, or None where it is a directory of Hugging Face.
-
-    Args:
-        path: the file itself, or a folder with one, and neither `config.json` nor safetensors.
-
-    Raises:
-        ModelFileError: when the file is missing or no regular file, and for a folder with several.
-
-    Memory:
-        None; the file is not opened.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        is_named = path.suffix.lower() == ".gguf"
-        return input_file(path.parent, path.name, hint="check the path; nothing is downloaded") if is_named else None
-    try:
-        names = sorted(os.listdir(path))
-    except OSError:
-        return None  # who reads it says so
-    found = [name for name in names if name.lower().endswith(".gguf")]
-    if not found or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
-        return None
-    if len(found) > 1:
-        raise ModelFileError(
-            f"{path}: several GGUF files",
-            expected="one, or the path of one of them",
-            got=shortened(", ".join(found)),
-            hint=f"name the file, for instance {path / found[0]}",
-        )
-    return input_file(path, found[0], hint=_AGAIN)
 
 
 def gguf_model(file: Path) -> dict[str, Any]:
     """Read what the file says of the model, as the contents of a `config.json`.
 
     Args:
-        file: as `gguf_file` returns it.
+        file: as `core.gguf_file` returns it.
 
     Raises:
         ModelFileError: for a damaged file, and a model that is not read.
@@ -70,16 +38,16 @@ def gguf_model(file: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_gguf(
-    file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Any
+    file: Path, *, layers: int, experts: int, heads: Mapping[str, int], names: Iterable[str]
 ) -> Generator[dict[str, GgufTensor], None, None]:
     """Yield the tensors of a file, by the names of Hugging Face.
 
     Args:
-        file: as `gguf_file` returns it.
+        file: as `core.gguf_file` returns it.
         layers: of the model.
         experts: of a layer; 1 where there are none.
         heads: of ``"q"`` and ``"k"``.
-        names: a function that returns all names of the model's weights.
+        names: all names of the model's weights, made while they are asked for.
 
     Raises:
         ModelFileError: for a damaged file, a tensor that is missing, and one that the model has no place for.
@@ -88,14 +56,34 @@ def open_gguf(
         Headers; tensors are read when they are asked for.
     """
     header = read_header(file)
-    if layers > len(header.places) or layers * experts > _MOST_WEIGHTS:  # before anything is made of that many names
+    if layers > len(header.places):  # before anything is made of that many names
         raise ModelFileError(
             f"{file}: the metadata asks for tensors that the file lacks",
-            expected=f"weights of {layers} layers" + (f" of {experts} experts" if experts > 1 else ""),
+            expected=f"weights of {layers} layers",
             got=f"{len(header.places)} tensors",
             hint=_AGAIN,
         )
-    yield _renamed(header, names(), experts, heads)
+    if experts > 1:
+        _check_experts(header, [place for name, place in header.places.items() if _STACKED.match(name)], experts)
+        if layers * experts > _MOST_EXPERTS:
+            raise ModelFileError(
+                f"{file}: too many experts",
+                expected=f"at most {_MOST_EXPERTS:,} in all layers",
+                got=f"{layers} layers of {experts:,}",
+                hint=_AGAIN,
+            )
+    yield _renamed(header, names, experts, heads)
+
+
+def _check_experts(header: Header, places: Iterable[Place], experts: int) -> None:
+    for place in places:
+        if len(place.shape) != 3 or place.shape[0] != experts:
+            raise ModelFileError(
+                f"{header.file}: {shown(place.name)} has another shape than the metadata says",
+                expected=f"{experts} matrices, one for each expert",
+                got=place.shape,
+                hint=_AGAIN,
+            )
 
 
 def _renamed(header: Header, names: Iterable[str], experts: int, heads: Mapping[str, int]) -> dict[str, GgufTensor]:
@@ -114,13 +102,8 @@ def _renamed(header: Header, names: Iterable[str], experts: int, heads: Mapping[
                 got=f"{len(header.places)} tensors without it",
                 hint=_AGAIN,
             )
-        if expert is not None and (len(place.shape) != 3 or place.shape[0] != experts):
-            raise ModelFileError(
-                f"{header.file}: {shown(place.name)} has another shape than the metadata says",
-                expected=f"{experts} matrices, one for each expert",
-                got=place.shape,
-                hint=_AGAIN,
-            )
+        if expert is not None:
+            _check_experts(header, [place], experts)
         halves = _HALVES.search(theirs) if architecture == "llama" else None
         is_shifted = architecture.startswith("gemma") and theirs.endswith("norm.weight")
         found[theirs] = GgufTensor(

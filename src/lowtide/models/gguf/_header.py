@@ -2,7 +2,7 @@
 
 The layout is that of the specification in ggml's `docs/gguf.md`, versions 2 and 3, little-endian: a magic number,
 counts, pairs of keys and values, then names, shapes, types and offsets of tensors, and behind a padding their data.
-Long text and long arrays are walked over and not kept: the vocabulary is in them.
+Long text and long arrays are walked over and not kept: the vocabulary is in them. What is kept has a limit in all, too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ _AGAIN = "the file is truncated or damaged; download it again"
 _MAGIC = b"GGUF"
 _MOST_TENSORS, _MOST_KEYS, _MOST_TEXTS = 2**20, 2**16, 2**24
 _MOST_NAME, _KEPT_TEXT, _KEPT_ARRAY = 2**16, 2**16, 2**14
+_ALL_NUMBERS, _ALL_TEXT = 2**20, 16 * 1024**2
+"""What is kept of a file: numbers of arrays, and bytes of names, and as many of texts; far more than models have."""
 _LEAST_KEY, _LEAST_TENSOR = 13, 32
 _SCALARS: Mapping[int, str] = {
     0: "B",
@@ -43,7 +45,7 @@ _TEXT, _ARRAY = 8, 9
 
 @dataclasses.dataclass(frozen=True)
 class Long:
-    """A text or an array that is not kept."""
+    """A text or an array that is not kept: it is long, or the file has more than is kept of one."""
 
     count: int
 
@@ -109,13 +111,16 @@ class _Walk:
     size: int
     at: int = 0
     texts: int = 0
+    numbers_left: int = _ALL_NUMBERS
+    names_left: int = _ALL_TEXT
+    text_left: int = _ALL_TEXT
 
     def header(self, known: Mapping[int, Kind]) -> Header:
         """Read everything."""
         tensors, keys = self._counts()
         fields: dict[str, Any] = {}
         for _ in range(keys):
-            key = self._text(_MOST_NAME, "a key")
+            key = self._name("a key")
             if key in fields:
                 raise _wrong(self.file, "every key once", f"{shown(key)} twice")
             fields[key] = self._value(key, self._number("I"))
@@ -171,8 +176,18 @@ class _Walk:
                 raise _wrong(self.file, "a truth value, 0 or 1", value)
             return bool(value)
         (number,) = struct.unpack_from(form, self.content, at)
-        # The shortest decimal of a float32: what the configuration said before it was converted.
-        return float(str(np.float32(number))) if code == "f" else number
+        return _shortest(number) if code == "f" else number
+
+    def _array(self, code: str, count: int) -> list[Any] | Long:
+        form = f"<{count}{code}"
+        at = self._step(count * struct.calcsize(f"<{code}"))
+        if count > min(_KEPT_ARRAY, self.numbers_left):
+            return Long(count)
+        self.numbers_left -= count
+        if code == "?" and any(value > 1 for value in self.content[at : self.at]):
+            raise _wrong(self.file, "truth values, 0 or 1", "others in an array")
+        values = struct.unpack_from(form, self.content, at)
+        return [_shortest(each) for each in values] if code == "f" else list(values)
 
     def _step(self, num_bytes: int) -> int:
         at = self.at
@@ -181,10 +196,16 @@ class _Walk:
         self.at += num_bytes
         return at
 
-    def _text(self, most: int, what: str) -> str:
+    def _name(self, what: str) -> str:
         length = self._number("Q")
-        if length > most:
-            raise _wrong(self.file, f"{what} of at most {most} bytes", f"{length}")
+        if length > _MOST_NAME:
+            raise _wrong(self.file, f"{what} of at most {_MOST_NAME} bytes", f"{length}")
+        if length > self.names_left:
+            raise _wrong(self.file, f"names of at most {format_bytes(_ALL_TEXT)} in all", f"more, with {what}")
+        self.names_left -= length
+        return self._text(length, what)
+
+    def _text(self, length: int, what: str) -> str:
         at = self._step(length)
         try:
             return self.content[at : at + length].decode("utf-8")
@@ -195,12 +216,12 @@ class _Walk:
         if kind in _SCALARS:
             return self._number(_SCALARS[kind])
         if kind == _TEXT:
-            (length,) = struct.unpack_from("<Q", self.content, self._step(8))
-            if length > _KEPT_TEXT:
+            length = self._number("Q")
+            if length > min(_KEPT_TEXT, self.text_left):
                 self._step(length)
                 return Long(length)
-            self.at -= 8
-            return self._text(_KEPT_TEXT, f"the text of {shown(key)}")
+            self.text_left -= length
+            return self._text(length, f"the text of {shown(key)}")
         if kind != _ARRAY:
             raise _wrong(self.file, "a type of GGUF, 0 to 12", f"{kind}, of {shown(key)}")
         of, count = self._number("I"), self._number("Q")
@@ -208,11 +229,7 @@ class _Walk:
             return self._skip_texts(key, count)
         if of not in _SCALARS:
             raise _wrong(self.file, "an array of numbers or of texts", f"type {of}, of {shown(key)}")
-        width = struct.calcsize(f"<{_SCALARS[of]}")
-        if count > _KEPT_ARRAY:
-            self._step(count * width)
-            return Long(count)
-        return [self._number(_SCALARS[of]) for _ in range(count)]
+        return self._array(_SCALARS[of], count)
 
     def _skip_texts(self, key: str, count: int) -> Long:
         self.texts += count
@@ -224,7 +241,7 @@ class _Walk:
         return Long(count)
 
     def _tensor(self, known: Mapping[int, Kind]) -> tuple[str, Kind, tuple[int, ...], int]:
-        name = self._text(_MOST_NAME, "a tensor's name")
+        name = self._name("a tensor's name")
         axes = self._number("I")
         if not 1 <= axes <= 4:
             raise _wrong(self.file, f"1 to 4 axes of {shown(name)}", axes)
@@ -243,6 +260,11 @@ class _Walk:
                 self.file, f"rows of whole blocks of {kind.block} in {kind.name}", f"{shape}, of {shown(name)}"
             )
         return name, kind, shape, offset
+
+
+def _shortest(number: float) -> float:
+    """Return the shortest decimal of a float32: what the configuration said before it was converted."""
+    return float(str(np.float32(number)))
 
 
 def _wrong(file: Path, expected: str, got: Any) -> ModelFileError:

@@ -1,0 +1,42 @@
+"""Which file of a path is a GGUF file: the one rule, for whoever has to know before JAX is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ._errors import ModelFileError
+from ._inputs import input_file, shortened
+
+
+def gguf_file(path: str | Path) -> Path | None:
+    """Return the GGUF file that is meant by the path of a model, or None where it is a directory of Hugging Face.
+
+    Args:
+        path: the file itself, or a folder with one, and neither `config.json` nor safetensors.
+
+    Raises:
+        ModelFileError: when the file is missing or no regular file, and for a folder with several.
+
+    Memory:
+        None; the file is not opened.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        is_named = path.suffix.lower() == ".gguf"
+        return input_file(path.parent, path.name, hint="check the path; nothing is downloaded") if is_named else None
+    try:
+        names = sorted(os.listdir(path))
+    except OSError:
+        return None  # who reads it says so
+    found = [name for name in names if name.lower().endswith(".gguf")]
+    if not found or "config.json" in names or any(name.endswith((".safetensors", ".index.json")) for name in names):
+        return None
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{path}: several GGUF files",
+            expected="one, or the path of one of them",
+            got=shortened(", ".join(found)),
+            hint=f"name the file, for instance {path / found[0]}",
+        )
+    return input_file(path, found[0], hint="check the folder; nothing is downloaded")
