@@ -75,7 +75,7 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; every warni
 RAY := tests/integration/test_ray.py
 
 peers: $(VENV)/.installed-peers ## Compare with torch, transformers and PEFT; train on Ray.
-	$(BIN)/python -m pytest -m peers $(PYTEST_ARGS) --ignore $(RAY)
+	$(UNOPTIMIZED) $(BIN)/python -m pytest -m peers $(PYTEST_ARGS) --ignore $(RAY)
 	$(BIN)/python -m pytest -m peers $(RAY)
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
