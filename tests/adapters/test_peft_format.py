@@ -216,10 +216,3 @@ class TestWeReadPefts:
         peft_adapter(hf, **{named: value}).save_pretrained(tmp_path / "adapter")
         with pytest.raises(ModelFileError, match=rf"option '{named}' is not supported"):
             lora.load(base, tmp_path / "adapter")
-
-    def test_embedding_adapters_are_refused(self, base, hf, tmp_path):
-        peft_adapter(hf, target_modules=["embed_tokens"]).save_pretrained(
-            tmp_path / "adapter", save_embedding_layers=False
-        )
-        with pytest.raises(ModelFileError, match=r"unexpected: base_model.model.model.embed_tokens"):
-            lora.load(base, tmp_path / "adapter")
