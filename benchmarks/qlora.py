@@ -1,6 +1,6 @@
 """What a QLoRA step of Llama 3.1 8B needs on one chip, and what dequantisation adds to its arithmetic. Never run.
 
-    python benchmarks/qlora.py [--target v5e:1x1] [--case "rank 8"] ...
+    python benchmarks/qlora.py [--target v5e:1x1] [--case "rank 8"] [--count] ...
 
 Packed rows, AdamW, every block recomputed, compiled: rank 8 on queries, values and the MLP for 2 x 2048 tokens
 (torchtune's recipe), and rank 32 on all projections for 1 x 2048. The base in bfloat16, in nf4, and in nf4 with
@@ -112,14 +112,22 @@ def main() -> None:
     parser.add_argument("--target", default="v5e:1x1", help="of lowtide.memory.target")
     parser.add_argument("--case", action="append", choices=CASES, help="default: all")
     parser.add_argument("--base", action="append", choices=BASES, help="default: all")
+    parser.add_argument(
+        "--count", action="store_true", help="count FLOPs and bytes accessed, and compile no whole step"
+    )
     parser.add_argument("--json", type=Path, help="where the raw result goes (default: benchmarks/results)")
     options = parser.parse_args()
-    path = options.json or ROOT / "results" / f"qlora-{options.target.replace(':', '-')}.json"
+    name = "qlora-count" if options.count else "qlora"
+    path = options.json or ROOT / "results" / f"{name}-{options.target.replace(':', '-')}.json"
     rows = list[dict[str, Any]]()
     for case in options.case or CASES:
         for base in options.base or BASES:
-            rows.append(measure(case, base, options.target))
-            show(rows[-1])
+            if options.count:
+                rows.append({"case": case, "base": base, **counted(case, base, options.target)})
+                print(*rows[-1].values(), sep=", ", flush=True)
+            else:
+                rows.append(measure(case, base, options.target))
+                show(rows[-1])
             write(
                 path,
                 {**header("python benchmarks/qlora.py"), "label": "compiled", "target": options.target, "rows": rows},
