@@ -110,13 +110,13 @@ def test_what_does_not_fit_together_is_said(environment: Any) -> None:
         numpy=("2.1", ""),
         pydantic=("2.14.3", "tokenizers==9"),
         tokenizers=("0.22.0", ""),
-        transformers=("5.0.0", 'tokenizers<=0.23.0,>=0.22.0, numpy<2; extra == "x"'),
+        transformers=("5.1.0", 'tokenizers<=0.23.0,>=0.22.0, numpy<2; extra == "x"'),
     )
     assert gpu.conflicts(text) == [
         "scipy is not here: the list does not have it",
         "lowtide needs jax<0.13,>=0.10.2, here is 0.13.0",
         "pydantic 2.14.3 here needs tokenizers==9, which would be 0.23.3",
-        "transformers 5.0.0 here needs tokenizers<=0.23.0,>=0.22.0, which would be 0.23.3",
+        "transformers 5.1.0 here needs tokenizers<=0.23.0,>=0.22.0, which would be 0.23.3",
     ]
 
 
