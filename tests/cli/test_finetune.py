@@ -249,7 +249,9 @@ def test_a_model_that_is_not_here_is_not_a_tokenizer_problem(finetune):
 
 
 def test_an_adapter_that_the_model_cannot_use_leaves_nothing_behind(finetune, tmp_path):
-    _error(finetune("--config", _config(tmp_path, targets="outer/embed")), "outer/embed/weight is the model's head, too")
+    _error(
+        finetune("--config", _config(tmp_path, targets="outer/embed")), "outer/embed/weight is the model's head, too"
+    )
     assert not (tmp_path / "run").exists()
 
 
