@@ -120,7 +120,7 @@ def test_a_full_run_learns_and_writes_a_model(finetune, tmp_path, tiny_model_dir
     sizes = json.loads((tmp_path / "base" / "config.json").read_text())
     (tmp_path / "base" / "config.json").write_text(json.dumps({**sizes, "pad_token_id": 3}))
     (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
-    flags = ("--full", "--batch-size", "4", "--seq-len", "8", "--steps", "20", "--config", config)
+    flags = ("--full", "--batch-size", "4", "--seq-len", "8", "--steps", "20", "--seed", "1", "--config", config)
     status, printed, said = finetune(*flags, model=tmp_path / "base")
     assert status == 0, said
     for expected in (

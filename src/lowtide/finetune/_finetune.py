@@ -133,7 +133,8 @@ class Finetune:
         # For records, in one program; and now, for what waits for a device between a step and its record may lose it.
         self._rates = np.asarray(jax.jit(jax.vmap(self.schedule))(jnp.arange(config.num_steps)))
         tx: Any = optimizer(config, self.schedule)
-        options = {"wrt": _WRT, "num_microbatches": config.num_microbatches}
+        # Dropout alone reads the trainer's key; pipelines and layerwise steps take no seed.
+        options = {"wrt": _WRT, "num_microbatches": config.num_microbatches, "seed": config.seed}
         if sharding is not None and STAGE in sharding.mesh.shape:
             options, loss_fn = {"pipeline": _pipeline(config, model.stack, sharding)}, None  # the stack has a loss
         if config.full:
@@ -146,7 +147,6 @@ class Finetune:
             checkpoint_dir=self.out / CHECKPOINTS,
             max_to_keep=config.max_to_keep,
             best="eval_loss" if config.keep_best or config.load_best_at_end else None,
-            seed=config.seed,
             sharding=sharding,
             rollback=False,  # an error ends the process, and the run is resumed from its checkpoints
             **options,

@@ -117,8 +117,9 @@ def refuse_full_folder(out: Path) -> None:
 
 def _settings(adapter: Path) -> dict[str, Any]:
     raw = parse_json(content(adapter, "adapter_config.json"), str(adapter))
-    names = "r lora_alpha use_rslora target_modules target_parameters rank_pattern alpha_pattern modules_to_save"
-    return {"name": adapter.name, **{name: raw[name] for name in names.split() if raw.get(name)}}
+    of_all = "peft_type r lora_alpha use_rslora use_dora rank_pattern alpha_pattern"
+    names = f"{of_all} target_modules feedforward_modules target_parameters modules_to_save".split()
+    return {"name": adapter.name, **{name: raw[name] for name in names if raw.get(name)}}
 
 
 def _card(
@@ -154,7 +155,7 @@ tags:
 
 # {name}, with adapters folded in
 
-{count:,} parameters in {dtype}, of the family {merged.config.family}. Made from {name} by folding these LoRA adapters
+{count:,} parameters in {dtype}, of the family {merged.config.family}. Made from {name} by folding these adapters
 into its weights, in float32, rounded once:
 
 {chr(10).join(rows)}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from ...core import ConfigError, StructureError, Tree
@@ -51,7 +52,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
             hint="leave the weights out to add the adapters up as they are",
         )
 
-    if factors == [1.0]:  # of any kind
+    if len(models) == 1 and (weights is None or (not isinstance(factors[0], jax.core.Tracer) and factors[0] == 1)):
         return models[0]
 
     def of_one(*nodes: Any) -> Any:
@@ -101,7 +102,7 @@ def _factors(node: Any) -> tuple[Any, Any]:
             f"an adapter of the kind {kind_of(node)} is no sum of a weight and a correction",
             expected="LoRA, rsLoRA or VeRA",
             got=kind_of(node),
-            hint="merge such a model by itself with lt.lora.merge",
+            hint="merge such a model by itself and unweighted, with lt.lora.merge",
         )
     scale = node.scaling if node.layer_scale is None else node.scaling * node.layer_scale[:, None, None]
     lora_a, lora_b = node.factors()

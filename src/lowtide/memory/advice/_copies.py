@@ -65,7 +65,7 @@ def dequantized(owners: Owners, report: MemoryReport) -> Iterator[Finding]:
         integers = {at: graph.num_elements(one) for at, one in arguments.items() if not graph.is_floating(one)}
         narrow = {at for at, one in arguments.items() if graph.item_type(one)[1] <= 8}
         codes = [at for at, number in integers.items() if at in narrow and items in (number, 2 * number)]  # two a byte
-        has_scales = len(integers) < len(arguments)
+        has_scales = len(arguments) > 1  # which may be integers, too
         if codes and has_scales:
             leaf = owners.leaves[codes[0]]
             where = f"{buffer.dtype}{list(buffer.shape)} from {buffer.source}"
