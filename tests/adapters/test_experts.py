@@ -206,3 +206,12 @@ def test_files_of_experts_that_cannot_be_are_refused(tmp_path: Path, monkeypatch
     names = {"target_modules": ["q_proj", "gate_proj", "up_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **names}))
     assert len(lt.lora.report(lt.lora.load(base("qwen3_moe"), tmp_path)).matched) == 1
+
+
+def test_gate_and_up_of_two_scales_are_refused_before_a_run(tmp_path: Path) -> None:
+    config = lt.lora.Config(rank=2, targets="**/experts/**", alpha_pattern={"**/experts/up": 7.0})
+    model = lt.lora.add(base("mixtral"), config, key=KEY)
+    for run in (lt.lora.check_names, lambda model: lt.lora.save(model, tmp_path)):
+        with pytest.raises(StructureError, match=r"experts/gate(.|\n)*one of .*gate_up_proj, of one scale"):
+            run(model)
+    assert not list(tmp_path.iterdir())
