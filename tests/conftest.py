@@ -27,14 +27,19 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")
+# NumPy's threads wait for their next product by spinning, on the core of the other worker.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
 # Without LLVM's optimisations (the Makefile's choice) MLIR's fusions are left out, too: compiling takes half the time.
-# Only the compiler for CPUs of JAX 0.10 knows the flag; that for TPUs, which reads the same variable later, does not.
-UNFUSED = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+# Nor is one small program split among threads. Only the compiler for CPUs of JAX 0.10 knows the flags; that for TPUs,
+# which reads the same variable later, does not.
+UNFUSED = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ >= (0, 11):
+    UNFUSED = ""
 # What tests give processes of their own that compile for CPUs alone.
 os.environ["QUICK_CPU_FLAGS"] = f"--xla_backend_optimization_level=0 {UNFUSED}".strip()
 if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:

@@ -1,9 +1,8 @@
-"""`lowtide finetune --pipeline`: the losses of a run without one, also where it goes on without, or in other stages."""
+"""`lowtide finetune --pipeline`: the losses of a run without one, also where it goes on without."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +18,24 @@ def losses(out: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_with_others(tmp_path: Path, capfd: Any) -> None:
-    small = ["--batch-size", "4", "--seq-len", "16", "--rank", "2", "--sample-tokens", "0", "--checkpoint-every", "2"]
-    small += ["--seed", "3"]
+def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
+    tiny_model_dir: str, tmp_path: Path, capfd: Any
+) -> None:
+    """A trainer goes on with other stages, too: `tests/train/test_pipelined.py`."""
+    (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in\n" * 60)
+    small = ["--model", tiny_model_dir, "--data", str(tmp_path / "data.txt"), "--batch-size", "8", "--seq-len", "8"]
+    small += ["--rank", "2", "--sample-tokens", "0", "--checkpoint-every", "2", "--seed", "3"]
 
     def finetune(out: str, *flags: str) -> list[float]:
         assert main(["finetune", "--out", str(tmp_path / out), *flags]) == 0
         return losses(tmp_path / out)
 
     plain = finetune("plain", *small, "--steps", "4")
-    begun = finetune("begun", *small, "--steps", "2", "--schedule-steps", "4", "--pipeline", "4")
-    assert "4 stages, 2 microbatches" in " ".join(capfd.readouterr().out.split())
+    begun = finetune("begun", *small, "--steps", "2", "--schedule-steps", "4", "--pipeline", "2")
+    assert "2 stages, 2 microbatches" in " ".join(capfd.readouterr().out.split())
     assert begun[:3] == pytest.approx(plain[:3], abs=1e-5)
-    for flags in ((), ("--pipeline", "2")):
-        out = f"resumed{''.join(flags)}"
-        shutil.copytree(tmp_path / "begun", tmp_path / out)
-        resumed = finetune(out, "--resume", "--steps", "4", *flags)
-        assert resumed[-3:] == pytest.approx(plain[-3:], abs=1e-5)
+    resumed = finetune("begun", "--resume", "--steps", "4")
+    assert resumed[-3:] == pytest.approx(plain[-3:], abs=1e-5)
 
 
 @pytest.mark.parametrize(

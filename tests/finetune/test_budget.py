@@ -14,9 +14,8 @@ from lowtide.finetune import Finetune, FinetuneConfig, Needs, _budget, needs, wi
 
 RUNS: dict[str, dict[str, Any]] = {
     "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2, "modules_to_save": "outer/embed"},
-    "all on the host": {"offload": ("activations", "optimizer", "parameters")},
-    "all parameters": {"full": True},
-    "no remat": {"remat": False, "method": "vera"},
+    "all on the host": {"offload": ("activations", "optimizer", "parameters"), "method": "vera"},
+    "all parameters, no remat": {"full": True, "remat": False},
 }
 
 
@@ -25,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
 )
 def test_the_figure_is_that_of_the_runs_own_step(name: str, tiny_model_dir: str, tmp_path: Path) -> None:
     (tmp_path / "data.txt").write_text("the tide goes out and the sea follows\n" * 60)
-    sizes: dict[str, Any] = {"rank": 2} if name in ("int8 with DoRA", "all on the host") else {}
+    sizes: dict[str, Any] = {"rank": 2} if name == "int8 with DoRA" else {}
     paths = {"model": str(tiny_model_dir), "data": str(tmp_path / "data.txt"), "packing": "contiguous"}
     config = FinetuneConfig(**paths, seq_len=16, batch_size=4, **sizes, **RUNS[name])
     found = needs(config)

@@ -237,7 +237,7 @@ def test_damaged_files_are_refused_by_lowtide_or_load(good, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_many_damaged_files(good, tmp_path, monkeypatch):
-    run(good, tmp_path / "m", range(10_000, 14_000), monkeypatch)
+    run(good, tmp_path / "m", range(10_000, 11_000), monkeypatch)
 
 
 def _index(folder, name):

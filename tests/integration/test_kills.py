@@ -1,6 +1,7 @@
-"""Killed at a hundred random moments, some of them inside checkpoint writing, a run ends as it would have.
+"""Killed at many random moments, some of them inside checkpoint writing, a run ends as it would have.
 
-And over three kills it sees each example once in every epoch, whatever holds its data.
+And over three kills it sees each example once in every epoch, whatever holds its data. ``LOWTIDE_KILLS=100`` kills more
+often than the run of all tests does.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-NUM_KILLS, SEED = 100, 5
+NUM_KILLS, SEED = int(os.environ.get("LOWTIDE_KILLS", "40")), 5
 
 
 def printed(script: str, folder: Path, *arguments: Any) -> Any:
     """What a script beside this file prints, of JSON."""
-    # One device, and programs that compile fast, and once: a hundred processes need them.
+    # One device, and programs that compile fast, and once: so many processes need them.
     environment = {
         **os.environ,
         **{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"]},
@@ -35,7 +36,7 @@ def printed(script: str, folder: Path, *arguments: Any) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_hundred_kills_leave_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_many_kills_leave_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
     said = printed("killed.py", tmp_path / "run", NUM_KILLS, SEED)
     kills, last = said["kills"], said["last"]
     reference = {step: digest for step, digest in said["reference"]}
@@ -43,14 +44,14 @@ def test_a_hundred_kills_leave_the_weights_of_an_uninterrupted_run(tmp_path: Pat
 
     # The kills came where they should: while a process started, between steps, and while a checkpoint was written.
     assert len(kills) == NUM_KILLS
-    assert sum(kill["is_writing"] for kill in kills) >= 10, where
-    assert sum(not kill["steps"] for kill in kills) >= 3, where
-    assert sum(bool(kill["steps"]) and not kill["is_writing"] for kill in kills) >= 3, where
+    assert sum(kill["is_writing"] for kill in kills) >= NUM_KILLS // 10, where
+    assert sum(not kill["steps"] for kill in kills) >= NUM_KILLS // 33, where
+    assert sum(bool(kill["steps"]) and not kill["is_writing"] for kill in kills) >= NUM_KILLS // 33, where
 
     # Each resumed from a complete checkpoint, never one older than a resume before it had, with its very weights.
     resumed = [kill["restored"] for kill in kills if kill["restored"] is not None] + [last[0]]
     steps = [step or 0 for step, _ in resumed]
-    assert steps == sorted(steps) and steps[-1] >= 10, where
+    assert steps == sorted(steps) and steps[-1] >= NUM_KILLS // 10, where
     for step, digest in resumed:
         assert digest == reference[step], f"{where}: other weights at step {step}"
     for kill in kills:

@@ -19,8 +19,14 @@ def _command(model, data, out, *flags):
     return [sys.executable, "-m", "lowtide", "finetune", "--model", model, "--data", data, "--out", str(out), *flags]
 
 
-def _environment():
-    return {**os.environ, "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"], "JAX_PLATFORMS": "cpu"}
+def _environment(out):
+    """Of a run: CPU programs that compile fast, and once for all runs beside this one."""
+    return {
+        **os.environ,
+        **{"XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"], "JAX_PLATFORMS": "cpu"},
+        "JAX_COMPILATION_CACHE_DIR": str(out.with_name("programs")),
+        **{"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"},
+    }
 
 
 def _losses(out):
@@ -34,7 +40,7 @@ def _losses(out):
 
 def _kill_after(command, out, num_records):
     """Start a run and kill it as soon as it has written so many records."""
-    process = subprocess.Popen(command, env=_environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, env=_environment(out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 300
     while _losses(out)[2] < num_records and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -44,30 +50,29 @@ def _kill_after(command, out, num_records):
 
 
 @pytest.mark.parametrize(
-    ("kind", "result"),
+    ("kind", "result", "num_kills"),
     [
-        (["--rank", "2"], "adapter/adapter_model.safetensors"),
-        (["--full", "--offload", "optimizer,activations,parameters"], "model/model.safetensors"),
+        (["--rank", "2"], "adapter/adapter_model.safetensors", 3),
+        (["--full", "--offload", "optimizer,activations,parameters"], "model/model.safetensors", 1),
     ],
     ids=["adapters", "full"],
 )
-def test_three_kills_leave_the_losses_of_an_uninterrupted_run(tiny_model_dir, tmp_path, kind, result):
+def test_kills_leave_the_losses_of_an_uninterrupted_run(tiny_model_dir, tmp_path, kind, result, num_kills):
     (tmp_path / "data.txt").write_text("the tide goes out and the tide comes in and the moon pulls the sea\n" * 60)
     (tmp_path / "config.toml").write_text(
         "checkpoint_every = 7\neval_every = 10\nlearning_rate = 0.01\nsample_tokens = 4\n"
     )
     flags = [*FLAGS, *kind, "--config", str(tmp_path / "config.toml")]
     model, data = tiny_model_dir, str(tmp_path / "data.txt")
-    subprocess.run(
-        _command(model, data, tmp_path / "whole", *flags), env=_environment(), check=True, capture_output=True
-    )
-
     out, seed = tmp_path / "killed", random.randrange(10**6)
-    moments = sorted(random.Random(seed).sample(range(1, 60), 3))
+    command = _command(model, data, tmp_path / "whole", *flags)
+    subprocess.run(command, env=_environment(out), check=True, capture_output=True)
+
+    moments = sorted(random.Random(seed).sample(range(1, 60), num_kills))
     _kill_after(_command(model, data, out, *flags), out, moments[0])
     for moment in moments[1:]:
         _kill_after(_command(model, data, out, "--resume"), out, moment)
-    final = subprocess.run(_command(model, data, out, "--resume"), env=_environment(), capture_output=True)
+    final = subprocess.run(_command(model, data, out, "--resume"), env=_environment(out), capture_output=True)
     assert final.returncode == 0, final.stderr.decode()
 
     assert _losses(out) == _losses(tmp_path / "whole"), f"killed after records {moments} (seed {seed})"
