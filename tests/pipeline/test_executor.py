@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,11 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lowtide.core import ConfigError, LayerStack, StructureError
-from lowtide.models import LlamaConfig, init
 from lowtide.pipeline import SCHEDULES, Costs, Pipeline, Schedule, schedule, value_and_grad
 
 TWO_STAGES = {"interleaved", "interleaved-zb", "looped-bfs", "zb-v", "dualpipe-v", "v-half", "v-min"}
-NUM_LAYERS = {2: 5, 4: 7, 8: 11, 16: 13}
+NUM_LAYERS = {4: 7, 8: 11, 16: 13}
 """Uneven for all; of 16 stages some have none."""
 NUM_MICROBATCHES, ROWS, LENGTH, VOCABULARY, WIDTH, INNER = 6, 24, 3, 11, 8, 16
 EMPTY = 1
@@ -60,53 +60,51 @@ def num_targets(batch: Any) -> Any:
 STACK = LayerStack(first, block, last)
 
 
+def normal(seed: int, *shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 def parameters(num_layers: int) -> tuple[Any, Any]:
-    keys = iter(jax.random.split(jax.random.key(0), 4))
-    outer = {"embed": jax.random.normal(next(keys), (VOCABULARY, WIDTH)), "temperature": jnp.float32(1.5)}
-    layers = {
-        "up": 0.3 * jax.random.normal(next(keys), (num_layers, WIDTH, INNER)),
-        "down": 0.3 * jax.random.normal(next(keys), (num_layers, INNER, WIDTH)),
-        "scale": jnp.ones((num_layers, WIDTH)),
-    }
-    return outer, layers
+    outer = {"embed": normal(0, VOCABULARY, WIDTH), "temperature": jnp.float32(1.5)}
+    shapes = {"up": (num_layers, WIDTH, INNER), "down": (num_layers, INNER, WIDTH)}
+    draw = np.random.default_rng(1).normal
+    layers = {name: jnp.asarray(0.3 * draw(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return outer, {**layers, "scale": jnp.asarray(np.ones((num_layers, WIDTH)), jnp.float32)}
 
 
 def make_batch() -> Any:
-    keys = iter(jax.random.split(jax.random.key(1), 3))
-    tokens = jax.random.randint(next(keys), (ROWS, LENGTH), 0, VOCABULARY)
+    draw = np.random.default_rng(2)
+    tokens = draw.integers(0, VOCABULARY, (ROWS, LENGTH))
     # Microbatches of different numbers of targets, one of them of none.
-    labels = jnp.where(jax.random.uniform(next(keys), tokens.shape) < 0.4, -100, tokens).at[4:8].set(-100)
+    labels = np.where(draw.uniform(size=tokens.shape) < 0.4, -100, tokens)
+    labels[4:8] = -100
     return {
-        "tokens": tokens,
-        "labels": labels,
-        "positions": jnp.broadcast_to(jnp.arange(LENGTH) / LENGTH, tokens.shape),
-        "mask": jnp.broadcast_to(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), (ROWS, LENGTH, LENGTH)),
+        "tokens": jnp.asarray(tokens, jnp.int32),
+        "labels": jnp.asarray(labels, jnp.int32),
+        "positions": jnp.asarray(np.tile(np.arange(LENGTH) / LENGTH, (ROWS, 1)), jnp.float32),
+        "mask": jnp.asarray(np.tile(np.tril(np.ones((LENGTH, LENGTH), bool)), (ROWS, 1, 1))),
         "key": jax.random.key(7),
     }
 
 
 @jax.jit
-def of_microbatch(outer: Any, layers: Any, part: Any) -> Any:
-    """The loss, the metric and the gradients of one, times its weight, in plain JAX."""
-
-    def weighted(outer: Any, layers: Any) -> Any:
-        loss, found = STACK.apply(outer, layers, part)
-        return num_targets(part) * loss, num_targets(part) * found["norm"]
-
-    return jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(outer, layers)
-
-
 def reference(outer: Any, layers: Any, batch: Any) -> Any:
-    """The sum over microbatches by weight, one after the other."""
-    found, weights = [], 0
-    for number in range(NUM_MICROBATCHES):
-        rows = slice(number * ROWS // NUM_MICROBATCHES, (number + 1) * ROWS // NUM_MICROBATCHES)
-        part = {name: leaf[rows] for name, leaf in batch.items() if name != "key"}
-        if number != EMPTY:
-            key = jax.random.fold_in(batch["key"], number)
-            found.append(of_microbatch(outer, layers, {**part, "key": key}))
-            weights += int(num_targets(part))
-    return jax.tree.map(lambda *each: sum(each) / weights, *found)
+    """In plain JAX: the sum over microbatches by weight, one after the other."""
+    split = {name: leaf.reshape(NUM_MICROBATCHES, -1, *leaf.shape[1:]) for name, leaf in batch.items() if name != "key"}
+
+    def of_microbatch(number: Any) -> Any:
+        part = {name: leaf[number] for name, leaf in split.items()}
+        part["key"] = jax.random.fold_in(batch["key"], number)
+
+        def weighted(outer: Any, layers: Any) -> Any:
+            loss, found = STACK.apply(outer, layers, part)
+            return num_targets(part) * loss, num_targets(part) * found["norm"]
+
+        found = jax.value_and_grad(weighted, argnums=(0, 1), has_aux=True)(outer, layers)
+        return found, num_targets(part)
+
+    found, weights = jax.lax.map(of_microbatch, jnp.array([i for i in range(NUM_MICROBATCHES) if i != EMPTY]))
+    return jax.tree.map(lambda each: each.sum(0) / weights.sum(), found)
 
 
 def sharded(tree: Any, mesh: Mesh) -> Any:
@@ -126,7 +124,7 @@ def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
-        assert jnp.allclose(one, other, rtol=tolerance, atol=tolerance), jnp.max(jnp.abs(one - other))
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=tolerance, atol=tolerance, equal_nan=False)
 
 
 def pipeline_of(name: str, num_ranks: int, **options: Any) -> Pipeline:
@@ -136,20 +134,18 @@ def pipeline_of(name: str, num_ranks: int, **options: Any) -> Pipeline:
     return value_and_grad(STACK, made, **{"mesh": mesh_of(num_ranks), "weight": num_targets} | options)
 
 
-# One of each kind, of one stage a rank or two, with W apart from I or not, on other numbers of ranks, too.
-KINDS = ("1f1b", "zb-h1", "interleaved-zb", "v-min", "auto")
-QUICK = {("zb-h1", 2), ("auto", 2)}
-CASES = [*((name, 4) for name in SCHEDULES), *((name, number) for name in KINDS for number in (2, 8))]
+# One of each kind, of one stage a rank or two, with W apart from I or not; and of 16 stages, some without a layer.
+QUICK = (("zb-h1", 4), ("auto", 4))
+CASES = (("1f1b", 4), ("interleaved-zb", 4), ("v-min", 4), ("v-min", 8))
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+    ("name", "num_ranks"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES)]
 )
 def test_everything_at_once_gives_the_gradients_of_the_plain_model(name: str, num_ranks: int) -> None:
     """Uneven layers, tied weights, masks, dropout, a loss by tokens, one of the blocks, and FSDP on another axis."""
     pipeline = pipeline_of(name, num_ranks)
-    assert (pipeline.schedule.ticks is not None) is (name == "auto" and num_ranks < 8)
+    assert (pipeline.schedule.ticks is not None) is (name == "auto")
     outer, layers = parameters(NUM_LAYERS[pipeline.schedule.num_stages])
     batch = make_batch()
     (loss, metrics), grads = reference(outer, layers, batch)
@@ -157,9 +153,50 @@ def test_everything_at_once_gives_the_gradients_of_the_plain_model(name: str, nu
     (found, found_metrics), found_grads = jax.jit(pipeline)(*given)
     assert_close((found, found_metrics["norm"]), (loss, metrics))
     assert_close(found_grads, grads)
-    if num_ranks == 4:
+    if name in {"zb-h1", "interleaved-zb", "v-min"} and num_ranks == 4:  # of each way to place stages
         evaluated, of_evaluation = jax.jit(pipeline.evaluate)(*given)
         assert_close((evaluated, of_evaluation["norm"]), (loss, metrics))
+
+
+# --- a smaller model -------------------------------------------------------------------------------------------------
+
+PLAIN = LayerStack(
+    first=lambda outer, batch: batch["x"] @ outer["in"],
+    block=lambda layer, h, batch: h + checkpoint_name(jnp.tanh(h @ layer["up"]), "inner") @ layer["down"],
+    last=lambda outer, h, batch: (
+        jnp.mean((h @ outer["in"].T * outer["temperature"] - batch["x"]) ** 2),
+        {"norm": jnp.mean(h**2)},
+    ),
+)
+
+
+def plain_arguments(num_layers: int) -> tuple[Any, Any, Any]:
+    layers = parameters(num_layers)[1]
+    del layers["scale"]
+    outer = {"in": 0.3 * normal(3, WIDTH, WIDTH), "temperature": jnp.float32(1.5)}
+    return outer, layers, {"x": normal(4, ROWS, WIDTH)}
+
+
+def plain_pipeline(name: str, num_ranks: int = 2, **options: Any) -> Pipeline:
+    made = schedule(
+        name, num_stages=(1 + (name in TWO_STAGES)) * num_ranks, num_microbatches=options.pop("num_microbatches", 4)
+    )
+    return value_and_grad(PLAIN, made, mesh=mesh_of(num_ranks, 1), **options)
+
+
+def of_plain_jax(stack: LayerStack, outer: Any, layers: Any, batch: Any) -> Any:
+    """Mean over all rows, for losses of which microbatches make no difference."""
+    loss = lambda outer, layers: stack.apply(outer, layers, batch)  # noqa: E731
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(outer, layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if (name, 4) not in {*QUICK, *CASES}])
+def test_the_other_schedules_give_the_gradients_of_the_plain_model(name: str) -> None:
+    """Of uneven layers and tied weights."""
+    pipeline = plain_pipeline(name, 4, num_microbatches=NUM_MICROBATCHES)
+    given = plain_arguments(NUM_LAYERS[pipeline.schedule.num_stages])
+    assert_close(jax.jit(pipeline)(*given), of_plain_jax(PLAIN, *given))
 
 
 OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -170,43 +207,38 @@ OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
 )
 
 
-@pytest.mark.parametrize(
-    "remat", [True, pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow), OFFLOAD]
-)
+@pytest.mark.parametrize("remat", [True, OFFLOAD])
 def test_recomputation_and_offload_change_no_value(remat: Any) -> None:
-    pipeline = pipeline_of("zb-v", 2, mesh=mesh_of(2, 1), remat=remat)
-    outer, layers = parameters(4)
-    assert_close(jax.jit(pipeline)(outer, layers, make_batch())[1], reference(outer, layers, make_batch())[1])
+    given = plain_arguments(4)
+    assert_close(jax.jit(plain_pipeline("zb-v", remat=remat))(*given), of_plain_jax(PLAIN, *given))
 
 
 def test_two_steps_then_an_evaluation_without_compiling_again(compilations: Any) -> None:
-    pipeline = pipeline_of("zb-h1", 2, mesh=mesh_of(2, 1), arranged=True, layers_per_stage=[2, 3])
-    outer, layers = parameters(5)
+    pipeline = plain_pipeline("zb-h1", arranged=True, layers_per_stage=[2, 3])
+    outer, layers, batch = plain_arguments(5)
     rows = pipeline.arrange(layers)
     tx = optax.adam(1e-2)
 
-    @jax.jit
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = pipeline(*params, batch)
+    def step(of: Any, params: Any, state: Any, batch: Any) -> Any:
+        value, grads = of(*params, batch)
         updates, state = tx.update(grads, state)
         return optax.apply_updates(params, updates), state, value
 
-    wanted, wanted_state = (outer, layers), tx.init((outer, layers))
+    ours, theirs = jax.jit(partial(step, pipeline)), jax.jit(partial(step, partial(of_plain_jax, PLAIN)))
+    wanted = outer, layers
+    wanted_state = jax.jit(tx.init)(wanted)
     replicated = jax.device_put(outer, NamedSharding(pipeline.mesh, PartitionSpec()))
     params, state = (replicated, rows), jax.jit(tx.init)((replicated, rows))
-    batch = jax.device_put(make_batch(), NamedSharding(pipeline.mesh, PartitionSpec()))
-    params, state, _ = step(params, state, batch)
-    params, state, _ = step(params, state, batch)  # shardings have settled
+    batch = jax.device_put(batch, NamedSharding(pipeline.mesh, PartitionSpec()))
+    params, state, _ = ours(params, state, batch)
+    params, state, _ = ours(params, state, batch)  # shardings have settled
+    with compilations.none():
+        params, state, _ = ours(params, state, batch)
+    batch = plain_arguments(5)[2]
     for _ in range(3):
-        with compilations.none():
-            params, state, ((loss, _), _) = *step(params, state, batch)[:2], ((jnp.zeros(()), {}), None)
-    for _ in range(5):
-        updates, wanted_state = tx.update(reference(*wanted, make_batch())[1], wanted_state)
-        wanted = optax.apply_updates(wanted, updates)
+        wanted, wanted_state, _ = theirs(wanted, wanted_state, batch)
     assert_close((params[0], pipeline.restore(params[1], 5)), wanted, 1e-4)
-    evaluate = jax.jit(pipeline.evaluate)
-    loss = evaluate(*params, batch)[0]
-    assert_close(loss, reference(*wanted, make_batch())[0][0], 1e-4)
+    assert_close(jax.jit(pipeline.evaluate)(*params, batch), of_plain_jax(PLAIN, *wanted, batch)[0], 1e-4)
 
 
 def test_layers_keep_their_order_through_arranging() -> None:
@@ -224,36 +256,27 @@ def test_layers_keep_their_order_through_arranging() -> None:
 
 
 def test_only_what_trains_has_gradients() -> None:
-    pipeline = pipeline_of("v-half", 2, mesh=mesh_of(2, 1), wrt="layers/up")
-    outer, layers = parameters(4)
-    _, (of_outer, of_layers) = jax.jit(pipeline)(outer, layers, make_batch())
+    given = plain_arguments(4)
+    _, (of_outer, of_layers) = jax.jit(plain_pipeline("v-half", wrt="layers/up"))(*given)
     assert jax.tree.leaves(of_outer) == [] and set(k for k, v in of_layers.items() if v is not None) == {"up"}
-    assert_close(of_layers["up"], reference(outer, layers, make_batch())[1][1]["up"])
+    assert_close(of_layers["up"], of_plain_jax(PLAIN, *given)[1][1]["up"])
 
 
 def test_outer_weights_alone_may_train() -> None:
-    pipeline = pipeline_of("1f1b", 2, mesh=mesh_of(2, 1), wrt="outer/**")
-    outer, layers = parameters(4)
-    _, (of_outer, of_layers) = jax.jit(pipeline)(outer, layers, make_batch())
+    given = plain_arguments(4)
+    _, (of_outer, of_layers) = jax.jit(plain_pipeline("1f1b", wrt="outer/**"))(*given)
     assert jax.tree.leaves(of_layers) == []
-    assert_close(of_outer, reference(outer, layers, make_batch())[1][0])
+    assert_close(of_outer, of_plain_jax(PLAIN, *given)[1][0])
 
 
-@pytest.mark.parametrize("name", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.slow)])
-def test_a_microbatch_without_weight_has_no_gradient_whatever_its_activations(name: str) -> None:
-    pipeline = pipeline_of(name, 2)
-    outer, layers = parameters(5)
-    batch = make_batch()
-    rows = slice(EMPTY * ROWS // NUM_MICROBATCHES, (EMPTY + 1) * ROWS // NUM_MICROBATCHES)
-    broken = {**batch, "positions": batch["positions"].at[rows].set(jnp.nan)}
+def test_a_microbatch_without_weight_has_no_gradient_whatever_its_activations() -> None:
+    pipeline = plain_pipeline("zb-h1", weight=lambda batch: jnp.sum(batch["counts"]))
+    outer, layers, batch = plain_arguments(5)
+    is_empty = np.arange(ROWS) // (ROWS // 4) == EMPTY
+    batch["counts"] = jnp.asarray(~is_empty, jnp.float32)
+    broken = {**batch, "x": jnp.asarray(np.where(is_empty[:, None], np.nan, batch["x"]))}
     for run in (jax.jit(pipeline), jax.jit(pipeline.evaluate)):
         assert_close(run(outer, layers, broken), run(outer, layers, batch))
-
-
-def of_plain_jax(stack: LayerStack, outer: Any, layers: Any, batch: Any) -> Any:
-    """Mean over all rows, for losses of which microbatches make no difference."""
-    loss = lambda outer, layers: stack.apply(outer, layers, batch)  # noqa: E731
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(outer, layers)
 
 
 def rows_of(outer: Any, h: Any) -> Any:
@@ -261,27 +284,16 @@ def rows_of(outer: Any, h: Any) -> Any:
     return jax.lax.scan(lambda h, row: (jnp.tanh(h + row[None, :]), None), h, outer["a"] + outer["b"])[0]
 
 
-@pytest.mark.parametrize("part", ["first", "last"])
-def test_weights_that_are_added_to_each_other_both_have_their_gradient(part: str) -> None:
+def test_weights_that_are_added_to_each_other_or_to_the_loss_have_their_gradients() -> None:
+    """The gradient of the bias is the cotangent of the loss."""
     stack = LayerStack(
-        first=lambda outer, x: rows_of(outer, x) if part == "first" else x,
+        first=lambda outer, x: rows_of(outer["first"], x),
         block=lambda layer, h, x: jnp.tanh(h @ layer),
-        last=lambda outer, h, x: (jnp.mean((rows_of(outer, h) if part == "last" else h) ** 2), {}),
+        last=lambda outer, h, x: (jnp.mean(rows_of(outer["last"], h) ** 2) + outer["bias"], {}),
     )
-    outer = {"a": jnp.full((2, WIDTH), 0.1), "b": jnp.full((2, WIDTH), 0.2)}
-    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
-    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
-    assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
-
-
-def test_a_weight_whose_gradient_is_the_cotangent_of_the_loss_has_it() -> None:
-    stack = LayerStack(
-        first=lambda outer, x: x,
-        block=lambda layer, h, x: jnp.tanh(h @ layer),
-        last=lambda outer, h, x: (jnp.mean(h**2) + outer["bias"], {}),
-    )
-    outer = {"bias": jnp.float32(0.5)}
-    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    both = {"a": jnp.full((2, WIDTH), 0.1), "b": jnp.full((2, WIDTH), 0.2)}
+    outer = {"first": both, "last": {name: 2 * leaf for name, leaf in both.items()}, "bias": jnp.float32(0.5)}
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], normal(2, 8, WIDTH)
     pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
     assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
 
@@ -292,13 +304,12 @@ def test_a_block_may_leave_arrays_without_elements() -> None:
         block=lambda layer, h, x: h + jax.lax.associative_scan(jnp.multiply, jnp.tanh(h @ layer), axis=1),
         last=lambda outer, h, x: (jnp.mean(h**2), {}),
     )
-    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], normal(2, 8, WIDTH)
     pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
     assert_close(jax.jit(pipeline)({}, layers, x), of_plain_jax(stack, {}, layers, x))
 
 
-@pytest.mark.parametrize("arranged", [False, True])
-def test_padding_reaches_no_gradient_whatever_it_computes(arranged: bool) -> None:
+def test_padding_reaches_no_gradient_whatever_it_computes() -> None:
     """A table with an entry for each layer, of which padding reads one too many: nan."""
 
     def scaled(layer: Any, h: Any, x: Any) -> Any:
@@ -306,32 +317,28 @@ def test_padding_reaches_no_gradient_whatever_it_computes(arranged: bool) -> Non
         return at + 1, h + jnp.tanh(h @ layer) * jnp.take(jnp.linspace(0.5, 1, 5), at)
 
     stack = LayerStack(lambda outer, x: (jnp.int32(0), x), scaled, lambda outer, h, x: (jnp.mean(h[1] ** 2), {}))
-    layers, x = parameters(5)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
+    layers, x = parameters(5)[1]["up"][..., :WIDTH], normal(2, 8, WIDTH)
     made = schedule("zb-h1", num_stages=2, num_microbatches=4)
-    pipeline = value_and_grad(stack, made, mesh=mesh_of(2, 1), layers_per_stage=[3, 2], arranged=arranged)
-    value, (_, found) = jax.jit(pipeline)({}, pipeline.arrange(layers) if arranged else layers, x)
-    if arranged:
-        assert not found[5].any()
-        found = pipeline.restore(found, 5)
-    assert_close((value, ({}, found)), of_plain_jax(stack, {}, layers, x))
+    pipeline = value_and_grad(stack, made, mesh=mesh_of(2, 1), layers_per_stage=[3, 2], arranged=True)
+    value, (_, found) = jax.jit(pipeline)({}, pipeline.arrange(layers), x)
+    assert not found[5].any()
+    assert_close((value, ({}, pipeline.restore(found, 5))), of_plain_jax(stack, {}, layers, x))
 
 
 def test_outer_weights_may_be_plain_numbers() -> None:
-    outer, layers = parameters(4)
-    pipeline = pipeline_of("1f1b", 2, mesh=mesh_of(2, 1))
-    found = pipeline({**outer, "temperature": 1.5}, layers, make_batch())
-    assert_close(found[1], reference(outer, layers, make_batch())[1])
+    outer, layers, batch = plain_arguments(4)
+    found = plain_pipeline("1f1b")({**outer, "temperature": 1.5}, layers, batch)
+    assert_close(found, of_plain_jax(PLAIN, outer, layers, batch))
 
 
-@pytest.mark.parametrize("others", [1, 2])
-def test_functions_may_return_plain_numbers(others: int) -> None:
+def test_functions_may_return_plain_numbers() -> None:
     stack = LayerStack(
         first=lambda outer, x: {"x": x, "aux": 0.0},
         block=lambda layer, h, x: {"x": jnp.tanh(h["x"] @ layer), "aux": h["aux"] + jnp.mean(h["x"])},
         last=lambda outer, h, x: (jnp.mean(h["x"] ** 2) + h["aux"], {"rows": x.shape[0], "half": 0.5}),
     )
-    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, WIDTH))
-    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, others))
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], normal(2, 8, WIDTH)
+    pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 2))
     (loss, metrics), grads = jax.jit(pipeline)({}, layers, x)
     (wanted, _), wanted_grads = of_plain_jax(stack, {}, layers, x)
     assert_close((loss, grads), (wanted, wanted_grads))
@@ -365,37 +372,16 @@ def test_a_loop_over_rows_of_activations_reads_what_waits_as_a_whole() -> None:
         block=lambda layer, h, x: jnp.tanh(h @ layer),
         last=lambda outer, h, x: (jnp.mean(jax.lax.map(lambda row: jnp.tanh(row @ outer["w"]), h) ** 2), {}),
     )
-    layers, x = parameters(4)[1]["up"][..., :WIDTH], jax.random.normal(jax.random.key(2), (8, LENGTH, WIDTH))
-    outer = {"w": jax.random.normal(jax.random.key(3), (WIDTH, INNER))}
+    layers, x = parameters(4)[1]["up"][..., :WIDTH], normal(2, 8, LENGTH, WIDTH)
+    outer = {"w": normal(3, WIDTH, INNER)}
     pipeline = value_and_grad(stack, schedule("zb-h1", num_stages=2, num_microbatches=4), mesh=mesh_of(2, 1))
     assert_close(jax.jit(pipeline)(outer, layers, x), of_plain_jax(stack, outer, layers, x))
 
 
-@pytest.mark.slow  # the pipelined trainer trains one, too
-def test_a_decoder_trains_pipelined() -> None:
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8,
-        tie_embeddings=True,
-    )  # fmt: skip
-    model = init(config, key=jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (8, 6), 0, 32)
-    batch = {"tokens": tokens, "labels": tokens}
-    made = schedule("zb-h1", num_stages=2, num_microbatches=4)
-    pipeline = value_and_grad(model.stack, made, mesh=mesh_of(2, 1))
-    (loss, _), grads = jax.jit(pipeline)(model.outer, model.layers, batch)
-    wanted = jax.jit(jax.value_and_grad(lambda o, s: model.stack.apply(o, s, batch)[0], argnums=(0, 1)))(
-        model.outer, model.layers
-    )
-    assert_close((loss, grads), wanted)
-
-
-def test_a_schedule_of_ones_own_runs(tmp_path: Any) -> None:
+def test_a_schedule_of_ones_own_runs() -> None:
     text = "0F0 0F1 0B0 0I1 0W1\n1F0 1B0 1F1 1B1"
-    pipeline = value_and_grad(STACK, Schedule.from_text(text), mesh=mesh_of(2, 1))
-    outer, layers = parameters(2)
-    batch = {**make_batch(), "labels": jnp.abs(make_batch()["labels"]) % VOCABULARY}
-    (loss, _), _ = jax.jit(pipeline)(outer, layers, batch)
-    assert jnp.isfinite(loss)
+    pipeline, given = value_and_grad(PLAIN, Schedule.from_text(text), mesh=mesh_of(2, 1)), plain_arguments(2)
+    assert_close(jax.jit(pipeline)(*given), of_plain_jax(PLAIN, *given))
 
 
 # --- what is wrong -------------------------------------------------------------------------------------------------
@@ -459,21 +445,15 @@ def test_functions_of_another_shape_are_named() -> None:
         run(last=lambda outer, h, batch: h["x"])
 
 
+# Fewer than a microbatch has; all of them and one more; all alone; some whole ones.
 @pytest.mark.parametrize(
     ("rows", "weighted"),
-    [
-        (1, False),
-        (13, True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((1, True), (2, False), (7, True), (12, False), (13, False), (25, True))
-        ),
-    ],
+    [(1, False), (13, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((12, False), (7, True)))],
 )
 def test_an_evaluation_takes_any_number_of_rows(rows: int, weighted: bool) -> None:
     pipeline, stack, layers = evaluated(weighted)
-    batch = {"x": jax.random.normal(jax.random.key(3), (rows, 5, WIDTH)), "w": jnp.ones(rows)}
-    assert_close(jax.jit(pipeline.evaluate)({}, layers, batch), stack.apply({}, layers, batch))
+    batch = {"x": normal(3, rows, 5, WIDTH), "w": jnp.ones(rows)}
+    assert_close(jax.jit(pipeline.evaluate)({}, layers, batch), jax.jit(stack.apply)({}, layers, batch))
 
 
 def test_an_evaluation_needs_the_memory_of_a_microbatch() -> None:

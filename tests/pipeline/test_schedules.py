@@ -217,7 +217,7 @@ def _assert_in_time(one: Schedule, starts: Any, ends: Any, costs: Costs) -> None
         assert all(later[0] >= earlier[1] for earlier, later in zip(pairs, pairs[1:], strict=False))
 
 
-@settings(max_examples=EXAMPLES // 7)
+@settings(max_examples=max(4, EXAMPLES // 15))
 @given(
     num_ranks=st.integers(1, 6),
     num_microbatches=st.integers(1, 16),

@@ -19,10 +19,13 @@ RATIOS = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
 """Of F, I and W; the last is what recomputation gives."""
 
 
-@pytest.mark.parametrize("communication", [0, 0.1])
-@pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(
-    "num_ranks", [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)]
+    ("num_ranks", "ratio", "communication"),
+    [
+        *((4, ratio, communication) for ratio in RATIOS for communication in (0, 0.1)),
+        *(pytest.param(8, ratio, 0.1, marks=pytest.mark.slow) for ratio in RATIOS),
+        pytest.param(16, RATIOS[1], 0.1, marks=pytest.mark.slow),
+    ],
 )
 def test_the_best_is_never_slower_than_differentiating_through_a_scan(
     num_ranks: int, ratio: tuple[float, ...], communication: float
@@ -36,8 +39,7 @@ def test_the_best_is_never_slower_than_differentiating_through_a_scan(
         assert max(run.peaks) <= 2 * num_ranks - 1
 
 
-@pytest.mark.parametrize("communication", [0, 0.1])
-@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize(("ratio", "communication"), [(RATIOS[0], 0), (RATIOS[1], 0.1), (RATIOS[2], 0.1)])
 def test_the_best_is_near_the_time_without_a_bubble(ratio: tuple[float, ...], communication: float) -> None:
     costs = Costs(**dict(zip(("forward", "input", "weight"), ratio, strict=True)), communication=communication)
     for limit, most in ((None, 1.06), (8, 1.2)):
@@ -133,12 +135,10 @@ def test_what_is_fitted_to_the_costs_of_the_stack_runs_its_stages_in_order(remat
     made = schedule(num_stages=4, num_microbatches=8, stages_per_rank=2)
     mesh = Mesh(np.array(jax.devices()[:2]), ("stage",))
     pipeline = value_and_grad(stack, made, mesh=mesh, remat=remat)
-    draw = [
-        jax.random.normal(key, shape)
-        for key, shape in zip(jax.random.split(jax.random.key(0), 3), ((4, 64), (8, 4, 4), (16, 4)), strict=True)
-    ]
-    args = ({"head": draw[0]}, {"w": draw[1]}, {"x": draw[2]})
+    draw = np.random.default_rng(0).normal
+    head, layers, x = (jnp.asarray(draw(size=shape), jnp.float32) for shape in ((4, 64), (8, 4, 4), (16, 4)))
+    args = ({"head": head}, {"w": layers}, {"x": x})
     (loss, _), grads = jax.jit(pipeline)(*args)
-    wanted, of_plain = jax.value_and_grad(lambda *args: stack.apply(*args)[0], argnums=(0, 1))(*args)
-    assert jnp.allclose(loss, wanted, rtol=1e-5)
+    wanted, of_plain = jax.jit(jax.value_and_grad(lambda *args: stack.apply(*args)[0], argnums=(0, 1)))(*args)
+    assert loss == pytest.approx(float(wanted), rel=1e-5)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), grads, of_plain)

@@ -110,13 +110,29 @@ class Subject:
 
 
 @functools.cache
-def reference(kind: str, num_steps: int) -> Any:
-    """The weights of an undisturbed run."""
+def stopped(kind: str) -> list[Any]:
+    """The weights at the start of a run, and after each of its steps, where it stops and goes on."""
     subject = Subject(kind)
     trainer = subject.trainer()
-    if num_steps:
-        trainer.fit(batches(), num_steps=num_steps)
+    found = [subject.weights(trainer)]
+    for step in range(1, STEPS):
+        trainer.fit(batches(), num_steps=step)
+        found.append(subject.weights(trainer))
+    return found
+
+
+@functools.cache
+def undisturbed(kind: str) -> Any:
+    """The weights after a run that stops nowhere."""
+    subject = Subject(kind)
+    trainer = subject.trainer()
+    trainer.fit(batches(), num_steps=STEPS)
     return subject.weights(trainer)
+
+
+def reference(kind: str, num_steps: int) -> Any:
+    """The weights of a run that nothing went wrong in."""
+    return undisturbed(kind) if num_steps == STEPS else stopped(kind)[num_steps]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:

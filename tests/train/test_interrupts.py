@@ -270,8 +270,9 @@ class Interrupted:
             yield np.float32(1)
 
 
-@pytest.mark.parametrize("how", ["interrupt", "terminate"])
-@pytest.mark.parametrize("at", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("at", "how"), [(3, "interrupt"), (3, "terminate"), pytest.param(5, "interrupt", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("by", ["steps", "epochs", "iterated epochs"])
 def test_an_evaluation_that_was_left_is_made_up_for(by: str, at: int, how: str, tmp_path: Any) -> None:
     """The 1st is at step 0, the 5th at the end."""

@@ -1,6 +1,7 @@
 """Fine-tuning with its bytes on the host: the values of plain training, and the bytes of a compiled TPU program."""
 
 import dataclasses
+import functools
 import shutil
 from functools import partial
 
@@ -71,8 +72,6 @@ def shared(tmp_path_factory):
     [
         pytest.param({"offload": ("optimizer", "activations")}, marks=pytest.mark.slow),
         pytest.param({"offload": ("parameters",)}, marks=pytest.mark.slow),
-        pytest.param({"offload": ("optimizer",)}, marks=pytest.mark.slow),
-        pytest.param({"offload": ("activations",)}, marks=pytest.mark.slow),
         {"offload": ALL, "num_microbatches": 2},
     ],
     ids=lambda settings: "+".join(settings["offload"]),
@@ -96,7 +95,6 @@ def test_adapters_learn_the_same_wherever_the_bytes_are(finetune, shared, settin
     [
         pytest.param(None, {"trainable/layers", "opt_state/layers", "opt_state/outer"}, marks=pytest.mark.slow),
         pytest.param((), set(), marks=pytest.mark.slow),
-        pytest.param(("parameters",), {"trainable/layers", "trainable/outer"}, marks=pytest.mark.slow),
         pytest.param(
             ALL, {"trainable/layers", "trainable/outer", "opt_state/layers", "opt_state/outer"}, marks=pytest.mark.slow
         ),
@@ -236,6 +234,11 @@ CONFIG = LlamaConfig(
 BATCH = {name: jax.ShapeDtypeStruct((4, 128), jnp.int32) for name in ("tokens", "labels")}
 
 
+@functools.cache
+def base(dtype):
+    return models.init(CONFIG, key=jax.random.key(0), dtype=dtype, compute_dtype=jnp.bfloat16)
+
+
 @pytest.fixture(scope="module")
 def report(shared):
     """Bytes of the fine-tuning step on a v5e, by what is on the host."""
@@ -244,8 +247,7 @@ def report(shared):
         key = tuple(settings.items())
         if key not in shared:
             config = FinetuneConfig(num_microbatches=settings.pop("num_microbatches", 1), **settings)
-            dtype = jnp.float32 if config.full else jnp.bfloat16
-            model = models.init(CONFIG, key=jax.random.key(0), dtype=dtype, compute_dtype=jnp.bfloat16)
+            model = base(jnp.float32 if config.full else jnp.bfloat16)
             where = is_hosted(config)
             params = {"outer": model.outer, "layers": model.layers}
             if where is not None:
@@ -271,19 +273,17 @@ def test_each_word_takes_its_bytes_off_the_device(report):
     assert plain.host_bytes == 0
     moments = 2 * tree_bytes(trainer.state.trainable)
 
-    moved, _ = report(offload=("optimizer",))
+    moved, trainer = report(offload=("optimizer", "parameters"))
+    stacks = tree_bytes([leaf for leaf in jax.tree.leaves(trainer.frozen.layers) if leaf.ndim > 2])
     assert moved.host_by_role["optimizer"] >= moments
     assert moved.by_role["optimizer"] < moments / 100
     # Updated in place: the moments are donated, and there is no second host copy.
     assert moved.host.alias_bytes == moved.host.output_bytes >= moments
     assert moved.host.temp_bytes == 0
-    assert moved.device_bytes < plain.device_bytes - 0.5 * moments
-
-    moved, trainer = report(offload=("parameters",))
-    stacks = tree_bytes([leaf for leaf in jax.tree.leaves(trainer.frozen.layers) if leaf.ndim > 2])
-    assert moved.host_by_role["frozen"] == moved.host_bytes >= stacks
+    assert moved.host_by_role["frozen"] >= stacks
+    assert moved.host_by_role["frozen"] + moved.host_by_role["optimizer"] == moved.host_bytes
     # Two layers and what is cut out of them take the place of eight; no gradient of the frozen stack.
-    assert moved.device_bytes < plain.device_bytes - 0.5 * stacks
+    assert moved.device_bytes < plain.device_bytes - 0.5 * (moments + stacks)
 
     moved, _ = report(offload=("activations",))
     inputs = CONFIG.num_layers * 4 * 128 * CONFIG.hidden_size * 2

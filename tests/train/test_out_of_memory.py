@@ -17,8 +17,8 @@ import pytest
 from lowtide.train import Callback
 
 SLOW = pytest.mark.slow
-KINDS = ("plain", pytest.param("equinox", marks=SLOW), "nnx", pytest.param("keras", marks=SLOW))
-"""Equinox modules are pytrees to a trainer, Keras models lend their arrays as NNX modules do."""
+KINDS = ("plain", "nnx")
+"""Equinox modules are pytrees to a trainer, Keras models lend their arrays as NNX modules do: those are in one test."""
 WIDE = 16
 """Rows of a batch that is too large; others have half of them."""
 
@@ -44,9 +44,13 @@ def with_wide(data: list[Any], at: int) -> list[Any]:
     return [jax.tree.map(lambda x: np.tile(x, (2, 1)), b) if i == at else b for i, b in enumerate(data)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("at", "saved"), [pytest.param(0, False, marks=SLOW), pytest.param(3, False, marks=SLOW), (3, True)]
+    ("kind", "at", "saved"),
+    [
+        *((kind, 3, True) for kind in KINDS),
+        *(pytest.param(kind, 3, True, marks=SLOW) for kind in ("equinox", "keras")),
+        *(pytest.param("plain", at, False, marks=SLOW) for at in (0, 3)),
+    ],
 )
 def test_while_a_step_runs(subjects: Any, kind: str, at: int, saved: bool, tmp_path: Any) -> None:
     subject, steps = subjects.Subject(kind), subjects.STEPS

@@ -20,7 +20,7 @@ from lowtide.pipeline import schedule, value_and_grad
 from lowtide.train import Trainer, make_mesh
 
 ROWS, WIDTH = 32, 32
-BATCH = {"x": np.random.default_rng(0).normal(size=(16 * ROWS, WIDTH)).astype(np.float32)}
+BATCH = {"x": np.random.default_rng(0).normal(size=(8 * ROWS, WIDTH)).astype(np.float32)}
 STACK = LayerStack(
     first=lambda outer, batch: batch["x"] @ outer,
     block=lambda layer, h, batch: h + jnp.tanh(jnp.tanh(h @ layer["up"]) @ layer["down"]),
@@ -46,7 +46,7 @@ def trainer(
         },
     }
     mesh = make_mesh(stage=4, devices=jax.devices()[:4])
-    made = schedule(name, num_stages=4, num_microbatches=16)
+    made = schedule(name, num_stages=4, num_microbatches=8)
     pipeline = value_and_grad(stack, made, mesh=mesh, remat=remat, wrt=wrt, memory_limit=memory_limit)
     return Trainer(model, None, optax.sgd(0.1), pipeline=pipeline, **options)
 
@@ -124,7 +124,7 @@ def test_stages_that_leave_nothing_have_one_schedule() -> None:
 @pytest.mark.tpu_aot
 def test_another_target_has_a_schedule_of_its_own() -> None:
     """What is compiled for it is what would run there."""
-    batch = {"x": jax.ShapeDtypeStruct((16 * 2**15, WIDTH), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((8 * 2**15, WIDTH), jnp.float32)}
     made = trainer()
     device_bytes = made.memory(batch, target="v5e:2x2").device_bytes
     small = target("v5e:2x2", device_bytes=int(0.85 * device_bytes))
