@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import types
 from typing import Any
 
 import jax
@@ -104,13 +105,6 @@ def plain_adam(tied: bool, max_norm: float | None = None) -> Any:
     return plain(decoder(tied), tx, batches(20))
 
 
-@functools.cache
-def gradients() -> Any:
-    """Of the decoder's parameters, compiled once."""
-    stack = decoder().stack
-    return jax.jit(jax.grad(lambda params, batch: stack.apply(params["outer"], params["layers"], batch)[0]))
-
-
 def test_the_exact_norm_clips_like_optax() -> None:
     model, data = decoder(), batches(20)
     theirs = plain_adam(False, max_norm=0.1)
@@ -119,9 +113,38 @@ def test_the_exact_norm_clips_like_optax() -> None:
     assert min(norm for _, norm in ours[1]) > 0.1  # so that every step was clipped
 
 
+def small(dtype: Any = jnp.float32) -> Any:
+    """What costs less to compile than a decoder."""
+
+    def last(outer: Any, h: Any, batch: Any) -> Any:
+        logits = (h @ outer["head"]).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(batch["labels"], 0))
+        return jnp.mean(losses, where=batch["labels"] != -100), {}
+
+    stack = LayerStack(
+        first=lambda outer, batch: outer["embed"][batch["tokens"]],
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["up"]) @ layer["down"],
+        last=last,
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (48, 16), "head": (16, 48), "up": (3, 16, 24), "down": (3, 24, 16)}
+    made = {name: jnp.asarray(0.3 * rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    return types.SimpleNamespace(
+        stack=stack,
+        outer={name: made[name] for name in ("embed", "head")},
+        layers={name: made[name] for name in ("up", "down")},
+    )
+
+
+def gradients(model: Any) -> Any:
+    """Of its parameters, compiled once."""
+    return jax.jit(jax.grad(lambda params, batch: model.stack.apply(params["outer"], params["layers"], batch)[0]))
+
+
 @pytest.mark.slow
 def test_the_previous_norm_clips_the_next_step() -> None:
-    model, data = decoder(), batches(6)
+    model, data = small(), batches(6)
+    grads_of = gradients(model)
     ours, seen = layerwise(model, optax.sgd(0.1), data, clip=Clip(max_norm=0.1, mode="previous"))
     params, previous = {"outer": model.outer, "layers": model.layers}, 0.0
 
@@ -131,14 +154,15 @@ def test_the_previous_norm_clips_the_next_step() -> None:
 
     for batch in data:
         factor = 0.1 / previous if previous > 0.1 else 1.0
-        params, norm = plain_step(params, gradients()(params, batch), factor)
+        params, norm = plain_step(params, grads_of(params, batch), factor)
         previous = float(norm)
     assert_close(ours, params)
     assert seen[-1][1] == pytest.approx(previous, rel=1e-4)
 
 
 def test_each_layer_can_be_clipped_by_its_own_norm() -> None:
-    model, data = decoder(), batches(2)
+    model, data = small(), batches(2)
+    grads_of = gradients(model)
     ours, _ = layerwise(model, optax.sgd(0.1), data, clip=Clip(max_norm=0.05, mode="layer"))
     params, clip = {"outer": model.outer, "layers": model.layers}, optax.clip_by_global_norm(0.05).update
 
@@ -150,7 +174,7 @@ def test_each_layer_can_be_clipped_by_its_own_norm() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, clipped)
 
     for batch in data:
-        params = plain_step(params, gradients()(params, batch))
+        params = plain_step(params, grads_of(params, batch))
     assert_close(ours, params)
 
 
@@ -187,7 +211,7 @@ def test_adapters_alone_train_and_the_base_is_only_read() -> None:
 
 
 def test_a_second_step_compiles_nothing(compilations: Any) -> None:
-    model, data = decoder(), batches(3)
+    model, data = small(), batches(3)
     step = layerwise_step(model.stack, optax.adamw(1e-3), clip=Clip(max_norm=1.0), num_microbatches=2)
     state, frozen = step.init(copy(model.outer), copy(model.layers))
     jitted = jax.jit(step, donate_argnums=0)
@@ -210,9 +234,7 @@ def test_state_is_where_it_was_placed() -> None:
 
 @pytest.mark.slow
 def test_a_tree_of_half_precision_masters_keeps_its_dtype() -> None:
-    half = functools.partial(init, CONFIG, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    model = jax.jit(half)(key=jax.random.key(0))
-    data = batches(6)
+    model, data = small(jnp.bfloat16), batches(6)
     ours, seen = layerwise(model, optax.adam(1e-3), data, num_microbatches=2)
     theirs, want = plain(model, optax.adam(1e-3), data)
     assert {leaf.dtype for leaf in jax.tree.leaves(ours)} == {jnp.dtype("bfloat16")}
