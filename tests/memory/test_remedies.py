@@ -69,11 +69,9 @@ def test_a_step_over_a_v5e_gets_remedies_that_compiling_confirms() -> None:
     assert {"donate argument 0", "donate argument 1", "chunk-loss", "recompute", "smaller-batch"} <= set(found)
     for remedy in found.values():
         if remedy.apply is not None:
+            after = remedy.apply().report(ROLES).device_bytes
+            assert remedy.saving_bytes == pytest.approx(report.device_bytes - after, rel=0.1)
             assert remedy.saving_bytes == remedy.compiled_bytes > 0
-    donated = found["donate argument 1"]
-    assert donated.apply is not None
-    after = donated.apply().report(ROLES).device_bytes
-    assert donated.saving_bytes == pytest.approx(report.device_bytes - after, rel=0.1)
     assert "offload-optimizer" in found and found["offload-optimizer"].compiled_bytes is None
 
 
