@@ -244,11 +244,11 @@ def test_one_name_of_a_llama_block_goes_to_the_host_of_a_tpu() -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4, "num_heads": 4, "head_dim": 64}
     config = dataclasses.replace(CONFIG, **sizes)
     llama = jax.eval_shape(lambda: init(config, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
-    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
 
     def loss(llama: Llama, batch: Any) -> jax.Array:
         change = functools.partial(checkpoint, offload=["mlp/gate_proj"], prevent_cse=False)
         return with_block(llama, lambda block: change(tag(block)))(llama.layers, batch)
 
     program = compile(jax.grad(loss), llama, {"tokens": tokens, "labels": tokens}, target="v5e")
-    assert program.compiled.memory_analysis().host_temp_size_in_bytes == 4 * 2 * 128 * 1024 * 2
+    assert program.compiled.memory_analysis().host_temp_size_in_bytes == 4 * 128 * 1024 * 2
