@@ -23,7 +23,10 @@ MOMENTS = r".*/(mu|nu)/.*"
 
 
 def params(**shapes: tuple[int, ...]) -> Any:
-    return {name: jax.random.normal(jax.random.key(at), shape) for at, (name, shape) in enumerate(shapes.items())}
+    """On a device from the start: else the first step would put them there, and the second one be compiled again."""
+    values = np.random.default_rng(0)
+    made = {name: values.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return jax.device_put(made, jax.devices()[0])
 
 
 def step_of(tx: Any) -> Any:
@@ -46,15 +49,15 @@ def test_values_are_those_of_the_wrapped_optimizer_under_jit_and_eagerly(mode: s
     tx, start = optax.adamw(1e-2), params(w=(56, 128), v=(16, 128))
     wrapped = optimizer(tx, mode=mode, chunk_bytes=CHUNK)
     want, got, state = start, start, wrapped.init(start)
-    plain, step = tx.init(start), jax.jit(step_of(wrapped))
+    plain, step, reference = tx.init(start), jax.jit(step_of(wrapped)), jax.jit(step_of(tx))
     for at in range(3):
-        grads = jax.tree.map(lambda p, at=at: jnp.sin(p + at), start)
+        grads = jax.tree.map(lambda p, at=at: np.sin(np.asarray(p) + at), start)
         eager = wrapped.update(grads, state, got)
-        want, plain = jax.jit(step_of(tx))(want, plain, grads)
+        want, plain = reference(want, plain, grads)
         old, (got, state) = got, step(got, state, grads)
         for a, b in zip(jax.tree.leaves(eager[1]), jax.tree.leaves(state), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
-        np.testing.assert_allclose(optax.apply_updates(old, eager[0])["w"], got["w"], rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(np.asarray(old["w"]) + eager[0]["w"], got["w"], rtol=1e-6, atol=1e-7)
     for a, b in zip(jax.tree.leaves((got, state)), jax.tree.leaves((want, plain)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
@@ -77,7 +80,7 @@ def test_the_default_finds_the_moments_of_a_bare_array_and_of_a_bare_transformat
 
 def test_a_second_step_compiles_nothing(compilations: Any) -> None:
     wrapped = optimizer(optax.adamw(1e-2), chunk_bytes=CHUNK)
-    start = jax.device_put(params(w=(56, 128)), jax.devices()[0])  # else the first step commits it
+    start = params(w=(56, 128))
     step, state = jax.jit(step_of(wrapped)), wrapped.init(start)
     got, state = step(start, state, start)
     wrapped.update(start, state, start)
@@ -89,11 +92,11 @@ def test_a_second_step_compiles_nothing(compilations: Any) -> None:
 def test_extra_arguments_reach_the_wrapped_optimizer() -> None:
     tx = optax.chain(optax.scale_by_adam(), optax.polyak_sgd(1.0))
     start = params(w=(56, 128))
-    want, _ = tx.update(start, tx.init(start), start, value=jnp.float32(0.5))
+    want, _ = jax.jit(lambda p: tx.update(p, tx.init(p), p, value=jnp.float32(0.5)))(start)
     # The step size is computed from Adam's own update: of blocks, its sum is added in another order.
     for mode, tolerance in (("leaf", 2e-6), ("streamed", 1e-5)):
         wrapped = optimizer(tx, chunk_bytes=CHUNK, mode=mode)
-        got, _ = wrapped.update(start, wrapped.init(start), start, value=0.5)
+        got, _ = jax.jit(wrapped.update)(start, wrapped.init(start), start, value=0.5)
         np.testing.assert_allclose(got["w"], want["w"], rtol=tolerance)
 
 
@@ -187,7 +190,7 @@ def test_a_step_of_adam_on_four_large_matrices(tpu_device: Any) -> None:
 def test_temporaries_of_an_update_are_flat_in_the_number_of_leaves(tpu_device: Any) -> None:
     wrapped = optimizer(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), chunk_bytes=4 * MIB)
     temporaries = []
-    for num_leaves in (8, 16):
+    for num_leaves in (4, 8):
         leaves = {f"w{at}": jax.ShapeDtypeStruct((2048, 2048), jnp.float32) for at in range(num_leaves)}
         leaves = on_chip(leaves, tpu_device)
         state = jax.tree.map(
@@ -207,10 +210,10 @@ def test_temporaries_of_an_update_are_flat_in_the_number_of_leaves(tpu_device: A
 @pytest.mark.tpu_aot
 @pytest.mark.slow
 def test_leaf_by_leaf_holds_one_leaf_at_a_time_and_whole_holds_all(tpu_device: Any) -> None:
-    shapes = {f"w{at}": (2048, 2048) for at in range(8)}
+    shapes = {f"w{at}": (2048, 2048) for at in range(4)}
     leaf = compiled(optax.adam(1e-3), shapes, tpu_device, mode="leaf").temp_size_in_bytes
     whole = compiled(optax.adam(1e-3), shapes, tpu_device, mode="whole").temp_size_in_bytes
-    assert leaf <= 5 * 16 * MIB < 8 * 32 * MIB <= whole
+    assert leaf <= 5 * 16 * MIB < 4 * 32 * MIB <= whole
 
 
 @pytest.mark.tpu_aot
@@ -295,7 +298,7 @@ def test_shards_have_the_values_of_the_unsharded_update() -> None:
     step = jax.jit(step_of(wrapped), donate_argnums=(0, 1), out_shardings=(shardings, where))
     plain, want, reference = AXLEARN.init(start), start, jax.jit(step_of(AXLEARN))
     for at in range(2):
-        grads = jax.tree.map(lambda p, at=at: jnp.cos(p + at), start)
+        grads = jax.tree.map(lambda p, at=at: np.cos(np.asarray(p) + at), start)
         want, plain = reference(want, plain, grads)
         placed, state = step(placed, state, jax.device_put(grads, shardings))
     for a, b in zip(jax.tree.leaves((placed, state)), jax.tree.leaves((want, plain)), strict=True):
@@ -309,20 +312,19 @@ def test_shards_have_the_values_of_the_unsharded_update() -> None:
     + [optax.MultiSteps(optax.adam(1e-2), 2), optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)],
     ids=["adan", "sm3", "rprop", "apply_if_finite", "MultiSteps", "adafactor"],
 )
-@pytest.mark.parametrize("chunk_bytes", [1000, pytest.param(2**26, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::lowtide.core.PlacementWarning")  # shards of 8 columns are no whole tiles
-def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, chunk_bytes: int, monkeypatch: Any) -> None:
+def test_shapes_inside_of_an_update_are_those_of_the_shard(tx: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(_streaming, "_SMALL_PART", 4)
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
     start = params(rows=(64, 24), columns=(24, 64))
     shardings = {"rows": NamedSharding(mesh, P("fsdp", None)), "columns": NamedSharding(mesh, P(None, "fsdp"))}
-    wrapped = optimizer(tx, ".*", chunk_bytes=chunk_bytes, shardings=shardings)
+    wrapped = optimizer(tx, ".*", chunk_bytes=1000, shardings=shardings)
     placed = jax.device_put(jax.tree.map(np.array, start), shardings)
     state, plain = wrapped.init(placed), tx.init(start)
-    update = jax.jit(wrapped.update)
+    update, reference = jax.jit(wrapped.update), jax.jit(tx.update)
     for at in range(3):
-        grads = jax.tree.map(lambda p, at=at: jnp.cos(p + at), start)
-        want, plain = jax.jit(tx.update)(grads, plain, start)
+        grads = jax.tree.map(lambda p, at=at: np.cos(np.asarray(p) + at), start)
+        want, plain = reference(grads, plain, start)
         got, state = update(jax.device_put(grads, shardings), state, placed)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-6)
@@ -477,9 +479,10 @@ def test_updates_may_have_the_structure_of_the_parameters() -> None:
     start = optax.LookaheadParams.init_synced(params(w=(56, 128)))
     grads, got, want = start.fast, start, start
     state, plain = wrapped.init(start), tx.init(start)
+    update, reference = jax.jit(wrapped.update), jax.jit(tx.update)
     for _ in range(2):
-        updates, state = jax.jit(wrapped.update)(grads, state, got)
-        expected, plain = tx.update(grads, plain, want)
+        updates, state = update(grads, state, got)
+        expected, plain = reference(grads, plain, want)
         got, want = optax.apply_updates(got, updates), optax.apply_updates(want, expected)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
     assert state.fast_state[0].mu["w"].sharding.memory_kind == "pinned_host"

@@ -33,9 +33,11 @@ def names_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[str]:
     return [row.name for row in names(tag(fn), *args, **kwargs)]
 
 
+@functools.cache
 def model(dtype: Any = jnp.float32) -> tuple[Llama, dict[str, jax.Array]]:
     tokens = jnp.arange(16).reshape(2, 8)
-    return init(CONFIG, key=jax.random.key(0), compute_dtype=dtype), {"tokens": tokens, "labels": tokens + 1}
+    made = jax.jit(functools.partial(init, CONFIG, compute_dtype=dtype))(key=jax.random.key(0))
+    return made, {"tokens": tokens, "labels": tokens + 1}
 
 
 def with_block(llama: Llama, change: Callable[..., Any]) -> Callable[..., jax.Array]:
@@ -71,7 +73,7 @@ def test_a_tagged_block_can_be_checkpointed() -> None:
     llama, batch = model()
     change = functools.partial(checkpoint, offload=["mlp/gate_proj"], save=".*attention.*", prevent_cse=False)
     value, grads = jax.jit(jax.value_and_grad(with_block(llama, lambda b: change(tag(b)))))(llama.layers, batch)
-    value_ref, grads_ref = jax.value_and_grad(with_block(llama, lambda block: block))(llama.layers, batch)
+    value_ref, grads_ref = jax.jit(jax.value_and_grad(with_block(llama, lambda b: b)))(llama.layers, batch)
     np.testing.assert_allclose(value, value_ref, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), grads, grads_ref)
 
@@ -242,11 +244,11 @@ def test_one_name_of_a_llama_block_goes_to_the_host_of_a_tpu() -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4, "num_heads": 4, "head_dim": 64}
     config = dataclasses.replace(CONFIG, **sizes)
     llama = jax.eval_shape(lambda: init(config, key=jax.random.key(0), compute_dtype=jnp.bfloat16))
-    tokens = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, 128), jnp.int32)
 
     def loss(llama: Llama, batch: Any) -> jax.Array:
         change = functools.partial(checkpoint, offload=["mlp/gate_proj"], prevent_cse=False)
         return with_block(llama, lambda block: change(tag(block)))(llama.layers, batch)
 
     program = compile(jax.grad(loss), llama, {"tokens": tokens, "labels": tokens}, target="v5e")
-    assert program.compiled.memory_analysis().host_temp_size_in_bytes == 4 * 2 * 128 * 1024 * 2
+    assert program.compiled.memory_analysis().host_temp_size_in_bytes == 4 * 128 * 1024 * 2

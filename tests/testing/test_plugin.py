@@ -147,26 +147,6 @@ def test_good(device_memory):
 """
 
 
-def test_bad_markers_are_errors_of_their_tests_alone(run: Any) -> None:
-    result = run(MARKERS)
-    result.assert_outcomes(passed=1, errors=9)
-    result.stdout.fnmatch_lines_random(
-        [
-            "test_user.py::test_no_size: bad marker @pytest.mark.device_memory_limit",
-            "*the marker needs one size",
-            "*'a lot' is not a size",
-            "*the marker has no argument 'traget'",
-            "hint: did you mean 'target'?",
-            "*unknown target 'v9'",
-            "*target of the marker is a name or a Target",
-            "*optional of the marker is True or False",
-            "*a size cannot be negative",
-        ]
-    )
-    assert "Traceback" not in result.stdout.str()
-    assert "INTERNALERROR" not in result.stdout.str()
-
-
 MISSING = """
 import importlib.util
 
@@ -185,9 +165,24 @@ def test_needed(device_memory):
 """
 
 
-def test_a_missing_compiler_skips_what_is_optional_and_fails_the_rest(run: Any) -> None:
-    result = run(MISSING)
-    result.assert_outcomes(skipped=1, errors=1)
+def test_bad_markers_and_missing_compilers_are_errors_of_their_tests_alone(run: Any) -> None:
+    result = run(MARKERS + MISSING)
+    result.assert_outcomes(passed=1, errors=10, skipped=1)
+    result.stdout.fnmatch_lines_random(
+        [
+            "test_user.py::test_no_size: bad marker @pytest.mark.device_memory_limit",
+            "*the marker needs one size",
+            "*'a lot' is not a size",
+            "*the marker has no argument 'traget'",
+            "hint: did you mean 'target'?",
+            "*unknown target 'v9'",
+            "*target of the marker is a name or a Target",
+            "*optional of the marker is True or False",
+            "*a size cannot be negative",
+        ]
+    )
+    assert "Traceback" not in result.stdout.str()
+    assert "INTERNALERROR" not in result.stdout.str()
     result.stdout.fnmatch_lines(["SKIPPED*optional=True*needs libtpu*"])
     result.stdout.fnmatch_lines(["*'v5e:2x2' needs libtpu*", 'hint: pip install "lowtide[[]tpu-aot[]]"'])
 
@@ -379,10 +374,6 @@ def test_snapshots_are_missing_made_unchanged_changed_and_updated(
     assert {"test_exact[a].json", "test_tolerant.bytes.json", "test_tolerant.rough.json"} < set(names)
     before = {path: path.read_bytes() for path in folder.iterdir()}
 
-    result = run(SNAPSHOTS)
-    result.assert_outcomes(passed=3)
-    assert "memory snapshots" not in result.stdout.str()
-
     monkeypatch.setenv("ROWS", "96")
     result = run(SNAPSHOTS)
     result.assert_outcomes(passed=1, failed=2)
@@ -398,7 +389,10 @@ def test_snapshots_are_missing_made_unchanged_changed_and_updated(
     result = run(SNAPSHOTS, "--memory-snapshot-update", "-n", "2")
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["updated */test_exact[[]a[]].json", "memory snapshots: 4 updated"])
-    run(SNAPSHOTS).assert_outcomes(passed=3)
+
+    result = run(SNAPSHOTS)
+    result.assert_outcomes(passed=3)
+    assert "memory snapshots" not in result.stdout.str()
 
 
 @pytest.mark.slow
