@@ -229,7 +229,7 @@ def test_a_model_on_the_host_is_saved_as_one_on_the_device(tiny_model_dir, tmp_p
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 CONFIG = LlamaConfig(
-    vocab_size=512, hidden_size=512, intermediate_size=2048, num_layers=8, num_heads=4, num_kv_heads=4, head_dim=128
+    vocab_size=512, hidden_size=256, intermediate_size=1024, num_layers=8, num_heads=2, num_kv_heads=2, head_dim=128
 )
 BATCH = {name: jax.ShapeDtypeStruct((4, 128), jnp.int32) for name in ("tokens", "labels")}
 

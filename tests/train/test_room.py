@@ -124,7 +124,7 @@ def test_stages_that_leave_nothing_have_one_schedule() -> None:
 @pytest.mark.tpu_aot
 def test_another_target_has_a_schedule_of_its_own() -> None:
     """What is compiled for it is what would run there."""
-    batch = {"x": jax.ShapeDtypeStruct((8 * 2**15, WIDTH), jnp.float32)}
+    batch = {"x": jax.ShapeDtypeStruct((8 * 2**13, WIDTH), jnp.float32)}
     made = trainer()
     device_bytes = made.memory(batch, target="v5e:2x2").device_bytes
     small = target("v5e:2x2", device_bytes=int(0.85 * device_bytes))
