@@ -83,7 +83,7 @@ def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
 
 def test_products_and_rows_are_those_of_the_array() -> None:
     x, left = np.random.default_rng(0).normal(size=(5, 100)).astype(np.float32), np.ones((2, 24), np.float32)
-    made, ids = node(), np.array([[0, 23], [-1, 24]])
+    made, ids = node(), jnp.array([[0, 23], [-1, 24]])
     dense = made.dense()
     np.testing.assert_array_equal(linear(jnp.asarray(x), made), linear(jnp.asarray(x), dense))
     np.testing.assert_array_equal(made @ x.T, dense @ x.T)
@@ -94,7 +94,7 @@ def test_products_and_rows_are_those_of_the_array() -> None:
     np.testing.assert_allclose(jax.jit(jax.vmap(made.linear))(x), x @ np.asarray(dense).T, rtol=1e-4, atol=1e-5)
     assert made.T.shape == (100, 24) and made.mT.mT == made.T.T
     wide = node(weight=np.random.default_rng(1).normal(size=(300, 192)) * np.arange(1.0, 301)[:, None])
-    ids = np.array([-1, -150, -300, -301, 299, 128])  # whose scales are in several blocks of scales
+    ids = jnp.array([-1, -150, -300, -301, 299, 128])  # whose scales are in several blocks of scales
     np.testing.assert_array_equal(rows(wide, ids), jnp.take(wide.dense(), ids, axis=0))
 
 
