@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -21,12 +22,15 @@ from lowtide.adapters.lora import LoRAWeight
 from lowtide.core import StructureError, leaves_with_paths, map_with_paths
 
 KEY = jax.random.key(0)
-X = jax.random.normal(KEY, (5, 4))
-W = {
-    "w": jax.random.normal(jax.random.key(1), (4, 6)) / 3,
-    "stack": jax.random.normal(jax.random.key(2), (3, 4, 4)) / 2,
-    "other": jnp.ones((4,)),
-}
+RANDOM = np.random.default_rng(0)
+
+
+def drawn(*shape: int) -> Any:
+    return jnp.asarray(RANDOM.normal(size=shape), jnp.float32)
+
+
+X = drawn(5, 4)
+W = {"w": drawn(4, 6) / 3, "stack": drawn(3, 4, 4) / 2, "other": jnp.ones((4,))}
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +46,14 @@ def with_adapters(model: Any, targets: Any = ("w", "stack")) -> Any:
     model = lt.lora.add(model, config, key=KEY)
 
     def filled(path: str, leaf: Any) -> Any:
-        return 0.1 * jax.random.normal(KEY, leaf.shape, leaf.dtype) if "lora_" in path else leaf
+        return 0.1 * drawn(*leaf.shape) if "lora_" in path else leaf
 
     return map_with_paths(filled, model)
+
+
+@functools.cache
+def of_arrays() -> Any:
+    return with_adapters(W)
 
 
 def materialised(model: Any) -> Any:
@@ -54,11 +63,12 @@ def materialised(model: Any) -> Any:
     return jax.tree.map(one, model, is_leaf=lambda node: isinstance(node, LoRAWeight))
 
 
-def assert_same(fn: Callable[..., Any], model: Any, *args: Any) -> Any:
-    """Values and gradients equal those over W + BA, with jit and without."""
-    expected = lt.value_and_grad(lambda model, *args: fn(materialised(model), *args), "**/lora_*")(model, *args)
-    ours = lt.value_and_grad(lt.adapted(fn), "**/lora_*")
-    for found in (ours(model, *args), jax.jit(ours)(model, *args)):
+def assert_same(fn: Callable[..., Any], model: Any, *args: Any, is_eager_too: bool = False) -> Any:
+    """Values and gradients equal those over W + BA."""
+    wanted = lt.value_and_grad(lambda model, *args: fn(materialised(model), *args), "**/lora_*")
+    expected, ours = jax.jit(wanted)(model, *args), lt.value_and_grad(lt.adapted(fn), "**/lora_*")
+    for run in (jax.jit(ours), *([ours] if is_eager_too else ())):
+        found = run(model, *args)
         for (path, one), (_, other) in zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=path)
     return expected[1]
@@ -109,9 +119,13 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+EAGER = ("x @ w", "scan over layers", "cond")
+"""Also without jit."""
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_is_that_of_the_merged_weight(program: str) -> None:
-    grads = assert_same(PROGRAMS[program], with_adapters(W), X)
+    grads = assert_same(PROGRAMS[program], of_arrays(), X, is_eager_too=program in EAGER)
     used = "stack" if "stack" in program or "loop" in program or "layers" in program else "w"
     assert all(np.abs(leaf).max() > 0 for path, leaf in leaves_with_paths(grads) if path.startswith(f"{used}/"))
 
@@ -122,18 +136,20 @@ def test_a_loop_that_ends_by_itself() -> None:
     def fn(w: Any, x: Any) -> Any:
         return jax.lax.while_loop(lambda h: jnp.sum(h @ w["w"]) < 9, lambda h: 1.1 * h + 0 * (h @ w["w"] @ w["w"].T), x)
 
-    model = with_adapters(W)
-    np.testing.assert_allclose(lt.adapted(fn)(model, X), fn(materialised(model), X), rtol=1e-5)
+    found = jax.jit(lambda model: (lt.adapted(fn)(model, X), fn(materialised(model), X)))(of_arrays())
+    np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_several_adapters_at_once() -> None:
-    models = [with_adapters(W), jax.tree.map(lambda leaf: 2 * leaf, with_adapters(W))]
-    axes = map_with_paths(lambda path, leaf: 0 if "lora_" in path else None, models[0])
-    batched = map_with_paths(lambda path, leaf: jnp.stack([leaf, 2 * leaf]) if "lora_" in path else leaf, models[0])
-    found = jax.vmap(lt.adapted(scanned), in_axes=(axes, None))(batched, X)
-    for i, one in enumerate(found):
+    one = of_arrays()
+    axes = map_with_paths(lambda path, leaf: 0 if "lora_" in path else None, one)
+    two = lambda leaf: np.stack([np.asarray(leaf), 2 * np.asarray(leaf)])  # noqa: E731
+    batched = map_with_paths(lambda path, leaf: two(leaf) if "lora_" in path else leaf, one)
+    found = jax.jit(jax.vmap(lt.adapted(scanned), in_axes=(axes, None)))(batched, X)
+    plain = jax.jit(lambda model: scanned(materialised(model), X))
+    for i, each in enumerate(np.asarray(found)):
         model = map_with_paths(lambda path, leaf, i=i: leaf[i] if "lora_" in path else leaf, batched)
-        np.testing.assert_allclose(one, scanned(materialised(model), X), rtol=1e-5)
+        np.testing.assert_allclose(each, plain(model), rtol=1e-5)
 
 
 def of_nnx() -> tuple[Any, Any, Callable[..., Any]]:
@@ -216,7 +232,7 @@ REFUSED: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("operation", REFUSED)
 def test_what_is_no_product_is_refused_with_its_line(operation: str) -> None:
     with pytest.raises(StructureError, match=rf"(w|stack): the model does more.*\n.*\n.*{operation}.* of a") as raised:
-        lt.adapted(REFUSED[operation])(with_adapters(W), X)
+        lt.adapted(REFUSED[operation])(of_arrays(), X)
     assert "test_adapted.py:" in str(raised.value) and 'with the pattern "!' in str(raised.value)
 
 
@@ -227,19 +243,19 @@ def test_a_product_with_a_derivative_of_its_own_is_refused() -> None:
 
     product.defvjp(lambda x, w: (x @ w, (x, w)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
     with pytest.raises(StructureError, match="custom_vjp_call of a LoRAWeight"):
-        lt.adapted(lambda w, x: jnp.sum(product(x, w["w"])))(with_adapters(W), X)
+        lt.adapted(lambda w, x: jnp.sum(product(x, w["w"])))(of_arrays(), X)
 
 
 def test_a_weight_that_a_loop_gives_out_is_refused() -> None:
     with pytest.raises(StructureError, match="w: the model gives this weight out of a loop or a branch"):
-        lt.adapted(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: a.T.T, w["w"]))(with_adapters(W), X)
+        lt.adapted(lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: a.T.T, w["w"]))(of_arrays(), X)
 
 
 def test_what_is_no_array_goes_in_and_comes_out() -> None:
     def fn(w: Any, x: Any, *, times: int, name: str) -> Any:
         return {"name": name, "y": x @ w["w"] * times, "w": w["w"], "n": None}
 
-    model = with_adapters(W)
+    model = of_arrays()
     found = lt.adapted(fn)(model, X, times=2, name="text")
     assert found["name"] == "text" and found["w"] is model["w"] and found["n"] is None
     np.testing.assert_allclose(found["y"], 2 * X @ materialised(model)["w"], rtol=1e-5)
@@ -247,7 +263,7 @@ def test_what_is_no_array_goes_in_and_comes_out() -> None:
 
 
 def test_a_trainer_trains_it() -> None:
-    model = with_adapters(W)
+    model = jax.tree.map(jnp.array, of_arrays())
     trainer = lt.Trainer(model, lt.adapted(scanned), optax.adam(1e-2), wrt="**/lora_*")
     history = trainer.fit([X] * 5, num_steps=5)
     assert history[4]["loss"] < history[0]["loss"]
@@ -256,30 +272,30 @@ def test_a_trainer_trains_it() -> None:
 
 def test_weights_that_are_divided() -> None:
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    placed = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P())), with_adapters(W))
-    x = jax.device_put(jnp.tile(X, (8, 1))[:8], jax.NamedSharding(mesh, jax.P("a")))
+    placed = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P())), of_arrays())
+    x = jax.device_put(np.tile(X, (8, 1))[:8], jax.NamedSharding(mesh, jax.P("a")))
     assert_same(scanned, placed, x)
 
 
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_adapters_of_quantised_weights(form: str) -> None:
-    base = {"w": jax.random.normal(KEY, (64, 64)), "stack": jax.random.normal(KEY, (3, 64, 64)) / 8}
-    x = jax.random.normal(KEY, (5, 64))
+    base, x = {"w": drawn(64, 64), "stack": drawn(3, 64, 64) / 8}, drawn(5, 64)
 
     def fn(params: Any, x: Any) -> Any:
         return jnp.mean(scanned(params, jnp.einsum("bi,oi->bo", x, params["w"])))
 
     quantised = lt.quantize(base, "**", form)
-    np.testing.assert_allclose(lt.adapted(fn)(quantised, x), fn(lt.dequantize(quantised), x), rtol=1e-5)
+    whole, run = lt.dequantize(quantised), jax.jit(fn)
+    np.testing.assert_allclose(jax.jit(lt.adapted(fn))(quantised, x), run(whole, x), rtol=1e-5)
     config = lt.lora.Config(rank=2, targets=["w", "stack"])
     model = lt.lora.add(quantised, config, key=KEY, fn=fn, args=(x,))
-    dense = lt.lora.add(lt.dequantize(quantised), config, key=KEY, fn=fn, args=(x,))
+    dense = lt.lora.add(whole, config, key=KEY, fn=fn, args=(x,))
     found, expected = (jax.jit(lt.value_and_grad(lt.adapted(fn), "**/lora_*"))(each, x) for each in (model, dense))
     pairs = zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True)
     for (path, one), (_, other) in pairs:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * float(np.abs(other).max() + 1e-9), err_msg=path)
     merged = lt.lora.merge(lt.dequantize(model))
-    np.testing.assert_allclose(fn(merged, x), found[0], rtol=1e-4)
+    np.testing.assert_allclose(run(merged, x), found[0], rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["DoRA", "(IA)³", "VeRA"])
@@ -291,11 +307,12 @@ def test_what_scales_outputs_is_refused_where_weights_are_stored_the_other_way(k
     }
     model = lt.lora.add(W, configs[kind], key=KEY)
     right = jnp.ones((2, 6))
-    np.testing.assert_allclose(lt.adapted(lambda w: right @ w["w"].T)(model), right @ W["w"].T, rtol=1e-5)
+    found = jax.jit(lt.adapted(lambda w: right @ w["w"].T))(model)
+    np.testing.assert_allclose(found, np.asarray(right) @ np.asarray(W["w"]).T, rtol=1e-5)
     with pytest.raises(StructureError, match="w: the model does more with this weight"):
         lt.adapted(lambda w: X @ w["w"])(model)
 
 
 def test_a_rounding_to_eight_bits_is_not_left_out() -> None:
     with pytest.raises(StructureError, match="convert_element_type of a LoRAWeight"):
-        lt.adapted(lambda w, x: x @ w["w"].astype(jnp.float8_e4m3fn).astype(x.dtype))(with_adapters(W), X)
+        lt.adapted(lambda w, x: x @ w["w"].astype(jnp.float8_e4m3fn).astype(x.dtype))(of_arrays(), X)

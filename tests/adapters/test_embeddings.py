@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,20 @@ WEIGHTS = "adapter_model.safetensors"
 EMBED = "base_model.model.model.embed_tokens"
 
 
+LOGITS = jax.jit(models.logits)
+
+
+@functools.cache
 def base(family: str = "llama", **options: Any) -> models.Decoder:
     return models.init(dataclasses.replace(KINDS[family], **options), key=KEY)
 
 
 def adapted(model: models.Decoder, **options: Any) -> models.Decoder:
     config = lora.Config(**({"rank": 3, "alpha": 2.0, "targets": BOTH} | options))
-    draw = lambda path, leaf: 0.3 * jax.random.normal(jax.random.key(len(path)), leaf.shape)  # noqa: E731
+
+    def draw(path: str, leaf: Any) -> Any:
+        return jnp.asarray(0.3 * np.random.default_rng(len(path)).normal(size=leaf.shape), leaf.dtype)
+
     return map_with_paths(lambda p, x: draw(p, x) if "lora_" in p else x, lora.add(model, config, key=KEY))
 
 
@@ -40,27 +48,30 @@ def test_rows_are_those_of_the_weight_multiplied_out(format: str | None) -> None
     plain = base() if format is None else lt.quantize(base(), "outer/embed", format)
     model = adapted(plain)
     node: Any = model.outer["embed"]["weight"]
-    weight = node.weight if format is None else node.weight.dense()
+    weight = np.asarray(node.weight if format is None else node.weight.dense())
+    a, b = np.asarray(node.lora_a), np.asarray(node.lora_b)
     ids = jnp.array([[3, 0], [95, 3]])
-    want = weight + 2 / 3 * node.lora_b @ node.lora_a
-    np.testing.assert_allclose(rows(node, ids), want[ids], atol=1e-5)
+    want = weight + 2 / 3 * b @ a
+    np.testing.assert_allclose(rows(node, ids), want[np.asarray(ids)], atol=1e-5)
     assert np.isnan(rows(node, jnp.array([96]))).all()
     batch = {"tokens": jnp.asarray(TOKENS), "labels": jnp.asarray(np.roll(TOKENS, -1, 1))}
-    dense = dataclasses.replace(model, outer={**model.outer, "embed": {"weight": want}})
-    np.testing.assert_allclose(models.logits(model, TOKENS), models.logits(dense, TOKENS), atol=1e-4)
+    dense = dataclasses.replace(model, outer={**model.outer, "embed": {"weight": jnp.asarray(want)}})
+    np.testing.assert_allclose(LOGITS(model, TOKENS), LOGITS(dense, TOKENS), atol=1e-4)
     # By the chain rule through B A.
-    grads = lt.value_and_grad(models.loss, "outer/embed/**/lora_*", has_aux=True)(model, batch)[1]
-    of_whole = lt.value_and_grad(models.loss, "outer/embed/weight", has_aux=True)(dense, batch)[1]
-    whole_grad, got = of_whole.outer["embed"]["weight"], grads.outer["embed"]["weight"]
-    np.testing.assert_allclose(got.lora_b, 2 / 3 * whole_grad @ node.lora_a.T, atol=1e-5)
-    np.testing.assert_allclose(got.lora_a, 2 / 3 * node.lora_b.T @ whole_grad, atol=1e-5)
+    grads, of_whole = (
+        jax.jit(lt.value_and_grad(models.loss, f"outer/embed/{what}", has_aux=True))(each, batch)[1]
+        for what, each in (("**/lora_*", model), ("weight", dense))
+    )
+    whole_grad, got = np.asarray(of_whole.outer["embed"]["weight"]), grads.outer["embed"]["weight"]
+    np.testing.assert_allclose(got.lora_b, 2 / 3 * whole_grad @ a.T, atol=1e-5)
+    np.testing.assert_allclose(got.lora_a, 2 / 3 * b.T @ whole_grad, atol=1e-5)
 
 
 def test_gradients_of_a_frequent_token_add_up_in_float32() -> None:
     table = jax.random.normal(KEY, (8, 16), jnp.bfloat16)
     node = lt.lora.LoRAWeight(table, jnp.ones((2, 16)), jnp.zeros((8, 2)), alpha=2.0)
     total = lambda b: jnp.sum(rows(dataclasses.replace(node, lora_b=b), jnp.zeros(4096, int)).astype(jnp.float32))  # noqa: E731
-    grads = jax.grad(total)(node.lora_b)
+    grads = np.asarray(jax.jit(jax.grad(total))(node.lora_b))
     np.testing.assert_array_equal(grads[0], 4096 * 16.0)
     assert not grads[1:].any()
 
@@ -70,12 +81,12 @@ def test_files_come_back_and_are_merged(tmp_path: Path) -> None:
     lora.save(model, tmp_path)
     node: Any = model.outer["embed"]["weight"]
     tensors = load_file(tmp_path / WEIGHTS)
-    np.testing.assert_array_equal(tensors[f"{EMBED}.lora_embedding_A"], node.lora_b.T)
-    np.testing.assert_array_equal(tensors[f"{EMBED}.lora_embedding_B"], node.lora_a.T)
+    np.testing.assert_array_equal(tensors[f"{EMBED}.lora_embedding_A"], np.asarray(node.lora_b).T)
+    np.testing.assert_array_equal(tensors[f"{EMBED}.lora_embedding_B"], np.asarray(node.lora_a).T)
     again = lora.load(base(), tmp_path)
     assert jax.tree.structure(again) == jax.tree.structure(model)
     jax.tree.map(np.testing.assert_array_equal, again, model)
-    np.testing.assert_allclose(models.logits(lora.merge(again), TOKENS), models.logits(model, TOKENS), atol=1e-4)
+    np.testing.assert_allclose(LOGITS(lora.merge(again), TOKENS), LOGITS(model, TOKENS), atol=1e-4)
 
 
 def test_what_an_embedding_does_not_take_is_refused(tmp_path: Path) -> None:

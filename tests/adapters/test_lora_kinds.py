@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from lowtide.core import (
     combine,
     linear,
     partition,
+    tree_bytes,
     value_and_grad,
 )
 from lowtide.jaxprs import equations
@@ -46,16 +49,17 @@ def noisy(model: Any) -> Any:
 
     def fill(path: Any, leaf: Any) -> Any:
         name = getattr(path[-1], "name", "")
-        seed = jax.random.key(sum(map(ord, name)))
-        return leaf + 0.3 * jax.random.normal(seed, leaf.shape) if name.startswith("lora_") else leaf
+        noise = 0.3 * np.random.default_rng(sum(map(ord, name))).normal(size=leaf.shape)
+        return jnp.asarray(np.asarray(leaf) + noise, leaf.dtype) if name.startswith("lora_") else leaf
 
     return jax.tree_util.tree_map_with_path(fill, model)
 
 
 def base(dtype: Any = jnp.float32) -> Any:
-    return {"w": (jax.random.normal(KEY, (LAYERS, OUT, IN)) / IN**0.5).astype(dtype)}
+    return {"w": jnp.asarray((np.random.default_rng(0).normal(size=(LAYERS, OUT, IN)) / IN**0.5).astype(dtype))}
 
 
+@functools.cache
 def build(kind: str, dtype: Any = jnp.float32) -> Any:
     return noisy(lora.add(base(dtype), CONFIGS[kind], key=KEY))
 
@@ -68,7 +72,8 @@ def loss(model: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.sin(outputs(model, x).astype(jnp.float32)))
 
 
-X = jax.random.normal(jax.random.key(5), (ROWS, IN))
+X = jnp.asarray(np.random.default_rng(5).normal(size=(ROWS, IN)), jnp.float32)
+OUTPUTS = jax.jit(outputs)
 
 
 def dense(node: Any) -> jax.Array:
@@ -88,21 +93,25 @@ def dense(node: Any) -> jax.Array:
     return jnp.where(on > 0, whole * (node.lora_magnitude / norm)[:, :, None], w)
 
 
+DENSE = jax.jit(dense)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_values_and_gradients_equal_those_of_the_dense_weight_and_merge(kind: str) -> None:
     fresh = lora.add(base(), CONFIGS[kind], key=KEY)
-    np.testing.assert_allclose(outputs(fresh, X), outputs(base(), X), atol=1e-6)
+    np.testing.assert_allclose(OUTPUTS(fresh, X), OUTPUTS(base(), X), atol=1e-6)
     model = build(kind)
     value, grads = jax.jit(value_and_grad(jax.checkpoint(loss), wrt=lora.TRAINABLE))(model, X)
     trainable, frozen = partition(model, lora.TRAINABLE)
-    want = jax.value_and_grad(lambda t: loss({"w": dense(combine(t, frozen)["w"])}, X))(trainable)
+    want = jax.jit(jax.value_and_grad(lambda t: loss({"w": dense(combine(t, frozen)["w"])}, X)))(trainable)
     np.testing.assert_allclose(value, want[0], rtol=1e-5, atol=2e-8)  # a mean of numbers of both signs
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, want[1])
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
-    np.testing.assert_allclose(lora.merge(model)["w"], dense(model["w"]), rtol=1e-5, atol=1e-6)
+    merged = np.asarray(lora.merge(model)["w"])
+    np.testing.assert_allclose(merged, DENSE(model["w"]), rtol=1e-5, atol=1e-6)
     if "layer" in kind:
-        np.testing.assert_array_equal(lora.merge(model)["w"][::2], model["w"].weight[::2])
-        assert all(not leaf[::2].any() for leaf in jax.tree.leaves(grads))
+        np.testing.assert_array_equal(merged[::2], np.asarray(model["w"].weight)[::2])
+        assert all(not np.asarray(leaf)[::2].any() for leaf in jax.tree.leaves(grads))
     assert lora.disable(model)["w"] is model["w"].weight
 
 
@@ -124,11 +133,11 @@ def test_no_second_array_of_the_weights_size_is_made(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["DoRA", "(IA)³", "VeRA"])
 def test_weight_at_x_of_one_matrix(kind: str) -> None:
-    node = jax.tree.map(lambda leaf: leaf[1], build(kind)["w"])
-    want = dense(jax.tree.map(lambda leaf: leaf[None], node))[0]
-    np.testing.assert_allclose(node @ X.T, want @ X.T, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(node @ X[0], want @ X[0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(X @ node.T, X @ want.T, rtol=1e-4, atol=1e-5)
+    node = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)[1]), build(kind)["w"])
+    want, x = np.asarray(DENSE(build(kind)["w"]))[1], np.asarray(X)
+    found = jax.jit(lambda node: (node @ X.T, node @ X[0], X @ node.T))(node)
+    for one, other in zip(found, (want @ x.T, want @ x[0], x @ want.T), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -137,7 +146,12 @@ def test_files_keep_the_adapter_and_its_gradient(kind: str, tmp_path: Any) -> No
     if "layer" in kind:  # what is not saved comes back as zeros, and is not seen
         off = np.arange(LAYERS) != 1
         node = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf.at[off].set(0) if path[-1].name.startswith("lora_") else leaf, model["w"]
+            lambda path, leaf: (
+                jnp.asarray(np.where(off.reshape(-1, *[1] * (leaf.ndim - 1)), 0, leaf))
+                if path[-1].name.startswith("lora_")
+                else leaf
+            ),
+            model["w"],
         )
         model = {"w": node}
     lora.save(model, tmp_path)
@@ -153,20 +167,21 @@ def test_dropout_is_the_same_for_one_key_and_right_on_average(kind: str) -> None
     model = build(kind)
     run = jax.jit(lambda key: outputs(lora.dropout(model, 0.5, key=key), X))
     np.testing.assert_array_equal(run(KEY), run(KEY))
-    many = jax.vmap(run)(jax.random.split(KEY, 2000))
+    many = np.asarray(jax.jit(jax.vmap(run))(jax.random.split(KEY, 2000)))
     assert np.abs(many[0] - many[1]).max() > 0.01
     assert np.abs(many[0, 0] - many[0, 1]).max() > 0.01  # layers draw their own
-    np.testing.assert_allclose(many.mean(0), outputs(model, X), atol=0.15)
+    np.testing.assert_allclose(many.mean(0), OUTPUTS(model, X), atol=0.15)
+    dropped = lambda x: outputs(lora.dropout(model, 0.5, key=KEY), x)  # noqa: E731
     plain, again = (
-        jax.grad(lambda x, f=f: jnp.sum(f(lambda x: outputs(lora.dropout(model, 0.5, key=KEY), x))(x)))(X)
-        for f in (lambda fn: fn, jax.checkpoint)
+        jax.jit(jax.grad(lambda x, f=f: jnp.sum(f(dropped)(x))))(X) for f in (lambda fn: fn, jax.checkpoint)
     )
     np.testing.assert_allclose(plain, again, rtol=1e-5, atol=1e-6)
 
 
 class TestDecoder:
     def model(self, kind: str = "qwen2") -> models.Decoder:
-        return models.init(KINDS[kind], key=KEY)
+        """Shapes are enough to add to."""
+        return jax.eval_shape(lambda: models.init(KINDS[kind], key=KEY))
 
     @pytest.mark.parametrize(("kind", "count"), [("qwen2", 7), ("phi3", 4), ("qwen3_moe", 4)])
     def test_all_linear_is_every_projection_of_a_layer(self, kind: str, count: int) -> None:
@@ -190,17 +205,15 @@ class TestDecoder:
         }
         assert model.layers["mlp"]["down_proj"]["weight"].alpha == 5
         assert found["down_proj"].num_parameters == 4 * 2 * (32 + 48)
-        assert lora.report(model).trainable_bytes == sum(
-            x.nbytes for x in jax.tree.leaves(partition(model, "**/lora_*")[0])
-        )
+        assert lora.report(model).trainable_bytes == tree_bytes(partition(model, "**/lora_*")[0])
 
     def test_merging_ia3_scales_the_bias(self) -> None:
-        model = self.model()
+        model = models.init(KINDS["qwen2"], key=KEY)
         bias = model.layers["attn"]["k_proj"]["bias"]
         model.layers["attn"]["k_proj"]["bias"] = jnp.ones_like(bias)
         model = noisy(lora.add(model, lora.IA3Config(), key=None))
-        tokens = jnp.arange(12).reshape(2, 6)
-        np.testing.assert_allclose(models.logits(lora.merge(model), tokens), models.logits(model, tokens), atol=1e-5)
+        tokens, logits = np.arange(12).reshape(2, 6), jax.jit(models.logits)
+        np.testing.assert_allclose(logits(lora.merge(model), tokens), logits(model, tokens), atol=1e-5)
 
     def test_routers_are_refused_by_path(self) -> None:
         with pytest.raises(StructureError, match=r"(?s)layers/mlp/router/weight.*hint: "):
@@ -255,7 +268,8 @@ class TestRefusals:
             lora.save(both, tmp_path)
         models = [build(kind) for kind in ("VeRA of a layer", "rsLoRA")]
         got = lora.merge(lora.combine(models, [1.0, -0.5]))["w"]
-        want = base()["w"] + sum(by * (dense(m["w"]) - base()["w"]) for m, by in zip(models, (1, -0.5), strict=True))
+        weight = np.asarray(base()["w"])
+        want = weight + sum(by * (np.asarray(DENSE(m["w"])) - weight) for m, by in zip(models, (1, -0.5), strict=True))
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize(
@@ -273,8 +287,6 @@ class TestRefusals:
         ],
     )
     def test_files_that_say_otherwise(self, kind: str, change: Any, match: str, tmp_path: Any) -> None:
-        import json
-
         stack = {"layers": {"w": build(kind)["w"]}}
         lora.save(stack, tmp_path)
         path = tmp_path / "adapter_config.json"

@@ -23,10 +23,19 @@ SHAPES = [
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize("kind", ["device", "pinned_host"])
 @pytest.mark.parametrize(
-    "dtype",
-    [jnp.bfloat16, jnp.int4, *(pytest.param(d, marks=pytest.mark.slow) for d in (jnp.float32, jnp.int8, jnp.bool_))],
+    ("dtype", "kind"),
+    [
+        (jnp.bfloat16, "device"),
+        (jnp.int4, "pinned_host"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *((jnp.bfloat16, "pinned_host"), (jnp.int4, "device")),
+                *((jnp.float32, "device"), (jnp.int8, "device"), (jnp.bool_, "pinned_host")),
+            )
+        ),
+    ],
 )
 def test_the_rule_is_xla_s(tpu_device: Any, dtype: Any, kind: str) -> None:
     place, dtype = jax.sharding.SingleDeviceSharding(tpu_device, memory_kind=kind), jnp.dtype(dtype)

@@ -20,16 +20,19 @@ from lowtide.train import ShardingRules, make_mesh
 
 from .kinds import KINDS
 
-KEYS = jax.random.split(jax.random.key(0), 8)
+KEY = jax.random.key(0)
+
+
+def drawn(seed: int, *shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(0, 40, 0, 7, 3), (10, 10, 10, 10, 10), (0, 0, 0, 0, 1), (5, 0, 0, 0, 0)])
 def test_grouped_products_and_their_gradients_equal_dense_ones(sizes: tuple[int, ...], transposed: bool) -> None:
-    x = jax.random.normal(KEYS[0], (50, 6))
-    weight = jax.random.normal(KEYS[1], (5, 6, 9) if transposed else (5, 9, 6))
+    shapes = ((50, 6), (5, 6, 9) if transposed else (5, 9, 6), (50, 9))
+    x, weight, probe = (drawn(seed, *shape) for seed, shape in enumerate(shapes))
     expert = np.repeat(np.arange(5), sizes)
-    probe = jax.random.normal(KEYS[2], (50, 9))
 
     def ours(x: Any, weight: Any) -> Any:
         out = grouped_linear(x, weight, jnp.asarray(sizes), transposed=transposed)
@@ -41,11 +44,8 @@ def test_grouped_products_and_their_gradients_equal_dense_ones(sizes: tuple[int,
         out = jnp.concatenate([out, jnp.zeros((50 - len(expert), 9))])
         return jnp.sum(out * probe), out
 
-    for one, other in zip(
-        jax.tree.leaves(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True)(x, weight)),
-        jax.tree.leaves(jax.value_and_grad(dense, argnums=(0, 1), has_aux=True)(x, weight)),
-        strict=True,
-    ):
+    found, wanted = (jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(x, weight) for fn in (ours, dense))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-4)
     # What does not train costs nothing: no loop over gradients of weights, and no rows that wait for it.
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: ours(x, weight)[0]))(x))
@@ -76,15 +76,19 @@ def _dense(mlp: Any, x_BTD: Any, experts: models.Experts) -> Any:
 
 
 def _mlp(kind: str) -> Any:
-    layers = models.init(KINDS[kind], key=KEYS[3]).layers
-    return jax.tree.map(lambda leaf: 20 * leaf[1] + 0.1 * jax.random.normal(KEYS[4], leaf.shape[1:]), layers["mlp"])
+    """Weights of one layer, of the size that they begin with times 20."""
+    shapes = jax.eval_shape(lambda: models.init(KINDS[kind], key=KEY)).layers["mlp"]
+    return map_with_paths(
+        lambda path, leaf: (0.1 if "bias" in path else 0.4) * drawn(len(path), *leaf.shape[1:]), shapes
+    )
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss"])
 def test_a_mixture_equals_a_dense_reference_on_one_device_and_on_many(kind: str) -> None:
     experts: Any = KINDS[kind].experts
-    mlp, x, probe = _mlp(kind), jax.random.normal(KEYS[5], (8, 11, 32)), jax.random.normal(KEYS[6], (8, 11, 32))
-    want, grads = jax.value_and_grad(lambda mlp, x: jnp.sum(_dense(mlp, x, experts) * probe), (0, 1))(mlp, x)
+    mlp, x, probe = _mlp(kind), drawn(5, 8, 11, 32), drawn(6, 8, 11, 32)
+    reference = jax.value_and_grad(lambda mlp, x: jnp.sum(_dense(mlp, x, experts) * probe), (0, 1))
+    want, grads = jax.jit(reference)(mlp, x)
     for axes in ({}, {"fsdp": 2, "data": 2, "expert": 2}, {"expert": 4, "fsdp": 1}):
         mesh = make_mesh(**axes, devices=jax.devices()[: int(np.prod([1, *axes.values()]))])
 
@@ -102,13 +106,14 @@ def test_a_mixture_equals_a_dense_reference_on_one_device_and_on_many(kind: str)
 
 def test_rows_that_cannot_be_divided_are_computed_everywhere_and_experts_that_cannot_are_named() -> None:
     experts: Any = KINDS["mixtral"].experts
-    mlp, x = _mlp("mixtral"), jax.random.normal(KEYS[5], (3, 4, 32))
+    mlp, x = _mlp("mixtral"), drawn(5, 3, 4, 32)
 
     def ours(mlp: Any, x: Any) -> Any:
         with dividing(lambda h: h, make_mesh(expert=4, fsdp=1, devices=jax.devices()[:4])):
             return mixture(mlp, x, experts, jax.nn.silu)[0]
 
-    np.testing.assert_allclose(jax.jit(ours)(mlp, x), _dense(mlp, x, experts), rtol=1e-4, atol=1e-3)
+    want = jax.jit(lambda mlp, x: _dense(mlp, x, KINDS["mixtral"].experts))(mlp, x)
+    np.testing.assert_allclose(jax.jit(ours)(mlp, x), want, rtol=1e-4, atol=1e-3)
     experts = dataclasses.replace(experts, num_experts=6)
     with pytest.raises(ConfigError, match=r"experts cannot be divided(.|\n)*hint:"):
         ours(mlp, jnp.concatenate([x, x[:1]]))
@@ -118,19 +123,19 @@ def test_the_loss_of_routers_counts_tokens_and_no_padding() -> None:
     config = dataclasses.replace(
         KINDS["qwen3_moe"], experts=dataclasses.replace(KINDS["qwen3_moe"].experts, router_loss_coef=0.5)
     )
-    model = models.init(config, key=KEYS[0])
-    tokens = jax.random.randint(KEYS[1], (2, 12), 0, 96)
+    model, loss = models.init(config, key=KEY), jax.jit(models.loss)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (2, 12)), jnp.int32)
     batch = {"tokens": tokens, "labels": tokens}
-    value, metrics = models.loss(model, batch)
-    plain = models.loss(dataclasses.replace(model, config=KINDS["qwen3_moe"]), batch)[0]
+    value, metrics = loss(model, batch)
+    plain = loss(dataclasses.replace(model, config=KINDS["qwen3_moe"]), batch)[0]
     np.testing.assert_allclose(value, plain + 0.5 * metrics["router_loss"], rtol=1e-6)
     assert 2.0 <= metrics["router_loss"] < 2.2  # even routers: as many as a token has experts
     longer = {
-        name: jnp.concatenate([leaf, jnp.full((2, 5), fill)], axis=1)
+        name: np.concatenate([leaf, np.full((2, 5), fill, np.int32)], axis=1)
         for name, leaf, fill in (("tokens", tokens, 0), ("labels", tokens, -100))
     }
-    segments = jnp.concatenate([jnp.ones((2, 12), int), jnp.zeros((2, 5), int)], axis=1)
-    again = models.loss(model, {**longer, "segment_ids": segments})
+    segments = np.repeat([[1, 0]] * 2, (12, 5), axis=1).astype(np.int32)
+    again = loss(model, {**longer, "segment_ids": segments})
     np.testing.assert_allclose(again[1]["router_loss"], metrics["router_loss"], rtol=1e-5)
 
 

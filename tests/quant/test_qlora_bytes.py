@@ -10,18 +10,24 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "qlora.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GIB = 2**30
+# Without the FLOPs of a layer, which are another program.
+SCRIPT = """
+import json, qlora
+qlora.counted = lambda *_: {}
+print(json.dumps(qlora.measure("rank 8", "nf4, embedding and head int8", "v5e:1x1")))
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
-def test_eight_billion_parameters_train_in_seven_gib_of_a_v5e(tmp_path: Path) -> None:
-    case = ["--case", "rank 8", "--base", "nf4, embedding and head int8", "--json", str(tmp_path / "rows.json")]
+def test_eight_billion_parameters_train_in_seven_gib_of_a_v5e() -> None:
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, str(BENCHMARK), *case], env=env, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=BENCHMARKS, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (row,) = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    row = json.loads(done.stdout.splitlines()[-1])
     assert row["device_bytes"] <= 7.0 * GIB
     # No stack is made of floats, and of 4 bits a weight is little more than half a byte.
     assert row["most_matrices_in_a_float_buffer"] <= 1

@@ -29,15 +29,22 @@ def loss(model: Any, x: Any) -> Any:
     return jnp.mean(h**2)
 
 
-@pytest.mark.parametrize("form", ["nf4", "int8"])
-@pytest.mark.parametrize("kind", CONFIGS)
+LOSS = jax.jit(loss)
+
+
+# Every kind on one format, and on another the plain one and the one that reads the weight.
+@pytest.mark.parametrize(("kind", "form"), [*((kind, "nf4") for kind in CONFIGS), ("LoRA", "int8"), ("DoRA", "int8")])
 def test_adapters_of_every_kind(kind: str, form: str) -> None:
-    base = lt.quantize({"w": jax.random.normal(KEY, (3, 64, 64)) / 8}, "w", form)
-    x = jax.random.normal(jax.random.key(1), (5, 64))
+    random = np.random.default_rng(0)
+    base = lt.quantize({"w": jnp.asarray(random.normal(size=(3, 64, 64)) / 8, jnp.float32)}, "w", form)
+    x = jnp.asarray(random.normal(size=(5, 64)), jnp.float32)
 
     def moved(model: Any) -> Any:
-        noise = lambda leaf: 0.1 * jax.random.normal(jax.random.key(leaf.ndim), leaf.shape)  # noqa: E731
-        return map_with_paths(lambda path, leaf: leaf + noise(leaf) if "/lora_" in path else leaf, model)
+        def one(leaf: Any) -> Any:
+            noise = 0.1 * np.random.default_rng(leaf.ndim).normal(size=leaf.shape)
+            return jnp.asarray(np.asarray(leaf) + noise, leaf.dtype)
+
+        return map_with_paths(lambda path, leaf: one(leaf) if "/lora_" in path else leaf, model)
 
     ours, theirs = (moved(lt.lora.add(each, CONFIGS[kind], key=KEY)) for each in (base, lt.dequantize(base)))
     grad = jax.jit(lt.value_and_grad(loss, lt.lora.TRAINABLE))
@@ -45,11 +52,16 @@ def test_adapters_of_every_kind(kind: str, form: str) -> None:
     for (path, one), (_, other) in zip(leaves_with_paths(found), leaves_with_paths(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(np.abs(other).max()), err_msg=path)
         assert np.abs(other).max() > 0, path
-    np.testing.assert_allclose(loss(lt.lora.merge(lt.dequantize(ours)), x), found[0], rtol=1e-4)
+    np.testing.assert_allclose(LOSS(lt.lora.merge(lt.dequantize(ours)), x), found[0], rtol=1e-4)
+
+
+SHAPES = {"w": (3, 64, 64), "e": (32, 64)}
 
 
 def _model(seed: int = 0) -> Any:
-    base = {"w": jax.random.normal(jax.random.key(seed), (3, 64, 64)) / 8, "e": jax.random.normal(KEY, (32, 64))}
+    random = np.random.default_rng(seed)
+    base = {name: jnp.asarray(random.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
+    base["w"] /= 8
     return lt.lora.add(lt.quantize(base, "*", "nf4"), lt.lora.Config(rank=2, targets="w"), key=KEY)
 
 
