@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,13 @@ from safetensors.numpy import load_file
 
 from lowtide import lora, models
 from lowtide.cli import main
-from lowtide.core import ConfigError, SelectionError
+from lowtide.core import ConfigError, SelectionError, StructureError
 from lowtide.distributed import ShardingRules, make_mesh
 from lowtide.finetune import Finetune, FinetuneConfig
 from tests.models.kinds import KINDS
 
 PLAIN: dict[str, Any] = {"seq_len": 8, "batch_size": 4, "rank": 2, "sample_tokens": 0, "num_steps": 4}
+KEY = jax.random.key(0)
 TEXT = "the tide goes out and the tide comes in and the moon pulls and the sea follows\n" * 60
 
 
@@ -103,6 +106,17 @@ def test_eva_begins_with_the_first_batches(config: Any, tmp_path: Path) -> None:
     sharding = ShardingRules(mesh=make_mesh(data=1))
     with pytest.raises(ConfigError, match=r"lora_init: EVA looks at whole batches(.|\n)*--adapter"):
         Finetune(config(lora_init="eva"), tmp_path / "divided", sharding=sharding)
+
+
+def test_a_target_that_eva_cannot_begin_is_refused_before_anything_is_written(
+    config: Any, tmp_path: Path, tiny_model_dir: str
+) -> None:
+    untied = models.init(dataclasses.replace(models.load_config(tiny_model_dir), tie_embeddings=False), key=KEY)
+    models.save(untied, tmp_path / "untied", tokenizer=f"{tiny_model_dir}/tokenizer.json")
+    config = partial(config, model=str(tmp_path / "untied"))
+    with pytest.raises(StructureError, match=r"outer/embed/weight: EVA takes matrices(.|\n)*got: an embedding"):
+        Finetune(config(lora_init="eva", targets=("outer/embed/weight", "layers/**/*_proj")), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def lora_part(model: Any) -> Any:

@@ -31,6 +31,7 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
 
     Raises:
         SelectionError: when a target matches nothing.
+        StructureError: for a target that EVA cannot begin, where it is asked for.
         ModelFileError: for an adapter that cannot be read, or of another model.
     """
     if config.adapter is not None:
@@ -44,7 +45,10 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
         return lora.add(base, lora.IA3Config(targets=config.targets, feedforward=wide, **saved))
     if config.method == "vera":
         return lora.add(base, lora.VeRAConfig(rank=config.rank, targets=config.targets, **saved), key=key)
-    return lora.add(base, _lora(config), key=key)
+    model = lora.add(base, _lora(config), key=key)
+    if config.lora_init == "eva":
+        lora.check_eva(base, model)
+    return model
 
 
 def begun_with_data(base: models.Decoder, config: FinetuneConfig, batches: Any) -> models.Decoder:

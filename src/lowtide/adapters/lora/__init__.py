@@ -9,6 +9,7 @@ from ._config import Config as Config
 from ._config import IA3Config as IA3Config
 from ._config import VeRAConfig as VeRAConfig
 from ._dropout import dropout as dropout
+from ._eva import check_eva as check_eva
 from ._eva import eva as eva
 from ._files import check as check
 from ._files import load as load
@@ -44,6 +45,7 @@ __all__ = [
     "add",
     "attach",
     "check",
+    "check_eva",
     "check_names",
     "combine",
     "disable",

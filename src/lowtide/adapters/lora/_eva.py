@@ -112,11 +112,9 @@ def eva(
             got=repr(num_passes),
             hint="2 is enough for most inputs",
         )
-    before = {site.index for site in adapted_sites(model)}
     added = add(model, config, key=key)
-    chosen = [site for site in adapted_sites(added) if site.index not in before and isinstance(site.node, LoRAWeight)]
-    for site in chosen:
-        _check_site(model, site)
+    chosen = _added(model, added)
+    check_eva(model, added)
     held = list(batches)
     if not held:
         raise ConfigError("batches: there is none", expected="at least one", got="0", hint="give what will be trained")
@@ -143,6 +141,35 @@ def eva(
             _check_sketch(site, sketches[site.index])
     nodes = {site.index: _started(site.node, seeds[site.index], sketches[site.index]) for site in chosen}
     return replace(added, nodes)
+
+
+def check_eva(model: Tree, added: Tree) -> None:
+    """Raise where `eva` has no way to begin, before there is a batch.
+
+    Args:
+        model: the model; shapes are enough.
+        added: the same with adapters, by `add`.
+
+    Raises:
+        StructureError: for an adapter of an embedding, or of what is no matrix and no stack of them.
+
+    Memory:
+        None.
+    """
+    for site in _added(model, added):
+        looked_up = is_table(model, site)
+        if looked_up or not site.is_matrix:
+            raise StructureError(
+                f"{site.path}: EVA takes matrices, and stacks of them",
+                expected="[out, in] or [num_layers, out, in], which activations are multiplied by",
+                got="an embedding" if looked_up else f"shape {list(site.weight.shape)}",
+                hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
+            )
+
+
+def _added(model: Tree, added: Tree) -> list[Site]:
+    before = {site.index for site in adapted_sites(model)}
+    return [site for site in adapted_sites(added) if site.index not in before and isinstance(site.node, LoRAWeight)]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["weight", "seed", "sketch"], meta_fields=[])
@@ -232,17 +259,6 @@ def _seed(site: Site, key: Array) -> Float[Array, "*L in k"]:
 
 def _orthonormal(matrix: Float[Array, "*L in k"]) -> Float[Array, "*L in k"]:
     return jnp.linalg.qr(matrix)[0]
-
-
-def _check_site(model: Tree, site: Site) -> None:
-    looked_up = is_table(model, site)
-    if looked_up or not site.is_matrix:
-        raise StructureError(
-            f"{site.path}: EVA takes matrices, and stacks of them",
-            expected="[out, in] or [num_layers, out, in], which activations are multiplied by",
-            got="an embedding" if looked_up else f"shape {list(site.weight.shape)}",
-            hint=f'leave it out of the targets, for instance with the pattern "!{site.module}"',
-        )
 
 
 def _check_sketch(site: Site, sketch: Array) -> None:
