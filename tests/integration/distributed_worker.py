@@ -158,8 +158,9 @@ def main():
         progress=False,
         callbacks=callbacks,
     )
+    losses = [record["loss"] for record in records if "loss" in record]
     if ARGS.get("small"):
-        Path(f"{ARGS['out']}-{ARGS['process']}.json").write_text(json.dumps({"resumed": resumed}))
+        Path(f"{ARGS['out']}-{ARGS['process']}.json").write_text(json.dumps({"resumed": resumed, "losses": losses}))
         return
     weight = trainer.model.layers["attn"]["q_proj"]["weight"]
     predicted = trainer.predict([data[0]], lambda model, batch: lt.models.logits(model, batch["tokens"]).mean(-1))
@@ -170,7 +171,7 @@ def main():
                 "resumed": resumed,
                 "step": trainer.step,
                 "limit": trainer.stages and trainer.stages.limit_bytes,
-                "losses": [record["loss"] for record in records if "loss" in record],
+                "losses": losses,
                 "eval": [record["eval_loss"] for record in records if "eval_loss" in record],
                 "spec": str(weight.sharding.spec),
                 "local_bytes": sum(shard.data.nbytes for shard in weight.addressable_shards[:1]),

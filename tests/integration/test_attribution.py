@@ -15,9 +15,10 @@ TPU, GPU = pytest.mark.tpu_aot, pytest.mark.gpu_aot
 NEEDS = {"equinox_mlp": "equinox", "equinox_transformer": "equinox", "nnx_transformer": "flax", "keras_model": "keras"}
 PROGRAMS = {
     "cpu": (*NEEDS, "adam_loop", "fsdp", "lora_8b"),
-    "h100": ("equinox_mlp", "scan_remat_names", "lora_8b", "fsdp", "offload_activations", "offload_parameters"),
-    "v5e": ("equinox_mlp", "adam_loop", "offload_base", "offload_activations", "offload_parameters", "lora_8b"),
+    "h100": ("equinox_mlp", "scan_remat_names", "fsdp", "offload_activations", "offload_parameters"),
+    "v5e": ("offload_base", "offload_activations", "lora_8b"),
 }
+"""The benchmark has more: these are other ways to make bytes, on chips for which they compile in less time."""
 QUICK = {
     *(f"{name}-cpu" for name in ("equinox_mlp", "nnx_transformer", "keras_model", "fsdp")),
     *("offload_parameters-h100", "offload_base-v5e"),
