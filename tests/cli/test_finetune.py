@@ -54,7 +54,7 @@ def _records(out: Path):
 
 
 def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, tmp_path, tiny_model_dir):
-    status, printed, _ = finetune("--steps", "40", "--config", _config(tmp_path, learning_rate=5e-2, sample_tokens=8))
+    status, printed, _ = finetune("--steps", "100", "--config", _config(tmp_path, learning_rate=2e-2, sample_tokens=8))
     assert status == 0
     out = tmp_path / "run"
     for expected in ("predicted", "sample before", "sample after", "gradient tree", "→"):
@@ -62,7 +62,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     assert "stop_gradient" not in printed
     losses = [r["eval_loss"] for r in _records(out) if "eval_loss" in r]
     assert losses[-1] < losses[0] - 0.05
-    assert [r["step"] for r in _records(out) if "loss" in r] == list(range(1, 41))
+    assert [r["step"] for r in _records(out) if "loss" in r] == list(range(1, 101))
     memory = json.loads((out / "memory.json").read_text())
     for key in ("trainable", "frozen", "gradient", "optimizer", "device"):
         assert isinstance(memory[f"{key}_bytes"], int)
@@ -70,7 +70,7 @@ def test_a_run_learns_writes_its_files_and_says_where_the_bytes_went(finetune, t
     assert memory["gradient_bytes"] == memory["trainable_bytes"]
     assert memory["target"] == "here"
     config = config_from_dict(read_config(out / "config.toml"), "config.toml")
-    assert (config.num_steps, config.rank, config.learning_rate) == (40, 2, 5e-2)
+    assert (config.num_steps, config.rank, config.learning_rate) == (100, 2, 2e-2)
     assert json.loads((out / "adapter" / "adapter_config.json").read_text())["r"] == 2
     tensors = load_file(out / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 7 * 2

@@ -13,9 +13,10 @@ from lowtide.core import OutOfMemoryError
 from lowtide.finetune import Finetune, FinetuneConfig, Needs, _budget, needs, within
 
 RUNS: dict[str, dict[str, Any]] = {
-    "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2, "modules_to_save": "outer/embed"},
+    "int8 with DoRA": {"quantize": "int8", "method": "dora", "num_microbatches": 2, "modules_to_save": "outer/embed"}
+    | {"remat": False},
     "all on the host": {"offload": ("activations", "optimizer", "parameters"), "method": "vera"},
-    "all parameters, no remat": {"full": True, "remat": False},
+    "all parameters": {"full": True},
 }
 
 
