@@ -27,8 +27,9 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")
-# NumPy's threads wait for their next product by spinning, on the core of the other worker.
+# Threads of NumPy and PyTorch wait for their next product by spinning, on the core of the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
