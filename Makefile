@@ -50,8 +50,8 @@ DEAR := tests/integration tests/testing tests/ext tests/offload/test_layerwise.p
 	tests/train/test_live_bytes.py tests/train/test_frozen_bytes.py tests/train/test_guard.py \
 	tests/train/test_offload.py tests/train/test_alone.py tests/distributed tests/cli/test_finetune.py \
 	tests/cli/test_fits.py tests/cli/test_explain.py tests/memory/test_isolate.py tests/memory/test_owners.py \
-	tests/memory/test_remedies.py tests/adapters/test_lora_products.py tests/models/test_llama.py tests/models/test_llama_programs.py \
-	tests/offload/test_optax.py tests/offload/test_optimizer.py tests/offload/test_scan.py \
+	tests/memory/test_remedies.py tests/adapters/test_lora_products.py tests/models/test_llama.py \
+	tests/models/test_llama_programs.py tests/offload/test_optax.py tests/offload/test_optimizer.py tests/offload/test_scan.py \
 	tests/train/test_weights.py tests/train/test_interrupts.py
 
 quick: $(VENV)/.installed-dev ## Three minutes of the tests: none for absent chips, none of the dearest.
