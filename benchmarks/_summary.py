@@ -114,7 +114,7 @@ def sft(result: Result, shapes: Sequence[str] = PACKED) -> list[Line]:
 def generate(result: Result) -> list[Line]:
     """Answers beside transformers."""
     lines = list[Line]()
-    for model in ("8b", "moe"):
+    for model in ("8b", "8b_in_place", "moe"):
         ours = result.rows.get(f"{model}-lowtide", {})
         peers = {name.partition("-")[2]: row for name, row in result.rows.items() if name.startswith(f"{model}-transf")}
         found = [_answers(model, shape, ours, peers) for shape in _shapes(ours, *peers.values())]
@@ -428,7 +428,9 @@ def _apart(row: Row, base: Row) -> str:
 
 def _not_alike(ours: Row, theirs: Row) -> str:
     """Why two sides do not train the same."""
-    for key, what in (("num_trained", "trained"), ("num_parameters", "frozen")):
+    # Of weights in few bits each side counts what it stores: several codes are one number of bitsandbytes'.
+    packed = ours.get("method") == "qlora"
+    for key, what in (("num_trained", "trained"), *[("num_parameters", "frozen")] * (not packed)):
         if ours.get(key) != theirs.get(key):
             return f"{ours.get(key)} parameters {what}, and {theirs.get(key)} by the other"
     for row in (ours, theirs):

@@ -195,6 +195,7 @@ SIDE = {"tokens_per_second": 100.0, "peak_bytes": 2**30, "num_trained": 9, "num_
         ({"losses": [5.0, 4.4]}, ("missed", "losses apart by 0.1 nats")),
         ({"num_trained": 8}, ("missed", "8 parameters trained, and 9 by the other")),
         ({"num_parameters": 98}, ("missed", "98 parameters frozen, and 99 by the other")),
+        ({"num_parameters": 98, "method": "qlora"}, ("met", "2.00 × (200 beside 100)")),
         ({"losses": [4.5, 4.51], "side": "lowtide"}, ("missed", "the loss of lowtide does not fall")),
         ({"out_of_memory": True, "tokens_per_second": None}, ("missed", "runs out of memory; peft 100 tokens/s")),
     ],

@@ -126,4 +126,3 @@ class _Plan:
         if self._most <= self._at_once and not self.slab:
             return body(0, begin)
         return jax.lax.fori_loop(0, -(-self._tiles_to_E[-1] // self._at_once), body, begin)
-
