@@ -199,11 +199,13 @@ class TestFiles:
         attn = model.layers["attn"]
         plain = {**attn, "q_proj": {**attn["q_proj"], "bias": attn["q_proj"]["bias"].weight}}
         with pytest.raises(StructureError, match=r"no word for the biases(.|\n)*hint: .*bias="):
-            lora.save(dataclasses.replace(model, layers={**model.layers, "attn": plain}), tmp_path)
+            lora.check_names(dataclasses.replace(model, layers={**model.layers, "attn": plain}))
         params = {"a": {"weight": jnp.ones((8, 8))}, "b": {"weight": jnp.ones((8, 8)), "bias": jnp.zeros(8)}}
         vectors = lora.add(params, lora.IA3Config(targets="a", feedforward="a", modules_to_save="b/bias"))
-        with pytest.raises(StructureError, match=r"biases train beside IA3 adapters(.|\n)*hint:"):
-            lora.save(vectors, tmp_path / "vectors")
+        shapes = jax.eval_shape(lambda: vectors)
+        for run in (lambda: lora.save(vectors, tmp_path / "vectors"), lambda: lora.check_names(shapes)):
+            with pytest.raises(StructureError, match=r"biases train beside IA3 adapters(.|\n)*hint: .*modules_to_save"):
+                run()
 
 
 @pytest.mark.parametrize(

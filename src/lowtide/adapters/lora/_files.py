@@ -22,6 +22,7 @@ from ._config import IN_THE_WEIGHT
 from ._experts import check_file_of_experts
 from ._kernel import LoRAKernel
 from ._kernel_files import kernel_name, kernel_tensors, kernels_in, read_kernel
+from ._names import one_kind
 from ._parameters import parameter_tensors, parameters_in, patterns, read_parameter, written
 from ._peft import (
     CONFIG_FILE,
@@ -45,8 +46,6 @@ from ._tensors import read_tensor
 from ._vectors import IA3Weight, VeRAWeight
 from ._weight import LoRAWeight
 from ._whole import owners
-
-_PEFT_TYPES = {LoRAWeight: LORA, LoRAKernel: LORA, IA3Weight: IA3, VeRAWeight: VERA}
 
 
 def save(
@@ -96,7 +95,7 @@ def save(
             expected="at least one adapter, such as a LoRAWeight",
             hint="add one with lt.lora.add; a merged model has none left",
         )
-    kind = _kind(adapted)
+    kind = one_kind(adapted)
     described, tensors, done = _of_parameters(model)
     parameters, tables = [*described], table_names(model)
     kernels: dict[str, list[int]] = {}
@@ -125,14 +124,7 @@ def save(
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
         tensors |= _projections(adapted)
-    whole = whole_of(model, owners(model, described, {site.index for site in adapted}))
-    if kind != LORA and whole.options.get("bias", "none") != "none":
-        raise StructureError(
-            f"biases train beside {kind} adapters, and PEFT's files of that kind have no word for it",
-            expected="modules_to_save without names of biases",
-            got=f"bias = {whole.options['bias']!r}",
-            hint="name the modules of the biases, or keep the adapter in a checkpoint",
-        )
+    whole = whole_of(model, owners(model, described, {site.index for site in adapted}), kind)
     tensors |= whole.tensors
     modules = [name for names in _names_by_site(model).values() for name in names]
     names: dict[str, Any] = {"base_model_name_or_path": base_model_name_or_path, "task_type": task_type}
@@ -253,19 +245,6 @@ def _refuse_twice(site: Site, name: str, described: Mapping[str, Any]) -> None:
             f"{site.path}: another adapted module is called {name!r}, too",
             hint="rename one of them, or give the model an external_name that tells them apart",
         )
-
-
-def _kind(adapted: Sequence[Site]) -> str:
-    """Return PEFT's name of the kind of all adapters."""
-    kinds = {(_PEFT_TYPES[type(site.node)], getattr(site.node, "lora_magnitude", None) is not None) for site in adapted}
-    if len(kinds) > 1:
-        raise StructureError(
-            "the model has adapters of several kinds, and a directory of PEFT's has one",
-            expected="LoRA, DoRA, (IA)³ or VeRA",
-            got=" and ".join(sorted({kind_of(site.node) for site in adapted})),
-            hint="merge some of them with lt.lora.merge",
-        )
-    return next(iter(kinds))[0]
 
 
 def _of_parameters(model: Tree) -> tuple[dict[str, dict[str, Any]], dict[str, np.ndarray], set[int]]:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from ...core import ModelFileError, StructureError, Tree
-from ._peft import PeftConfig, saved_names
+from ._peft import LORA, PeftConfig, saved_names
 from ._saved import SavedWeight, saved
 from ._sites import Site, sites
 from ._tensors import read_tensor
@@ -39,24 +39,54 @@ class Whole:
     """Of `adapter_config.json`."""
 
 
-def whole_of(model: Tree, adapted: Collection[str]) -> Whole:
-    """Collect the tensors and options of all nodes that train as a whole.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Said:
+    """What can be said of what trains as a whole without its values."""
+
+    found: Mapping[int, Site]
+    modules: set[str]
+    listed: set[str]
+    options: dict[str, Any]
+
+
+def check_whole(model: Tree, adapted: Collection[str], kind: str) -> _Said:
+    """Find PEFT's words for all nodes that train as a whole; shapes are enough.
 
     Args:
         model: the model.
         adapted: names of the modules that have an adapter.
+        kind: of the adapters, in PEFT's word.
 
     Raises:
         StructureError: for what PEFT's configuration has no words for.
     """
     found = {site.index: site for site in sites(model) if isinstance(site.node, SavedWeight)}
     if not found:
-        return Whole(tensors={}, options={})
+        return _Said(found={}, modules=set(), listed=set(), options={})
     names = named_arrays(model)
     modules = _saved_modules(model, found)
     biases = {n for i in found if parent(found[i].path) not in modules for n in names[i].modules}
+    listed = {name for index, site in found.items() if parent(site.path) in modules for name in names[index].modules}
+    options: dict[str, Any] = {"bias": _bias_word(names, biases, listed, adapted)}
+    if kind != LORA and options["bias"] != "none":
+        raise StructureError(
+            f"biases train beside {kind} adapters, and PEFT's files of that kind have no word for it",
+            expected="modules_to_save, which a bias trains with",
+            got=f"bias = {options['bias']!r}",
+            hint="name the modules of the biases in modules_to_save, or leave bias out; a checkpoint keeps anything",
+        )
+    if any(first in listed for first in tied_names(model)):
+        options["ensure_weight_tying"] = True
+    if listed:
+        options["modules_to_save"] = saved_names(listed, {name for each in names.values() for name in each.modules})
+    return _Said(found=found, modules=modules, listed=listed, options=options)
+
+
+def whole_of(model: Tree, adapted: Collection[str], kind: str) -> Whole:
+    """Collect the tensors and options of all nodes that train as a whole; arguments and errors of `check_whole`."""
+    said, names = check_whole(model, adapted, kind), named_arrays(model)
     tensors: dict[str, np.ndarray] = {}
-    for index, site in found.items():
+    for index, site in said.found.items():
         if isinstance(site.node.lora_saved, jax.ShapeDtypeStruct):
             raise StructureError(
                 f"{site.path}: what trains has shapes but no values",
@@ -65,20 +95,14 @@ def whole_of(model: Tree, adapted: Collection[str]) -> Whole:
                 hint="save the adapter of a model that was run, not of one that was analysed",
             )
         values, of = np.asarray(site.node.lora_saved, np.float32), names[index]
-        is_bias = parent(site.path) not in modules
+        is_bias = parent(site.path) not in said.modules
         for layer, name in enumerate(of.modules):
             one = np.ascontiguousarray(values[layer] if of.is_stacked else values)
             tensors[_key(name, of.leaf, beside=is_bias and name in adapted)] = one
-    listed = {name for index, site in found.items() if parent(site.path) in modules for name in names[index].modules}
-    options: dict[str, Any] = {"bias": _bias_word(names, biases, listed, adapted)}
     for first, second in tied_names(model).items():
-        if first in listed:
+        if first in said.listed:
             tensors[_key(second, "weight")] = tensors[_key(first, "weight")].copy()
-            options["ensure_weight_tying"] = True
-    if listed:
-        every = {name for each in names.values() for name in each.modules}
-        options["modules_to_save"] = saved_names(listed, every)
-    return Whole(tensors=tensors, options=options)
+    return Whole(tensors=tensors, options=said.options)
 
 
 def asked_for(model: Tree, config: PeftConfig, adapted: Collection[str]) -> tuple[set[str], dict[int, list[str]]]:
