@@ -4,6 +4,7 @@ from . import losses as losses
 from . import memory as memory
 from . import models as models
 from . import offload as offload
+from . import ops as ops
 from . import pipeline as pipeline
 from . import train as train
 from .adapters import adapted as adapted

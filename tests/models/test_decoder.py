@@ -13,9 +13,8 @@ import pytest
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, SelectionError
-from lowtide.models import _attention
-from lowtide.models._attention import Scores, Sight, attend
 from lowtide.models._config_file import config_from_hf, config_to_hf
+from lowtide.ops import Scores, Sight, _scores, attend
 
 from .kinds import KINDS
 
@@ -77,7 +76,7 @@ def test_blocks_of_queries_see_what_all_queries_see(window: Any, sinks: bool, mo
         for limits in ({"_MAX_QUERIES": 8, "_QUERY_BLOCK": 4}, {"_LEAST_ON_CPU": 8}):
             with monkeypatch.context() as patched:
                 for name, limit in limits.items():
-                    patched.setattr(_attention, name, limit)
+                    patched.setattr(_scores, name, limit)
                 blocks = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(q, k, v, given)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), blocks, whole)
 

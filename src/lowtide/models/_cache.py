@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ._attention import Sight
+from ..ops import Sight
 from ._config import DecoderConfig
 from ._decoder import Decoder, activations, head_logits, layer_forward
 

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from ..core import LayerStack, Tree, linear, rows
 from ..losses import chunked_cross_entropy
-from ._attention import Scores, Sight, attend
+from ..ops import Scores, Sight, attend
 from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import rotary, rotate

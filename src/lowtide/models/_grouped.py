@@ -19,8 +19,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from ..ops import traced_device
 from . import _grouped_blocks, _grouped_slab
-from ._attention import traced_device
 
 
 def grouped_linear(

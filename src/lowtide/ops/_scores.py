@@ -1,28 +1,25 @@
-"""Attention: which keys a query sees, and the kernel that computes it.
+"""Attention by XLA's own operations, which hold scores: of a block of queries, and on a CPU of the keys before them.
 
-`jax.nn.dot_product_attention` where it can: cuDNN's fused kernel on a GPU in half precision, XLA elsewhere, which holds
-[B, N, C, T] scores of one layer: of all queries up to 2048, else of 1024 at a time, and of fewer where a device would
-hold more than 256 MiB of them. It has no soft cap and no sinks;
-models with those compute their scores here, in the same blocks, and so do many queries on a CPU, where it multiplies
-heads of [B, T, N, H] arrays slowly.
+`jax.nn.dot_product_attention` holds [B, N, C, T] scores of one layer: of all queries up to 2048, else of 1024 at a
+time, and of fewer where a device would hold more than 256 MiB of them. It has no soft cap and no sinks; those are
+computed here, in the same blocks, and so are many queries on a CPU, where it multiplies heads of [B, T, N, H] arrays
+slowly.
 
 Shapes: B batch, T queries, S keys, C block of queries, N query heads, K key/value heads, G = N / K, H head.
-
-Known limits: segments and windows that differ between layers are a mask, which cuDNN takes as a bias [B, 1, T, T].
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..core import BATCH_AXES, divided_mesh
-from ..core._compat import has_cudnn
+from ._device import traced_device
+from ._sight import Implementation, Scores, Sight
 
 # XLA's attention holds the scores of all queries that it is given: longer sequences take them in blocks, and so do more
 # rows or heads than leave a device this many bytes of float32 scores.
@@ -35,69 +32,16 @@ _LEAST_ON_CPU = 512
 _CAUSAL_PARTS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """Which keys a query sees: those before it and itself, in its window, of its segment."""
-
-    window: int | Array | None = None
-    """How many, itself included; a traced number where layers differ."""
-    segments: tuple[Array, Array] | None = None
-    """Integers of queries [B, T] and of keys [B, S]; those that are equal see each other."""
-    start: int | Array = 0
-    """Index of the first query among the keys."""
-
-    @property
-    def is_static(self) -> bool:
-        """Whether kernels know by themselves what is seen."""
-        return self.segments is None and not isinstance(self.window, jax.Array) and isinstance(self.start, int)
-
-    def mask(self, queries_C: Array, first: Any, num_keys: int) -> Array:
-        """Booleans of shape [B or 1, 1, C, S].
-
-        Args:
-            queries_C: indices of queries among all queries.
-            first: the first of them, where segments are cut.
-            num_keys: S.
-        """
-        keys_S = jnp.arange(num_keys)
-        distance_CS = (queries_C + self.start)[:, None] - keys_S[None]
-        seen = distance_CS >= 0
-        if self.window is not None:
-            seen &= distance_CS < self.window
-        seen = seen[None, None]
-        if self.segments is not None:
-            of_queries, of_keys = self.segments
-            of_queries = jax.lax.dynamic_slice_in_dim(of_queries, first, len(queries_C), axis=1)
-            seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
-        return seen
-
-
-@dataclasses.dataclass(frozen=True)
-class Scores:
-    """What becomes of the products of queries and keys."""
-
-    scale: float
-    """What they are multiplied by."""
-    soft_cap: float | None = None
-    """The range that tanh squashes them into."""
-    sinks: Array | None = None
-    """Of each head a score without a key, shape [N]."""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether `jax.nn.dot_product_attention` computes them."""
-        return self.soft_cap is None and self.sinks is None
-
-
-def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+def attend_with(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, implementation: Implementation
+) -> Array:
     """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
-    implementation = attention_implementation(q_BTNH.dtype, q_BTNH.shape[-1]) if scores.is_plain else "xla"
     length = q_BTNH.shape[1]
     block = _queries_at_a_time(q_BTNH.shape, k_BSKH.shape[1]) if implementation == "xla" else length
     if length > block:
         return _attend_in_blocks(q_BTNH, k_BSKH, v_BSKH, sight, scores, block)
     from_start = isinstance(sight.start, int) and sight.start == 0 and k_BSKH.shape[1] == length
-    if from_start and _is_long_on_cpu(length):
+    if sight.causal and from_start and _is_long_on_cpu(length):
         return _attend_in_parts(q_BTNH, k_BSKH, v_BSKH, sight, scores)
     if scores.is_plain and sight.is_static and sight.start == 0:
         window: Any = sight.window
@@ -105,7 +49,7 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
             q_BTNH,
             k_BSKH,
             v_BSKH,
-            is_causal=True,
+            is_causal=sight.causal,
             scale=scores.scale,
             local_window_size=None if window is None or window >= length else (window - 1, 0),
             implementation=implementation,
@@ -115,7 +59,7 @@ def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Sc
 
 
 def _attend_masked(
-    q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores, implementation: Literal["cudnn", "xla"]
+    q_BCNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, scores: Scores, implementation: Implementation
 ) -> Array:
     if not scores.is_plain or _is_long_on_cpu(q_BCNH.shape[1]):
         return _attend_by_scores(q_BCNH, k_BSKH, v_BSKH, mask, scores)
@@ -215,24 +159,3 @@ def _shares(s_BKGCS: Array, sinks: Array | None) -> Array:
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(s_BKGCS, axis=-1, keepdims=True), sinks))
     p_BKGCS = jnp.exp(s_BKGCS - highest)
     return p_BKGCS / (jnp.sum(p_BKGCS, axis=-1, keepdims=True) + jnp.exp(sinks - highest))
-
-
-def attention_implementation(dtype: Any, head_dim: int) -> Literal["cudnn", "xla"]:
-    """cuDNN's kernel, where it is: for half precision, heads up to 128 in multiples of 8, NVIDIA from Ampere on."""
-    device = traced_device()
-    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    modern = device.platform == "gpu" and capability is not None and int(capability[1]) >= 8
-    half = dtype in (jnp.bfloat16, jnp.float16)
-    takes = modern and half and head_dim <= 128 and head_dim % 8 == 0
-    # Without the library (a GPU that is not here, compiled for without cuDNN) XLA's own operations stand in; they keep
-    # the scores of a layer, so a report counts more bytes for attention than cuDNN needs.
-    return "cudnn" if takes and has_cudnn() else "xla"
-
-
-def traced_device() -> Any:
-    """Return a device of the kind that the program is traced for."""
-    # `jax.default_device` says so where that is not the default backend, as in a memory report for a TPU on a machine
-    # with a GPU. It is a device, the name of a platform, or None.
-    config: Any = jax.config
-    chosen = config.jax_default_device
-    return chosen if hasattr(chosen, "platform") else jax.devices(chosen)[0]

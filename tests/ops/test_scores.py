@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from lowtide.models import _attention
+from lowtide.ops import _scores
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,6 @@ from lowtide.models import _attention
     ],
 )
 def test_queries_at_a_time(shape: tuple[int, ...], num_keys: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _attention._queries_at_a_time(shape, num_keys) == min(shape[1], 1024 if shape[1] > 2048 else shape[1])
-    monkeypatch.setattr(_attention, "traced_device", lambda: types.SimpleNamespace(platform="tpu"))
-    assert _attention._queries_at_a_time(shape, num_keys) == block
+    assert _scores._queries_at_a_time(shape, num_keys) == min(shape[1], 1024 if shape[1] > 2048 else shape[1])
+    monkeypatch.setattr(_scores, "traced_device", lambda: types.SimpleNamespace(platform="tpu"))
+    assert _scores._queries_at_a_time(shape, num_keys) == block

@@ -1,0 +1,205 @@
+"""Attention: the kernel that computes it, chosen by the device that the program is traced for.
+
+cuDNN's fused kernel on a GPU in half precision, by `jax.nn.dot_product_attention`; XLA's operations elsewhere
+(`_scores`), which hold scores of a block of queries. A soft cap and sinks are computed by XLA everywhere.
+
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
+
+Known limits: segments and windows that differ between layers are a mask, which cuDNN takes as a bias [B, 1, T, T]. On a
+TPU no kernel is used yet.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ..core import ConfigError
+from ..core._compat import has_cudnn
+from ._device import traced_device
+from ._scores import attend_with
+from ._sight import Implementation, Scores, Sight
+
+_HALF = (jnp.bfloat16, jnp.float16)
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    causal: bool = True,
+    segment_ids: Int[Array, "B T"] | tuple[Int[Array, "B T"], Int[Array, "B S"]] | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "N"] | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attend with the kernel that the target has.
+
+    Query heads in groups of N / K share a head of keys and values, which is not repeated.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        causal: whether a query sees no key after it; then T is S.
+        segment_ids: documents of a packed row: a query sees keys of its own number alone. Of queries and keys, or one
+            array for both where T is S.
+        window: how many keys a causal query sees, itself included; None: all before it.
+        soft_cap: squashes scores into this range with tanh, before anything is masked.
+        sinks: for each query head a score of a key without a value.
+        scale: what scores are multiplied by; None: ``H ** -0.5``.
+        implementation: a kernel by name, ``"cudnn"`` or ``"xla"``; None: what `attention_implementation` says.
+
+    Returns:
+        The values by their shares, in the dtype of `q`. A query that sees nothing gets finite numbers, and gradients
+        that are finite: its row is padding, whose result nobody reads.
+
+    Raises:
+        ConfigError: for shapes or dtypes that do not fit, a window below 1, or a kernel that cannot compute this here.
+
+    Memory:
+        cuDNN: [B, N, T] of the forward pass. XLA: scores [B, N, C, S] in float32 of a block of C queries at a time,
+        at most 256 MiB of them on a GPU or TPU unless 128 queries have more; for the backward pass `q`, `k` and `v`.
+
+    Examples:
+        >>> q = jnp.ones((1, 4, 2, 8))
+        >>> attention(q, q[:, :, :1], q[:, :, :1], window=2, segment_ids=jnp.array([[0, 0, 1, 1]])).shape
+        (1, 4, 2, 8)
+
+    References:
+        Dao, "FlashAttention-2" (arXiv:2307.08691), for what cuDNN computes; Xiao et al., "Efficient Streaming Language
+        Models with Attention Sinks" (arXiv:2309.17453).
+    """
+    _check(q, k, v, causal, window, soft_cap, sinks)
+    segments = _segments(q, k, segment_ids)
+    sight = Sight(causal=causal, window=window, segments=segments)
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
+    found, why = _best(q.dtype, q.shape[-1], scores)
+    if implementation not in (None, "cudnn", "xla"):
+        raise ConfigError(
+            f"attention: no implementation is called {implementation!r}",
+            expected='"cudnn", "xla" or None',
+            hint="leave it out for what the target has",
+        )
+    if implementation == "cudnn" and found != "cudnn":
+        raise ConfigError(
+            "attention: cuDNN's kernel cannot compute this",
+            expected="half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
+            got=why,
+            hint='leave implementation out, or take "xla"',
+        )
+    return attend_with(q, k, v, sight, scores, implementation or found)
+
+
+def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
+    implementation, _ = _best(q_BTNH.dtype, q_BTNH.shape[-1], scores)
+    return attend_with(q_BTNH, k_BSKH, v_BSKH, sight, scores, implementation)
+
+
+def attention_implementation(dtype: Any, head_dim: int) -> Implementation:
+    """Return what computes attention without a soft cap or sinks on the device that a program is traced for.
+
+    Args:
+        dtype: of queries.
+        head_dim: H.
+
+    Examples:
+        >>> attention_implementation(jnp.float32, 64)
+        'xla'
+    """
+    return _best(jnp.dtype(dtype), head_dim, Scores(1.0))[0]
+
+
+def _best(dtype: Any, head_dim: int, scores: Scores) -> tuple[Implementation, str]:
+    """Return the kernel, and why not cuDNN's."""
+    device = traced_device()
+    capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
+    why = ""
+    if not scores.is_plain:
+        why = "a soft cap" if scores.soft_cap is not None else "sinks"
+    elif device.platform != "gpu" or capability is None or int(capability[1]) < 8:
+        why = f"a device of kind {getattr(device, 'device_kind', device.platform)}"
+    elif dtype not in _HALF:
+        why = f"{dtype}"
+    elif head_dim > 128 or head_dim % 8:
+        why = f"heads of {head_dim}"
+    elif not has_cudnn():
+        # A GPU that is not here, compiled for without the library: XLA's operations stand in, which keep the scores of
+        # a layer, so a report counts more bytes for attention than cuDNN needs.
+        why = "no cuDNN in this process"
+    return ("xla", why) if why else ("cudnn", "")
+
+
+def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array, Array] | None:
+    if segment_ids is None:
+        return None
+    both = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
+    found: list[Any] = [(getattr(each, "shape", None), getattr(each, "dtype", type(each).__name__)) for each in both]
+    wanted = [q.shape[:2], k.shape[:2]]
+    if [shape for shape, _ in found] != wanted or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in found):
+        raise ConfigError(
+            "attention: segment_ids do not fit",
+            expected=f"integers of shape {wanted[0]} for queries and {wanted[1]} for keys",
+            got=", ".join(f"{dtype}{list(shape or ())}" for shape, dtype in found),
+            hint="one number for each token: its document in the row",
+        )
+    return both
+
+
+def _check(
+    q: Array, k: Array, v: Array, causal: bool, window: int | None, soft_cap: float | None, sinks: Array | None
+) -> None:
+    shapes = [tuple(each.shape) for each in (q, k, v)]
+    got = ", ".join(f"{each.dtype}{list(each.shape)}" for each in (q, k, v))
+    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape}:
+        raise ConfigError(
+            "attention: queries, keys and values have four axes, none of them empty",
+            expected="[batch, tokens, heads, head], heads after tokens",
+            got=got,
+            hint="reshape the projections; jnp.swapaxes(x, 1, 2) of what has heads first",
+        )
+    (batch, length, heads, dim), (_, num_keys, groups, _) = shapes[:2]
+    if shapes[1] != (batch, num_keys, groups, dim) or shapes[2] != shapes[1] or heads % groups:
+        raise ConfigError(
+            "attention: queries, keys and values do not fit",
+            expected="q [B, T, N, H], k and v [B, S, K, H], and K divides N",
+            got=got,
+            hint="key/value heads that queries share are not repeated",
+        )
+    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ConfigError(
+            "attention: queries, keys and values are of one floating-point dtype",
+            expected="bfloat16, float16 or float32 three times",
+            got=got,
+            hint="cast them: x.astype(q.dtype)",
+        )
+    if causal and length != num_keys:
+        raise ConfigError(
+            "attention: causal attention has as many queries as keys",
+            expected=f"{num_keys} queries",
+            got=length,
+            hint="causal=False and segment_ids for keys that all queries see",
+        )
+    if window is not None and (not causal or window < 1):
+        raise ConfigError(
+            "attention: a window is of causal attention, and holds the query itself at least",
+            expected="causal=True and window >= 1",
+            got=f"causal={causal}, window={window}",
+            hint="leave window out for all keys",
+        )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ConfigError("attention: soft_cap is a positive number", got=soft_cap, hint="leave it out for none")
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ConfigError(
+            "attention: sinks are one score for each query head",
+            expected=f"[{heads}]",
+            got=list(sinks.shape),
+            hint="leave them out for none",
+        )

@@ -1,0 +1,72 @@
+"""What attention is told beside queries, keys and values: which keys a query sees, and what becomes of scores.
+
+Shapes: B batch, T queries, S keys, C block of queries, N query heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+Implementation = Literal["cudnn", "xla"]
+"""Who computes attention."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """Which keys a query sees: those before it and itself, in its window, of its segment."""
+
+    window: int | Array | None = None
+    """How many, itself included; a traced number where layers differ."""
+    segments: tuple[Array, Array] | None = None
+    """Integers of queries [B, T] and of keys [B, S]; those that are equal see each other."""
+    start: int | Array = 0
+    """Index of the first query among the keys."""
+    causal: bool = True
+    """Whether keys that come after a query are not seen."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether kernels know by themselves what is seen."""
+        return self.segments is None and not isinstance(self.window, jax.Array) and isinstance(self.start, int)
+
+    def mask(self, queries_C: Array, first: Any, num_keys: int) -> Array:
+        """Booleans of shape [B or 1, 1, C, S].
+
+        Args:
+            queries_C: indices of queries among all queries.
+            first: the first of them, where segments are cut.
+            num_keys: S.
+        """
+        keys_S = jnp.arange(num_keys)
+        distance_CS = (queries_C + self.start)[:, None] - keys_S[None]
+        seen = distance_CS >= 0 if self.causal else jnp.ones(distance_CS.shape, bool)
+        if self.window is not None:
+            seen &= distance_CS < self.window
+        seen = seen[None, None]
+        if self.segments is not None:
+            of_queries, of_keys = self.segments
+            of_queries = jax.lax.dynamic_slice_in_dim(of_queries, first, len(queries_C), axis=1)
+            seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
+        return seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys."""
+
+    scale: float
+    """What they are multiplied by."""
+    soft_cap: float | None = None
+    """The range that tanh squashes them into."""
+    sinks: Array | None = None
+    """Of each head a score without a key, shape [N]."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `jax.nn.dot_product_attention` computes them."""
+        return self.soft_cap is None and self.sinks is None

@@ -1,0 +1,152 @@
+"""Attention of every kind beside a dense reference in float64, and what is refused."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lowtide as lt
+from lowtide.core import ConfigError
+from lowtide.ops import _attention
+
+SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1)
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "all keys": {"causal": False},
+    "window": {"window": 5},
+    "window beyond the row": {"window": 100},
+    "segments": {"segment_ids": SEGMENTS},
+    "segments in a window": {"segment_ids": SEGMENTS, "window": 3},
+    "soft cap": {"soft_cap": 2.0, "segment_ids": SEGMENTS},
+    "sinks": {"sinks": np.linspace(-1, 1, 4, dtype=np.float32), "window": 8},
+    "scale": {"scale": 0.7, "causal": False, "segment_ids": SEGMENTS},
+}
+
+
+def drawn(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def reference(q: Any, k: Any, v: Any, **options: Any) -> np.ndarray:
+    """Every score in float64; a query that sees nothing gives zeros."""
+    repeats = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(np.asarray(each, np.float64), repeats, axis=2) for each in (k, v))
+    scale = options.get("scale", q.shape[-1] ** -0.5)
+    scores = np.einsum("btnh,bsnh->bnts", np.asarray(q, np.float64), k) * scale
+    if cap := options.get("soft_cap"):
+        scores = cap * np.tanh(scores / cap)
+    distance = np.arange(q.shape[1])[:, None] - np.arange(k.shape[1])[None]
+    seen = distance >= 0 if options.get("causal", True) else np.ones_like(distance, bool)
+    seen = seen & (distance < options.get("window", 10**6))
+    seen = np.broadcast_to(seen, scores.shape)
+    if (segments := options.get("segment_ids")) is not None:
+        of_queries, of_keys = segments if isinstance(segments, tuple) else (segments, segments)
+        seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
+    weights = np.where(seen, np.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    if (sinks := options.get("sinks")) is not None:
+        total = total + np.exp(np.asarray(sinks, np.float64))[None, :, None, None]
+    return np.einsum("bnts,bsnh->btnh", weights / np.where(total == 0, 1, total), v)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_equals_a_dense_reference(kind: str, groups: int) -> None:
+    q, k, v = drawn(0, 2, 40, 4, 8), drawn(1, 2, 40, groups, 8), drawn(2, 2, 40, groups, 8)
+    want = reference(q, k, v, **KINDS[kind])
+    for dtype, most in ((jnp.float32, 2e-6), (jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)):
+        got = lt.ops.attention(*(jnp.asarray(each, dtype) for each in (q, k, v)), **KINDS[kind])
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=most)
+
+
+@pytest.mark.parametrize("kind", ["causal", "segments in a window", "soft cap"])
+def test_long_rows_and_their_gradients_equal_those_of_all_scores(kind: str) -> None:
+    options = dict(KINDS[kind])
+    if "segment_ids" in options:
+        options["segment_ids"] = np.repeat(SEGMENTS, 15, axis=1)
+    q, k, v, probe = (jnp.asarray(drawn(at, 2, 600, 2, 8), jnp.float32) for at in range(4))
+    np.testing.assert_allclose(lt.ops.attention(q, k, v, **options), reference(q, k, v, **options), rtol=0, atol=1e-5)
+
+    def dense(q: Any, k: Any, v: Any) -> Any:
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) * 8**-0.5
+        if cap := options.get("soft_cap"):
+            scores = cap * jnp.tanh(scores / cap)
+        distance = jnp.arange(600)[:, None] - jnp.arange(600)[None]
+        seen = ((distance >= 0) & (distance < options.get("window", 600)))[None, None]
+        if (segments := options.get("segment_ids")) is not None:
+            seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+        return jnp.sum(jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(jnp.where(seen, scores, -1e30)), v) * probe)
+
+    ours = jax.jit(jax.grad(lambda *of: jnp.sum(lt.ops.attention(*of, **options) * probe), (0, 1, 2)))(q, k, v)
+    for one, other in zip(ours, jax.jit(jax.grad(dense, (0, 1, 2)))(q, k, v), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+
+
+def test_queries_of_another_length_see_their_own_segment_and_such_as_see_nothing_stay_finite() -> None:
+    q, k, v = drawn(0, 1, 5, 2, 8), drawn(1, 1, 12, 2, 8), drawn(2, 1, 12, 2, 8)
+    segments = np.array([[1, 1, 2, 2, 9]]), np.repeat([[1, 2]], [4, 8], axis=1)
+    arrays = [jnp.asarray(each, jnp.float32) for each in (q, k, v)]
+    options: dict[str, Any] = {"causal": False, "segment_ids": segments}
+    got = lt.ops.attention(*arrays, **options)
+    np.testing.assert_allclose(got[:, :4], reference(q, k, v, **options)[:, :4], rtol=0, atol=2e-6)
+    grads = jax.grad(lambda *of: jnp.sum(lt.ops.attention(*of, **options)[:, :4] ** 2), (0, 1, 2))(*arrays)
+    assert all(np.isfinite(each).all() for each in (got, *grads))
+
+
+def test_the_kernel_is_that_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attention, "has_cudnn", lambda: True)
+    for capability, dtype, head_dim, found in [
+        ("9.0", jnp.bfloat16, 128, "cudnn"),
+        ("8.0", jnp.float16, 64, "cudnn"),
+        ("7.5", jnp.bfloat16, 64, "xla"),
+        ("9.0", jnp.float32, 64, "xla"),
+        ("9.0", jnp.bfloat16, 256, "xla"),
+        ("9.0", jnp.bfloat16, 60, "xla"),
+        ("gfx942", jnp.bfloat16, 64, "xla"),
+    ]:
+        device = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a card")
+        monkeypatch.setattr(_attention, "traced_device", lambda device=device: device)
+        assert lt.ops.attention_implementation(dtype, head_dim) == found
+
+
+def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.ones(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        (((2, 4, 2, 8), (2, 4, 2, 8), (2, 4, 8)), {}, r"four axes"),
+        (((2, 0, 2, 8), (2, 0, 2, 8), (2, 0, 2, 8)), {}, r"none of them empty"),
+        (((2, 4, 3, 8), (2, 4, 2, 8), (2, 4, 2, 8)), {}, r"do not fit\n.*K divides N"),
+        (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, r"do not fit"),
+        (((2, 4, 2, 8), (2, 4, 2, 8), (2, 4, 2, 4)), {}, r"do not fit"),
+        (((2, 4, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8)), {}, r"as many queries as keys"),
+        (None, {"window": 0}, r"window(.|\n)*window >= 1"),
+        (None, {"window": 2, "causal": False}, r"window is of causal attention"),
+        (None, {"soft_cap": 0.0}, r"soft_cap is a positive number"),
+        (None, {"sinks": np.ones(3)}, r"one score for each query head"),
+        (None, {"segment_ids": np.ones((2, 5), np.int32)}, r"segment_ids do not fit"),
+        (None, {"segment_ids": np.ones((2, 4), np.float32)}, r"segment_ids do not fit"),
+        (None, {"segment_ids": [1, 1, 2, 2]}, r"segment_ids do not fit"),
+        (None, {"implementation": "flash"}, r"no implementation is called 'flash'"),
+        (None, {"implementation": "cudnn"}, r"cuDNN's kernel cannot compute this\n(.|\n)*got: a device of kind cpu"),
+    ],
+)
+def test_bad_input(shapes: Any, options: Any, message: str) -> None:
+    arrays = [ones(*shape) for shape in shapes or [(2, 4, 2, 8)] * 3]
+    with pytest.raises(ConfigError, match=message + r"(.|\n)*hint:"):
+        lt.ops.attention(*arrays, **options)
+
+
+def test_dtypes_that_differ_or_are_no_numbers_of_attention() -> None:
+    for dtypes in ([jnp.bfloat16, jnp.float32, jnp.float32], [jnp.int32] * 3):
+        arrays = [ones(2, 4, 2, 8, dtype=dtype) for dtype in dtypes]
+        with pytest.raises(ConfigError, match=r"one floating-point dtype(.|\n)*hint:"):
+            lt.ops.attention(*arrays)
