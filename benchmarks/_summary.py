@@ -114,7 +114,7 @@ def sft(result: Result, shapes: Sequence[str] = PACKED) -> list[Line]:
 def generate(result: Result) -> list[Line]:
     """Answers beside transformers."""
     lines = list[Line]()
-    for model in ("8b", "8b_in_place", "moe"):
+    for model in ("8b", "moe"):
         ours = result.rows.get(f"{model}-lowtide", {})
         peers = {name.partition("-")[2]: row for name, row in result.rows.items() if name.startswith(f"{model}-transf")}
         found = [_answers(model, shape, ours, peers) for shape in _shapes(ours, *peers.values())]

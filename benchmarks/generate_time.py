@@ -5,8 +5,7 @@
 The weights are those of `sft_peft.py` (38 GB of random bfloat16, written once), without adapters. Batches of 1, 8 and
 32 prompts of 128 tokens and of 8 prompts of 1,024, random and of one length, 256 new tokens, greedy, no token ends an
 answer. Ours is `generate_batch` as `lowtide generate` calls it; theirs is `generate` with its default cache, and in a
-case of its own with ``cache_implementation="static"``, for which it compiles the model. Ours has such a case, too, in
-which XLA may read a layer's weights where they are in their stack and need not copy them out first.
+case of its own with ``cache_implementation="static"``, for which it compiles the model.
 
 Seconds are by the clock, of warm calls until the tokens are on the host: of the whole (`seconds`), and of one new token
 (`prefill_seconds`), the median of each; what is left is decoding. Peaks are those of each side's allocator since the
@@ -159,7 +158,6 @@ def _cases() -> dict[str, Callable[[bool], dict[str, Any]]]:
     for model in MODELS:
         cases[f"{model}-lowtide"] = functools.partial(run_lowtide, model)
         cases[f"{model}-transformers"] = functools.partial(run_transformers, model, None)
-    cases["8b_in_place-lowtide"] = functools.partial(run_lowtide, "8b")
     cases["8b-transformers_static"] = functools.partial(run_transformers, "8b", "static")
     return cases
 
@@ -170,6 +168,4 @@ NEEDS = {name: ("torch", "transformers") for name in CASES if "transformers" in 
 if __name__ == "__main__":
     limits = dict.fromkeys(CASES, 5.0)
     places = {} if "--rehearse" in sys.argv else {name: THEIRS if name in NEEDS else OURS for name in CASES}
-    if places:
-        places["8b_in_place-lowtide"] = {**OURS, "XLA_FLAGS": "--xla_gpu_enable_dynamic_slice_fusion=true"}
     main(PART, CASES, __doc__, minutes=limits, needs=NEEDS, env=places, together=True)
