@@ -324,6 +324,9 @@ class TestBadFiles:
             ({"lora_alpha": float("nan")}, "NaN is no finite number"),
             ({"lora_alpha": 10**400}, "an integer of 401 digits"),
             ({"alpha_pattern": {"q_proj": 1e300}}, "alpha_pattern.q_proj has an unusable value"),
+            ({"lora_alpha": 0}, r"lora_alpha = 0 cannot scale a correction"),
+            ({"lora_alpha": -16}, r"lora_alpha = -16 cannot scale a correction"),
+            ({"alpha_pattern": {"v_proj": 0.0}}, r"alpha_pattern\['v_proj'\] = 0 cannot scale a correction"),
             ({"use_rslora": "false"}, r"use_rslora has an unusable value(.|\n)*'false'"),
             ({"layers_to_transform": -1}, r"layers_to_transform(.|\n)*unusable value"),
             ({"layers_pattern": "(a+)+"}, r"layers_pattern(.|\n)*unusable value"),
@@ -370,7 +373,10 @@ class TestBadFiles:
     def test_missing_tensor(self, directory):
         name = "base_model.model.model.layers.2.self_attn.v_proj.lora_B.weight"
         edit_tensors(directory, lambda tensors: tensors.pop(name))
-        self.refuse(directory, rf"its tensors are not those(.|\n)*1 missing: {name}")
+        self.refuse(directory, rf"its tensors are not those(.|\n)*expected: 12 tensors\n  got: 1 missing: {name}\n")
+        stray = "x" * 5000
+        edit_tensors(directory, lambda tensors: tensors.update({stray: np.ones((2, 2), np.float32)}))
+        self.refuse(directory, rf"  got: 1 missing: {name}; 1 unexpected: x{{120}}… \(5000 characters\)\n")
 
     def test_unexpected_tensor(self, directory):
         name = "base_model.model.model.embed_tokens.lora_embedding_A"

@@ -36,17 +36,30 @@ def test_the_figure_is_that_of_the_runs_own_step(name: str, tiny_model_dir: str,
         if not config.full:
             assert found.by_part[name] == pytest.approx(ours.by_role[role], abs=8), name
     assert sum(found.by_part.values()) == pytest.approx(found.device_bytes, rel=0.01)
+    for name, number in _budget._kept(config).items():
+        assert number == pytest.approx(found.by_part[name], abs=8), name
 
 
 def _counted(config: FinetuneConfig, target: Any = None) -> Needs:
     """A run of plain numbers: 1,000 bytes of base, and 2 for each token."""
     words = config.offload or ()
-    base = 1000 if not (config.quantize or "parameters" in words) else 250
-    optimizer = 0 if "optimizer" in words else 40
     tokens = config.seq_len * config.batch_size // config.num_microbatches
     rest = 2 * tokens * (1 if config.remat else 4) // (2 if "activations" in words else 1)
-    parts = {"base": base, "adapters": 20, "optimizer": optimizer, "batch": 8, "activations and gradients": rest}
+    parts = {**_kept(config), "batch": 8, "activations and gradients": rest}
     return Needs(device_bytes=sum(parts.values()), by_part=parts)
+
+
+def _kept(config: FinetuneConfig) -> dict[str, int]:
+    words = config.offload or ()
+    base = 900 if config.quantize_embeddings else 1000
+    base = 250 if config.quantize or "parameters" in words else base
+    return {"base": base, "adapters": 20, "optimizer": 0 if "optimizer" in words else 40}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_budget, "needs", _counted)
+    monkeypatch.setattr(_budget, "_kept", _kept)
 
 
 @pytest.mark.parametrize(
@@ -61,23 +74,48 @@ def _counted(config: FinetuneConfig, target: Any = None) -> Needs:
             400,
             ["enough is --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 (about 382 B)"],
         ),
-        ({}, 100, ["none of these is enough: --offload optimizer (about 3.00 KiB), --quantize nf4"]),
+        (
+            {},
+            350,
+            [
+                "none of these is enough: --offload optimizer (about 3.00 KiB), --quantize nf4 (about 2.31 KiB), ",
+                "--offload parameters (about 2.31 KiB), --quantize-embeddings int8 (more than 960 B)\n",
+            ],
+        ),
         ({"full": True}, 1000, ["take a smaller model, or a device"]),
     ],
 )
+@pytest.mark.usefixtures("counted")
 def test_what_is_refused_says_what_the_bytes_are_for_and_what_would_be_enough(
-    settings: dict[str, Any], budget: int, said: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], budget: int, said: list[str]
 ) -> None:
-    monkeypatch.setattr(_budget, "needs", _counted)
     with pytest.raises(OutOfMemoryError) as caught:
         within(FinetuneConfig(**settings), budget)
-    text = str(caught.value)
+    text = f"{caught.value}\n"
     assert all(each in text for each in ("more than the budget", "base 1000 B, adapters 20 B, optimizer 40 B")), text
     assert all(each in text for each in said), text
 
 
-def test_what_fits_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_budget, "needs", _counted)
+@pytest.mark.usefixtures("counted")
+def test_what_cannot_help_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    with pytest.raises(OutOfMemoryError):
+        within(FinetuneConfig(), 350, on_try=tried.append)
+    at_last = "--batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8"
+    assert tried == ["--quantize nf4", "--offload parameters", at_last]
+    monkeypatch.setattr(_budget, "needs", None)
+    for settings, budget, said in (
+        ({}, 0, r"310 B of.*\n.*at most 0 B\n.*base 250 B, adapters 20 B, optimizer 40 B.*--quantize nf4"),
+        ({}, 280, r"hint: take a lower --rank, a smaller model"),
+        ({"method": "ia3"}, 280, r"hint: take a smaller model"),
+        ({"full": True}, 1000, r"optimizer 40 B, before activations and gradients\nhint: take a smaller model"),
+    ):
+        with pytest.raises(OutOfMemoryError, match=rf"(?s)this run needs more than .*{said}"):
+            within(FinetuneConfig(**settings), budget, on_try=pytest.fail)
+
+
+@pytest.mark.usefixtures("counted")
+def test_what_fits_is_said_in_a_line() -> None:
     line = within(FinetuneConfig(batch_size=1), 2648)
     assert line == (
         "50% of the budget of 2.59 KiB: about 1.29 KiB: base 1000 B, adapters 20 B, optimizer 40 B, batch 8 B, "
@@ -94,13 +132,17 @@ def test_the_command_refuses_from_config_json_alone(
     args += ["--batch-size", "1", "--rank", "2", "--quantize", "int8"]
     for budget, status, said in (
         ("3 parsecs", 2, "'3 parsecs' is not a size"),
+        ("0 GiB", 2, "--budget leaves a run no memory"),
         ("1 GiB", 2, "tokenizer.json"),  # it fits, so the rest of the model is looked for
-        ("100 B", 2, "this run needs about "),
+        ("100 B", 2, "this run needs more than "),
+        ("320 B", 2, "this run needs about "),
     ):
-        if budget == "100 B":
+        if budget == "320 B":
             monkeypatch.setattr(_budget, "needs", _counted)
+            monkeypatch.setattr(_budget, "_kept", _kept)
         assert main([*args, "--budget", budget]) == status
         printed, errors = capfd.readouterr()
         assert said in errors
         assert ("of the budget of 1.00 GiB: about " in printed) == (budget == "1 GiB")
+        assert ("more than the budget: trying --offload activations\n" in printed) == (budget == "320 B")
     assert not (tmp_path / "run").exists()

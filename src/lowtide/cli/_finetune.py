@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     if args.report_only:
         return _report_only(args)
-    budget = None if args.budget is None else parse_bytes(args.budget)
+    budget = _budget(args.budget)
     import jax
 
     from ..finetune import open_run, read_config
@@ -156,6 +156,19 @@ def _finetune(
         console.print(f"The page of the run is {page}", soft_wrap=True)
 
 
+def _budget(text: str | None) -> int | None:
+    """Read --budget."""
+    size = None if text is None else parse_bytes(text)
+    if size is not None and size < 1:
+        raise ConfigError(
+            "--budget leaves a run no memory",
+            expected="a size above 0",
+            got=repr(text),
+            hint='for instance --budget "16 GiB"; leave it out for no limit',
+        )
+    return size
+
+
 def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> None:
     from ..finetune import within
 
@@ -167,8 +180,13 @@ def _print_budget(console: Console, config: Any, budget: int, sharding: Any) -> 
             hint="leave --budget out; the plan that is printed says what each device needs",
         )
     with _progress(console) as progress:
-        progress.add_task("estimating the bytes of a step", total=None)
-        line = within(config, budget)
+        task = progress.add_task("estimating the bytes of a step", total=None)
+
+        def show(flags: str) -> None:
+            progress.update(task, description=f"estimating the bytes with {flags}")
+            console.print(f"  more than the budget: trying {flags}", soft_wrap=True)
+
+        line = within(config, budget, on_try=show)
     console.print(Text("budget ", style="bold") + Text(line), soft_wrap=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ _WRT = "**/lora_*"
 _LEAST_LENGTH = 32
 _REST = "activations and gradients"
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
+_PLACING = ("quantize", "quantize_embeddings", "offload")
+"""Of the settings that are tried those that change what stays on the device."""
+_NAMES_OF_FULL = ("weights and optimizer", "weights", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,15 +71,14 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     refuse_for_quantized(config, _directory(config))
     base = _base(config)
     batch = _batch(config)
-    weight = lambda batch: jnp.sum(batch["labels"] != IGNORE)  # noqa: E731
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
     if config.full:
-        step = full_step(config, base.stack, schedule, weight)
+        step = full_step(config, base.stack, schedule, _weight)
         state, frozen = step.init(base.outer, base.layers)
         report = analyze(
             step, state, frozen, batch, roles={"state": 0, "frozen": 1, "batch": 2}, donate_argnums=0, target=target
         )
-        return _parted(report, {"state": "weights and optimizer", "frozen": "weights", "batch": "batch"}, 0)
+        return _parted(report, dict(zip(("state", "frozen", "batch"), _NAMES_OF_FULL, strict=True)), 0)
     tx = optimizer(dataclasses.replace(config, offload=()), schedule)
     model = adapted(base, config)
     report = analyze_step(
@@ -86,7 +88,7 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
         _WRT,
         batch,
         num_microbatches=config.num_microbatches,
-        weight=weight,
+        weight=_weight,
         target=target,
     )
     away = report.by_role.get("optimizer", 0) if "optimizer" in (config.offload or ()) else 0
@@ -95,12 +97,16 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     return _parted(report, _NAMES, away, unread)
 
 
-def within(config: FinetuneConfig, budget: int) -> str:
+def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None] | None = None) -> str:
     """Refuse a run that needs more than a budget, before anything of it is loaded.
+
+    What stays on the device in all steps (weights, adapters, the optimizer's state) is counted first. Where that alone
+    is more than the budget whatever is tried, nothing is compiled.
 
     Args:
         config: the settings.
         budget: bytes that it may take of the device.
+        on_try: called with the flags of the settings for which the step is compiled next, where the run needs more.
 
     Returns:
         A line that says what it needs.
@@ -110,8 +116,11 @@ def within(config: FinetuneConfig, budget: int) -> str:
         ModelFileError, SelectionError: as `needs`.
 
     Memory:
-        As `needs`; a run that is refused is compiled again for each of the settings that are tried.
+        As `needs`; a run that is refused is compiled again for each of the settings that may be enough.
     """
+    refuse_for_quantized(config, _directory(config))
+    kept = _Kept(config)
+    _refuse_more(config, budget, kept)
     ours = needs(config)
     if ours.device_bytes <= budget:
         return f"{ours.device_bytes / budget:.0%} of the budget of {format_bytes(budget)}: about {ours}"
@@ -119,37 +128,115 @@ def within(config: FinetuneConfig, budget: int) -> str:
         f"this run needs about {format_bytes(ours.device_bytes)} of the device, more than the budget",
         expected=f"at most {format_bytes(budget)}",
         got=str(ours),
-        hint=_advice(config, ours, budget),
+        hint=_advice(config, ours, budget, kept, on_try or (lambda flags: None)),
     )
 
 
-def _advice(config: FinetuneConfig, ours: Needs, budget: int) -> str:
+class _Kept:
+    """What the arguments of a run's step have of the device, counted, by the settings that are changed."""
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        self._config, self._found = config, {_placing(config): _kept(config)}
+
+    def __call__(self, change: Mapping[str, Any]) -> Mapping[str, int] | None:
+        """Return bytes by part; None where the settings contradict each other."""
+        try:
+            config = dataclasses.replace(self._config, **change)
+            key = _placing(config)
+            if key not in self._found:
+                self._found[key] = _kept(config)
+        except (LowtideError, NotImplementedError):
+            return None
+        return self._found[key]
+
+    def bytes(self, change: Mapping[str, Any]) -> float:
+        """Return all of them; without end where the settings contradict each other."""
+        parts = self(change)
+        return math.inf if parts is None else sum(parts.values())
+
+
+def _placing(config: FinetuneConfig) -> tuple[Any, ...]:
+    words = [word for word in config.offload or () if word != "activations"]
+    return config.quantize, config.quantize_embeddings, frozenset(words)
+
+
+def _kept(config: FinetuneConfig) -> dict[str, int]:
+    """Count what the arguments of a run's step have of the device, by the names of `Needs`."""
+    base = _base(config)
+    schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
+    if config.full:
+        state, frozen = full_step(config, base.stack, schedule, _weight).init(base.outer, base.layers)
+        return {name: tree_bytes(_on_device(tree)) for name, tree in zip(_NAMES_OF_FULL, (state, frozen), strict=False)}
+    trainable, frozen = partition(adapted(base, config), _WRT)
+    parts = {"base": tree_bytes(_on_device(frozen)), "adapters": tree_bytes(trainable)}
+    if "optimizer" in (config.offload or ()):
+        return parts
+    return {**parts, "optimizer": tree_bytes(jax.eval_shape(optimizer(config, schedule).init, trainable))}
+
+
+def _refuse_more(config: FinetuneConfig, budget: int, kept: _Kept) -> None:
+    """Refuse a run of which more than the budget stays on the device, whatever is tried."""
+    changes = ({}, *_of_optimizer(config), *_single_changes(config), _together(config))
+    least = min(changes, key=kept.bytes)
+    parts = kept(least) or {}
+    if sum(parts.values()) <= budget:
+        return
+    has_rank = not config.full and config.adapter is None and config.method != "ia3"
+    lower = "a lower --rank, " if has_rank and parts["base"] < budget else ""
+    flags = _flags({field: value for field, value in least.items() if field in _PLACING})
+    raise OutOfMemoryError(
+        f"this run needs more than {format_bytes(sum(parts.values()))} of the device, more than the budget",
+        expected=f"at most {format_bytes(budget)}",
+        got=", ".join(f"{name} {format_bytes(number)}" for name, number in parts.items() if number)
+        + f", before activations and gradients{f', with {flags}' if flags else ''}",
+        hint=f"take {lower}a smaller model, or a device with more memory",
+    )
+
+
+def _advice(config: FinetuneConfig, ours: Needs, budget: int, kept: _Kept, on_try: Callable[[str], None]) -> str:
     """Name the settings that help, with their bytes; those that are enough, if there are any."""
+
+    def size(change: Mapping[str, Any]) -> int | None:
+        on_try(_flags(change))
+        return _size(config, change)
+
     sizes: dict[str, int] = {}
-    if not config.full and "optimizer" not in (config.offload or ()):  # counted: nothing else changes
-        words = {"offload": (*(config.offload or ()), "optimizer")}
-        sizes[_flags(words)] = ours.device_bytes - ours.by_part.get("optimizer", 0)
-    stays = sum(number for name, number in ours.by_part.items() if name not in ("batch", _REST))
-    for change, of_weights in _single_changes(config):
-        if of_weights or stays <= budget:
-            sizes |= _tried(config, change)
-    for field, least in (("batch_size", 1), ("seq_len", _LEAST_LENGTH)):
-        if stays <= budget and getattr(config, field) > least:
-            sizes |= _fewer(config, field, least, ours, budget)
+    for change in _of_optimizer(config):  # counted: nothing else changes
+        sizes[_flags(change)] = ours.device_bytes - ours.by_part.get("optimizer", 0)
+    least: dict[str, float] = {}
+    for change in _single_changes(config):
+        if kept.bytes(change) > budget:
+            least[_flags(change)] = kept.bytes(change)
+        elif (found := size(change)) is not None:
+            sizes[_flags(change)] = found
+    for field, smallest in (("batch_size", 1), ("seq_len", _LEAST_LENGTH)):
+        if kept.bytes({}) <= budget and getattr(config, field) > smallest:
+            sizes |= _fewer(config, field, smallest, ours, budget, size)
     sizes = {flags: size for flags, size in sizes.items() if size < ours.device_bytes}
     enough = {flags: size for flags, size in sizes.items() if size <= budget}
-    enough = enough or {flags: size for flags, size in _together(config).items() if size <= budget}
+    if not enough and kept.bytes(_together(config)) <= budget:
+        found = size(_together(config))
+        enough = {_flags(_together(config)): found} if found is not None and found <= budget else {}
     if enough:
         return "enough is " + ", or ".join(map(_said, enough.items()))
-    if sizes:
-        return "none of these is enough: " + ", ".join(map(_said, sizes.items()))
+    less = [f"{flags} (more than {format_bytes(int(size))})" for flags, size in least.items()
+            if size < kept.bytes({})]  # fmt: skip
+    if sizes or less:
+        return "none of these is enough: " + ", ".join([*map(_said, sizes.items()), *less])
     return "take a smaller model, or a device with more memory"
 
 
-def _fewer(config: FinetuneConfig, field: str, least: int, ours: Needs, budget: int) -> dict[str, int]:
+def _fewer(
+    config: FinetuneConfig,
+    field: str,
+    least: int,
+    ours: Needs,
+    budget: int,
+    size_of: Callable[[Mapping[str, Any]], int | None],
+) -> dict[str, int]:
     """Look for the largest batch, or length, that fits: the least, and from there on a straight line to ours."""
     smallest, most = _smaller(config, field, least), getattr(config, field)
-    size = _size(config, smallest)
+    size = size_of(smallest)
     if size is None or size > budget:
         return {} if size is None else {_flags(smallest): size}
     slope = (ours.device_bytes - size) / (most - least)
@@ -157,46 +244,47 @@ def _fewer(config: FinetuneConfig, field: str, least: int, ours: Needs, budget: 
     wanted -= wanted % _LEAST_LENGTH if field == "seq_len" else 0
     if least < wanted < most:
         larger = _smaller(config, field, wanted)
-        fits = _size(config, larger)
+        fits = size_of(larger)
         if fits is not None and fits <= budget:
             return {_flags(larger): fits}
     return {_flags(smallest): size}
-
-
-def _tried(config: FinetuneConfig, change: Mapping[str, Any]) -> dict[str, int]:
-    size = _size(config, change)
-    return {} if size is None else {_flags(change): size}
 
 
 def _said(each: tuple[str, int]) -> str:
     return f"{each[0]} (about {format_bytes(each[1])})"
 
 
-def _single_changes(config: FinetuneConfig) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yield changes of one kind each, and whether they make the weights on the device smaller."""
+def _of_optimizer(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+    """Yield the change that takes the optimizer's state off the device, if there is one."""
+    if not config.full and "optimizer" not in (config.offload or ()):
+        yield {"offload": (*(config.offload or ()), "optimizer")}
+
+
+def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+    """Yield changes of one kind each."""
     if not config.full and config.quantize is None:
-        yield {"quantize": "nf4"}, True
+        yield {"quantize": "nf4"}
     if not config.full and config.quantize_embeddings is None:
-        yield {"quantize_embeddings": "int8"}, True
+        yield {"quantize_embeddings": "int8"}
     if not config.remat:
-        yield {"remat": True}, False
+        yield {"remat": True}
     if config.num_microbatches < config.batch_size:
-        yield {"num_microbatches": config.batch_size}, False
+        yield {"num_microbatches": config.batch_size}
     for word in ("activations", "parameters"):
         if not config.full and word not in (config.offload or ()):
             change: dict[str, Any] = {"offload": (*(config.offload or ()), word)}
-            yield change if config.remat else {**change, "remat": True}, word == "parameters"
+            yield change if config.remat else {**change, "remat": True}
 
 
-def _together(config: FinetuneConfig) -> dict[str, int]:
-    """Try one sequence of the least length in few bits."""
+def _together(config: FinetuneConfig) -> dict[str, Any]:
+    """Return the change to one sequence of the least length in few bits."""
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if not config.full:
         if models.quantization_of(_directory(config)) is None:
             change["quantize"] = config.quantize or "nf4"
         change["quantize_embeddings"] = config.quantize_embeddings or "int8"
-    return _tried(config, change)
+    return change
 
 
 def _smaller(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:
@@ -226,6 +314,10 @@ def _word(value: Any) -> str:
 
 def _directory(config: FinetuneConfig) -> Path:
     return Path(config.model) if config.model is not None else models.base_path()
+
+
+def _weight(batch: Tree) -> Any:
+    return jnp.sum(batch["labels"] != IGNORE)
 
 
 def _on_device(tree: Tree) -> list[Any]:

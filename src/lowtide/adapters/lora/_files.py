@@ -340,9 +340,10 @@ def _check_keys(path: Path, keys: set[str], expected: set[str]) -> None:
     if missing or unexpected or not expected:
         groups = (("missing", missing), ("unexpected", unexpected))
         found = [f"{len(group)} {word}: {_some(group)}" for word, group in groups if group]
+        wanted = f"{len(expected)} tensors" + ("" if missing else f", such as {_some(sorted(expected)[:1])}")
         raise ModelFileError(
             f"{path}: its tensors are not those that {CONFIG_FILE} and the model ask for",
-            expected=_some(sorted(expected)) or "tensors for at least one module of the model",
+            expected=wanted if expected else "tensors for at least one module of the model",
             got="; ".join(found) or "no tensor",
             hint="load it into the model that it was made for; what else it trains is read by PEFT alone",
         )
@@ -478,7 +479,8 @@ def _check_present(present: Sequence[Site], nodes: Mapping[int, Any]) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    return shortened(", ".join(names[:4]), 500) + (f", … ({len(names) - 4} more)" if len(names) > 4 else "")
+    more = [f"… ({len(names) - 6} more)"] if len(names) > 6 else []
+    return ", ".join([*(shortened(name, 120) for name in names[:6]), *more])
 
 
 def _described(node: Any) -> str:

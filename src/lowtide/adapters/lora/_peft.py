@@ -235,8 +235,8 @@ def read_config(directory: Path) -> PeftConfig:
     """Read and check `adapter_config.json`.
 
     Raises:
-        ModelFileError: when it is missing, no JSON object, lacks or garbles a value, or asks for something that would
-            change the result and is not supported.
+        ModelFileError: when it is missing, no JSON object, lacks or garbles a value, has an alpha that is not positive,
+            or asks for something that would change the result and is not supported.
     """
     from ._schema import AdapterFile, IA3File, VeraFile
 
@@ -255,6 +255,8 @@ def read_config(directory: Path) -> PeftConfig:
     )
     config = PeftConfig(file=file, kind=kind, matcher=Matcher(str(path)), where=str(path))
     config.check_patterns()
+    if kind == LORA:
+        _check_alphas(path, file)
     if kind == VERA and not file.save_projection:
         raise ModelFileError(
             f"{path}: option 'save_projection' is false: the projections are not in the file",
@@ -270,6 +272,22 @@ def read_config(directory: Path) -> PeftConfig:
             stacklevel=3,
         )
     return config
+
+
+def _check_alphas(path: Path, file: Any) -> None:
+    """Refuse, as `Config` does, an alpha with which an adapter would train nothing, or be taken off."""
+    alphas = {"lora_alpha": file.lora_alpha} | {
+        f"alpha_pattern[{shown(name)}]": alpha for name, alpha in (file.alpha_pattern or {}).items()
+    }
+    for name, alpha in alphas.items():
+        if alpha <= 0:
+            raise ModelFileError(
+                f"{path}: {name} = {alpha:g} cannot scale a correction",
+                expected="a number above 0 (with 0 the adapter would have no effect and no gradient)",
+                got=f"{alpha:g}",
+                hint="train it again with an alpha such as twice the rank; what has no adapter is named in "
+                "exclude_modules",
+            )
 
 
 def _refuse_unsupported(path: Path, raw: Mapping[str, Any]) -> str:
