@@ -30,6 +30,7 @@ _MOST_MEMORY_BYTES = 1024**3
 _SECONDS = 20.0
 """For one conversation; a large one takes milliseconds."""
 Spans = list[tuple[int, int]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,18 +167,19 @@ class Renderer:
         start = self._start(text, answer, example)
         return text, [(max(a, start), b) for a, b in answer["spans"] if b > start]
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Tools | None = None) -> str:
         """Render a conversation with the beginning of the answer that is asked for.
 
         Args:
             messages: objects with ``role`` and ``content``.
             where: what the conversation is called in messages.
+            tools: what the template is given as ``tools``.
 
         Raises:
             DataError: as in `render`.
             ModelFileError: as in `render`.
         """
-        request = {"messages": [*messages], "tools": None, "first": len(messages), "turns": False}
+        request = {"messages": [*messages], "tools": tools, "first": len(messages), "turns": False}
         return str(self._answer(request, where)["prompt"])
 
     def _answer(self, request: dict[str, Any], where: str) -> dict[str, Any]:
@@ -249,12 +251,17 @@ class Renderer:
         )
 
 
-def chat_prompts(template: ChatTemplate, conversations: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def chat_prompts(
+    template: ChatTemplate,
+    conversations: Mapping[str, Sequence[Mapping[str, Any]]],
+    tools: Mapping[str, Tools] | None = None,
+) -> list[str]:
     """Render conversations, each with the beginning of the answer that is asked for.
 
     Args:
         template: of the model.
         conversations: messages, objects with ``role`` and ``content``, by what a conversation is called in errors.
+        tools: what the template is given as ``tools`` with a conversation, by the same names; without it, none.
 
     Returns:
         The texts; special tokens are in them, so that a tokenizer should add none.
@@ -268,7 +275,7 @@ def chat_prompts(template: ChatTemplate, conversations: Mapping[str, Sequence[Ma
     """
     renderer = Renderer(template)
     try:
-        return [renderer.prompt(messages, where) for where, messages in conversations.items()]
+        return [renderer.prompt(each, where, (tools or {}).get(where)) for where, each in conversations.items()]
     finally:
         renderer.close()
 

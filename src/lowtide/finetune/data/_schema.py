@@ -38,7 +38,9 @@ _ROLES = {
     "observation": "tool",
 }
 _USUAL = ("assistant", "user", "system", "tool")
-_HINT = 'one object a record, such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+_CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+_HINT = f'one object a record, such as {{"text": "..."}} or {_CHAT}'
+_CHAT_HINT = f"one object a record, such as {_CHAT}"  # also for prompts, which may be no text
 
 
 class _Strict(BaseModel):
@@ -163,7 +165,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     for name in ("messages", "prompt", "completion"):
         _check_parts(record.get(name), where)
     try:
-        validate(_SCHEMAS[kind], record, where, hint=_HINT)
+        validate(_SCHEMAS[kind], record, where, hint=_CHAT_HINT if kind == "messages" else _HINT)
     except ModelFileError as error:
         raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
     _check_unicode(record, where)
