@@ -5,7 +5,8 @@ import os
 import pytest
 
 from lowtide.core import ConfigError, DataError
-from lowtide.finetune.data import is_records, parse_columns, read_records
+from lowtide.finetune import _formats
+from lowtide.finetune.data import _readers, is_records, parse_columns, read_records
 
 CHAT = {"messages": [{"role": "user", "content": "ebb?"}, {"role": "assistant", "content": "flow"}]}
 RECORDS = {
@@ -130,6 +131,18 @@ def test_json_is_a_list_of_objects(tmp_path):
         assert said in _error(file)
 
 
+def test_json_lines_are_read_whatever_they_are_named(tmp_path):
+    file = _lines(tmp_path / "a.json", "\ufeff" + json.dumps({"text": "a"}), "", {"text": "b"})
+    assert [(each.text, each.where) for each in _read(file)] == [("a", f"{file}:1"), ("b", f"{file}:3")]
+    file.write_text('{"text": "a"}\n{"text": ')
+    assert "a.json:2: not readable as JSON" in _error(file)
+    file.write_text('{\n"data": [\n{"text": "a"}\n]}')
+    assert "not a list" in _error(file)
+    for name in ("a.jsonl.gz", "a.xyz", "a"):
+        (tmp_path / name).write_text("x")
+        assert "not a file of records" in (said := _error(tmp_path / name)) and ".parquet" in said
+
+
 def test_tables_of_text_have_a_header(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("prompt;completion\na;b\n")
@@ -166,6 +179,10 @@ def test_a_folder_of_shards_is_read_in_order(tmp_path):
     (tmp_path / "d.txt").write_text("text" * 100)  # more than the records: a folder of text
     assert not is_records(tmp_path)
     assert not is_records(tmp_path / "d.txt")
+
+
+def test_messages_name_what_is_read():
+    assert set(_formats.RECORDS) == set(_readers._READERS)
 
 
 def test_a_pipe_is_not_read(tmp_path):
