@@ -52,6 +52,9 @@ def test_conversations_become_messages(tmp_path):
     record = {"conversations": RECORDS["sharegpt"][0]["conversations"]}
     (found,) = _read(_lines(tmp_path / "a.jsonl", record))
     assert list(found.messages) == CHAT["messages"]
+    turns = [{**each, "weight": weight} for each, weight in zip(record["conversations"], (None, 0), strict=True)]
+    (found,) = _read(_lines(tmp_path / "a.jsonl", {"conversations": turns}))
+    assert [each["weight"] for each in found.messages] == [None, 0]
     record["conversations"][0]["from"] = "narrator"
     assert "unknown speaker 'narrator'" in _error(_lines(tmp_path / "a.jsonl", record))
 
@@ -103,6 +106,8 @@ BAD_LINES = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}': "hint: write assistant",
     '{"prompt": [{"role": "User", "content": "x"}], "completion": [{"role": "a", "content": "y"}]}': "hint: write user",
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "a turn has the weight 0.5",
+    '{"conversations": [{"from": "gpt", "value": "x", "weight": true}]}': "a turn has the weight True",
     '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "of the type 'image'",
     '{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}': "one of prompt and completion",
     '{"instruction": "x", "output": ["y"]}': "output has an unusable value",

@@ -162,10 +162,13 @@ class Renderer:
         text = str(answer["text"])
         if not turns:
             return text, []
+        silent = {number for number, each in enumerate(example.messages) if each.get("weight") == 0}
         if not self._has_generation:
-            return text, [self._turn(text, *cut, where=example.where) for cut in answer["cuts"]]
+            cuts = [cut for cut in answer["cuts"] if cut[0] not in silent]
+            return text, [self._turn(text, *cut, where=example.where) for cut in cuts]
         start = self._start(text, answer, example)
-        return text, [(max(a, start), b) for a, b in answer["spans"] if b > start]
+        spans = self._with_weight(answer["spans"], example, silent)
+        return text, [(max(a, start), b) for a, b in spans if b > start]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Tools | None = None) -> str:
         """Render a conversation with the beginning of the answer that is asked for.
@@ -205,6 +208,20 @@ class Renderer:
         if not text.startswith(answer["prompt"]):
             raise self._unclear(example.where, "the completion")
         return len(answer["prompt"])
+
+    def _with_weight(self, spans: Any, example: Example, silent: set[int]) -> Spans:
+        """Leave out turns that have no loss, of a template that marks what is learned."""
+        turns = [number for number, each in enumerate(example.messages) if each["role"] == "assistant"]
+        if not silent.intersection(turns):
+            return spans
+        if len(spans) != len(turns):
+            raise DataError(
+                f"{example.where}: the chat template does not say what of it is the turn with a weight of 0",
+                expected=f"{{% generation %}} once for each of the assistant's {len(turns)} turns",
+                got=f"{len(spans)} times, by {self._template.where}",
+                hint="name a template that marks each turn once: --chat-template FILE",
+            )
+        return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in silent]
 
     def _turn(self, text: str, number: int, before: str, upto: str, *, where: str) -> tuple[int, int]:
         if not (upto.startswith(before) and text.startswith(upto)):

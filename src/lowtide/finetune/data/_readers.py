@@ -38,16 +38,17 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
     """Stream the records of a file or a folder.
 
     Args:
-        path: a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of one format
-            (in sorted order; without those named as for evaluation, where others are there), or a folder that
-            `datasets` saved with ``save_to_disk``.
+        path: a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of
+            one format (in sorted order; without those named as for evaluation, where others are there), or a folder
+            that `datasets` saved with ``save_to_disk``.
         columns: field to column, of `parse_columns`.
 
     Yields:
         Each record; None for a blank one.
 
     Raises:
-        DataError: for a file that is damaged, empty or of another format, and records that are unusable or of several kinds.
+        DataError: for a file that is damaged, empty or of another format, and records that are unusable or of several
+            kinds.
 
     Memory:
         One record; of a Parquet file 1,024 rows, of a JSON file all of it where it is a list, and not JSON lines.

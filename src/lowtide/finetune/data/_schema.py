@@ -2,7 +2,8 @@
 
 Four kinds come out, whatever went in: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and
 ``alpaca`` (an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages; a
-prompt and a completion that are lists of messages become one chat whose turns before the completion have no loss.
+prompt and a completion that are lists of messages become one chat whose turns before the completion have no loss, and
+no more have turns with a ``weight`` of 0, as OpenAI's records say it.
 """
 
 from __future__ import annotations
@@ -169,6 +170,8 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     except ModelFileError as error:
         raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
     _check_unicode(record, where)
+    for name in ("messages", "prompt", "completion", "conversations"):
+        _check_weights(record.get(name), where)
     for name in ("messages", "prompt", "completion"):
         _check_roles(record.get(name), where)
     if kind == "text":
@@ -275,7 +278,20 @@ def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
             expected=f"one of {', '.join(_ROLES)}",
             hint="rename it, or write messages with role and content",
         )
-    return {"role": role, "content": said["value"]}
+    return {"role": role, "content": said["value"], **({"weight": said["weight"]} if "weight" in said else {})}
+
+
+def _check_weights(turns: Any, where: str) -> None:
+    """Refuse a weight that would be no more than a number in the file."""
+    for turn in turns if isinstance(turns, list) else ():
+        weight = turn.get("weight")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise DataError(
+                f"{where}: a turn has the weight {shown(weight)}",
+                expected="0, which is read and not learned, or 1, as if there were none",
+                got=shown(weight),
+                hint="turns are learned or not; give others no weight",
+            )
 
 
 def _check_roles(turns: Any, where: str) -> None:
