@@ -59,6 +59,12 @@ def test_conversations_become_messages(tmp_path):
     assert "unknown speaker 'narrator'" in _error(_lines(tmp_path / "a.jsonl", record))
 
 
+def test_messages_that_are_called_conversations_are_named_as_what_they_are(tmp_path):
+    file = _lines(tmp_path / "a.jsonl", {"conversations": CHAT["messages"], "tools": []})
+    columns = _error(file).split("--columns ")[1].split()[0].split(",")
+    assert list(_read(file, *columns)[0].messages) == CHAT["messages"]
+
+
 def test_blank_records_are_told_from_wrong_ones(tmp_path):
     file = _lines(tmp_path / "a.jsonl", {"text": "a"}, "", {"text": " "}, {"text": None}, {"text": "b"})
     assert [each and each.text for each in _read(file)] == ["a", None, None, "b"]

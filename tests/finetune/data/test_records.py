@@ -180,6 +180,16 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, tokenizer, monkeypatc
         _data(["a", "b"], tokenizer)
 
 
+def test_chats_without_an_answer_are_not_said_to_be_too_long(tmp_path, tokenizer):
+    asked = [{"role": "system", "content": "brief"}, {"role": "user", "content": "ebb?"}]
+    with pytest.raises(DataError, match=r"no answer to learn(.|\n)*role assistant(.|\n)*hint: look at") as caught:
+        _data(_file(tmp_path, [{"messages": asked}] * 4), tokenizer)
+    assert "raise --seq-len" not in str(caught.value)
+    answered = {"messages": [*asked, {"role": "assistant", "content": "flow"}]}
+    with pytest.raises(DataError, match=r"(.|\n)*hint: raise --seq-len"):
+        _data(_file(tmp_path, [answered] * 4), tokenizer, seq_len=4)
+
+
 @pytest.mark.parametrize("records", [[], [{"text": " "}], [{"text": "one"}]])
 def test_too_little_data_is_said(tmp_path, tokenizer, records):
     with pytest.raises(DataError, match="hint:"):

@@ -165,6 +165,8 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         return None
     for name in ("messages", "prompt", "completion"):
         _check_parts(record.get(name), where)
+    if kind == "conversations":
+        _check_speakers(record, where)
     try:
         validate(_SCHEMAS[kind], record, where, hint=_CHAT_HINT if kind == "messages" else _HINT)
     except ModelFileError as error:
@@ -198,6 +200,18 @@ def _check_parts(turns: Any, where: str) -> None:
                 expected='content that is text, or parts such as {"type": "text", "text": "..."}',
                 hint="leave such records out, or these parts of them",
             )
+
+
+def _check_speakers(record: Mapping[str, Any], where: str) -> None:
+    """Raise for messages that are called conversations."""
+    turns = record["conversations"]
+    if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        tools = ",tools=tools" if "tools" in record else ""
+        raise DataError(
+            f"{where}: conversations has turns with a role",
+            expected="from and value in each turn; or messages, with role and content",
+            hint=f"say that these are messages: --columns messages=conversations{tools}",
+        )
 
 
 def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
