@@ -140,19 +140,15 @@ def _compute(
     experts: Experts,
     activation: Callable[[Array], Array],
 ) -> Array:
+    multiply = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=experts.num_experts)
     if not experts.clamped:
-        gate_MF = activation(grouped_linear(rows_MD, module["gate"]["weight"], sizes_E))
-        up_MF = grouped_linear(rows_MD, module["up"]["weight"], sizes_E)
-        return grouped_linear(gate_MF * up_MF, module["down"]["weight"], sizes_E)
+        gate_MF = activation(multiply(rows_MD, module["gate"]["weight"]))
+        up_MF = multiply(rows_MD, module["up"]["weight"])
+        return multiply(gate_MF * up_MF, module["down"]["weight"])
     both = module["gate_up"]
-    out = (
-        grouped_linear(rows_MD, both["weight"], sizes_E, transposed=True) + both["bias"].astype(rows_MD.dtype)[expert_M]
-    )
+    out = multiply(rows_MD, both["weight"], transposed=True) + both["bias"].astype(rows_MD.dtype)[expert_M]
     gate_MF = jnp.minimum(out[:, ::2], experts.limit)
     up_MF = jnp.clip(out[:, 1::2], -experts.limit, experts.limit)
     hidden_MF = (up_MF + 1) * gate_MF * jax.nn.sigmoid(gate_MF * 1.702)
     down = module["down"]
-    return (
-        grouped_linear(hidden_MF, down["weight"], sizes_E, transposed=True)
-        + down["bias"].astype(rows_MD.dtype)[expert_M]
-    )
+    return multiply(hidden_MF, down["weight"], transposed=True) + down["bias"].astype(rows_MD.dtype)[expert_M]

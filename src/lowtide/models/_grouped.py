@@ -24,7 +24,12 @@ from . import _grouped_blocks, _grouped_slab
 
 
 def grouped_linear(
-    x_MI: Float[Array, "M I"], weight: Float[Array, "E O I"], sizes_E: Int[Array, "E"], *, transposed: bool = False
+    x_MI: Float[Array, "M I"],
+    weight: Float[Array, "E O I"],
+    sizes_E: Int[Array, "E"],
+    *,
+    transposed: bool = False,
+    num_experts: int | None = None,
 ) -> Float[Array, "M O"]:
     """Multiply each group of rows by the weights of its expert.
 
@@ -33,6 +38,7 @@ def grouped_linear(
         weight: of each expert, [E, O, I], or [E, I, O]; or a node with a method ``grouped``, as adapters have.
         sizes_E: rows of each expert; what they add up to may be less than M.
         transposed: whether `weight` is [E, I, O].
+        num_experts: among how many experts the rows are divided, those of other devices included; None: E.
 
     Returns:
         ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero for rows of no expert.
@@ -43,7 +49,8 @@ def grouped_linear(
     """
     own: Any = getattr(weight, "grouped", None)
     if own is not None:  # an adapter, which multiplies by the weight and its factors apart
-        return own(x_MI, functools.partial(grouped_linear, sizes_E=sizes_E), transposed=transposed)
+        run = functools.partial(grouped_linear, sizes_E=sizes_E, num_experts=num_experts)
+        return own(x_MI, run, transposed=transposed)
     weight = weight.astype(x_MI.dtype)
     if traced_device().platform == "tpu":
         contract = (((1,), (1 if transposed else 2,)), ((), ()))
@@ -51,7 +58,7 @@ def grouped_linear(
             dot_dimension_numbers=contract, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
         )
         return jax.lax.ragged_dot_general(x_MI, weight, sizes_E, dims)
-    return _product(transposed, x_MI, weight, sizes_E)
+    return _product(transposed, num_experts or sizes_E.shape[0], x_MI, weight, sizes_E)
 
 
 def _way() -> Any:
@@ -59,25 +66,26 @@ def _way() -> Any:
     return _grouped_slab if traced_device().platform == "gpu" else _grouped_blocks
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(transposed: bool, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
-    return _way().product(transposed, x_MI, weight, sizes_E)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
+    return _way().product(transposed, num_experts, x_MI, weight, sizes_E)
 
 
-def _forward(transposed: bool, x: Any, weight: Any, sizes: Any) -> tuple[Array, Any]:
-    out: Any = _product(transposed, x.value, weight.value, sizes.value)
+def _forward(transposed: bool, num_experts: int, x: Any, weight: Any, sizes: Any) -> tuple[Array, Any]:
+    out: Any = _product(transposed, num_experts, x.value, weight.value, sizes.value)
     # What trains says what the backward pass needs: without gradients of weights no rows wait for it.
     return out, (x.value if weight.perturbed else None, weight.value, sizes.value, x.perturbed)
 
 
-def _backward(transposed: bool, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
+def _backward(transposed: bool, num_experts: int, kept: Any, cotangent: Any) -> tuple[Any, Any, None]:
     x_MI, weight, sizes_E, wants_x = kept
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return None, None, None
-    dx = _product(not transposed, cotangent, weight, sizes_E) if wants_x else None
+    dx = _product(not transposed, num_experts, cotangent, weight, sizes_E) if wants_x else None
     if x_MI is None:
         return dx, None, None
-    return dx, _way().weight_gradient(transposed, x_MI, cotangent, sizes_E).astype(weight.dtype), None
+    dw = _way().weight_gradient(transposed, num_experts, x_MI, cotangent, sizes_E)
+    return dx, dw.astype(weight.dtype), None
 
 
 _product.defvjp(_forward, _backward, symbolic_zeros=True)

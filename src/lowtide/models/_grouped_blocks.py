@@ -23,7 +23,7 @@ from jaxtyping import Array
 _LENGTHS = (8, 16, 32, 64, 128, 192, 256)
 
 
-def product(transposed: bool, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
+def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
     """Multiply each group of rows by the weights of its expert, to [M, O]."""
     blocks = _Blocks(x_MI.shape[0], sizes_E)
     num_rows, contract = x_MI.shape[0], 0 if transposed else 1
@@ -45,7 +45,7 @@ def product(transposed: bool, x_MI: Array, weight: Array, sizes_E: Array) -> Arr
     return jnp.where((jnp.arange(num_rows) < jnp.sum(sizes_E))[:, None], out, 0)
 
 
-def weight_gradient(transposed: bool, x_MI: Array, dy_MO: Array, sizes_E: Array) -> Array:
+def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Array, sizes_E: Array) -> Array:
     """Add up what each expert's rows say of its weights, to [E, O, I] or [E, I, O] in float32."""
     blocks = _Blocks(x_MI.shape[0], sizes_E)
     padding = ((0, blocks.most), (0, 0))

@@ -30,9 +30,9 @@ _COPIED_BYTES = 128 * 2**20
 """Of weights that tiles at once may copy."""
 
 
-def product(transposed: bool, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
+def product(transposed: bool, num_experts: int, x_MI: Array, weight: Array, sizes_E: Array) -> Array:
     """Multiply each group of rows by the weights of its expert, to [M, O]."""
-    plan, num_rows = _Plan(x_MI.shape[0], weight, sizes_E), x_MI.shape[0]
+    plan, num_rows = _Plan(x_MI.shape[0], num_experts, weight, sizes_E), x_MI.shape[0]
     dims = "gci,gio->gco" if transposed else "gci,goi->gco"
     out = jnp.zeros((num_rows, weight.shape[2 if transposed else 1]), x_MI.dtype)
     if plan.slab:
@@ -49,12 +49,12 @@ def product(transposed: bool, x_MI: Array, weight: Array, sizes_E: Array) -> Arr
     return plan.over_tiles(body, out)
 
 
-def weight_gradient(transposed: bool, x_MI: Array, dy_MO: Array, sizes_E: Array) -> Array:
+def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Array, sizes_E: Array) -> Array:
     """Add up what each expert's rows say of its weights, to [E, O, I] or [E, I, O] in float32."""
     dims = "gci,gco->gio" if transposed else "gci,gco->goi"
     widths = (x_MI.shape[1], dy_MO.shape[1]) if transposed else (dy_MO.shape[1], x_MI.shape[1])
     shape = jax.ShapeDtypeStruct((sizes_E.shape[0], *widths), jnp.float32)
-    plan = _Plan(x_MI.shape[0], shape, sizes_E)
+    plan = _Plan(x_MI.shape[0], num_experts, shape, sizes_E)
 
     def of(rows: Array, ours: Array) -> Array:
         both = _taken(x_MI, rows, ours), _taken(dy_MO, rows, ours)
@@ -77,20 +77,20 @@ class _Plan:
 
     Args:
         num_rows: M.
-        weight: of all experts, or its shape.
+        num_experts: among how many they are divided, E or, of several devices, more.
+        weight: of E experts, or its shape.
         sizes_E: rows of each expert.
     """
 
-    def __init__(self, num_rows: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
-        num_experts = sizes_E.shape[0]
-        mean = num_rows // num_experts
+    def __init__(self, num_rows: int, num_experts: int, weight: Array | jax.ShapeDtypeStruct, sizes_E: Array) -> None:
+        own, mean = sizes_E.shape[0], num_rows // num_experts
         self.slab = 0 if num_rows < num_experts else -(-(mean + -(-mean // 8)) // _MULTIPLE) * _MULTIPLE
         self._tile = min(_TILES[1], max(_TILES[0], 1 << (mean // 4).bit_length() - 1)) if mean >= 4 else _MULTIPLE
-        copied = weight.size // num_experts * weight.dtype.itemsize
+        copied = weight.size // own * weight.dtype.itemsize
         self._at_once = min(_MOST_TILES, max(1, _COPIED_BYTES // copied))
         if self.slab:  # what even routers leave for tiles is little
-            self._at_once = min(self._at_once, max(1, num_rows // 8 // self._tile))
-        self._most = min(num_experts, num_rows) + (num_rows // self._tile if num_rows > self._tile else 0)
+            self._at_once = min(self._at_once, max(1, mean * own // 8 // self._tile))
+        self._most = min(own, num_rows) + (num_rows // self._tile if num_rows > self._tile else 0)
         self._num_rows, self._sizes_E = num_rows, sizes_E
         self._rows_to_E = jnp.cumsum(sizes_E)
         self._rest_E = jnp.maximum(sizes_E - self.slab, 0)
