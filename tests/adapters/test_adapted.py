@@ -309,7 +309,7 @@ def test_what_scales_outputs_is_refused_where_weights_are_stored_the_other_way(k
     right = jnp.ones((2, 6))
     found = jax.jit(lt.adapted(lambda w: right @ w["w"].T))(model)
     np.testing.assert_allclose(found, np.asarray(right) @ np.asarray(W["w"]).T, rtol=1e-5)
-    with pytest.raises(StructureError, match="w: the model does more with this weight"):
+    with pytest.raises(StructureError, match=r"w: the model multiplies by this weight as \[in, out\](.|\n)*hint:"):
         lt.adapted(lambda w: X @ w["w"])(model)
 
 

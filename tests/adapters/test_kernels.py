@@ -17,6 +17,7 @@ from flax import nnx
 import lowtide as lt
 from lowtide.adapters.lora import LoRAKernel, LoRAWeight
 from lowtide.core import ConfigError, StructureError, leaves_with_paths, map_with_paths
+from lowtide.jaxprs import equations
 
 KEY = jax.random.key(0)
 IMAGES = jax.random.normal(KEY, (2, 6, 6, 3))
@@ -198,3 +199,72 @@ def test_a_convolutional_net_trains_and_no_kernel_is_ever_made() -> None:
         if any(getattr(var.aval, "shape", ()) == (3, 3, 3, 8) for var in eqn.outvars)
     ]
     assert set(made) <= {"rev", "transpose", "jit", "pjit"}, made
+
+
+@pytest.mark.parametrize(
+    ("form", "quantised"),
+    [*((form, False) for form in ("x @ w", "x @ w.T", "einsum", "convolution", "rows")), ("x @ w", True)],
+)
+def test_a_program_that_casts_its_weights_multiplies_in_the_dtype_that_it_asks_for(form: str, quantised: bool) -> None:
+    half = jnp.bfloat16
+    shape = {"einsum": (8, 2, 16), "convolution": (3, 3, 8, 32), "rows": (10, 32)}.get(form, (32, 32))
+    params = {"w": jax.random.normal(KEY, shape)}
+    images, x = (jax.random.normal(KEY, each) for each in ((2, 5, 5, 8), (4, 32)))
+
+    def fn(params: Any, x: Any) -> Any:
+        w, x = params["w"].astype(half), x.astype(half)
+        if form == "convolution":
+            return jax.lax.conv_general_dilated(
+                images.astype(half), w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        if form == "rows":
+            return w[IDS]
+        return jnp.einsum("bi,ihd->bhd", x[:, :8], w) if form == "einsum" else x @ (w.T if form == "x @ w.T" else w)
+
+    base = lt.quantize(params, "w", "int8") if quantised else params
+    want = fn(lt.dequantize(base) if quantised else params, x)
+    where: dict[str, Any] = {} if quantised else {"fn": fn, "args": (x,)}
+    model = lt.lora.add(base, lt.lora.Config(rank=2, targets="w"), key=KEY, **where)
+    got = lt.adapted(fn)(model, x)
+    assert got.dtype == half
+    want = np.asarray(want, np.float32)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=float(np.abs(want).max()) / 128)
+    products = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(lt.adapted(fn))(model, x))
+        if eqn.primitive.name in ("dot_general", "conv_general_dilated", "gather")
+    ]
+    assert products
+    assert {var.aval.dtype for eqn in products for var in eqn.invars if var.aval.dtype != jnp.int32} == {
+        jnp.dtype(half)
+    }
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "vera"])
+def test_what_scales_inputs_or_outputs_is_refused_for_a_weight_in_by_out_when_it_is_added(kind: str) -> None:
+    configs = {
+        "dora": lt.lora.Config(rank=2, targets="w", dora=True),
+        "ia3": lt.lora.IA3Config(targets="w", feedforward=()),
+        "vera": lt.lora.VeRAConfig(rank=2, targets="w"),
+    }
+    params, x = {"w": jnp.ones((8, 6))}, jnp.ones((2, 8))
+    with pytest.raises(ConfigError, match=r"w: the function multiplies by this weight as \[in, out\](.|\n)*hint:"):
+        lt.lora.add(params, configs[kind], key=KEY, fn=lambda p, x: x @ p["w"], args=(x,))
+    turned = lt.lora.add(params, configs[kind], key=KEY, fn=lambda p, x: x @ p["w"].T, args=(jnp.ones((2, 6)),))
+    assert lt.adapted(lambda p, x: x @ p["w"].T)(turned, jnp.ones((2, 6))).shape == (2, 8)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_embedding_of_equinox_takes_an_adapter(mapped: bool) -> None:
+    embedding = eqx.nn.Embedding(11, 8, key=KEY)
+    ids = jnp.array([3, 10, 0]) if mapped else jnp.array(3)
+
+    def fn(embedding: Any, ids: Any) -> Any:
+        return jax.vmap(embedding)(ids) if mapped else embedding(ids)
+
+    model = filled(lt.lora.add(embedding, lt.lora.Config(rank=2, targets="weight"), key=KEY, fn=fn, args=(ids,)))
+    assert isinstance(model.weight, LoRAKernel)
+    want = fn(lt.lora.merge(model), ids)
+    np.testing.assert_allclose(lt.adapted(fn)(model, ids), want, rtol=0, atol=1e-5)
+    grads = lt.value_and_grad(lambda m: jnp.sum(jnp.sin(lt.adapted(fn)(m, ids))), wrt="**/lora_*")(model)[1]
+    assert all(np.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(grads))

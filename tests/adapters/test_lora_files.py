@@ -406,9 +406,55 @@ class TestBadFiles:
         edit_tensors(directory, lambda tensors: tensors.update({name: np.ones((2, 4), np.int32)}))
         self.refuse(directory, rf"tensor {name} does not fit\n.*floating-point.*\n.*I32\[2, 4\]")
 
-    def test_layers_of_different_rank(self, directory):
-        edit_config(directory, rank_pattern={r"layers\.0\.self_attn\.q_proj": 1})
-        self.refuse(directory, r"the layers of layers/attn/q_proj/weight differ in rank or alpha(.|\n)*rank 1 alpha 4")
+    def test_a_rank_of_one_layer_that_its_tensors_do_not_have(self, directory):
+        edit_config(directory, rank_pattern={r"layers\.0\.self_attn\.q_proj": 2**20})
+        self.refuse(directory, r"layers\.0\.self_attn\.q_proj\.lora_A\.weight does not fit\n.*\[1048576, 4\]")
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_layers_of_different_rank_and_alpha_are_one_stack_and_come_back(tmp_path, rslora):
+    config = lora.Config(rank=3, alpha=6.0, targets="**/{q,v}_proj", rslora=rslora)
+    lora.save(with_values(lora.add(decoder(), config, key=KEY)), tmp_path / "before")
+    name = "model.layers.{}.self_attn.q_proj"
+    a, b = (f"base_model.model.{name}.lora_{half}.weight" for half in "AB")
+    ranks, alphas = (1, 3, 2), (6.0, 6.0, 1.5)
+
+    def cut(tensors):
+        for layer, rank in enumerate(ranks):
+            tensors[a.format(layer)] = tensors[a.format(layer)][:rank].copy()
+            tensors[b.format(layer)] = tensors[b.format(layer)][:, :rank].copy()
+
+    edit_tensors(tmp_path / "before", cut)
+    of_layers = {"rank_pattern": {"layers.0.self_attn.q_proj": 1, "layers.2.self_attn.q_proj": 2}}
+    of_layers["alpha_pattern"] = {"layers.2.self_attn.q_proj": 1.5}
+    edit_config(tmp_path / "before", **of_layers)
+    model = lora.load(decoder(), tmp_path / "before")
+    node = model.layers["attn"]["q_proj"]["weight"]
+    assert node.rank == 3
+    tensors = load_file(tmp_path / "before" / "adapter_model.safetensors")
+    merged = lora.merge(model).layers["attn"]["q_proj"]["weight"]
+    for layer, (rank, alpha) in enumerate(zip(ranks, alphas, strict=True)):
+        scale = alpha / (rank**0.5 if rslora else rank)
+        want = 0.1 + scale * tensors[b.format(layer)] @ tensors[a.format(layer)]
+        np.testing.assert_allclose(merged[layer], want, rtol=1e-5, atol=1e-6)
+
+    def loss(model, x):
+        def layer(h, weight):
+            return jnp.sin(linear(h, weight))[:, :4], None
+
+        return jnp.sum(jax.lax.scan(layer, x, model.layers["attn"]["q_proj"]["weight"])[0] ** 2)
+
+    grads = value_and_grad(loss, wrt="layers/attn/q_proj/**/lora_*")(model, jnp.ones((2, 4)))[1]
+    of_node = grads.layers["attn"]["q_proj"]["weight"]
+    for layer, rank in enumerate(ranks):  # what fills up never trains
+        assert np.all(of_node.lora_a[layer, rank:] == 0) and np.all(of_node.lora_b[layer, :, rank:] == 0)
+        assert np.abs(of_node.lora_a[layer, :rank]).max() > 0 and np.abs(of_node.lora_b[layer, :, :rank]).max() > 0
+    lora.save(model, tmp_path / "after")
+    again = load_file(tmp_path / "after" / "adapter_model.safetensors")
+    assert again.keys() == tensors.keys()
+    for key, values in tensors.items():
+        np.testing.assert_array_equal(again[key], values, err_msg=key)
+    assert_equal(lora.load(decoder(), tmp_path / "after"), model)
 
 
 class TestExternalNames:

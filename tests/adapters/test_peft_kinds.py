@@ -36,7 +36,12 @@ def options(kind: str, family: str) -> Any:
     layers = {"layers_to_transform": [0, 2], "target_modules": ["q_proj", "down_proj"]}
     return {
         "DoRA": lambda: peft.LoraConfig(**plain, use_dora=True),
-        "rsLoRA": lambda: peft.LoraConfig(**plain, use_rslora=True, rank_pattern={"q_proj": 2}),
+        "rsLoRA": lambda: peft.LoraConfig(
+            **plain,
+            use_rslora=True,
+            rank_pattern={"q_proj": 2, "layers.1.self_attn.o_proj": 6},
+            alpha_pattern={"layers.0.self_attn.o_proj": 3},
+        ),
         "some layers": lambda: peft.LoraConfig(**(plain | layers), use_dora=True, alpha_pattern={"down_proj": 3}),
         "(IA)³": lambda: peft.IA3Config(
             target_modules=["k_proj", "v_proj", *inputs],

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from lowtide import lora, models
+from lowtide.cli import _generate as command
 from lowtide.cli import main
 from lowtide.models import _generate as generation
 
@@ -134,6 +135,8 @@ def test_bad_arguments(generate, flags, message, tmp_path, monkeypatch):
         ('{"text": "a"}', "no prompt"),
         ('{"prompt": "a", "messages": []}', "no prompt"),
         ('{"messages": [{"role": "user"}]}', "no prompt"),
+        ('{"messages": [{"role": "user", "content": 4}]}', "messages.0.content"),
+        ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools has an unusable value"),
     ],
 )
 def test_bad_prompts(generate, text, message, tmp_path):
@@ -191,6 +194,30 @@ def test_messages_are_rendered_by_the_models_template(generate, chat_dir, tiny_m
     status, _, said = generate("--prompts", tmp_path / "m.jsonl", *named)
     assert status == 0 and "is continued as it is" not in said
     assert _records(tmp_path / "named.jsonl") == rendered
+
+
+def test_tools_and_turns_that_call_them_are_rendered(generate, chat_dir, tmp_path, monkeypatch):
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content if m.content is string else (m.content or []) | map(attribute='text') | join }}"
+        "{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}{% endfor %}"
+    )
+    tools = [{"type": "function", "function": {"name": "tide"}}]
+    calls = [{"type": "function", "function": {"name": "tide", "arguments": {"at": "noon"}}}]
+    asked, called = {"role": "user", "content": "when?"}, {"role": "assistant", "content": None, "tool_calls": calls}
+    answered = {"role": "tool", "content": [{"type": "text", "text": "at 9"}]}
+    records = [{"messages": [asked], "tools": tools}, {"messages": [asked, called, answered]}]
+    (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, records)))
+    seen, whole = [], command.messages_to_ids
+    monkeypatch.setattr(command, "messages_to_ids", lambda *given: seen.append(whole(*given)) or seen[-1])
+    flags = ["--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 1]
+    assert generate(*flags, "--output", tmp_path / "o.jsonl", model=chat_dir)[0] == 0
+    tokenizer = models.load_tokenizer(chat_dir)
+    assert [tokenizer.decode(ids) for ids in seen[0]] == ["[tide]<user>when?", "<user>when?<assistant>(tide)<tool>at 9"]
+    assert [{name: each[name] for name in each if name in ("messages", "tools")} for each in
+            _records(tmp_path / "o.jsonl")] == records  # fmt: skip
+    status, printed, _ = generate(*flags, model=chat_dir)
+    assert status == 0 and "at 9" in printed
 
 
 def test_who_gives_text_to_a_model_of_chats_is_told(generate, chat_dir, monkeypatch):

@@ -58,6 +58,11 @@ def test_a_model_and_what_it_lacks(inspect, model_dir, capfd):
     assert inspect(model_dir)[1]["facts"]["chat_template"] is True
     assert main(["inspect", str(model_dir)]) == 0
     assert "chat template" in capfd.readouterr().out
+    (model_dir / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}")
+    status, found, _ = inspect(model_dir)
+    assert status == 1 and "a chat template that cannot be used" in found["problems"][0]
+    assert "TemplateSyntaxError" in found["problems"][0]
+    (model_dir / "chat_template.jinja").unlink()
     raw = json.loads((model_dir / "config.json").read_text())
     for field in ("mystery_scale", "quantization_config"):
         (model_dir / "config.json").write_text(json.dumps({**raw, field: {"bits": 4}}))

@@ -63,18 +63,21 @@ def test_epochs_and_a_schedule_decide_the_rates_and_a_resumed_run_keeps_them(fin
 
 def test_a_run_stops_early_and_writes_the_best(finetune: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses(monkeypatch, 5.0, 3.0, 4.0, 4.5, 4.6, 4.7)
-    flags = "--steps 20 --early-stopping-patience 2 --load-best-at-end --checkpoint-every 100 --schedule constant"
+    flags = "--num-epochs 1 --early-stopping-patience 2 --load-best-at-end --checkpoint-every 100 --schedule constant"
     flags += " --warmup-steps 0"
     status, printed = finetune(*flags.split())
     assert status == 0 and "What is written is step 2" in printed, printed
-    assert "Stopped early, at step 6 of 20" in printed and "→ 3.0000 nats" in printed
+    num_steps = json.loads((tmp_path / "run" / "data.json").read_text())["num_steps"]
+    assert f"Stopped early, at step 6 of {num_steps}:" in printed and "→ 3.0000 nats" in printed
     assert max(record["step"] for record in records(tmp_path)) == 6
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()}
     assert 2 in kept and 6 in kept
     best = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     losses(monkeypatch, 5.0, 3.0)
-    again = [*flags.replace("--steps 20", "--steps 2").split(), "--out", str(tmp_path / "short")]
-    assert finetune(*again)[0] == 0
+    two = f"--num-epochs {2 / num_steps - 1e-6}"
+    again = [*flags.replace("--num-epochs 1", two).split(), "--out", str(tmp_path / "short")]
+    status, printed = finetune(*again)
+    assert status == 0 and "0 of 2 done" in printed and "Stopped early" not in printed, printed
     short = load_file(tmp_path / "short" / "adapter" / "adapter_model.safetensors")
     for name in best:
         np.testing.assert_array_equal(best[name], short[name])

@@ -3,11 +3,13 @@ from __future__ import annotations
 import re
 
 import bracex
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide.adapters import lora
 from lowtide.core import SelectionError, match_names, match_path, select
 from lowtide.core._braces import alternatives
 
@@ -170,5 +172,20 @@ def test_an_empty_tree_has_nothing_to_select() -> None:
 
 
 def test_what_is_neither_glob_nor_predicate_is_refused() -> None:
-    with pytest.raises(SelectionError, match=r"by globs or by a predicate(.|\n)*got: 3(.|\n)*hint:"):
+    with pytest.raises(SelectionError, match=r"by globs, regular expressions or a predicate(.|\n)*got: 3(.|\n)*hint:"):
         select({"a": 1.0}, 3)  # pyright: ignore
+
+
+def test_a_regular_expression_matches_a_path_from_start_to_end() -> None:
+    tree = {"a": {"q_proj": 1.0, "v_proj": 2.0}, "b": {"q_proj": 3.0}}
+    assert select(tree, re.compile(r".*/[qv]_proj")) == [True, True, True]
+    assert select(tree, [re.compile(r"a/.*"), "!**/v_proj"]) == [True, False, False]
+    with pytest.raises(SelectionError, match=r"expression '_proj' matches nothing(.|\n)*hint: begin with"):
+        select(tree, re.compile("_proj"))
+    with pytest.raises(SelectionError, match=r"made by globs, regular expressions or a predicate"):
+        select(tree, re.compile(b"a"))
+    config = lora.Config(rank=2, targets=re.compile(r".*/[qv]_proj"), exclude=re.compile("b/.*"))
+    arrays = {name: {leaf: {"weight": jnp.ones((4, 4))} for leaf in of} for name, of in tree.items()}
+    model = lora.add(arrays, config, key=jax.random.key(0))
+    found = [isinstance(model[of][name]["weight"], lora.LoRAWeight) for of, name in (("a", "q_proj"), ("b", "q_proj"))]
+    assert found == [True, False]

@@ -144,6 +144,8 @@ def test_what_is_no_text_is_refused_by_what_it_is(tmp_path, name, content, what,
     with pytest.raises(DataError, match=rf"{name}: {what}(.|\n)*not read as plain text(.|\n)*hint:") as caught:
         read_documents(path)
     assert (f"fields {fields}\n" in str(caught.value)) == (fields is not None)
+    is_elsewhere = name.endswith((".csv", ".CSV", ".tsv", ".json", ".ndjson", ".JSONL"))  # who reads records reads it
+    assert is_elsewhere != (".csv, .tsv, .parquet" in str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from lowtide.core import LowtideError, ModelFileError, parse_json
+from lowtide.core import ConfigError, LowtideError, ModelFileError, parse_json
 from lowtide.models import DecoderConfig, RopeScaling
 from lowtide.models._config_file import config_from_hf, config_to_hf
 from lowtide.models._decoder import parameter_shapes
@@ -92,6 +93,14 @@ def test_what_published_files_say_beside_the_mathematics_changes_nothing(kind: s
     assert config_from_hf({**FILES[kind], **more}, "config.json") == config_from_hf(FILES[kind], "config.json")
 
 
+def test_a_cap_that_transformers_stores_and_does_not_apply_changes_nothing_and_is_said() -> None:
+    file = {**FILES["gemma3_text"], "attn_logit_softcapping": 6.0}
+    with pytest.warns(UserWarning, match="attn_logit_softcapping is not applied"):
+        assert config_from_hf(file, "config.json") == config_from_hf(FILES["gemma3_text"], "config.json")
+    with pytest.raises(ConfigError, match="no config.json of Gemma3ForCausalLM says attention_soft_cap"):
+        config_to_hf(dataclasses.replace(KINDS["gemma3_text"], attention_soft_cap=6.0), "float32")
+
+
 def test_what_a_file_leaves_out_is_its_familys_default() -> None:
     with pytest.warns(UserWarning, match="only its text decoder is read"):
         config = config_from_hf(PUBLISHED["gemma-3-12b"], "config.json")
@@ -114,6 +123,16 @@ def test_sizes_are_taken_from_json_of_both_spellings_of_rotary_frequencies() -> 
     scaling, theta, local = (file.pop(name) for name in ("rope_scaling", "rope_theta", "rope_local_base_freq"))
     by_kind = {"full_attention": {**scaling, "rope_theta": theta}, "sliding_attention": {"rope_theta": local}}
     assert config_from_hf({**file, "rope_parameters": by_kind}, "config.json") == before
+    # So transformers 5.1 writes it where all layers are of one kind.
+    more = {"rope_type": "default", "rope_theta": None}
+    assert config_from_hf({**file, "rope_parameters": {**by_kind, **more}}, "config.json") == before
+    for one, rest in (("full_attention", {"local_rope_theta": 1e4}), ("sliding_attention", {"rope_scaling": None})):
+        found = config_from_hf({**file, "rope_parameters": {one: by_kind[one], **more}}, "config.json")
+        assert found == dataclasses.replace(before, **rest)
+    for more, kind in (({"rope_theta": 5.0}, "gemma3_text"), ({"rope_type": "yarn"}, "gemma3_text"), ({}, "qwen3")):
+        message = "more than the kinds of layers" if more else "rope_scaling has 'full_attention'"
+        with pytest.raises(ModelFileError, match=message):
+            config_from_hf({**FILES[kind], "rope_parameters": {**by_kind, **more}}, "config.json")
     by_kind["sliding_attention"] = {"rope_type": "yarn", "factor": 2.0}
     with pytest.raises(ModelFileError, match="unknown RoPE scaling 'yarn'"):
         config_from_hf({**file, "rope_parameters": by_kind}, "config.json")

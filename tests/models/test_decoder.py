@@ -59,6 +59,28 @@ def test_packed_documents_have_the_loss_and_the_gradients_of_separate_ones(kind:
         np.testing.assert_allclose(one, sum(others), rtol=0, atol=1e-5 * max(1.0, largest))
 
 
+@pytest.mark.parametrize("kind", ["phi3", "llama dynamic"])
+def test_the_length_of_a_document_stretches_its_own_positions_alone(kind: str) -> None:
+    model = jax.tree.map(
+        lambda leaf: leaf * 4 if leaf.ndim > 2 else leaf, models.init(KINDS[kind], key=jax.random.key(0))
+    )
+    logits, lengths = jax.jit(models.logits), (10, 50)
+    short, long = (np.random.default_rng(n).integers(1, 96, (1, n)) for n in lengths)
+    want, want_long = logits(model, short)[0], logits(model, long)[0]
+    assert np.abs(logits(model, long[:, :10])[0] - want_long[:10]).max() > 1e-3  # which is beyond pretraining
+    segments = np.repeat([[1, 2]], lengths, axis=1)
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    row = logits(model, np.concatenate([short, long], 1), segment_ids=segments, positions=positions)[0]
+    padded = np.pad(short, ((0, 0), (0, 40)))
+    segments = np.stack([np.repeat([1, 0], (10, 40)), np.ones(50, int)])
+    positions = np.arange(50) * np.stack([np.arange(50) < 10, np.ones(50, bool)])
+    rows = logits(model, np.concatenate([padded, long]), segment_ids=segments, positions=positions)
+    for got in (row[:10], rows[0, :10]):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    for got in (row[10:], rows[1]):
+        np.testing.assert_allclose(got, want_long, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [None, 7, jnp.int32(7)])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_blocks_of_queries_see_what_all_queries_see(window: Any, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:

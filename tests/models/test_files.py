@@ -90,6 +90,8 @@ def test_a_tied_checkpoint_may_repeat_its_head(model, tmp_path):
 def test_missing_files_are_named(directory, tmp_path):
     with pytest.raises(ModelFileError, match=r"nowhere/config.json: no such file(.|\n)*hint:"):
         load(tmp_path / "nowhere")
+    with pytest.raises(ModelFileError, match=rf"config.json: a file, where a folder is(.|\n)*is in: {directory}"):
+        load(directory / "config.json")
     with pytest.raises(ModelFileError, match=r"tokenizer.json: no such file(.|\n)*hint:"):
         load_tokenizer(directory)
     (directory / "model.safetensors").unlink()

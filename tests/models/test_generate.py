@@ -56,6 +56,19 @@ def _model(seed=0, **switches):
 QUICK = ("kinds of layers", "soft caps", "mixture", "sinks")
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_the_length_of_another_prompt_changes_no_answer(kind):
+    factors = {"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (2.0, 3.0, 4.0, 6.0)}
+    options = {"original_max_position_embeddings": 8, **factors} if kind == "longrope" else {}
+    scaling = RopeScaling(rope_type=kind, factor=4.0, **options)
+    model = _model(rope_scaling=scaling, max_position_embeddings=8)
+    prompts = [[5, 9, 2], np.random.default_rng(0).integers(0, 61, 30).tolist()]
+    greedy = {"key": jax.random.key(0), "sampling": Sampling(temperature=0)}
+    beside = [each.tokens for each in models.generate_batch(model, prompts, 4, **greedy)]
+    alone = [next(models.generate_batch(model, [prompt], 4, **greedy)).tokens for prompt in prompts]
+    assert beside == alone
+
+
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )

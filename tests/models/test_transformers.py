@@ -65,6 +65,40 @@ def test_logits_equal_transformers(case, tmp_path):
     np.testing.assert_array_equal(_torch_logits(again, tokens), want)
 
 
+GEMMA3 = {**SIZES, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "eos_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"layer_types": ["full_attention"] * 3},
+        {"sliding_window_pattern": 2, "attn_logit_softcapping": 0.05, "final_logit_softcapping": 0.2},
+    ],
+    ids=["all sliding", "all full", "caps"],
+)
+@pytest.mark.filterwarnings("ignore:.*attn_logit_softcapping is not applied:UserWarning")
+def test_gemma3_with_layers_of_one_kind_and_caps_equals_transformers(given, tmp_path):
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    theirs = Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA3, **given)).eval()
+    for parameter in theirs.parameters():
+        parameter.data.normal_(std=0.2)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = models.load(tmp_path / "theirs")
+    tokens = np.random.default_rng(0).integers(2, 97, (2, 50))
+    want = _torch_logits(theirs, tokens)
+    assert np.abs(want - models.logits(ours, jnp.asarray(tokens, jnp.int32))).max() < 1e-4
+    assert np.abs(want).max() > 0.1
+
+    models.save(ours, tmp_path / "ours")
+    again = Gemma3ForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    np.testing.assert_array_equal(_torch_logits(again, tokens), want)
+    assert models.load(tmp_path / "ours").config == ours.config
+    assert again.config.rope_parameters["full_attention"] == theirs.config.rope_parameters["full_attention"]
+    assert again.config.rope_parameters["sliding_attention"] == theirs.config.rope_parameters["sliding_attention"]
+
+
 def test_the_embedded_model_loads_in_transformers():
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from ..core import StructureError
+from ..jaxprs import source_line
+
 
 @runtime_checkable
 class KernelWeight(Protocol):
@@ -62,7 +65,7 @@ def _same(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     return operands
 
 
-def _moved(change: Callable[..., Weight | None]) -> Callable[[Any, list[Any]], Sequence[Any] | None]:
+def _moved(change: Callable[..., Any]) -> Callable[[Any, list[Any]], Sequence[Any] | None]:
     """Make a rule of a function from operation, weight and other operands to a weight, or None where that cannot be."""
 
     def rule(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
@@ -107,8 +110,10 @@ def _slice(eqn: Any, weight: Weight) -> Weight | None:
     return _layers(weight, starts[0], ends[0] - starts[0])
 
 
-def _dynamic_slice(eqn: Any, weight: Weight, *starts: Any) -> Weight | None:
+def _dynamic_slice(eqn: Any, weight: Weight, *starts: Any) -> Any:
     sizes = tuple(eqn.params["slice_sizes"])
+    if not num_stacked(weight.node):
+        return _row(eqn, weight, starts[0])
     is_whole = num_stacked(weight.node) and sizes[1:] == weight.shape[1:]
     return _layers(weight, starts[0], sizes[0]) if is_whole else None
 
@@ -142,7 +147,12 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
         return None
     over_rows = is_first != weight.is_turned
     if over_rows and not isinstance(node, KernelWeight) and not _multiplies_from_both_sides(node):
-        return None  # what scales outputs of x Wᵀ, as DoRA does
+        raise StructureError(
+            f"{weight.path}: the model multiplies by this weight as [in, out]",
+            expected="a weight [out, in], x Wᵀ: DoRA, (IA)³, VeRA and dropout are of its inputs or outputs",
+            got=f"a {type(node).__name__}{list(node.shape)}, at {source_line(eqn) or 'an unknown line'}",
+            hint="take plain LoRA without dropout, or store the weight transposed",
+        )
     # In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before.
     x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     pairs = tuple((axis - num_stack, other) for axis, other in zip(own, others, strict=True))
@@ -178,7 +188,10 @@ class _Product(NamedTuple):
             run = lambda kernel: self._dense(kernel, x, node.num_rows)  # noqa: E731
             return node.through(run, over_rows=self.over_rows, at=at, dtype=x.dtype)
         x = jnp.moveaxis(x, self.pairs[0][1], -1)
-        result = x @ node if self.over_rows else node.linear(x)
+        if self.over_rows and hasattr(node, "mT"):  # in the dtype of `x`, as the program has cast both; `@` promotes
+            result = node.mT.linear(x)
+        else:
+            result = x @ node if self.over_rows else node.linear(x)
         return result if self.is_right else jnp.moveaxis(result, -1, 0)
 
     def _dense(self, kernel: Any, x: Any, num_rows: int) -> Any:
@@ -211,22 +224,38 @@ def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 
 def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
-    """Take rows of a table, as ``table[ids]`` and `jnp.take` do."""
+    """Take rows of a table, as ``table[ids]``, `jnp.take` and a mapped ``table[i]`` do."""
     weight, indices = operands
     numbers, params = eqn.params["dimension_numbers"], eqn.params
-    if isinstance(indices, Weight) or not is_rows(eqn, weight.shape):
+    if isinstance(indices, Weight) or not is_rows(eqn, weight.shape) or not _is_table(weight):
         return None
-    node = weight.node
-    if not isinstance(node, KernelWeight) or num_stacked(node) or node.num_rows != 1:
-        return None
-    out, at = eqn.outvars[0].aval, numbers.offset_dims[0]
+    node, out, at = weight.node, eqn.outvars[0].aval, numbers.offset_dims[0]
+    kept = 1 - len(numbers.collapsed_slice_dims)  # whether a row stays an axis, of size one
 
     def run(table: Any) -> Any:
         given = {name: params[name] for name in ("unique_indices", "indices_are_sorted", "mode", "fill_value")}
-        new = numbers._replace(offset_dims=tuple(range(at, at + table.ndim - 1)))
-        return jax.lax.gather(table, indices, new, (1, *table.shape[1:]), **given)
+        offsets = tuple(range(at, at + table.ndim - 1 + kept))
+        new = numbers._replace(offset_dims=offsets, start_index_map=(0,))
+        return jax.lax.gather(table, indices[..., :1], new, (1, *table.shape[1:]), **given)
 
-    return [node.through(run, over_rows=True, at=at, dtype=out.dtype)]
+    return [node.through(run, over_rows=True, at=at + kept, dtype=out.dtype)]
+
+
+def _row(eqn: Any, weight: Weight, start: Any) -> Any:
+    """Take one row of a table, as ``table[i]`` does."""
+    if not is_row(eqn, weight.shape) or not _is_table(weight):
+        return None
+    run = lambda table: jax.lax.dynamic_slice_in_dim(table, start, 1, 0)  # noqa: E731
+    return weight.node.through(run, over_rows=True, at=1, dtype=eqn.outvars[0].aval.dtype)
+
+
+def _is_table(weight: Weight) -> bool:
+    return isinstance(weight.node, KernelWeight) and not num_stacked(weight.node) and weight.node.num_rows == 1
+
+
+def is_row(eqn: Any, shape: tuple[int, ...]) -> bool:
+    """Whether a `dynamic_slice` takes one whole row along the first axis: where it begins along others is clamped."""
+    return tuple(eqn.params["slice_sizes"]) == (1, *shape[1:])
 
 
 def is_rows(eqn: Any, shape: tuple[int, ...]) -> bool:
@@ -235,12 +264,14 @@ def is_rows(eqn: Any, shape: tuple[int, ...]) -> bool:
     Another value would come from the factors of a low rank, too, and be multiplied.
     """
     numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
-    fill = eqn.params["fill_value"]
-    if eqn.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP and fill is not None and fill == fill and fill != 0:
+    mode, fill = eqn.params["mode"], eqn.params["fill_value"]
+    if mode == jax.lax.GatherScatterMode.FILL_OR_DROP and fill is not None and fill == fill and fill != 0:
         return False
-    offsets = numbers.offset_dims
+    offsets, starts = numbers.offset_dims, numbers.start_index_map
+    # Along other axes the whole of a row is where it is, as long as what begins elsewhere is clamped.
+    is_first = starts == (0,) or (starts[:1] == (0,) and mode == jax.lax.GatherScatterMode.CLIP)
     return (
-        (numbers.start_index_map, numbers.collapsed_slice_dims, numbers.operand_batching_dims) == ((0,), (0,), ())
+        (is_first and numbers.collapsed_slice_dims in ((0,), ()) and numbers.operand_batching_dims == ())
         and sizes == (1, *shape[1:])
         and offsets == tuple(range(offsets[0], offsets[0] + len(offsets)))
     )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..jaxprs import runner
-from ._products import is_rows
+from ._products import is_row, is_rows
 
 
 class Use(NamedTuple):
@@ -27,6 +27,8 @@ class Use(NamedTuple):
     """How many axes n has."""
     is_product: bool
     """Whether it is multiplied; else it is a convolution's kernel, or a table of which rows are taken."""
+    over_rows: bool
+    """Whether what is summed over is m."""
 
     @property
     def is_matrix(self) -> bool:
@@ -89,8 +91,10 @@ def noted(eqn: Any, operands: Sequence[Any], at: int) -> Sequence[Any] | None:
     found = None if use is None else use(eqn, node, at)
     if found is None or (weight.is_turned and (found.num_rows, found.num_columns) != (1, 1)):
         return None
-    node.uses.add(found._replace(num_stacked=found.num_stacked + node.num_axes - node.ndim))
+    num_stacked = found.num_stacked + node.num_axes - node.ndim
+    node.uses.add(found._replace(num_stacked=num_stacked, over_rows=found.over_rows != weight.is_turned))
     array = node.weight.mT if weight.is_turned else node.weight
+    array = array.astype(eqn.invars[at].aval.dtype)  # the program has cast it, which moves a weight
     return runner(eqn)(*(array if i == at else value for i, value in enumerate(operands)))
 
 
@@ -101,10 +105,11 @@ def _of_product(eqn: Any, node: Probe, at: int) -> Use | None:
         return None
     first, num_axes = len(stack), node.ndim - len(stack)
     if num_axes > len(own) and own == list(range(first, first + len(own))):
-        return Use(first, len(own), num_axes - len(own), True)
+        return Use(first, len(own), num_axes - len(own), True, True)
     if num_axes > len(own) and own == list(range(node.ndim - len(own), node.ndim)):
-        return Use(first, num_axes - len(own), len(own), True)
-    return Use(node.ndim - 2, 1, 1, True) if len(own) == 1 and own[0] >= node.ndim - 2 > 0 else None
+        return Use(first, num_axes - len(own), len(own), True, False)
+    is_matrix = len(own) == 1 and own[0] >= node.ndim - 2 > 0
+    return Use(node.ndim - 2, 1, 1, True, own[0] == node.ndim - 2) if is_matrix else None
 
 
 def _of_convolution(eqn: Any, node: Probe, at: int) -> Use | None:
@@ -112,12 +117,22 @@ def _of_convolution(eqn: Any, node: Probe, at: int) -> Use | None:
     is_grouped = eqn.params["feature_group_count"] != 1 or eqn.params["batch_group_count"] != 1
     if at != 1 or is_grouped or channel not in (0, last):
         return None
-    return Use(0, 1, last, False) if channel == 0 else Use(0, last, 1, False)
+    return Use(0, 1, last, False, False) if channel == 0 else Use(0, last, 1, False, True)
 
 
 def _of_rows(eqn: Any, node: Probe, at: int) -> Use | None:
-    return Use(0, 1, node.ndim - 1, False) if at == 0 and node.ndim > 1 and is_rows(eqn, node.shape) else None
+    return Use(0, 1, node.ndim - 1, False, True) if at == 0 and node.ndim > 1 and is_rows(eqn, node.shape) else None
 
 
-_USES = {"dot_general": _of_product, "conv_general_dilated": _of_convolution, "gather": _of_rows}
+def _of_row(eqn: Any, node: Probe, at: int) -> Use | None:
+    is_table = at == 0 and node.ndim == node.num_axes == 2 and is_row(eqn, node.shape)
+    return Use(0, 1, 1, False, True) if is_table else None
+
+
+_USES = {
+    "dot_general": _of_product,
+    "conv_general_dilated": _of_convolution,
+    "gather": _of_rows,
+    "dynamic_slice": _of_row,
+}
 """What is a use of a weight; all else moves it, or is refused."""

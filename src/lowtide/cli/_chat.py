@@ -9,7 +9,11 @@ from ..core import ModelFileError
 
 
 def messages_to_ids(
-    directory: str | None, tokenizer: Any, conversations: Mapping[str, Sequence[Mapping[str, Any]]], file: str | None
+    directory: str | None,
+    tokenizer: Any,
+    conversations: Mapping[str, Sequence[Mapping[str, Any]]],
+    file: str | None,
+    tools: Mapping[str, Any] | None = None,
 ) -> list[list[int]]:
     """Render conversations, each with the beginning of an answer, and tokenise them.
 
@@ -18,6 +22,7 @@ def messages_to_ids(
         tokenizer: the model's.
         conversations: messages, by what a conversation is called in errors.
         file: a chat template to take instead of the model's.
+        tools: of conversations that have some, by the same names.
 
     Raises:
         ModelFileError: when the model has no chat template, or one that cannot be used.
@@ -34,5 +39,5 @@ def messages_to_ids(
             hint='this is a model that continues text: give the text with --prompt, or as "prompt" in '
             "the file; or name a template: --chat-template FILE",
         )
-    texts = chat_prompts(template, conversations)
+    texts = chat_prompts(template, conversations, tools)
     return [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]

@@ -125,9 +125,10 @@ def _finetune(
     except BaseException as error:
         _write_report(job, table, early, error)
         raise
-    if config.early_stopping_patience is not None and job.trainer.step < config.num_steps:
+    num_steps = job.config.num_steps  # of epochs, too, which are counted when the data is read
+    if config.early_stopping_patience is not None and job.trainer.step < num_steps:
         console.print(
-            f"Stopped early, at step {job.trainer.step:,} of {config.num_steps:,}: the held-out loss did not fall in "
+            f"Stopped early, at step {job.trainer.step:,} of {num_steps:,}: the held-out loss did not fall in "
             f"{config.early_stopping_patience} evaluations."
         )
     if (best := job.load_best()) is not None:

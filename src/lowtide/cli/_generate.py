@@ -47,7 +47,8 @@ def register(commands: Any) -> None:
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help='a prompt a line of a .txt file, or an object a line of a .jsonl file with "prompt" or "messages"',
+        help='a prompt a line of a .txt file, or an object a line of a .jsonl file with "prompt" or "messages" (and '
+        '"tools")',
     )
     source.add_argument("--chat", action="store_true", help="talk, by the model's chat template; an empty line ends it")
     parser.add_argument(
@@ -157,12 +158,17 @@ def _hand_out(file: TextIO | None, record: dict[str, Any]) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     # A prompt is continued; a question is answered below it.
-    prompt = record["prompt"] if "prompt" in record else record["messages"][-1]["content"] + "\n"
+    prompt = record["prompt"] if "prompt" in record else _text_of(record["messages"][-1]) + "\n"
     names = [record["adapter"], f"sample {record['sample']}" if record["sample"] else None]
     if label := ", ".join(filter(None, names)):
         console.print(Text(label, style="bold"))
     console.print(Text(prompt, style="dim") + Text(record["text"]))
     console.rule()
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""  # a turn that calls tools may have none
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _stream(
@@ -217,9 +223,11 @@ def _asked() -> str:
 
 def _all_ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
     """Tokenise prompts; of conversations all together, which one process renders."""
-    chats = {f"prompt {at + 1}": each["messages"] for at, each in enumerate(prompts) if "messages" in each}
+    named = {f"prompt {at + 1}": each for at, each in enumerate(prompts) if "messages" in each}
+    chats = {name: each["messages"] for name, each in named.items()}
+    tools = {name: each["tools"] for name, each in named.items() if "tools" in each}
     rendered = iter(
-        messages_to_ids(args.tokenizer or args.model, tokenizer, chats, args.chat_template) if chats else []
+        messages_to_ids(args.tokenizer or args.model, tokenizer, chats, args.chat_template, tools) if chats else []
     )
     return [next(rendered) if "messages" in each else _ids(base, tokenizer, each["prompt"]) for each in prompts]
 
@@ -293,18 +301,24 @@ def _record(where: str, line: str) -> dict[str, Any]:
     prompt, messages = found.get("prompt"), found.get("messages")
     if isinstance(prompt, str) and messages is None:
         return {"prompt": prompt}
-    if prompt is None and isinstance(messages, list) and messages and all(map(_is_message, messages)):
-        return {"messages": messages}
+    if prompt is None and messages and (chat := _chat_of(found, where)):
+        return chat
     raise DataError(
         f"{where}: no prompt",
         expected='an object with "prompt", a text, or "messages", a list of objects with "role" and "content"',
         got=shortened(line),
-        hint="one object a line; other fields are not read",
+        hint="one object a line; other fields than these and tools are not read",
     )
 
 
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+def _chat_of(found: dict[str, Any], where: str) -> dict[str, Any]:
+    """Read messages, and tools, as records to train on are read; nothing where something that is asked is missing."""
+    from ..finetune.data import parse_record
+
+    example = parse_record(found, where, {name: name for name in ("messages", "tools") if name in found})
+    if example is None or any(each.get("content") is None and each["role"] == "user" for each in example.messages):
+        return {}
+    return {"messages": [*example.messages], **({} if example.tools is None else {"tools": example.tools})}
 
 
 @contextlib.contextmanager

@@ -68,8 +68,10 @@ from ._placing import put as put
 from ._running import RunningGradient as RunningGradient
 from ._running import add_running as add_running
 from ._running import if_active as if_active
+from ._select import Pattern as Pattern
 from ._select import Where as Where
 from ._select import among as among
+from ._select import is_pattern as is_pattern
 from ._select import match_names as match_names
 from ._select import match_path as match_path
 from ._select import select as select

@@ -66,6 +66,12 @@ def input_file(folder: str | os.PathLike[str], name: str, *, expected: str | Non
         real, home = path.resolve(strict=True), Path(folder).resolve(strict=True)
         mode = real.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        if isinstance(error, NotADirectoryError) and Path(folder).is_file():
+            raise ModelFileError(
+                f"{shortened(folder)}: a file, where a folder is expected",
+                expected=f"a folder with {name}",
+                hint=f"name the folder that it is in: {shortened(Path(folder).parent)}",
+            ) from error
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         raise ModelFileError(
             f"{shortened(path)}: no such file" if missing else f"{shortened(path)}: cannot be read",

@@ -1,4 +1,4 @@
-"""Which leaves: glob patterns on tree paths, or predicates.
+"""Which leaves: glob patterns or regular expressions on tree paths, or predicates.
 
 Globs follow the shell's rules on ``/``-separated paths (`*` within a segment, `**` any number of segments, `{a,b}`
 alternatives, `?`, `[...]`), matched by wcmatch against the whole path. A leading ``!`` excludes. Nothing is silent:
@@ -9,6 +9,7 @@ none.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from ._braces import alternatives
 from ._errors import SelectionError
 from ._paths import Tree, is_array_like, leaves_with_paths
 
-Where = str | Sequence[str] | Callable[[str, Any], bool]
-"""Glob pattern, patterns, or a predicate ``(path, leaf) -> bool``."""
+Pattern = str | re.Pattern[str]
+"""A glob, or a compiled regular expression that matches a path from start to end."""
+Where = Pattern | Sequence[Pattern] | Callable[[str, Any], bool]
+"""A pattern, several, or a predicate ``(path, leaf) -> bool``."""
 
 
 def match_path(path: str, pattern: str) -> bool:
@@ -58,8 +61,8 @@ def select(tree: Tree, where: Where) -> list[bool]:
 
     Args:
         tree: any pytree. Leaves that hold no numbers (functions, text) are never selected by a pattern.
-        where: a glob on tree paths, several (a leaf is selected when any matches; patterns that start with ``!``
-            then exclude), or a predicate ``(path, leaf) -> bool``.
+        where: a glob on tree paths or a compiled regular expression, several (a leaf is selected when any matches;
+            globs that start with ``!`` then exclude), or a predicate ``(path, leaf) -> bool``.
 
     Returns:
         One boolean a leaf.
@@ -86,12 +89,12 @@ def select(tree: Tree, where: Where) -> list[bool]:
     return [is_array_like(leaf) and path in matched for path, leaf in leaves]
 
 
-def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
-    """Return the names that glob patterns select; every pattern has to match at least one.
+def match_names(names: Sequence[str], where: Pattern | Sequence[Pattern]) -> list[str]:
+    """Return the names that patterns select; every pattern has to match at least one.
 
     Args:
         names: the candidates (tree paths of leaves or of modules).
-        where: a glob or several; patterns that start with ``!`` exclude.
+        where: a glob, a compiled regular expression, or several; globs that start with ``!`` exclude.
 
     Returns:
         The selected names, in their given order.
@@ -102,20 +105,21 @@ def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
     """
     given: Any = where
     patterns: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
-    if not all(isinstance(pattern, str) for pattern in patterns):
+    if not all(is_pattern(pattern) for pattern in patterns):
         raise SelectionError(
-            "a selection is made by globs or by a predicate",
-            expected="a glob, several, or a function (path, leaf) -> bool",
+            "a selection is made by globs, regular expressions or a predicate",
+            expected="a glob, re.compile(...), several, or a function (path, leaf) -> bool",
             got=repr(where),
             hint='for instance "**/lora_*"',
         )
-    includes = [pattern for pattern in patterns if not pattern.startswith("!")]
+    excludes = [pattern for pattern in patterns if isinstance(pattern, str) and pattern.startswith("!")]
+    includes = [pattern for pattern in patterns if pattern not in excludes]
     if not includes:
         raise SelectionError(
             "no pattern to select with", got=repr(where), hint='give at least one glob; "**" selects every leaf'
         )
     hits = {pattern: _hits(pattern, names) for pattern in patterns}
-    selected = set[str]().union(*(hits[p] for p in includes)).difference(*(hits[p] for p in patterns if p[:1] == "!"))
+    selected = set[str]().union(*(hits[one] for one in includes)).difference(*(hits[one] for one in excludes))
     if not selected:
         raise SelectionError(
             "the exclusions leave nothing selected", got=repr(where), hint="narrow the patterns that start with '!'"
@@ -123,8 +127,23 @@ def match_names(names: Sequence[str], where: str | Sequence[str]) -> list[str]:
     return [name for name in names if name in selected]
 
 
-def _hits(pattern: str, names: Sequence[str]) -> set[str]:
-    """Return the names that a pattern matches, to which each alternative of its braces has to contribute."""
+def is_pattern(given: Any) -> bool:
+    """Whether this is a glob, or a compiled regular expression on text."""
+    return isinstance(given, str) or (isinstance(given, re.Pattern) and isinstance(given.pattern, str))
+
+
+def _hits(pattern: Pattern, names: Sequence[str]) -> set[str]:
+    """Return the names that a pattern matches, to which each alternative of a glob's braces has to contribute."""
+    if isinstance(pattern, re.Pattern):
+        hits = {name for name in names if pattern.fullmatch(name)}
+        if not hits:
+            raise SelectionError(
+                f"the regular expression {pattern.pattern!r} matches nothing",
+                expected="one that matches a path from start to end",
+                got=f"{len(names)} candidates: {_some(names)}",
+                hint="begin with .* for what may stand before",
+            )
+        return hits
     glob_only = pattern.removeprefix("!")
     try:
         bracex.expand(glob_only)
@@ -155,7 +174,7 @@ def _near_misses(pattern: str, names: Sequence[str]) -> str:
         if any(match_path(name, variant) for name in names):
             return f"did you mean {variant!r}?"
     if ".*" in pattern:
-        return f"this is a glob, no regular expression: ** stands for any path; paths look like: {_some(names)}"
+        return f"this is a glob: ** stands for any path, and re.compile(...) for an expression; paths: {_some(names)}"
     segments = sorted({segment for name in names for segment in name.split("/")})
     parts = [segment for segment in pattern.split("/") if segment.strip("*") and segment not in segments]
     close = [miss for part in parts for miss in difflib.get_close_matches(part, segments, n=2, cutoff=0.6)]

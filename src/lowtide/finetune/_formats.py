@@ -16,6 +16,10 @@ from typing import Any
 from ..core import DataError, format_bytes, shortened, shown
 
 _HEAD_BYTES = 1024**2
+RECORDS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+"""Names of the files whose records are read, by `lowtide.finetune.data`."""
+READ = f"text or source, or records ({', '.join(RECORDS)}); a file, or a folder of text or of one format of records"
+_TEXT = "a text file, a folder of text or source, or JSON lines (.jsonl)"
 _AS_LINES = 'write JSON lines, one object such as {"text": "..."} a line, into a file that ends in .jsonl'
 _ONE_FORMAT = "name one of its files, or a folder of records of one format"
 _UNPACK = "unpack it first"
@@ -45,7 +49,7 @@ _BY_SUFFIX = {
     ".tgz": ("an archive (tar, gzip)", _UNPACK),
 }
 _BY_HEAD = (
-    (b"PAR1", _BY_SUFFIX[".parquet"]),
+    (b"PAR1", (_BY_SUFFIX[".parquet"][0], "name it .parquet")),
     (b"ARROW1", _BY_SUFFIX[".arrow"]),
     (b"Obj\x01", _BY_SUFFIX[".avro"]),
     (b"\x1f\x8b", _BY_SUFFIX[".gz"]),
@@ -74,7 +78,7 @@ def refuse_other_formats(path: Path) -> None:
     if not path.is_file():
         raise DataError(
             f"{path}: not a regular file",
-            expected="a text file, a folder, or a .jsonl file",
+            expected=READ,
             got="a pipe" if path.is_fifo() else "a device or a socket",
             hint="a run reads its data again when it is resumed; write the content into a file",
         )
@@ -92,7 +96,7 @@ def refuse_other_formats(path: Path) -> None:
         fields = first_fields(head, suffix)
         raise DataError(
             f"{path}: {what}, which is not read as plain text",
-            expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
+            expected=_TEXT if suffix in RECORDS and not is_binary(head) else READ,
             got=f"fields {shortened(', '.join(map(str, fields)), 300)}" if fields else None,
             hint=hint,
         )
@@ -120,7 +124,7 @@ def refuse_folder_of_records(folder: Path, files: Sequence[Path]) -> None:
     fields = first_fields(read_head(first), suffix) if suffix in _TEXTS else []
     raise DataError(
         f"{folder}: a folder of records, which is not read as plain text",
-        expected="a text file, a folder of text or source, or JSON lines (.jsonl)",
+        expected=READ,
         got=f"{format_bytes(num_bytes)} of {format_bytes(sum(sizes.values()))} in {len(records)} such files; "
         f"{first.name} is {what}" + (f", fields {shortened(', '.join(fields), 300)}" if fields else ""),
         hint=hint if len({file.suffix.lower() for file in records}) == 1 else _ONE_FORMAT,

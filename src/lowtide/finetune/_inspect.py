@@ -374,6 +374,14 @@ def _tokenizer(folder: Path, problems: list[str], vocabulary: int | None) -> dic
         problems.append("tokenizer.json is missing: text cannot be read; transformers' AutoTokenizer writes it")
     if os.path.lexists(folder / "tokenizer_config.json") and not facts["chat_template"]:
         facts["chat_template"] = bool(_json(folder, "tokenizer_config.json").get("chat_template"))
+    if facts["chat_template"]:
+        from .data import chat_prompts, load_chat_template
+
+        try:
+            template = load_chat_template(folder)
+            _ = template and chat_prompts(template, {})  # which compiles it, and renders nothing
+        except ModelFileError as error:
+            problems.append(_said(error))
     return facts
 
 

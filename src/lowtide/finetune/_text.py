@@ -18,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ..core import ConfigError, DataError, shortened, shown
-from ._formats import refuse_folder_of_records, refuse_other_formats
+from ._formats import READ, RECORDS, refuse_folder_of_records, refuse_other_formats
 from ._tokens import encode, largest_id, refuse_unknown
 from ._walk import files_below, unreadable
 
@@ -83,7 +83,7 @@ def read_documents(path: str | Path | None) -> list[str]:
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
-        hint = "--data takes a file of text or of records (.jsonl, .json, .csv, .tsv, .parquet), or a folder of them"
+        hint = f"--data takes a file of text or of records ({', '.join(RECORDS)}), or a folder of them"
         raise DataError(f"{path}: no such file or folder", hint=hint) from None
     except OSError as error:
         raise unreadable(path, error) from error
@@ -97,7 +97,7 @@ def read_documents(path: str | Path | None) -> list[str]:
         if text is None:
             raise DataError(
                 f"{path}: not UTF-8 text",
-                expected="text, or JSON lines, in UTF-8",
+                expected=READ,
                 hint="convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file",
             )
         documents = list(_jsonl(path, text)) if path.suffix == ".jsonl" else [text]

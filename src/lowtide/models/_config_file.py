@@ -43,7 +43,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
 
     quantization_from_hf(raw, where)  # which refuses what is not read
     family, raw = _family(raw, where)
-    file = validate(ConfigFile, {**family.defaults, **_flat(raw)}, where, hint=_AGAIN)
+    file = validate(ConfigFile, {**family.defaults, **_flat(raw, family, where)}, where, hint=_AGAIN)
     rope = _rope(file, family, where)
     elsewhere = {name: values for name, values in NEUTRAL.items() if name not in family.known}
     unknown = unhandled(file, family.known, {**elsewhere, **family.neutral})
@@ -60,6 +60,9 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
             warnings.warn(
                 f"{where}: {name} {getattr(file, name)} is not applied; training goes on without dropout", stacklevel=3
             )
+    for name in family.stored:
+        if getattr(file, name):
+            warnings.warn(f"{where}: {name} is not applied, as transformers does not apply it", stacklevel=3)
     ends, begins = (_token_ids(file, name, where, is_given=name in raw) for name in ("eos_token_id", "bos_token_id"))
     try:
         return DecoderConfig(
@@ -210,12 +213,24 @@ def _refuse_unreadable(raw: Mapping[str, Any], where: str, family: Family) -> No
         )
 
 
-def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Take rotary frequencies that a file gives for each kind of layer apart."""
+def _flat(raw: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+    """Take rotary frequencies that a file gives for each kind of layer apart.
+
+    Transformers 5 writes ``rope_theta`` null and ``rope_type`` default beside them, where all layers are of one kind.
+    """
     flat = dict(raw)
-    rope = raw.get("rope_parameters")
-    if isinstance(rope, Mapping) and rope and set(rope) <= set(_BY_LAYER):  # pyright: ignore[reportUnknownArgumentType]
-        flat["rope_parameters"], flat["local_rope"] = (rope.get(name) for name in _BY_LAYER)  # pyright: ignore
+    given: Any = raw.get("rope_parameters")
+    rope: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    if "rope_local_base_freq" in family.known and set(rope) & set(_BY_LAYER):
+        beside = {name: value for name, value in rope.items() if name not in _BY_LAYER and value is not None}
+        if beside.pop("rope_type", "default") != "default" or beside:
+            raise ModelFileError(
+                f"{where}: rope_parameters says more than the kinds of layers",
+                expected=" and ".join(_BY_LAYER),
+                got=shortened(rope),
+                hint=_WRONG_LOGITS,
+            )
+        flat["rope_parameters"], flat["local_rope"] = (rope.get(name) for name in _BY_LAYER)
         if flat["local_rope"] is None:
             del flat["local_rope"]
     return flat

@@ -359,7 +359,9 @@ def _check(
 @partial(jax.jit, static_argnums=0)
 def _run_uncached(hidden: Any, model: Decoder, padded: Array, start: Array, key: Array, temperature: Array) -> Array:
     def step(i: Any, tokens: Array) -> Array:
-        h_BTD = activations(hidden(model, {"tokens": tokens[None]}))
+        # Tokens that are not there yet are no part of the document, whose length frequencies may depend on.
+        positions = jnp.minimum(jnp.arange(tokens.shape[0]), i - 1)
+        h_BTD = activations(hidden(model, {"tokens": tokens[None], "positions": positions[None]}))
         last_V = head_logits(model, jax.lax.dynamic_slice_in_dim(h_BTD, i - 1, 1, axis=1))[0, 0]
         noise = jax.random.gumbel(jax.random.fold_in(key, i), last_V.shape)
         sampled = jnp.argmax(last_V + temperature * noise)

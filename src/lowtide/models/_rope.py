@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -29,12 +30,13 @@ def rotary(
     Returns:
         Two arrays of shape [B, T, 1, R/2].
     """
-    freq, scale = frequencies(config, jnp.max(positions_BT) + 1 if _asks_for_length(config) else None)
+    freq, scale = frequencies(config, _lengths(positions_BT) if _asks_for_length(config) else None)
     factor: Array | float = scale
     if config.local_rope_theta is not None:
         local = _plain(config.local_rope_theta, config.rotary_dim)
         freq, factor = jnp.where(slides, local, freq), jnp.where(slides, 1.0, scale)
-    angles = positions_BT.astype(jnp.float32)[:, :, None, None] * freq[None, None, None]
+    freq = freq[:, :, None] if freq.ndim == 3 else freq[None, None, None]
+    angles = positions_BT.astype(jnp.float32)[:, :, None, None] * freq
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
@@ -47,12 +49,12 @@ def rotate(x_BTNH: Array, cos: Array, sin: Array) -> Array:
     return turned if rotated == x_BTNH.shape[-1] else jnp.concatenate([turned, x_BTNH[..., rotated:]], axis=-1)
 
 
-def frequencies(config: DecoderConfig, length: Array | None) -> tuple[Float[Array, "R/2"], float]:
+def frequencies(config: DecoderConfig, length: Int[Array, "B T"] | None) -> tuple[Float[Array, "*BT R/2"], float]:
     """Rotary frequencies as the configuration stretches them, and what cosines and sines are multiplied by.
 
     Args:
         config: sizes and rules.
-        length: one more than the largest position, for the rules that ask for it.
+        length: how long each token's document is, for the rules that ask for it; frequencies are those of each token.
     """
     scaling, dim = config.rope_scaling, config.rotary_dim
     freq = _plain(config.rope_theta, dim)
@@ -74,18 +76,34 @@ def frequencies(config: DecoderConfig, length: Array | None) -> tuple[Float[Arra
             return freq / scaling.factor * (1 - kept) + freq * kept, scaling.attention_factor or default
         case "longrope":
             original = scaling.original_max_position_embeddings
-            short, long = (jnp.asarray(each, jnp.float32) for each in (scaling.short_factor, scaling.long_factor))
             assert length is not None
+            one_each = tuple(range(length.ndim))
+            freq, short, long = (
+                jnp.expand_dims(jnp.asarray(each, jnp.float32), one_each)
+                for each in (freq, scaling.short_factor, scaling.long_factor)
+            )
             default = math.sqrt(1 + math.log(scaling.factor) / math.log(original)) if scaling.factor > 1 else 1.0
-            return freq / jnp.where(length > original, long, short), scaling.attention_factor or default
+            return freq / jnp.where(length[..., None] > original, long, short), scaling.attention_factor or default
 
 
 def _asks_for_length(config: DecoderConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling.rope_type in ("dynamic", "longrope")
 
 
+def _lengths(positions_BT: Array) -> Array:
+    """How long the document of each token is: one more than its last position, after which positions begin again.
+
+    Not the longest of all: neither what stands beside a document in its row, nor another row, changes its frequencies.
+    """
+    last = positions_BT.shape[1] - 1
+    ends_BT = jnp.pad(positions_BT[:, 1:] <= positions_BT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    at_BT = jnp.where(ends_BT, jnp.arange(last + 1)[None], last)
+    return jnp.take_along_axis(positions_BT, jax.lax.cummin(at_BT, axis=1, reverse=True), axis=1) + 1
+
+
 def _plain(theta: float | Array, dim: int) -> Array:
-    return theta ** -(jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    exponents = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+    return theta ** -jnp.expand_dims(exponents, tuple(range(jnp.ndim(theta) - 1)))
 
 
 def _dynamic(config: DecoderConfig, scaling: RopeScaling, length: Array | None) -> Array:
@@ -94,7 +112,7 @@ def _dynamic(config: DecoderConfig, scaling: RopeScaling, length: Array | None) 
     most, dim = config.max_position_embeddings, config.rotary_dim
     longest = jnp.maximum(length, most).astype(jnp.float32)
     grown = scaling.factor * longest / most - (scaling.factor - 1)
-    return _plain(config.rope_theta * grown ** (dim / (dim - 2)), dim)
+    return _plain(config.rope_theta * grown[..., None] ** (dim / (dim - 2)), dim)
 
 
 def _kept_by_yarn(scaling: RopeScaling, theta: float, dim: int) -> Array:

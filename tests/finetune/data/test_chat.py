@@ -56,6 +56,19 @@ def test_of_a_prompt_and_a_completion_only_the_completion_is_learned():
         assert [turn.strip() for turn in turns] == ["d<|im_end|>"]
 
 
+def test_a_turn_without_weight_is_read_and_not_learned():
+    messages = chat("a", "b", "c", "d", "e", "f")
+    messages[1]["weight"], messages[3]["weight"] = 0, 1
+    for source in (marked(CHATML), plain(CHATML)):
+        text, turns = _render(source, messages)
+        assert "b<|im_end|>" in text and [turn.strip() for turn in turns] == ["d<|im_end|>", "f<|im_end|>"]
+        _, turns = _render(source, messages, first=5)
+        assert [turn.strip() for turn in turns] == ["f<|im_end|>"]
+    twice = "{% for m in messages %}{% for x in 'ab' %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    with pytest.raises(DataError, match=r"a.jsonl:7: (.|\n)*weight of 0(.|\n)*12 times(.|\n)*hint:"):
+        _render(twice + "{% endfor %}", messages)
+
+
 def test_a_template_that_refuses_names_the_record():
     with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*Roles must alternate(.|\n)*hint:"):
         _render(plain(GEMMA), [*chat("a", "b"), {"role": "assistant", "content": "c"}])

@@ -5,7 +5,8 @@ import os
 import pytest
 
 from lowtide.core import ConfigError, DataError
-from lowtide.finetune.data import is_records, parse_columns, read_records
+from lowtide.finetune import _formats
+from lowtide.finetune.data import _readers, is_records, parse_columns, read_records
 
 CHAT = {"messages": [{"role": "user", "content": "ebb?"}, {"role": "assistant", "content": "flow"}]}
 RECORDS = {
@@ -51,8 +52,17 @@ def test_conversations_become_messages(tmp_path):
     record = {"conversations": RECORDS["sharegpt"][0]["conversations"]}
     (found,) = _read(_lines(tmp_path / "a.jsonl", record))
     assert list(found.messages) == CHAT["messages"]
+    turns = [{**each, "weight": weight} for each, weight in zip(record["conversations"], (None, 0), strict=True)]
+    (found,) = _read(_lines(tmp_path / "a.jsonl", {"conversations": turns}))
+    assert [each["weight"] for each in found.messages] == [None, 0]
     record["conversations"][0]["from"] = "narrator"
     assert "unknown speaker 'narrator'" in _error(_lines(tmp_path / "a.jsonl", record))
+
+
+def test_messages_that_are_called_conversations_are_named_as_what_they_are(tmp_path):
+    file = _lines(tmp_path / "a.jsonl", {"conversations": CHAT["messages"], "tools": []})
+    columns = _error(file).split("--columns ")[1].split()[0].split(",")
+    assert list(_read(file, *columns)[0].messages) == CHAT["messages"]
 
 
 def test_blank_records_are_told_from_wrong_ones(tmp_path):
@@ -102,6 +112,8 @@ BAD_LINES = {
     '{"messages": [{"role": "user", "content": "x"}, {"role": "asistant", "content": "y"}]}': "hint: write assistant",
     '{"prompt": [{"role": "User", "content": "x"}], "completion": [{"role": "a", "content": "y"}]}': "hint: write user",
     '{"messages": [{"role": "user", "content": 4}]}': "messages.0.content",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "a turn has the weight 0.5",
+    '{"conversations": [{"from": "gpt", "value": "x", "weight": true}]}': "a turn has the weight True",
     '{"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}': "of the type 'image'",
     '{"prompt": "x", "completion": [{"role": "assistant", "content": "y"}]}': "one of prompt and completion",
     '{"instruction": "x", "output": ["y"]}': "output has an unusable value",
@@ -128,6 +140,18 @@ def test_json_is_a_list_of_objects(tmp_path):
     }.items():
         file.write_text(content)
         assert said in _error(file)
+
+
+def test_json_lines_are_read_whatever_they_are_named(tmp_path):
+    file = _lines(tmp_path / "a.json", "\ufeff" + json.dumps({"text": "a"}), "", {"text": "b"})
+    assert [(each.text, each.where) for each in _read(file)] == [("a", f"{file}:1"), ("b", f"{file}:3")]
+    file.write_text('{"text": "a"}\n{"text": ')
+    assert "a.json:2: not readable as JSON" in _error(file)
+    file.write_text('{\n"data": [\n{"text": "a"}\n]}')
+    assert "not a list" in _error(file)
+    for name in ("a.jsonl.gz", "a.xyz", "a"):
+        (tmp_path / name).write_text("x")
+        assert "not a file of records" in (said := _error(tmp_path / name)) and ".parquet" in said
 
 
 def test_tables_of_text_have_a_header(tmp_path):
@@ -166,6 +190,10 @@ def test_a_folder_of_shards_is_read_in_order(tmp_path):
     (tmp_path / "d.txt").write_text("text" * 100)  # more than the records: a folder of text
     assert not is_records(tmp_path)
     assert not is_records(tmp_path / "d.txt")
+
+
+def test_messages_name_what_is_read():
+    assert set(_formats.RECORDS) == set(_readers._READERS)
 
 
 def test_a_pipe_is_not_read(tmp_path):

@@ -57,6 +57,16 @@ def test_of_chats_the_assistants_turns_are_learned(tmp_path, tokenizer):
     assert (is_learned, is_answer_learned) == (False, True)
 
 
+def test_turns_without_weight_are_not_learned_and_need_turns(tmp_path, tokenizer):
+    chats = [{"messages": chat("ask", f"answer {i}", "more", f"again {i}")} for i in range(4)]
+    for each in chats:
+        each["messages"][1]["weight"] = 0
+    file = _file(tmp_path, chats)
+    assert _learned(_data(file, tokenizer).held_out, tokenizer)[0].startswith("again")
+    with pytest.raises(DataError, match=r"data.jsonl:1: a turn has the weight 0(.|\n)*--loss-on"):
+        _data(file, tokenizer, loss_on="all")
+
+
 def test_of_prompts_the_completion_is_learned_and_its_end(tmp_path, tokenizer):
     pairs = [{"prompt": f"ask {i}", "completion": f" answer {i}"} for i in range(6)]
     end = tokenizer.decode([5], skip_special_tokens=False)
@@ -168,6 +178,16 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path, tokenizer, monkeypatc
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "file"))
     with pytest.raises(OutputError, match="LOWTIDE_CACHE"):
         _data(["a", "b"], tokenizer)
+
+
+def test_chats_without_an_answer_are_not_said_to_be_too_long(tmp_path, tokenizer):
+    asked = [{"role": "system", "content": "brief"}, {"role": "user", "content": "ebb?"}]
+    with pytest.raises(DataError, match=r"no answer to learn(.|\n)*role assistant(.|\n)*hint: look at") as caught:
+        _data(_file(tmp_path, [{"messages": asked}] * 4), tokenizer)
+    assert "raise --seq-len" not in str(caught.value)
+    answered = {"messages": [*asked, {"role": "assistant", "content": "flow"}]}
+    with pytest.raises(DataError, match=r"(.|\n)*hint: raise --seq-len"):
+        _data(_file(tmp_path, [answered] * 4), tokenizer, seq_len=4)
 
 
 @pytest.mark.parametrize("records", [[], [{"text": " "}], [{"text": "one"}]])

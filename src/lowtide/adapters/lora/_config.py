@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ...core import ConfigError, check_choice, is_count
+from ...core import ConfigError, Pattern, check_choice, is_count, is_pattern
 
 ALL_LINEAR = "all-linear"
 BIASES = ("none", "lora_only", "all")
@@ -34,13 +34,13 @@ class Config:
     """Inner dimension of the correction B A; its parameters are ``rank * (out + in)`` for each matrix."""
     alpha: float = 32.0
     """The correction is scaled by ``alpha / rank``, so that a change of rank needs no new learning rate."""
-    targets: str | Sequence[str] = "**/{q,v}_proj"
-    """Globs on the paths of modules (whatever holds a leaf named ``weight``) or on the paths of the weights
-    themselves; patterns that start with ``!`` exclude. They have to be weights that the model multiplies through
-    `lowtide.core.linear`. ``"all-linear"`` stands for every such matrix of a decoder's layers: no embeddings, no head,
-    no routers, no experts."""
-    exclude: str | Sequence[str] = ()
-    """Globs of what has no adapter after all, as patterns of `targets` with ``!``."""
+    targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
+    """Globs, or compiled regular expressions, on the paths of modules (whatever holds a leaf named ``weight``) or on
+    the paths of the weights themselves; globs that start with ``!`` exclude. They have to be weights that the model
+    multiplies through `lowtide.core.linear`. ``"all-linear"`` stands for every such matrix of a decoder's layers: no
+    embeddings, no head, no routers, no experts."""
+    exclude: Pattern | Sequence[Pattern] = ()
+    """Patterns of what has no adapter after all, as globs of `targets` with ``!``."""
     rank_pattern: Mapping[str, int] | Sequence[tuple[str, int]] = ()
     """Other ranks, by glob on the path of the module or the weight; the first that fits decides."""
     alpha_pattern: Mapping[str, float] | Sequence[tuple[str, float]] = ()
@@ -53,8 +53,8 @@ class Config:
     """Whether the scale is ``alpha / sqrt(rank)``, which keeps the size of updates as the rank grows."""
     dora: bool = False
     """Whether the norm of each output's weights trains apart from their direction."""
-    modules_to_save: str | Sequence[str] = ()
-    """Globs on the paths of modules (whatever holds a leaf) that train as a whole beside the adapters, such as
+    modules_to_save: Pattern | Sequence[Pattern] = ()
+    """Patterns on the paths of modules (whatever holds a leaf) that train as a whole beside the adapters, such as
     ``"outer/lm_head"``; of the targets among them, as in PEFT, no adapter is made."""
     bias: str = "none"
     """Which biases train as a whole: "none", "lora_only" (those beside a target) or "all"."""
@@ -128,16 +128,16 @@ class IA3Config:
         True
     """
 
-    targets: str | Sequence[str] = ("**/{k,v}_proj", "**/down_proj")
-    """Globs, as in `Config.targets`."""
-    feedforward: str | Sequence[str] = "**/down_proj"
+    targets: Pattern | Sequence[Pattern] = ("**/{k,v}_proj", "**/down_proj")
+    """Patterns, as in `Config.targets`."""
+    feedforward: Pattern | Sequence[Pattern] = "**/down_proj"
     """Which of the targets have their inputs scaled instead of their outputs; ``()`` for none."""
-    exclude: str | Sequence[str] = ()
-    """Globs, as in `Config.exclude`."""
+    exclude: Pattern | Sequence[Pattern] = ()
+    """Patterns, as in `Config.exclude`."""
     layers: Sequence[int] | None = None
     """Indices of layers, as in `Config.layers`."""
-    modules_to_save: str | Sequence[str] = ()
-    """Globs, as in `Config.modules_to_save`."""
+    modules_to_save: Pattern | Sequence[Pattern] = ()
+    """Patterns, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
         """Check the fields; lists become tuples."""
@@ -161,14 +161,14 @@ class VeRAConfig:
     """Inner dimension of the projections."""
     d_initial: float = 0.1
     """What the vector of the inner dimension begins with; the other begins as zero."""
-    targets: str | Sequence[str] = "**/{q,v}_proj"
-    """Globs, as in `Config.targets`."""
-    exclude: str | Sequence[str] = ()
-    """Globs, as in `Config.exclude`."""
+    targets: Pattern | Sequence[Pattern] = "**/{q,v}_proj"
+    """Patterns, as in `Config.targets`."""
+    exclude: Pattern | Sequence[Pattern] = ()
+    """Patterns, as in `Config.exclude`."""
     layers: Sequence[int] | None = None
     """Indices of layers, as in `Config.layers`."""
-    modules_to_save: str | Sequence[str] = ()
-    """Globs, as in `Config.modules_to_save`."""
+    modules_to_save: Pattern | Sequence[Pattern] = ()
+    """Patterns, as in `Config.modules_to_save`."""
 
     def __post_init__(self) -> None:
         """Check the fields; lists become tuples."""
@@ -236,10 +236,10 @@ def _settle(config: Any, targets: Any, exclude: Any, layers: Any, modules_to_sav
 def _globs(name: str, given: Any, *, may_be_empty: bool = False) -> Any:
     globs: Any = given if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
     may = may_be_empty and globs == ()
-    if not may and (not globs or not all(isinstance(pattern, str) and pattern for pattern in globs)):
+    if not may and (not globs or not all(is_pattern(pattern) and pattern for pattern in globs)):
         raise ConfigError(
             f"{name}: {given!r} names nothing to adapt",
-            expected="a glob, or several",
+            expected="a glob or a compiled regular expression, or several",
             got=repr(given),
             hint='for instance "**/{q,v}_proj", or "**/*_proj" for every projection',
         )

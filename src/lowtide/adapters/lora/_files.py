@@ -38,6 +38,7 @@ from ._peft import (
     tensor_names,
 )
 from ._principal import principal
+from ._ranks import cut, of_layer, own_ranks, scales_of
 from ._saved import SavedWeight
 from ._saved_files import asked_for, read_whole, whole_of
 from ._sites import Site, adapted_sites, layer_names, replace, sites
@@ -110,16 +111,21 @@ def save(
             kernels[name] = [site.node.num_rows, site.node.num_columns]
             continue
         leaves, scales = _host_leaves(site)
+        is_stack = kind == LORA and len(site.weight.shape) == 3 and site.node.start_a is None
+        ranks = own_ranks(leaves["lora_a"], leaves["lora_b"]) if is_stack else None
         for layer, name in enumerate(layer_names(model, site)):
             _refuse_twice(site, name, described)
             if scales is not None and scales[layer] == 0:
                 continue
             described[name] = _said(site.node, 1.0 if scales is None else float(scales[layer]))
+            if ranks is not None and ranks[layer] != site.node.rank:
+                described[name] = of_layer(described[name], ranks[layer])
             options = {"dora": described[name].get("dora", False), "table": name in tables}
             for leaf, key in tensor_names(name, kind, **options).items():
                 values = leaves[leaf]
                 if stacked := len(site.weight.shape) - 2:  # layers, and experts of each
                     values = values.reshape(-1, *values.shape[stacked:])[layer]
+                values = values if ranks is None else cut(values, leaf, ranks[layer])
                 values = values.T if name in tables else values
                 tensors[key] = np.ascontiguousarray(_as_peft(values, site.node))
     if kind == VERA:
@@ -364,7 +370,10 @@ def _read_node(
         check_file_of_experts(path, site, config, len(there), len(names))
     is_table = there[0] in config.tables
     out, inner = site.weight.shape[-2:]
-    said = _one_for_all(path, site, there, config)
+    may_differ = config.kind == LORA and len(site.weight.shape) == 3
+    may_differ = may_differ and config.file.init_lora_weights not in IN_THE_WEIGHT
+    scales = scales_of(names, on, config) if may_differ else None
+    said = _one_for_all(path, site, there, config) if scales is None else scales.said
     shapes: dict[str, tuple[int, ...]] = {"lora_magnitude": (out,), "lora_lambda_b": (out,)}
     if config.kind == IA3:
         shapes["lora_scale"] = (1, inner) if said["feedforward"] else (out, 1)
@@ -374,7 +383,11 @@ def _read_node(
     leaves: dict[str, Any] = {}
     for leaf in config.tensors(there[0]):
         shape = shapes[leaf][::-1] if is_table else shapes[leaf]
-        read = {name: read_tensor(file, path, config.tensors(name)[leaf], shape) for name in there}
+        of_leaf = {name: config.tensors(name)[leaf] for name in there}
+        if scales is None:
+            read = {name: read_tensor(file, path, key, shape) for name, key in of_leaf.items()}
+        else:
+            read = scales.read(file, path, of_leaf, leaf, shape)
         if is_table:
             read = {name: values.T for name, values in read.items()}
         of_layers = [read[name] if name in read else np.zeros(shapes[leaf], np.float32) for name in names]
@@ -384,6 +397,8 @@ def _read_node(
             stack.reshape(*site.weight.shape[:2], *stack.shape[1:]) if site.is_experts else stack
         )
     scale = None if all(on) else jnp.asarray(on, jnp.float32)
+    if scales is not None and scales.of_layers is not None:
+        scale = jnp.asarray(scales.of_layers, jnp.float32)
     kind = {LORA: LoRAWeight, IA3: IA3Weight, VERA: VeRAWeight}[config.kind]
     if config.kind == VERA:
         whole_a, whole_b = wholes

@@ -29,7 +29,8 @@ def _one(site: Site, found: set[Use]) -> Use:
     """Return what all uses of a weight have in common."""
     groups = {use[:3] for use in found}
     if len(groups) == 1:
-        return min(found, key=lambda use: use.is_product)  # what stands for a table can be multiplied, too
+        one = min(found, key=lambda use: use.is_product)  # what stands for a table can be multiplied, too
+        return one._replace(over_rows=any(use.over_rows for use in found))
     shape = list(site.weight.shape)
     if not groups:
         raise StructureError(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from ...core import ConfigError, ExternalNames, NonFiniteError, StructureError, Tree
 from .._uses import Use
 from ._adapter import Adapter, is_adapter, named_sharding, placed
-from ._config import AnyConfig, IA3Config
+from ._config import AnyConfig, Config, IA3Config
 from ._experts import check_experts
 from ._found import find_uses
 from ._kernel import LoRAKernel, fold
@@ -104,6 +104,7 @@ def add(
     targets = of_layers(targets, config.layers)
     for site in targets:
         _check_target(model, site, uses.get(site.index))
+        _check_side(site, uses.get(site.index), config)
     whole = whole_sites(model, config, targets)
     nodes = started(model, targets, config, key, kernels)
     nodes = {index: placed(node) for index, node in nodes.items()}
@@ -256,6 +257,17 @@ def _check_target(model: Tree, site: Site, use: Use | None) -> None:
         )
     if is_named:
         layer_names(model, site)  # refuses vectors of stacked layers, which look like a matrix [num_layers, dim]
+
+
+def _check_side(site: Site, use: Use | None, config: AnyConfig) -> None:
+    """Refuse for a weight [in, out] what scales outputs of x Wᵀ."""
+    if use is not None and use.is_matrix and use.over_rows and (not isinstance(config, Config) or config.dora):
+        raise ConfigError(
+            f"{site.path}: the function multiplies by this weight as [in, out]",
+            expected="a weight [out, in], x Wᵀ, for DoRA, (IA)³ and VeRA, which scale its inputs or outputs",
+            got=f"a {type(config).__name__}{' with dora' * isinstance(config, Config)} for {list(site.weight.shape)}",
+            hint="take plain LoRA, or store the weight transposed",
+        )
 
 
 def _fold(node: Adapter) -> Any:

@@ -14,9 +14,11 @@ from ...core import (
     ConfigError,
     ExternalNames,
     LinearWeight,
+    Pattern,
     SelectionError,
     StructureError,
     Tree,
+    is_pattern,
     leaves_with_paths,
     match_names,
 )
@@ -90,7 +92,9 @@ def adapted_sites(model: Tree) -> list[Site]:
     return adapted
 
 
-def select_sites(model: Tree, targets: str | Sequence[str], exclude: str | Sequence[str] = ()) -> list[Site]:
+def select_sites(
+    model: Tree, targets: Pattern | Sequence[Pattern], exclude: Pattern | Sequence[Pattern] = ()
+) -> list[Site]:
     """Select the sites whose module or own path the patterns match; errors as in `lowtide.core.match_names`."""
     by_name: dict[str, list[Site]] = {}
     for site in sites(model):
@@ -99,7 +103,8 @@ def select_sites(model: Tree, targets: str | Sequence[str], exclude: str | Seque
                 by_name.setdefault(name, []).append(site)
     # Modules come first, so that a message about what there is shows the names one would write.
     names = sorted(by_name, key=lambda name: not any(name == site.module != site.path for site in by_name[name]))
-    given = [targets] if isinstance(targets, str) else [*targets]
+    asked: Any = targets
+    given: list[Any] = [asked] if is_pattern(asked) else [*asked]
     patterns = [pattern for pattern in given if pattern != ALL_LINEAR]
     if len(patterns) < len(given):
         patterns = [*_all_linear(model), *patterns]

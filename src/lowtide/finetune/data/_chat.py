@@ -30,6 +30,7 @@ _MOST_MEMORY_BYTES = 1024**3
 _SECONDS = 20.0
 """For one conversation; a large one takes milliseconds."""
 Spans = list[tuple[int, int]]
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,23 +162,27 @@ class Renderer:
         text = str(answer["text"])
         if not turns:
             return text, []
+        silent = {number for number, each in enumerate(example.messages) if each.get("weight") == 0}
         if not self._has_generation:
-            return text, [self._turn(text, *cut, where=example.where) for cut in answer["cuts"]]
+            cuts = [cut for cut in answer["cuts"] if cut[0] not in silent]
+            return text, [self._turn(text, *cut, where=example.where) for cut in cuts]
         start = self._start(text, answer, example)
-        return text, [(max(a, start), b) for a, b in answer["spans"] if b > start]
+        spans = self._with_weight(answer["spans"], example, silent)
+        return text, [(max(a, start), b) for a, b in spans if b > start]
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    def prompt(self, messages: Sequence[Mapping[str, Any]], where: str, tools: Tools | None = None) -> str:
         """Render a conversation with the beginning of the answer that is asked for.
 
         Args:
             messages: objects with ``role`` and ``content``.
             where: what the conversation is called in messages.
+            tools: what the template is given as ``tools``.
 
         Raises:
             DataError: as in `render`.
             ModelFileError: as in `render`.
         """
-        request = {"messages": [*messages], "tools": None, "first": len(messages), "turns": False}
+        request = {"messages": [*messages], "tools": tools, "first": len(messages), "turns": False}
         return str(self._answer(request, where)["prompt"])
 
     def _answer(self, request: dict[str, Any], where: str) -> dict[str, Any]:
@@ -203,6 +208,20 @@ class Renderer:
         if not text.startswith(answer["prompt"]):
             raise self._unclear(example.where, "the completion")
         return len(answer["prompt"])
+
+    def _with_weight(self, spans: Any, example: Example, silent: set[int]) -> Spans:
+        """Leave out turns that have no loss, of a template that marks what is learned."""
+        turns = [number for number, each in enumerate(example.messages) if each["role"] == "assistant"]
+        if not silent.intersection(turns):
+            return spans
+        if len(spans) != len(turns):
+            raise DataError(
+                f"{example.where}: the chat template does not say what of it is the turn with a weight of 0",
+                expected=f"{{% generation %}} once for each of the assistant's {len(turns)} turns",
+                got=f"{len(spans)} times, by {self._template.where}",
+                hint="name a template that marks each turn once: --chat-template FILE",
+            )
+        return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in silent]
 
     def _turn(self, text: str, number: int, before: str, upto: str, *, where: str) -> tuple[int, int]:
         if not (upto.startswith(before) and text.startswith(upto)):
@@ -249,12 +268,17 @@ class Renderer:
         )
 
 
-def chat_prompts(template: ChatTemplate, conversations: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+def chat_prompts(
+    template: ChatTemplate,
+    conversations: Mapping[str, Sequence[Mapping[str, Any]]],
+    tools: Mapping[str, Tools] | None = None,
+) -> list[str]:
     """Render conversations, each with the beginning of the answer that is asked for.
 
     Args:
         template: of the model.
         conversations: messages, objects with ``role`` and ``content``, by what a conversation is called in errors.
+        tools: what the template is given as ``tools`` with a conversation, by the same names; without it, none.
 
     Returns:
         The texts; special tokens are in them, so that a tokenizer should add none.
@@ -268,7 +292,7 @@ def chat_prompts(template: ChatTemplate, conversations: Mapping[str, Sequence[Ma
     """
     renderer = Renderer(template)
     try:
-        return [renderer.prompt(messages, where) for where, messages in conversations.items()]
+        return [renderer.prompt(each, where, (tools or {}).get(where)) for where, each in conversations.items()]
     finally:
         renderer.close()
 

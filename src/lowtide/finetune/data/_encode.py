@@ -92,6 +92,12 @@ class Encoder:
                 expected="chat_template.jinja, or chat_template in tokenizer_config.json",
                 hint="copy it from the model's source, or name a template: --chat-template FILE",
             )
+        if learns_all and any(each.get("weight") == 0 for each in example.messages):
+            raise DataError(
+                f"{example.where}: a turn has the weight 0, and all tokens are to be learned",
+                expected="turns without weight, or --loss-on completion",
+                hint="leave --loss-on out, or take the weight out of the record",
+            )
         if self._renderer is None:
             self._renderer = Renderer(self._template)
         text, spans = self._renderer.render(example, turns=not learns_all)

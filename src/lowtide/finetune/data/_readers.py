@@ -38,19 +38,20 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
     """Stream the records of a file or a folder.
 
     Args:
-        path: a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of one format
-            (in sorted order; without those named as for evaluation, where others are there), or a folder that
-            `datasets` saved with ``save_to_disk``.
+        path: a ``.jsonl``, ``.ndjson``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, a folder of such files of
+            one format (in sorted order; without those named as for evaluation, where others are there), or a folder
+            that `datasets` saved with ``save_to_disk``.
         columns: field to column, of `parse_columns`.
 
     Yields:
         Each record; None for a blank one.
 
     Raises:
-        DataError: for a file that is damaged or empty, and records that are unusable or of several kinds.
+        DataError: for a file that is damaged, empty or of another format, and records that are unusable or of several
+            kinds.
 
     Memory:
-        One record; of a Parquet file 1,024 rows, of a JSON file (a list) all of it.
+        One record; of a Parquet file 1,024 rows, of a JSON file all of it where it is a list, and not JSON lines.
     """
     kind: str | None = None
     for where, raw in _raw(path):
@@ -90,6 +91,13 @@ def _raw(path: Path) -> Raw:
             yield from read_saved(split)
             return
     for file in data_files(path):
+        if file.suffix.lower() not in _READERS:
+            raise DataError(
+                f"{file}: not a file of records that is read",
+                expected=f"one of {', '.join(_READERS)}, or a folder of one of them",
+                got=shown(file.suffix) if file.suffix else "a name without a suffix",
+                hint="unpack what is compressed; convert the rest, such as to JSON lines (.jsonl)",
+            )
         try:
             if not file.stat().st_size:
                 raise DataError(f"{file}: an empty file", hint="check --data")
@@ -124,6 +132,9 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Raw:
+    if _is_lines(path):
+        yield from _read_lines(path)
+        return
     size = path.stat().st_size
     if size > _MOST_JSON_BYTES:
         raise DataError(
@@ -137,6 +148,20 @@ def _read_json(path: Path) -> Raw:
             hint = "write a list of objects"
             raise DataError(f"{path}: record {number} is no object", got=shown(record), hint=hint)
         yield f"{path}: record {number}", record
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a file begins with two lines that are objects; one line may be an object that holds all records."""
+    with open(path, "rb") as file:
+        lines = (line for line in iter(lambda: file.readline(_MOST_LINE_BYTES), b"") if line.strip())
+        first = next(lines, b"").removeprefix(b"\xef\xbb\xbf")
+        if not first.startswith(b"{"):
+            return False
+        try:
+            parse_json(first, str(path))
+        except ModelFileError:
+            return False
+        return next(lines, b"").startswith(b"{")
 
 
 def _read_csv(path: Path) -> Raw:

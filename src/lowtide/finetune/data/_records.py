@@ -310,6 +310,8 @@ class _Packer:
             pieces.num_dropped,
         )
         if not len(useful):
+            if not _num_learned(store, cut(store.lengths, documents, int(store.lengths.max()), "cut")).any():
+                raise _without_answer(store, documents, where)
             raise DataError(
                 f"{where}no document is left that has a token to learn",
                 expected=f"documents whose completion begins within --seq-len {self.seq_len}",
@@ -325,6 +327,19 @@ class _Packer:
             "loss_share": int(learned.sum()) / int(kept.length.sum()),
         }
         return kept, rows, counts
+
+
+def _without_answer(store: Store, documents: np.ndarray, where: str) -> DataError:
+    asked = {
+        "chat": 'turns of the role assistant, with content and no "weight": 0; those that the template marks, if any',
+        "text": "documents of more than one token",
+    }
+    return DataError(
+        f"{where}no answer to learn in it",
+        expected=asked.get(store.kind, "completions or outputs that are not empty"),
+        got=f"{len(documents):,} documents of the kind {store.kind}, none with a token to learn",
+        hint="look at the roles of the records, and at the template's marks; --loss-on all learns all that is read",
+    )
 
 
 def _num_learned(store: Store, pieces: Pieces) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 Four kinds come out, whatever went in: ``text``, ``prompt`` (a prompt and its completion), ``chat`` (messages) and
 ``alpaca`` (an instruction, with or without input, and its output). ShareGPT's ``conversations`` become messages; a
-prompt and a completion that are lists of messages become one chat whose turns before the completion have no loss.
+prompt and a completion that are lists of messages become one chat whose turns before the completion have no loss, and
+no more have turns with a ``weight`` of 0, as OpenAI's records say it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _ROLES = {
     "observation": "tool",
 }
 _USUAL = ("assistant", "user", "system", "tool")
-_HINT = 'one object a record, such as {"text": "..."} or {"messages": [{"role": "user", "content": "..."}, ...]}'
+_CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+_HINT = f'one object a record, such as {{"text": "..."}} or {_CHAT}'
+_CHAT_HINT = f"one object a record, such as {_CHAT}"  # also for prompts, which may be no text
 
 
 class _Strict(BaseModel):
@@ -162,11 +165,15 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
         return None
     for name in ("messages", "prompt", "completion"):
         _check_parts(record.get(name), where)
+    if kind == "conversations":
+        _check_speakers(record, where)
     try:
-        validate(_SCHEMAS[kind], record, where, hint=_HINT)
+        validate(_SCHEMAS[kind], record, where, hint=_CHAT_HINT if kind == "messages" else _HINT)
     except ModelFileError as error:
         raise DataError(error.message, expected=error.expected, got=error.got, hint=error.hint) from error
     _check_unicode(record, where)
+    for name in ("messages", "prompt", "completion", "conversations"):
+        _check_weights(record.get(name), where)
     for name in ("messages", "prompt", "completion"):
         _check_roles(record.get(name), where)
     if kind == "text":
@@ -193,6 +200,18 @@ def _check_parts(turns: Any, where: str) -> None:
                 expected='content that is text, or parts such as {"type": "text", "text": "..."}',
                 hint="leave such records out, or these parts of them",
             )
+
+
+def _check_speakers(record: Mapping[str, Any], where: str) -> None:
+    """Raise for messages that are called conversations."""
+    turns = record["conversations"]
+    if isinstance(turns, list) and any(isinstance(turn, Mapping) and "role" in turn for turn in turns):
+        tools = ",tools=tools" if "tools" in record else ""
+        raise DataError(
+            f"{where}: conversations has turns with a role",
+            expected="from and value in each turn; or messages, with role and content",
+            hint=f"say that these are messages: --columns messages=conversations{tools}",
+        )
 
 
 def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
@@ -273,7 +292,20 @@ def _turn(said: Mapping[str, Any], where: str) -> dict[str, Any]:
             expected=f"one of {', '.join(_ROLES)}",
             hint="rename it, or write messages with role and content",
         )
-    return {"role": role, "content": said["value"]}
+    return {"role": role, "content": said["value"], **({"weight": said["weight"]} if "weight" in said else {})}
+
+
+def _check_weights(turns: Any, where: str) -> None:
+    """Refuse a weight that would be no more than a number in the file."""
+    for turn in turns if isinstance(turns, list) else ():
+        weight = turn.get("weight")
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise DataError(
+                f"{where}: a turn has the weight {shown(weight)}",
+                expected="0, which is read and not learned, or 1, as if there were none",
+                got=shown(weight),
+                hint="turns are learned or not; give others no weight",
+            )
 
 
 def _check_roles(turns: Any, where: str) -> None:

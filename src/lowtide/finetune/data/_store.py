@@ -28,7 +28,7 @@ from ._encode import Encoder
 from ._readers import data_files, read_records
 from ._schema import Example
 
-_VERSION = 1
+_VERSION = 2
 _AT_ONCE = 256
 _ABANDONED_SECONDS = 86_400
 Source = Path | Sequence[str]

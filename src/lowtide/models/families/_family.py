@@ -89,6 +89,8 @@ class Family:
     """Further fields of `config.json` that `read` handles."""
     neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict[str, tuple[Any, ...]])
     """Fields that may only have one of these values."""
+    stored: Sequence[str] = ()
+    """Fields of ``also`` that the family's class in `transformers` stores and never applies, nor do we."""
     read: Callable[[ConfigFile], Mapping[str, Any]] = lambda file: {}
     """Fields of `DecoderConfig` that are no copies."""
     write: Callable[[DecoderConfig], Mapping[str, Any]] = lambda config: {}

@@ -94,6 +94,7 @@ def _read_gemma3(file: ConfigFile) -> dict[str, Any]:
     every = file.sliding_window_pattern or file.old_sliding_window_pattern or 6
     return {
         **_read_gemma2(file),
+        "attention_soft_cap": None,
         **sliding_by_type(file, lambda index: (index + 1) % every != 0),
         "local_rope_theta": file.local_rope.rope_theta or file.rope_local_base_freq or 10_000.0,
     }
@@ -116,6 +117,7 @@ GEMMA3 = dataclasses.replace(
         "_sliding_window_pattern",
         "rope_local_base_freq",
     ),
+    stored=("attn_logit_softcapping",),
     read=_read_gemma3,
     write=_write_gemma3,
     rope_theta=1e6,
