@@ -132,6 +132,24 @@ def test_what_takes_no_adapter_is_refused_at_once_and_by_path(target: str, said:
         lt.lora.add(params, lt.lora.Config(rank=2, targets=target), key=KEY, fn=fn, args=(IMAGES, IDS))
 
 
+LISTED: dict[str, tuple[tuple[int, ...], Callable[[Any, Any], Any]]] = {
+    "ragged_dot": ((2, 4, 5), lambda w, x: jax.lax.ragged_dot(x, w["w"], jnp.array([1, 1]))),
+    "reshape": ((4, 2, 3), lambda w, x: x @ w["w"].reshape(4, 6)),
+    "split": ((4, 6), lambda w, x: sum(x @ part for part in jnp.split(w["w"], 3, axis=1))),
+    "mul": ((4, 6), lambda w, x: x @ (w["w"] * 0.5)),
+    "dot_general": ((2, 5, 4), lambda w, x: jnp.einsum("ij,ioj->o", x, w["w"])),
+}
+"""What the guide says that `add` refuses, by the operation that the message names."""
+
+
+@pytest.mark.parametrize("operation", LISTED)
+def test_what_the_guide_lists_is_refused_at_once(operation: str) -> None:
+    shape, fn = LISTED[operation]
+    config = lt.lora.Config(rank=2, targets="w")
+    with pytest.raises(StructureError, match=rf"w: the model does more.*\n.*\n.*{operation}.* of a weight"):
+        lt.lora.add({"w": jnp.ones(shape)}, config, key=KEY, fn=fn, args=(jnp.ones((2, 4)),))
+
+
 @pytest.mark.parametrize("fill", [None, 0.0, 1.0])
 def test_rows_out_of_range_are_zero_or_nan_or_refused(fill: float | None) -> None:
     fn = lambda w, ids: w["t"].at[ids].get(mode="fill", fill_value=fill)  # noqa: E731

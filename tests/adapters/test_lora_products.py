@@ -177,13 +177,33 @@ def test_an_error_of_the_model_itself_stays_as_it_is() -> None:
         lt.value_and_grad(lambda model: model["w"] @ X.T + {}, "**/lora_*")(adapted)
 
 
-def test_models_of_nnx_and_keras_have_layers_of_their_own() -> None:
+def test_modules_of_nnx_and_keras_are_refused_with_the_way_that_there_is() -> None:
     import keras
 
-    config = lt.lora.Config(rank=2, targets="**")
-    module = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
-    for model in (module, nnx.state(module)):
-        with pytest.raises(ConfigError, match=r"(?s)takes no adapter.*hint: nnx.LoRALinear"):
+    config = lt.lora.Config(rank=2, targets="kernel")
+    module, layer = nnx.Linear(8, 4, rngs=nnx.Rngs(0)), keras.layers.Dense(4)
+    layer.build((8, 8))
+    for model, hint in (
+        (module, r"nnx.to_pure_dict\(nnx.state\(module\)\).*lt.adapted.*nnx.LoRALinear"),
+        (nnx.state(module), r"nnx.to_pure_dict\(state\).*lt.adapted.*nnx.LoRALinear"),
+        (layer, r"each.path: each.value.*lt.adapted.*stateless_call.*layer.enable_lora"),
+    ):
+        with pytest.raises(ConfigError, match=rf"(?s)takes no adapter.*hint: .*{hint}"):
             lt.lora.add(model, config, key=KEY)
-    with pytest.raises(ConfigError, match=r"(?s)takes no adapter.*hint: layer.enable_lora"):
-        lt.lora.add(keras.layers.Dense(4), config, key=KEY)
+    graph, state = nnx.split(module)
+
+    def of_nnx(weights: Any) -> Any:
+        nnx.replace_by_pure_dict(own := nnx.state(nnx.merge(graph, state)), weights)
+        return nnx.merge(graph, own)(X)
+
+    def of_keras(weights: Any) -> Any:
+        return layer.stateless_call([weights[each.path] for each in layer.trainable_variables], [], X)[0]
+
+    variables = {each.path: each.value for each in layer.trainable_variables}
+    for fn, weights in ((of_nnx, nnx.to_pure_dict(state)), (of_keras, variables)):
+        adapted = lt.lora.add(weights, lt.lora.Config(rank=2, targets="**/kernel"), key=KEY, fn=fn)
+        full = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: jnp.ones_like(leaf) if path[-1] == jax.tree_util.GetAttrKey("lora_b") else leaf, adapted
+        )
+        np.testing.assert_allclose(lt.adapted(fn)(full), fn(lt.lora.merge(full)), rtol=1e-5)
+        assert not np.allclose(fn(weights), lt.adapted(fn)(full))

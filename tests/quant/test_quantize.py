@@ -47,7 +47,7 @@ def reference(form: str, weight: np.ndarray) -> np.ndarray:
         if form == "nf4":
             made.append(nearest(block / largest, NF4_VALUES) * largest)
         elif form == "mxfp4":
-            scale = 2.0 ** (np.floor(np.log2(largest)) - 2)
+            scale = 2.0 ** (np.frexp(largest)[1] - 3)
             made.append(nearest(block / scale, E2M1_VALUES) * scale)
         elif form == "fp8":
             scale = largest / np.float32(448)
@@ -79,6 +79,35 @@ def test_bytes_are_the_arithmetic_of_the_format(form: str) -> None:
     )
     given = lt.quantize({"w": jax.ShapeDtypeStruct((4, 512, 1024), "bfloat16")}, "w", form)
     assert shapes == given and tree_bytes(given) == 4 * tree_bytes(made)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [("float32", -126, 127), ("bfloat16", -126, 127), ("float16", -24, 15)]
+)
+def test_mxfp4_keeps_every_power_of_two(dtype: str, low: int, high: int) -> None:
+    """A logarithm of 2¹³, 2¹⁵ or 2²⁶ is less than the exponent."""
+    powers = np.ldexp(1.0, np.arange(low, high + 1))
+    weight = jnp.asarray(powers[:, None] * np.array([1, -1] + [0] * 30), dtype)
+    np.testing.assert_array_equal(node("mxfp4", weight).dense(), weight)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_numbers_near_the_largest_of_float32_stay_finite(form: str) -> None:
+    got = np.asarray(node(form, np.ldexp(WEIGHT, 126)).dense()) * 2.0**-126
+    np.testing.assert_allclose(got, reference(form, WEIGHT), rtol=0, atol=0.04 if form == "nf4" else 1e-6)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_under_jit_a_number_that_is_not_finite_makes_nan_of_its_block(form: str) -> None:
+    weight = np.random.default_rng(0).normal(size=(300, 128)).astype(np.float32)
+    want = reference(form, weight)
+    size = {"int4": 32, "mxfp4": 32, "nf4": 64 * 256}.get(form, 128)  # of nf4 a block of scales
+    for at, bad in (((5, 3), np.nan), ((290, 40), np.inf), ((299, 127), -np.inf)):
+        weight[at] = bad
+        start = (at[0] * 128 + at[1]) // size * size
+        want.reshape(-1)[start : start + size] = np.nan
+    got = jax.jit(lambda w: node(form, w).dense())(weight)
+    np.testing.assert_allclose(got, want, rtol=0, atol=0.04 if form == "nf4" else 1e-6)
 
 
 def test_products_and_rows_are_those_of_the_array() -> None:
@@ -190,6 +219,41 @@ def test_a_quantised_stack_is_sharded_like_its_weight() -> None:
 
 
 @pytest.mark.parametrize(
+    ("form", "path", "shape", "spec"),
+    [
+        ("nf4", "w", (16, 192), (None, "d")),  # blocks that lie on two devices
+        ("mxfp4", "w", (16, 192), ("d", None)),
+        ("nf4", "layers/w", (4, 8, 128), ("d", None, None)),
+    ],
+)
+def test_axes_of_the_mesh_may_be_explicit(form: str, path: str, shape: Any, spec: Any) -> None:
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=explicit, devices=jax.devices()[:4])
+    place = jax.sharding.NamedSharding(mesh, jax.P(*spec))
+    weight = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+    def made(weight: Any) -> Any:
+        return jax.tree.leaves(lt.quantize({path: weight}, path, form), is_leaf=lambda x: hasattr(x, "codes"))[0]
+
+    plain, divided = made(jnp.asarray(weight)), jax.device_put(weight, place)
+    one, dense = made(divided), np.asarray(plain.dense())
+    for each in (one, jax.jit(made)(divided)):
+        assert each.codes.sharding == place
+        for got, there in zip(jax.tree.leaves(each), jax.tree.leaves(plain), strict=True):
+            if got.dtype == jnp.float32:  # a mean's last digits depend on the order of its sum
+                np.testing.assert_allclose(got, there, rtol=1e-6)
+            else:
+                np.testing.assert_array_equal(got, there)
+    for back in (lt.dequantize({"w": one})["w"], jax.jit(lambda w: w.dense())(one), one.mT.dense().mT):
+        assert back.sharding.is_equivalent_to(place, len(shape))
+        np.testing.assert_allclose(back, dense, rtol=0, atol=1e-6)
+    if len(shape) == 2:
+        x = np.ones((3, shape[1]), np.float32)
+        np.testing.assert_allclose(jax.jit(linear)(x, one), x @ dense.T, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(rows(one, jnp.array([1, 15])), dense[[1, 15]], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("tree", "match", "form", "error", "text"),
     [
         ({"w": jnp.ones((2, 64), int)}, "w", "nf4", StructureError, "w: no weight matrix to quantise"),
@@ -198,6 +262,7 @@ def test_a_quantised_stack_is_sharded_like_its_weight() -> None:
         ({"w": jnp.ones((2, 64))}, "w", "nf5", ConfigError, "no format to quantise in"),
         ({"w": jnp.ones((2, 64)).at[1, 3].set(jnp.nan)}, "w", "int8", StructureError, "w: holds a number that is not"),
         ({"w": jnp.ones((3, 2, 64)).at[2].set(jnp.inf)}, "w", "int8", StructureError, r"w\[2\]: holds a number"),
+        ({"w": jnp.full((2, 64), jnp.finfo("bfloat16").max)}, "w", "int4", StructureError, "w: .* int4 makes infinite"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(tree: Any, match: str, form: str, error: Any, text: str) -> None:
@@ -211,8 +276,9 @@ def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
         lt.quantize(quantized, "**/q_proj")
     with pytest.raises(StructureError, match="has no quantised weight"):
         lt.dequantize({"w": jnp.ones(3)})
-    with pytest.raises(ConfigError, match="block: 7 is no size"):
-        node(block=7)
+    for form, block in (("nf4", 7), ("nf4", 64.0), ("int4", "32"), ("int8", False), ("int4", 2**31), ("mxfp4", 64)):
+        with pytest.raises(ConfigError, match=f"block: {block!r} is no size"):
+            node(form, block=block)
     with pytest.raises(SelectionError, match="codes: a leaf of type uint4 cannot be differentiated"):
         lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/**")(quantized, BATCH)
     adapted = lt.lora.add(quantized, lt.lora.Config(rank=2, targets="**/q_proj"), key=jax.random.key(0))
@@ -222,6 +288,7 @@ def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
 
 def test_other_blocks_and_zeros() -> None:
     assert node("int4", block=0).scales.shape == (24, 1) and node("nf4", block=128).scales.shape == (24, 1)
+    np.testing.assert_array_equal(node("int4", block=2**16).dense(), node("int4", block=0).dense())
     for form in FORMATS:
         np.testing.assert_array_equal(node(form, np.zeros((4, 64), np.float32)).dense(), np.zeros((4, 64)))
 

@@ -226,6 +226,7 @@ class FinetuneConfig:
                     got='""',
                     hint=f"leave {field} out, or look whether a variable of your script is unset",
                 )
+        _refuse_loftq(self)
         for fields, is_in_range, expected in _RANGES:
             for field in fields:
                 value = getattr(self, field)
@@ -326,6 +327,17 @@ def _check(field: str, value: Any, good: bool, expected: str) -> None:
             expected=expected,
             got=value,
             hint=f"change {field} in the TOML file, or {flag_of(field)}",
+        )
+
+
+def _refuse_loftq(config: FinetuneConfig) -> None:
+    if config.lora_init.lower() == "loftq":
+        raise ConfigError(
+            "lora_init: LoftQ is lt.lora.loftq in Python, and no setting of a run",
+            expected=f"one of {', '.join(_INITS)}",
+            got=config.lora_init,
+            hint='lt.lora.loftq(model, config, "nf4", key=key), and lt.Trainer trains it; without it quantize = "nf4" '
+            "trains an adapter that begins as usual on weights in few bits",
         )
 
 

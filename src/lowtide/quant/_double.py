@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, UInt8
 NESTED_BLOCK = 256
 _DECADES = 7
 _ZERO = 127
+_LARGE = 2.0**64
 
 
 @functools.cache
@@ -43,10 +44,27 @@ def nested(scales: Float[Array, "*stack O N"]) -> tuple[UInt8[Array, "*stack O N
         scales: float32, [..., out, blocks].
 
     Returns:
-        Codes of the same shape; nested scales [..., number]; the mean that was taken away, [...].
+        Codes of the same shape; nested scales [..., number]; the mean that was taken away, [...]. A scale that is not
+        finite is left out of the mean, and makes NaN of its nested scale: there is no code that says so.
     """
-    mean = jnp.mean(scales.reshape(*scales.shape[:-2], -1), axis=-1)
+    flat = scales.reshape(*scales.shape[:-2], -1)
+    mean = jnp.mean(flat, axis=-1)
+    mean = jnp.where(jnp.isfinite(mean), mean, _mean_of_finite(flat))
     return *around(scales, mean), mean
+
+
+def _mean_of_finite(flat: Float[Array, "*stack N"]) -> Float[Array, "*stack"]:
+    """Return means without what is not finite, of numbers whose sum may not be a float32."""
+    is_finite = jnp.isfinite(flat)
+    flat = jnp.where(is_finite, flat, 0)
+    factor = shrinking(jnp.max(flat, axis=-1))
+    total, count = jnp.sum(flat * factor[..., None], axis=-1), jnp.sum(is_finite, axis=-1)
+    return total / jnp.maximum(count, 1).astype(jnp.float32) / factor
+
+
+def shrinking(sizes: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """Return the powers of two that keep sums and inverses of large numbers in float32: 1 for sizes up to 2⁶⁴."""
+    return jnp.where(sizes > _LARGE, 1 / _LARGE, 1.0).astype(jnp.float32)
 
 
 def around(scales: Float[Array, "*stack O N"], mean: Array) -> tuple[UInt8[Array, "*stack O N"], Array]:
@@ -69,7 +87,10 @@ def around(scales: Float[Array, "*stack O N"], mean: Array) -> tuple[UInt8[Array
     short = count * NESTED_BLOCK - out * number
     blocks = jnp.pad(shifted, ((0, 0),) * len(stack) + ((0, short),)).reshape(*stack, count, NESTED_BLOCK)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
-    codes = _nearest(blocks * (1 / jnp.where(largest > 0, largest, 1))[..., None])
+    factor = shrinking(largest)
+    codes = _nearest(blocks * factor[..., None] * (1 / jnp.where(largest > 0, largest * factor, 1))[..., None])
+    # A maximum may pass over NaN, as XLA's on a CPU does.
+    largest = jnp.where(jnp.all(jnp.isfinite(blocks), axis=-1), largest, jnp.nan)
     return codes.reshape(*stack, -1)[..., : out * number].reshape(scales.shape), largest
 
 

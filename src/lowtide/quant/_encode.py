@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ._double import nested
+from ._double import nested, shrinking
 from ._formats import Format
 from ._weight import QuantizedWeight, numbers
 
 _LEAST = 2.0**-126
-_E8M0_BIAS = 127
+_E8M0_NAN = 255
 
 
 class Codes(NamedTuple):
@@ -30,25 +30,29 @@ def encode(weight: Float[Array, "*stack out in"], form: Format) -> Codes:
     """Quantise rows; each by itself, so that a weight may come in parts.
 
     Args:
-        weight: finite numbers.
+        weight: the numbers. A block with one that is not finite gets NaN as its scale.
         form: the format.
     """
     weight = weight.astype(jnp.float32)
     *outer, inner = weight.shape
-    block = form.block or inner
+    block = min(form.block or inner, inner)
     number = -(-inner // block)
     padded = jnp.pad(weight, ((0, 0),) * len(outer) + ((0, number * block - inner),))
     blocks = padded.reshape(*outer, number, block)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
+    is_finite = jnp.all(jnp.isfinite(blocks), axis=-1)  # a maximum may pass over NaN, as XLA's on a CPU does
     if form.scales == jnp.uint8:
-        exponents = jnp.floor(jnp.log2(jnp.maximum(largest, _LEAST))) - 2  # the largest is then 4 to 8, of at most 6
-        scales = jnp.clip(exponents + _E8M0_BIAS, 1, 254).astype(jnp.uint8)
+        # From its bits: a logarithm of a power of two may be less than it. The largest is then 4 to 8, of at most 6.
+        exponents = (jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 2
+        scales = jnp.where(is_finite, jnp.clip(exponents, 1, 254), _E8M0_NAN).astype(jnp.uint8)
         divisor = numbers(scales, form.name)
     else:
-        scales = (largest / form.largest).astype(form.scales)
+        scales = jnp.where(is_finite, largest / form.largest, jnp.nan).astype(form.scales)
         divisor = scales.astype(jnp.float32)
     if form.name == "nf4":  # multiplied by the inverse as bitsandbytes does: numbers between two codes depend on it
-        scaled = jnp.clip(blocks * (1 / jnp.maximum(divisor, _LEAST))[..., None], -1, 1)
+        factor = shrinking(divisor)
+        inverse = 1 / (jnp.maximum(divisor, _LEAST) * factor)
+        scaled = jnp.clip(blocks * factor[..., None] * inverse[..., None], -1, 1)
     else:
         scaled = blocks / jnp.where(divisor > 0, divisor, 1)[..., None]
     codes = _rounded(scaled, form).reshape(*outer, number * block)[..., :inner]

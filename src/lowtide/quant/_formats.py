@@ -51,6 +51,9 @@ NF4_VALUES = (
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
 
+LARGEST_BLOCK = 2**16
+"""Neighbours of a row that can share a scale; more can as a whole row."""
+
 FORMATS = {
     each.name: each
     for each in (
@@ -69,21 +72,23 @@ def format_named(name: str, block: int | None = None) -> Format:
 
     Args:
         name: of `FORMATS`.
-        block: neighbours of a row that share a scale; None for the format's own, 0 for the whole row.
+        block: neighbours of a row that share a scale, a multiple of 8 up to 65,536; None for the format's own, 0 for
+            the whole row.
 
     Raises:
         ConfigError: for a name that is unknown, and blocks that the format does not have.
     """
     check_choice("no format to quantise in", name, tuple(FORMATS), hint="nf4 is that of QLoRA")
     found = FORMATS[name]
-    if block is None or block == found.block:
+    if block is None:
         return found
     is_fixed = name == "mxfp4"
-    if is_fixed or not is_count(block, least=0) or block % 8:
+    is_size = is_count(block, least=0) and block % 8 == 0 and block <= LARGEST_BLOCK
+    if not is_size or (is_fixed and block != found.block):
         raise ConfigError(
             f"block: {block!r} is no size of the blocks of {name}",
-            expected=f"{found.block}" if is_fixed else "a multiple of 8, or 0 for whole rows",
-            got=block,
+            expected=f"{found.block}" if is_fixed else "a multiple of 8 up to 65,536, or 0 for whole rows",
+            got=repr(block),
             hint=f"leave it out for {found.block or 'whole rows'}",
         )
-    return dataclasses.replace(found, block=block)
+    return dataclasses.replace(found, block=int(block))

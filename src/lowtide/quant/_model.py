@@ -15,8 +15,9 @@ from jaxtyping import Array
 
 from ..core import LinearWeight, StructureError, Tree, leaves_with_paths, match_names, put, side_of
 from ._encode import assembled, encode
+from ._explicit import axis_names, explicit_mesh, kept, without_explicit_axes
 from ._formats import Format, format_named
-from ._weight import QuantizedWeight
+from ._weight import QuantizedWeight, largest_values
 
 
 def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, block: int | None = None) -> Tree:
@@ -33,7 +34,7 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
             4.5 bits. ``"mxfp4"``: 4 bits, blocks of 32 with powers of two: 4.25 bits. ``"int8"`` and ``"fp8"``: 8 bits,
             one scale a row.
         block: neighbours of a row that share a scale, where they should be others than the format's; 0: whole rows. The
-            last block of a row may be shorter.
+            last block of a row may be shorter. A multiple of 8 up to 65,536.
 
     Returns:
         The tree with a `QuantizedWeight` in place of each weight. Its leaves are frozen: they get no gradient.
@@ -42,7 +43,10 @@ def quantize(tree: Tree, match: str | Sequence[str], format: str = "nf4", *, blo
         SelectionError: when a pattern matches nothing.
         ConfigError: for an unknown format or block.
         StructureError: when no floating-point matrix is matched, one is quantised already, or holds a number that is
-            not finite.
+            not finite, or one so close to the largest of its dtype that the format makes it infinite. Below `jax.jit`
+            numbers are not known and nothing can be raised for them: a block with one that is not finite becomes NaN
+            as a whole, in ``"int8"`` and ``"fp8"`` its row, and in ``"nf4"``, whose 8-bit scales cannot say NaN, the
+            256 blocks that share a scale of scales.
 
     Memory:
         ``bits * out * in / 8`` bytes for each matrix, in new arrays, made one matrix at a time; while one is made, a
@@ -159,7 +163,7 @@ def _quantized(path: str, leaf: Any, form: Format) -> QuantizedWeight:
         return jax.tree.map(
             lambda part, place: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=place), node, places
         )
-    return build(path, leaf, form, lambda at: leaf[at] if at else leaf, places)
+    return build(path, leaf, form, functools.partial(_taken, leaf), places)
 
 
 def matrices(tree: Tree, match: str | Sequence[str]) -> set[str]:
@@ -200,15 +204,15 @@ def build(
         places: where the leaves belong, as `placed` says; None for JAX's default device.
 
     Raises:
-        StructureError: for a number that is not finite.
+        StructureError: for a number that is not finite, or becomes so in the format.
 
     Memory:
         The node, and beside it one matrix with a few float32 copies. Leaves for host memory pass through the device.
     """
     stack = tuple(like.shape[:-2])
     if not stack:
-        made, is_finite = _matrix(form, matrix(()))
-        _check_finite(path, bool(is_finite))
+        made, checks = _matrix(form, matrix(()))
+        _check_finite(path, form, checks)
         return made if places is None else jax.tree.map(put, made, places)
     # Into buffers that are written over: in a `lax.map`, XLA for CPU would hold a bfloat16 stack in float32.
     on_device = None if places is None else jax.tree.map(lambda place: place.with_memory_kind("device"), places)
@@ -216,8 +220,8 @@ def build(
     if on_device is not None:
         made = jax.tree.map(put, made, on_device)
     for at in np.ndindex(*stack):
-        one, is_finite = _matrix(form, matrix(at))
-        _check_finite(f"{path}[{', '.join(map(str, at))}]", bool(is_finite))
+        one, checks = _matrix(form, matrix(at))
+        _check_finite(f"{path}[{', '.join(map(str, at))}]", form, checks)
         made = _written(made, one, tuple(np.int32(i) for i in at))
     return made if places is None else jax.tree.map(jax.device_put, made, places)
 
@@ -239,18 +243,15 @@ def placed(node: QuantizedWeight, sharding: jax.sharding.NamedSharding | None) -
 
     def one(leaf: Any) -> Any:
         axes = spec if len(leaf.shape) == ndim else (*spec[: ndim - 2], *(None,) * (len(leaf.shape) - ndim + 2))
-        sizes = [math.prod(sharding.mesh.shape[name] for name in _axis_names(axis)) for axis in axes]
+        sizes = [math.prod(sharding.mesh.shape[name] for name in axis_names(axis)) for axis in axes]
         fits = [axis if size % n == 0 else None for axis, size, n in zip(axes, leaf.shape, sizes, strict=True)]
         return jax.sharding.NamedSharding(sharding.mesh, jax.P(*fits), memory_kind=sharding.memory_kind)
 
     return jax.tree.map(one, node)
 
 
-def _axis_names(axis: Any) -> tuple[Any, ...]:
-    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-
-
-def _check_finite(path: str, is_finite: bool) -> None:
+def _check_finite(path: str, form: Format, checks: Array) -> None:
+    is_finite, stays_finite = np.asarray(checks).tolist()
     if not is_finite:
         raise StructureError(
             f"{path}: holds a number that is not finite, which would spoil its block",
@@ -258,25 +259,68 @@ def _check_finite(path: str, is_finite: bool) -> None:
             got="nan or inf",
             hint="the weights are damaged, or a run diverged; load them again",
         )
+    if not stays_finite:
+        raise StructureError(
+            f"{path}: holds a number that {form.name} makes infinite",
+            expected="numbers a few percent below the largest that their dtype has",
+            got="one that is rounded to more than that",
+            hint="scale the weight down, or leave it out of the pattern",
+        )
 
 
 def _whole(form: Format, dtype: Any, weight: Array) -> QuantizedWeight:
-    parts = encode(weight, form)
-    return assembled(parts.codes, parts.scales, form, dtype)
+    def made(weight: Array) -> QuantizedWeight:
+        parts = encode(weight, form)
+        return assembled(parts.codes, parts.scales, form, dtype)
+
+    def places(_: Any) -> Any:
+        return placed(jax.eval_shape(made, jax.ShapeDtypeStruct(weight.shape, weight.dtype)), kept(weight))
+
+    return without_explicit_axes(made, places, weight)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _matrix(form: Format, weight: Array) -> tuple[QuantizedWeight, Array]:
-    return _whole(form, weight.dtype, weight), jnp.all(jnp.isfinite(weight))
+    """Return the node, and whether numbers are finite as they are and as they become."""
+
+    def checked(weight: Array, node: QuantizedWeight) -> Array:
+        return jnp.stack([jnp.all(jnp.isfinite(weight)), jnp.all(jnp.isfinite(largest_values(node)))])
+
+    node = _whole(form, weight.dtype, weight)
+    return node, without_explicit_axes(checked, lambda mesh: jax.sharding.NamedSharding(mesh, jax.P()), weight, node)
+
+
+def _taken(whole: Any, at: tuple[int, ...]) -> Any:
+    """Take one matrix of a stack, or its node."""
+    if at and any(isinstance(leaf, jax.Array) and explicit_mesh(leaf) for leaf in jax.tree.leaves(whole)):
+        return _taken_by_places(whole, tuple(np.int32(i) for i in at))
+    return jax.tree.map(lambda leaf: leaf[at] if at else leaf, whole)
+
+
+@jax.jit
+def _taken_by_places(whole: Any, at: tuple[Any, ...]) -> Any:
+    def take(whole: Any, at: tuple[Any, ...]) -> Any:
+        return jax.tree.map(lambda leaf: leaf[at], whole)
+
+    def place(leaf: Any) -> Any:
+        own = jax.typeof(leaf).sharding
+        return jax.sharding.NamedSharding(own.mesh, jax.P(*own.spec[len(at) :]))
+
+    return without_explicit_axes(take, lambda _: jax.tree.map(place, whole), whole, at)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _written(whole: QuantizedWeight, one: QuantizedWeight, at: tuple[Any, ...]) -> QuantizedWeight:
+def _written(whole: Any, one: Any, at: tuple[Any, ...]) -> Any:
+    """Write one matrix of a stack, or its node."""
+
     def write(into: Array, part: Array) -> Array:
         start = (*at, *(0,) * part.ndim)
         return jax.lax.dynamic_update_slice(into, part[(None,) * len(at)], start)
 
-    return jax.tree.map(write, whole, one)
+    def written(whole: Any, one: Any) -> Any:
+        return jax.tree.map(write, whole, one)
+
+    return without_explicit_axes(written, lambda _: kept(whole), whole, one)
 
 
 def _dense(node: QuantizedWeight) -> Any:
@@ -287,16 +331,11 @@ def _dense(node: QuantizedWeight) -> Any:
         return _dense_matrix(node)
     whole = jnp.zeros(node.shape, node.dtype, device=node.sharding)
     for at in np.ndindex(*stack):
-        one = _dense_matrix(jax.tree.map(lambda leaf, at=at: leaf[at], node))
-        whole = _set(whole, one, tuple(np.int32(i) for i in at))
+        one = _dense_matrix(_taken(node, at))
+        whole = _written(whole, one, tuple(np.int32(i) for i in at))
     return whole if node.sharding is None else jax.device_put(whole, node.sharding)
 
 
 @jax.jit
 def _dense_matrix(node: QuantizedWeight) -> Array:
     return node.dense()
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _set(whole: Array, one: Array, at: tuple[Any, ...]) -> Array:
-    return jax.lax.dynamic_update_slice(whole, one[(None,) * len(at)], (*at, *(0,) * one.ndim))

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from ..core import StructureError
 from ._double import unnested, unnested_rows
+from ._explicit import kept, rows_place, without_explicit_axes
 from ._formats import FORMATS
 
 
@@ -97,8 +98,12 @@ class QuantizedWeight:
         Memory:
             The whole weight, all layers of it, in `dtype`.
         """
-        values = _values(self.codes, self.format) * self._spread(self._scales(), self.codes.shape[-1])
-        values = values.astype(self.dtype if dtype is None else dtype)
+
+        def made(node: QuantizedWeight) -> Array:
+            values = _values(node.codes, node.format) * node._spread(node._scales(), node.codes.shape[-1])
+            return values.astype(node.dtype if dtype is None else dtype)
+
+        values = without_explicit_axes(made, lambda _: kept(self.codes), self)
         return jnp.swapaxes(values, -1, -2) if self.transposed else values
 
     def linear(self, x: Float[Array, "*batch in"]) -> Float[Array, "*batch out"]:
@@ -135,17 +140,8 @@ class QuantizedWeight:
                 got=f"shape {list(self.shape)}" + (", transposed" if self.transposed else ""),
                 hint="look up before the weight is transposed, and in one layer of a stack",
             )
-        node, ids = _frozen(self), jnp.where(ids < 0, ids + self.shape[0], ids)
-        take = functools.partial(jnp.take, axis=0, fill_value=0, mode="fill")
-        codes, scales = take(node.codes, ids), take(node.scales, ids)
-        if node.nested_scales is not None:
-            scales = unnested_rows(scales, node.nested_scales, node.offset, ids)
-        else:
-            scales = numbers(scales, self.format)
-        values = _values(codes, self.format) * self._spread(scales, codes.shape[-1])
-        # What jnp.take gives for a row that is not there.
-        known = (ids >= 0) & (ids < self.shape[0])
-        return jnp.where(known[..., None], values, jnp.nan).astype(self.dtype)
+        ids = jnp.where(ids < 0, ids + self.shape[0], ids)
+        return without_explicit_axes(_rows, lambda mesh: rows_place(mesh, ids, self.codes), _frozen(self), ids)
 
     def __matmul__(self, x: Float[Array, "*batch_in n"] | Float[Array, " in"]) -> Array:
         """Compute W x, in the dtype that arrays would have."""
@@ -183,7 +179,7 @@ class QuantizedWeight:
 
     def _spread(self, scales: Array, width: int) -> Array:
         """Give every weight of a row its scale."""
-        return jnp.repeat(scales, self.block, axis=-1)[..., :width] if self.block else scales
+        return jnp.repeat(scales, min(self.block, width), axis=-1)[..., :width] if self.block else scales
 
 
 def _frozen(node: QuantizedWeight) -> QuantizedWeight:
@@ -202,9 +198,28 @@ def _product(x: Array, node: QuantizedWeight, side: str) -> Array:
 
 def numbers(scales: Array, form: str) -> Float[Array, "*any"]:
     """Return scales that have no scales as float32."""
-    if FORMATS[form].scales == jnp.uint8:  # exponents of two
-        return jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+    if FORMATS[form].scales == jnp.uint8:  # exponents of two, 255 for NaN, which are the bits of an infinity
+        powers = jax.lax.bitcast_convert_type(scales.astype(jnp.int32) << 23, jnp.float32)
+        return jnp.where(scales == 255, jnp.nan, powers)
     return scales.astype(jnp.float32)
+
+
+def _rows(node: QuantizedWeight, ids: Array) -> Array:
+    take = functools.partial(jnp.take, axis=0, fill_value=0, mode="fill")
+    codes, scales = take(node.codes, ids), take(node.scales, ids)
+    if node.nested_scales is not None:
+        scales = unnested_rows(scales, node.nested_scales, node.offset, ids)
+    else:
+        scales = numbers(scales, node.format)
+    values = _values(codes, node.format) * node._spread(scales, codes.shape[-1])
+    # What jnp.take gives for a row that is not there.
+    known = (ids >= 0) & (ids < node.shape[0])
+    return jnp.where(known[..., None], values, jnp.nan).astype(node.dtype)
+
+
+def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
+    """Return the largest number of each block in the weight's dtype, infinite where it is rounded up too far."""
+    return (node._scales() * FORMATS[node.format].largest).astype(node.dtype)
 
 
 def _values(codes: Array, form: str) -> Float[Array, "*any"]:

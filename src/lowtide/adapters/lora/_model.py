@@ -69,7 +69,7 @@ def add(
             trainer.
         ConfigError: when the rank exceeds a target's smaller dimension, `layers` names one that is not there, `key` is
             missing, for what kernels, experts and embeddings do not take (DoRA, some layers, (IA)³, VeRA), and for a
-            model of Keras or NNX.
+            module of Keras or NNX in place of its arrays.
 
     Memory:
         ``4 * rank * (out + in)`` bytes for each matrix, of DoRA ``4 * out`` more; of (IA)³ ``4 * out`` or ``4 * in``;
@@ -208,20 +208,23 @@ def _is_finite(weight: Array) -> Array:
 
 
 def _refuse_object(model: Any) -> None:
-    """Raise for a model of a library that has low-rank layers of its own, and makes arrays of its weights."""
+    """Raise for an object of a library that makes arrays of its weights, whose arrays alone take adapters."""
     # Who has such a model has imported its library.
-    of_nnx = "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
+    of_nnx = "give its arrays, {}, and train with lt.adapted(fn), whose fn merges them into the module; or take "
+    of_nnx += "nnx.LoRALinear in the layers' place, and lowtide.ext.nnx.Bridge(module, wrt=nnx.LoRAParam)"
     hints = {
-        ("keras", "Layer"): "layer.enable_lora(rank), which lowtide.ext.keras.Bridge trains",
-        ("flax.nnx", "Module"): of_nnx,
-        ("flax.nnx", "State"): of_nnx,
+        ("keras", "Layer"): "give its arrays, {each.path: each.value for each in model.trainable_variables}, and train "
+        "with lt.adapted(fn), whose fn calls model.stateless_call; or take layer.enable_lora(rank), which "
+        "lowtide.ext.keras.Bridge trains",
+        ("flax.nnx", "Module"): of_nnx.format("nnx.to_pure_dict(nnx.state(module))"),
+        ("flax.nnx", "State"): of_nnx.format("nnx.to_pure_dict(state)"),
     }
     for (library, kind), hint in hints.items():
         cls = getattr(sys.modules.get(library), kind, None)
         if cls is not None and isinstance(model, cls):
             raise ConfigError(
                 f"a {type(model).__name__} takes no adapter of Lowtide: its layers make arrays of their weights",
-                expected="a pytree whose weights are multiplied by lowtide.core.linear or @, such as an Equinox module",
+                expected="a pytree of arrays, such as a dictionary or an Equinox module",
                 got=f"{type(model).__module__}.{type(model).__name__}",
                 hint=hint,
             )
