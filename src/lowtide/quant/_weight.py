@@ -100,7 +100,7 @@ class QuantizedWeight:
         """
 
         def made(node: QuantizedWeight) -> Array:
-            values = _values(node.codes, node.format) * node._spread(node._scales(), node.codes.shape[-1])
+            values = _values(node.codes, node.format) * _spread(_scales(node), node.block, node.codes.shape[-1])
             return values.astype(node.dtype if dtype is None else dtype)
 
         values = without_explicit_axes(made, lambda _: kept(self.codes), self)
@@ -172,14 +172,16 @@ class QuantizedWeight:
             )
         return self.mT
 
-    def _scales(self) -> Float[Array, "*stack out blocks"]:
-        if self.nested_scales is not None:
-            return unnested(self.scales, self.nested_scales, self.offset)
-        return numbers(self.scales, self.format)
 
-    def _spread(self, scales: Array, width: int) -> Array:
-        """Give every weight of a row its scale."""
-        return jnp.repeat(scales, min(self.block, width), axis=-1)[..., :width] if self.block else scales
+def _scales(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
+    if node.nested_scales is not None:
+        return unnested(node.scales, node.nested_scales, node.offset)
+    return numbers(node.scales, node.format)
+
+
+def _spread(scales: Array, block: int, width: int) -> Array:
+    """Give every weight of a row its scale."""
+    return jnp.repeat(scales, min(block, width), axis=-1)[..., :width] if block else scales
 
 
 def _frozen(node: QuantizedWeight) -> QuantizedWeight:
@@ -211,7 +213,7 @@ def _rows(node: QuantizedWeight, ids: Array) -> Array:
         scales = unnested_rows(scales, node.nested_scales, node.offset, ids)
     else:
         scales = numbers(scales, node.format)
-    values = _values(codes, node.format) * node._spread(scales, codes.shape[-1])
+    values = _values(codes, node.format) * _spread(scales, node.block, codes.shape[-1])
     # What jnp.take gives for a row that is not there.
     known = (ids >= 0) & (ids < node.shape[0])
     return jnp.where(known[..., None], values, jnp.nan).astype(node.dtype)
@@ -219,7 +221,7 @@ def _rows(node: QuantizedWeight, ids: Array) -> Array:
 
 def largest_values(node: QuantizedWeight) -> Float[Array, "*stack out blocks"]:
     """Return the largest number of each block in the weight's dtype, infinite where it is rounded up too far."""
-    return (node._scales() * FORMATS[node.format].largest).astype(node.dtype)
+    return (_scales(node) * FORMATS[node.format].largest).astype(node.dtype)
 
 
 def _values(codes: Array, form: str) -> Float[Array, "*any"]:
