@@ -10,8 +10,8 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError
-from lowtide.models import RopeScaling, _attention, generate, init, loss
-from lowtide.ops import attention_implementation
+from lowtide.models import RopeScaling, generate, init, loss
+from lowtide.ops import _attention, attention_implementation
 from tests.models.tiny_llama import CONFIG, KEY, LOGITS, LOSS, make_batch, make_model
 
 
