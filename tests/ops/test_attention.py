@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import jax
@@ -12,7 +11,6 @@ import pytest
 
 import lowtide as lt
 from lowtide.core import ConfigError
-from lowtide.ops import _attention
 
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -97,22 +95,6 @@ def test_queries_of_another_length_see_their_own_segment_and_such_as_see_nothing
     np.testing.assert_allclose(got[:, :4], reference(q, k, v, **options)[:, :4], rtol=0, atol=2e-6)
     grads = jax.grad(lambda *of: jnp.sum(lt.ops.attention(*of, **options)[:, :4] ** 2), (0, 1, 2))(*arrays)
     assert all(np.isfinite(each).all() for each in (got, *grads))
-
-
-def test_the_kernel_is_that_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attention, "has_cudnn", lambda: True)
-    for capability, dtype, head_dim, found in [
-        ("9.0", jnp.bfloat16, 128, "cudnn"),
-        ("8.0", jnp.float16, 64, "cudnn"),
-        ("7.5", jnp.bfloat16, 64, "xla"),
-        ("9.0", jnp.float32, 64, "xla"),
-        ("9.0", jnp.bfloat16, 256, "xla"),
-        ("9.0", jnp.bfloat16, 60, "xla"),
-        ("gfx942", jnp.bfloat16, 64, "xla"),
-    ]:
-        device = types.SimpleNamespace(platform="gpu", compute_capability=capability, device_kind="a card")
-        monkeypatch.setattr(_attention, "traced_device", lambda device=device: device)
-        assert lt.ops.attention_implementation(dtype, head_dim) == found
 
 
 def ones(*shape: int, dtype: Any = jnp.float32) -> Any:

@@ -114,8 +114,7 @@ def _dynamic_slice(eqn: Any, weight: Weight, *starts: Any) -> Any:
     sizes = tuple(eqn.params["slice_sizes"])
     if not num_stacked(weight.node):
         return _row(eqn, weight, starts[0])
-    is_whole = num_stacked(weight.node) and sizes[1:] == weight.shape[1:]
-    return _layers(weight, starts[0], sizes[0]) if is_whole else None
+    return _layers(weight, starts[0], sizes[0]) if sizes[1:] == weight.shape[1:] else None
 
 
 def _without_layers(eqn: Any, weight: Weight) -> Weight | None:
