@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,10 @@ def test_half_precision_inputs_reduce_in_float32():
     loss, (dh, dhead) = jax.jit(grad_fn)(h, head, labels)
     assert loss.dtype == jnp.float32
     assert (dh.dtype, dhead.dtype) == (jnp.bfloat16, jnp.bfloat16)
-    np.testing.assert_allclose(loss, _dense(h, head, labels)[0], rtol=1e-5)
+    want, *grads = _dense(h, head, labels)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    for got, exact in zip((dh, dhead), grads, strict=True):
+        np.testing.assert_allclose(got.astype(jnp.float32), exact, atol=2**-7 * np.abs(exact).max())
 
 
 def test_the_gradient_of_a_mean_keeps_its_scale_in_half_precision():
@@ -166,6 +170,16 @@ def test_no_program_holds_all_logits(where, request):
     assert temp_bytes(512) < logits_bytes / 2
     if where == "cpu":  # the measure sees logits where they are
         assert logits_bytes / 2 < temp_bytes(4096)
+
+
+@pytest.mark.parametrize("argnums", [0, (0, 1)])
+def test_a_bfloat16_head_is_multiplied_as_it_is(argnums):
+    h, head = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 64, 256), (8192, 256)))
+    labels = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    text = jax.jit(jax.grad(losses.chunked_cross_entropy, argnums)).lower(h, head, labels).as_text()
+    products = re.findall(r"dot_general.*: \((.*)\) ->", text)
+    assert len(products) == (2 if argnums == 0 else 3)
+    assert all(product.count("xbf16>") == 2 for product in products)
 
 
 def test_bad_input_is_refused_by_name():

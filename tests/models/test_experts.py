@@ -203,3 +203,7 @@ def test_nor_does_a_gpu_which_computes_an_eighth_more_rows_and_a_step_of_what_is
     for name, left, dims in re.findall(r"%?([\w.-]+) = \S+ dot\(%?([\w.-]+),.*lhs_contracting_dims={([\d,]*)}", text):
         flops += 2 * math.prod([*shapes[name], *(shapes[left][int(dim)] for dim in dims.split(","))])
     assert flops == pytest.approx(arithmetic, rel=0.15)
+    # Rows go back to their tokens by gathers: what is added to where several rows may go has no model axis.
+    added = re.findall(r"%scatter-add[\w.]* = \w+\[([\d,]*)\]\S* scatter\(", text)
+    assert added
+    assert not [shape for shape in added if shape.endswith(",256")]

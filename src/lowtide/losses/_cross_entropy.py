@@ -183,8 +183,7 @@ def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, so
     if isinstance(head, LinearWeight):
         logits_BCV = linear(h_BCD, head).astype(jnp.float32)
     else:
-        contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
-        logits_BCV = jax.lax.dot_general(h_BCD, head.astype(h_BCD.dtype), contract, preferred_element_type=jnp.float32)
+        logits_BCV = _logits(h_BCD, head.astype(h_BCD.dtype))
     if soft_cap is not None:
         logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
     keep_BC = labels_BC != ignore_index
@@ -193,6 +192,37 @@ def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, so
     # take_along_axis wraps negative indices like NumPy, which would hide a wrong label.
     gold_BC = jnp.where(safe_BC < 0, jnp.nan, gold_BC)
     return jnp.sum(jnp.where(keep_BC, jax.nn.logsumexp(logits_BCV, axis=-1) - gold_BC, 0.0))
+
+
+@jax.custom_vjp
+def _logits(h_BCD: Array, head_VD: Array) -> Array:
+    """Multiply to float32."""
+    contract = (((h_BCD.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(h_BCD, head_VD, contract, preferred_element_type=jnp.float32)
+
+
+def _logits_forward(h: Any, head: Any) -> tuple[Array, Any]:
+    return _logits(h.value, head.value), (h.value, head.value, h.perturbed, head.perturbed)
+
+
+def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | None]:
+    """Multiply in the dtype of `h`, as a linear layer does; in float32 XLA would hold a float32 copy of the head."""
+    h_BCD, head_VD, wants_h, wants_head = residuals
+    if isinstance(d_BCV, jax.custom_derivatives.SymbolicZero):
+        return None, None
+    if h_BCD.dtype != jnp.float16:  # whose range these gradients leave
+        d_BCV = d_BCV.astype(h_BCD.dtype)
+    rows = tuple(range(h_BCD.ndim - 1))
+    exact = {"preferred_element_type": jnp.promote_types(h_BCD.dtype, jnp.float32)}
+    dh = jax.lax.dot_general(d_BCV, head_VD, (((len(rows),), (0,)), ((), ())), **exact) if wants_h else None
+    dhead = jax.lax.dot_general(d_BCV, h_BCD, ((rows, rows), ((), ())), **exact) if wants_head else None
+    return (
+        None if dh is None else dh.astype(h_BCD.dtype),
+        None if dhead is None else dhead.astype(head_VD.dtype),
+    )
+
+
+_logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
 
 
 def _over_chunks(length: int, chunk: int, body: Callable[[Any, int, _Carry], _Carry], carry: _Carry) -> _Carry:
