@@ -1,13 +1,16 @@
 """Generation: a cache changes no logits, rows do not see each other, sampling follows its settings."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import lowtide as lt
 from lowtide import lora, models
-from lowtide.core import ConfigError
-from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling
+from lowtide.core import ConfigError, StructureError
+from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling, _unstack
 from lowtide.models._cache import empty_cache, prefill, step
 from lowtide.models._sampling import choose, knobs_of
 
@@ -69,11 +72,13 @@ def test_the_length_of_another_prompt_changes_no_answer(kind):
     assert beside == alone
 
 
+@pytest.mark.parametrize("layers", ["stacked", "apart"])
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
-def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case):
-    model = _model(**CASES[case])
+def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case, layers):
+    stacked = _model(**CASES[case])
+    model = stacked if layers == "stacked" else models.unstack(stacked)
     ids = np.random.default_rng(0).integers(0, 61, (2, 14)).astype(np.int32)
     pad, width = 3, 7
     segments = np.ones((2, 16), np.int32)
@@ -90,7 +95,7 @@ def test_a_cache_changes_no_logits_of_rows_padded_on_the_left(case):
     got = np.stack(steps, axis=1)
     assert np.std(got) > 1e-3
     for row, start in ((0, 0), (1, pad)):
-        want = np.asarray(LOGITS(model, ids[row : row + 1, start:13]))[0, width - 1 - start :]
+        want = np.asarray(LOGITS(stacked, ids[row : row + 1, start:13]))[0, width - 1 - start :]
         np.testing.assert_allclose(got[row], want, atol=2e-5)
 
 
@@ -109,6 +114,62 @@ def test_rows_are_what_they_are_alone_and_end_where_they_ended():
         assert other.is_ended == (end in one.tokens)
     assert tuple(models.stream(model, PROMPTS[0], 12, **options)) == free[0].tokens
     assert tuple(models.stream(model, PROMPTS[0], 12, end_tokens=[end], **options)) == ended[0].tokens
+
+
+def test_layers_apart_write_the_same_and_are_refused_where_they_would_be_scanned():
+    model = lt.quantize(_model(hidden_size=64), "layers/**/*_proj/weight", "nf4")
+    model = lora.add(model, lora.Config(rank=2, targets="**/{q,up}_proj"), key=jax.random.key(2))
+    model = jax.tree.map(lambda x: x + 0.1 if x.dtype == jnp.float32 and x.ndim == 3 else x, model)
+    options = {"key": jax.random.key(4), "sampling": Sampling(temperature=0.7), "num_samples": 2}
+    want = list(models.generate_batch(model, PROMPTS, 6, **options))
+    apart = models.unstack(model)
+    assert models.unstack(apart, donate=True) is apart
+    assert list(models.generate_batch(apart, PROMPTS, 6, **options)) == want
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((model, apart)))
+    tokens = jnp.ones((1, 4), jnp.int32)
+    for use in (lambda: models.logits(apart, tokens), lambda: models.loss(apart, {"tokens": tokens, "labels": tokens})):
+        with pytest.raises(StructureError, match="arrays of their own"):
+            use()
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_donated_layers_are_gone_by_way_of_the_host_where_a_device_is_full(full, monkeypatch):
+    model = _model()
+    kept, want = jax.tree.leaves(model.layers), jax.tree.map(np.asarray, model.layers)
+    if full:
+
+        def none_is_left(leaf):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+        monkeypatch.setattr(_unstack, "_apart", none_is_left)
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            models.unstack(model)
+    apart = models.unstack(model, donate=True)
+    assert all(leaf.is_deleted() for leaf in kept)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *parts: np.stack(parts), *apart.layers), want)
+
+
+@pytest.mark.gpu_aot
+def test_a_step_of_layers_apart_copies_no_weights_on_a_gpu():
+    sizes = {"vocab_size": 512, "hidden_size": 2048, "intermediate_size": 8192, "num_layers": 4, "num_heads": 16}
+    config = DecoderConfig(**sizes, num_kv_heads=4, head_dim=128)
+
+    def begin(apart):
+        model = models.init(config, key=jax.random.key(0), dtype="bfloat16", compute_dtype="bfloat16")
+        if apart:
+            each = [jax.tree.map(lambda leaf, at=at: leaf[at], model.layers) for at in range(4)]
+            model = dataclasses.replace(model, layers=tuple(each))
+        return model, empty_cache(model, jnp.ones((2, 64), jnp.int32))
+
+    def temp_bytes(apart):
+        model, cache = jax.eval_shape(lambda: begin(apart))
+        column = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+        report = lt.memory.analyze(step, model, column, column, cache, target="h100", donate_argnums=3)
+        return report.device.temp_bytes
+
+    one = 2048 * 8192 * 2
+    assert temp_bytes(apart=True) < one / 8
+    assert temp_bytes(apart=False) > one
 
 
 def test_the_same_shapes_compile_once(compilations):

@@ -7,7 +7,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -98,6 +98,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _models(base: Any, adapters: Sequence[str]) -> Iterator[tuple[str | None, Any]]:
+    """As `with_each`; a GPU gets layers apart where the base is used once, and then is gone."""
+    import jax
+
+    from ..models import unstack
+
+    apart = jax.default_backend() == "gpu" and len(adapters) <= 1
+    for name, model in with_each(base, adapters):
+        yield name, unstack(model, donate=True) if apart else model
+
+
 def _answer_all(
     console: Console,
     args: argparse.Namespace,
@@ -115,7 +126,7 @@ def _answer_all(
     key, ends = jax.random.key(args.seed), end_tokens([args.model, args.tokenizer], base)
     num_answers = len(prompts) * args.num_samples * max(len(args.adapter), 1)
     if file is None and num_answers == 1:
-        for _, model in with_each(base, args.adapter):
+        for _, model in _models(base, args.adapter):
             _stream(args, model, tokenizer, sampling, ids[0], console)
         return
     done = num_tokens = 0
@@ -124,7 +135,7 @@ def _answer_all(
     try:
         with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
             task = progress.add_task("generating", total=num_answers)
-            for adapter, model in with_each(base, args.adapter):
+            for adapter, model in _models(base, args.adapter):
                 for answer in generate_batch(
                     model,
                     ids,
@@ -203,7 +214,7 @@ def _stream(
 
 
 def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) -> None:
-    ((_, model),) = with_each(base, args.adapter)
+    ((_, model),) = _models(base, args.adapter)
     messages: list[dict[str, str]] = []
     while text := _asked():
         messages.append({"role": "user", "content": text})

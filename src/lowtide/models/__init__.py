@@ -27,6 +27,7 @@ from ._host_bytes import HostBytes as HostBytes
 from ._host_bytes import host_bytes as host_bytes
 from ._sampling import Sampling as Sampling
 from ._tokenizer import load_tokenizer as load_tokenizer
+from ._unstack import unstack as unstack
 
 __all__ = [
     "Completion",
@@ -56,4 +57,5 @@ __all__ = [
     "save",
     "stored_weights",
     "stream",
+    "unstack",
 ]

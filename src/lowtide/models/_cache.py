@@ -1,7 +1,8 @@
 """A cache of keys and values, so that a new token costs one token's work.
 
 Keys and values of all layers are two arrays, which a scan over the layers carries and XLA updates in place: a step
-writes one column and copies nothing. Prompts of different lengths end in one column: shorter ones are padded on the
+writes one column and copies nothing. Of layers that have arrays of their own (`unstack`) they are tuples, and the loop
+over layers is unrolled. Prompts of different lengths end in one column: shorter ones are padded on the
 left, with segment 0 in place of 1, which no token sees. A layer with a window holds as many columns as the others.
 
 Shapes: B rows, T new tokens, S columns, D model, K key/value heads, H head, V vocabulary, L layers.
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from ..ops import Sight
 from ._config import DecoderConfig
-from ._decoder import Decoder, activations, head_logits, layer_forward
+from ._decoder import Decoder, activations, head_logits, layer_forward, stack_of
 
 
 @functools.partial(
@@ -34,8 +35,9 @@ from ._decoder import Decoder, activations, head_logits, layer_forward
 class Cache:
     """Keys and values of the tokens so far; a pytree."""
 
-    keys: Float[Array, "L B S K H"]
-    values: Float[Array, "L B S K H"]
+    keys: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
+    """Of all layers, as these are: stacked, or a tuple."""
+    values: Float[Array, "L B S K H"] | tuple[Float[Array, "B S K H"], ...]
     segments: Int[Array, "B S"]
     """0 where a row is padded, 1 elsewhere, in columns that are not written yet, too."""
     column: Int[Array, ""]
@@ -66,9 +68,12 @@ def cache_bytes(config: DecoderConfig, num_rows: int, length: int, compute_dtype
 def empty_cache(model: Decoder, segments_BS: Int[Array, "B S"]) -> Cache:
     """Make a cache of as many columns as there are segments, with nothing in it."""
     config = model.config
-    shape = (config.num_layers, *segments_BS.shape, config.num_kv_heads, config.head_dim)
-    zeros = jnp.zeros(shape, model.compute_dtype)
-    return Cache(zeros, zeros, segments_BS, jnp.int32(0))
+    shape = (*segments_BS.shape, config.num_kv_heads, config.head_dim)
+    if isinstance(model.layers, tuple):
+        keys, values = (tuple(jnp.zeros(shape, model.compute_dtype) for _ in model.layers) for _ in range(2))
+    else:
+        keys, values = (jnp.zeros((config.num_layers, *shape), model.compute_dtype) for _ in range(2))
+    return Cache(keys, values, segments_BS, jnp.int32(0))
 
 
 def prefill(
@@ -100,8 +105,22 @@ def _forward(
     sight: Sight,
     attended: Callable[[Array, Array], Array],
 ) -> tuple[Array, Cache]:
-    h_BTD = activations(model.stack.first(model.outer, {"tokens": tokens_BT}))
+    stack = stack_of(model.config, model.compute_dtype)
+    h_BTD = activations(stack.first(model.outer, {"tokens": tokens_BT}))
+    over_layers = _unrolled if isinstance(model.layers, tuple) else _scanned
+    h_BTD, keys, values = over_layers(model, h_BTD, positions_BT, cache, sight, attended)
+    logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
+    return logits_BV, Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
 
+
+def _scanned(
+    model: Decoder,
+    h_BTD: Array,
+    positions_BT: Array,
+    cache: Cache,
+    sight: Sight,
+    attended: Callable[[Array, Array], Array],
+) -> tuple[Array, Any, Any]:
     def body(carry: tuple[Array, Array, Array], each: tuple[Array, Any]) -> tuple[tuple[Array, Array, Array], None]:
         h_BTD, keys, values = carry
         index, layer = each
@@ -120,6 +139,30 @@ def _forward(
         return (h_BTD, written[0], written[1]), None
 
     indices = jnp.arange(model.config.num_layers)
-    (h_BTD, keys, values), _ = jax.lax.scan(body, (h_BTD, cache.keys, cache.values), (indices, model.layers))
-    logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
-    return logits_BV, Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
+    carry: Any = (h_BTD, cache.keys, cache.values)
+    return jax.lax.scan(body, carry, (indices, model.layers))[0]
+
+
+def _unrolled(
+    model: Decoder,
+    h_BTD: Array,
+    positions_BT: Array,
+    cache: Cache,
+    sight: Sight,
+    attended: Callable[[Array, Array], Array],
+) -> tuple[Array, Any, Any]:
+    stored: list[tuple[Array, Array]] = []
+
+    def store(*new: Array) -> tuple[Array, Array]:
+        written, seen = list[Array](), list[Array]()
+        for whole, part in zip((cache.keys, cache.values), new, strict=True):
+            of_layer = whole[len(stored)]
+            at = (0, cache.column, 0, 0)
+            written.append(jax.lax.dynamic_update_slice(of_layer, part.astype(of_layer.dtype), at))
+            seen.append(attended(part, written[-1]).astype(part.dtype))
+        stored.append((written[0], written[1]))
+        return seen[0], seen[1]
+
+    for layer in model.layers:
+        h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, sight, model.config, store)
+    return h_BTD, *zip(*stored, strict=True)

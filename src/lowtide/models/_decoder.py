@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import LayerStack, Tree, linear, rows
+from ..core import LayerStack, StructureError, Tree, linear, rows
 from ..losses import chunked_cross_entropy
 from ..ops import Scores, Sight, attend
 from ._config import DecoderConfig
@@ -70,7 +70,7 @@ class Decoder:
     outer: Tree
     """``embed/weight`` [V, D], ``norm/weight`` [D] and, unless tied, ``lm_head/weight`` [V, D]."""
     layers: Tree
-    """The blocks' parameters, every leaf with a leading axis of length L."""
+    """The blocks' parameters, every leaf with a leading axis of length L; of `unstack` a tuple of L trees."""
     config: DecoderConfig
     """Sizes and constants (static)."""
     compute_dtype: str = "float32"
@@ -82,8 +82,18 @@ class Decoder:
 
         A batch has ``tokens`` and ``labels``, integers [B, T]; of packed documents ``segment_ids``, too, which see only
         those equal to them, and ``positions``, by default 0 to T - 1.
+
+        Raises:
+            StructureError: when `layers` are `unstack`'s.
         """
-        return _stack(self.config, self.compute_dtype)
+        if isinstance(self.layers, tuple):
+            raise StructureError(
+                "the decoder's layers have arrays of their own",
+                expected="stacked layers",
+                got=f"a tuple of {len(self.layers)}",
+                hint="generate alone takes what lowtide.models.unstack returns; keep the stacked decoder for the rest",
+            )
+        return stack_of(self.config, self.compute_dtype)
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
@@ -275,7 +285,8 @@ def without_windows(layers: Tree) -> Tree:
 
 
 @functools.cache
-def _stack(config: DecoderConfig, compute_dtype: str) -> LayerStack:
+def stack_of(config: DecoderConfig, compute_dtype: str) -> LayerStack:
+    """Return the three functions of decoders of this kind."""
     dtype = jnp.dtype(compute_dtype)
     experts = config.experts
     routed = experts if experts is not None and experts.router_loss_coef > 0 else None

@@ -149,7 +149,7 @@ def generate_batch(
     Memory:
         The keys and values of a batch, `cache_bytes`, of prompt and answer rounded up by at most a quarter; logits
         [B, V] in float32, and one layer's attention scores over the longest prompt. Nothing grows with the number of
-        prompts.
+        prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init

@@ -14,6 +14,7 @@ is. JAX 0.10 to 0.12 have none for every GPU: XLA multiplies by all experts, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ _MULTIPLE = 8
 _TILES = (16, 256)
 """Rows of the shortest and the longest tile beside a slab."""
 _MOST_TILES = 32
+_FEW_STEPS = 4
 _COPIED_BYTES = 128 * 2**20
 """Of weights that tiles at once may copy."""
 
@@ -90,7 +92,8 @@ class _Plan:
         self._at_once = min(_MOST_TILES, max(1, _COPIED_BYTES // copied))
         if self.slab:  # what even routers leave for tiles is little
             self._at_once = min(self._at_once, max(1, mean * own // 8 // self._tile))
-        self._most = min(own, num_rows) + (num_rows // self._tile if num_rows > self._tile else 0)
+        chosen = min(own, num_rows)  # an expert of n rows has at most 1 + (n - 1) / tile tiles
+        self._most = chosen + (num_rows - chosen) // self._tile
         self._num_rows, self._sizes_E = num_rows, sizes_E
         self._rows_to_E = jnp.cumsum(sizes_E)
         self._rest_E = jnp.maximum(sizes_E - self.slab, 0)
@@ -122,7 +125,8 @@ class _Plan:
         return expert_G, first_G[:, None] + inside_GC, ours_GC
 
     def over_tiles(self, body: Callable[[Any, Array], Array], begin: Array) -> Array:
-        """Go over all tiles; of few, at once."""
-        if self._most <= self._at_once and not self.slab:
-            return body(0, begin)
+        """Go over all tiles; of few, without a loop, whose end the host would have to be asked for."""
+        steps = -(-self._most // self._at_once)
+        if steps <= _FEW_STEPS and not self.slab:
+            return functools.reduce(lambda out, i: body(i, out), range(steps), begin)
         return jax.lax.fori_loop(0, -(-self._tiles_to_E[-1] // self._at_once), body, begin)
