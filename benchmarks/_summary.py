@@ -141,7 +141,9 @@ def _answers(model: str, shape: str, ours: Row, peers: Mapping[str, Row]) -> lis
         other = row.get("runs", {}).get(shape)
         if own and other:
             same = other.get("share_of_same_tokens")
-            told = "" if same is None else f"; {_percent(same)} of the tokens are the same"
+            told = (
+                "" if same is None else f"; of random weights in bfloat16 {_percent(same)} of the tokens are the same"
+            )
             ratio = own["tokens_per_second"] / other["tokens_per_second"]
             found = f"{ratio:.2f} × ({speed}{told}){_mixed(ours, row)}"
             lines.append(Line(f"{figure}: tokens/s over {peer}'s", "", found))

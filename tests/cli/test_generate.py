@@ -65,6 +65,26 @@ def test_one_answer_is_printed_as_it_comes_and_equals_the_batched_one(generate, 
     assert status == 0 and streamed[:-1] in printed and "sample 1" in printed
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gpu_gets_layers_apart_where_the_base_is_used_once(generate, adapters, count, monkeypatch):
+    flags = ["--prompt", "the tide", "--max-new-tokens", 3]
+    flags += [flag for adapter in adapters[:count] for flag in ("--adapter", adapter)]
+    _, want, _ = generate(*flags)
+    apart = []
+    name = "stream" if count == 1 else "generate_batch"
+    run = getattr(models, name)
+
+    def watched(model, *args, **options):
+        apart.append(isinstance(model.layers, tuple))
+        return run(model, *args, **options)
+
+    monkeypatch.setattr(models, name, watched)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    status, answer, _ = generate(*flags)
+    assert (status, answer) == (0, want)
+    assert apart == ([True] if count == 1 else [False, False])
+
+
 def test_end_tokens_of_both_files_end_an_answer(generate, tiny_model_dir, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_model_dir, model)

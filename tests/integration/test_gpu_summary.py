@@ -387,7 +387,9 @@ def test_answers_are_told_also_where_a_side_has_none() -> None:
     theirs = {"runs": {"1x128": {"tokens_per_second": 150.0, "share_of_same_tokens": 0.5}}, "out_of_memory": True}
     both = {"8b-lowtide": ours, "8b-transformers": theirs}
     lines = _summary.generate(_summary.Result(both, True, list(both)))
-    assert lines[0].found.startswith("2.00 × (300 tokens/s; 50 % of the tokens are the same)")
+    assert lines[0].found.startswith(
+        "2.00 × (300 tokens/s; of random weights in bfloat16 50 % of the tokens are the same)"
+    )
     assert lines[1].found == "300 tokens/s; transformers runs out of memory"
     alone = {"8b-lowtide": ours, "8b-transformers": {"not_here": "torch"}}
     assert [line.found for line in _summary.generate(_summary.Result(alone, True, list(alone)))][:2] == [

@@ -213,7 +213,7 @@ def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | 
     if h_BCD.dtype != jnp.float16:  # whose range these gradients leave
         d_BCV = d_BCV.astype(h_BCD.dtype)
     rows = tuple(range(h_BCD.ndim - 1))
-    exact = {"preferred_element_type": jnp.promote_types(h_BCD.dtype, jnp.float32)}
+    exact: dict[str, Any] = {"preferred_element_type": jnp.promote_types(h_BCD.dtype, jnp.float32)}
     dh = jax.lax.dot_general(d_BCV, head_VD, (((len(rows),), (0,)), ((), ())), **exact) if wants_h else None
     dhead = jax.lax.dot_general(d_BCV, h_BCD, ((rows, rows), ((), ())), **exact) if wants_head else None
     return (

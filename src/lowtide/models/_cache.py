@@ -165,4 +165,5 @@ def _unrolled(
 
     for layer in model.layers:
         h_BTD, _, _ = layer_forward(layer, h_BTD, positions_BT, sight, model.config, store)
-    return h_BTD, *zip(*stored, strict=True)
+    keys, values = zip(*stored, strict=True)
+    return h_BTD, keys, values

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ def _routed(
     order_M = jnp.argsort(chosen_M, stable=True)
     sizes_E = jnp.bincount(chosen_M, length=count).astype(jnp.int32)
     back_M = jnp.argsort(order_M)  # sums over a token's experts in the order of their shares, whatever the batch
-    take = _rows if traced_device().platform == "tpu" else _rows_by_gathers
+    take: Any = _rows if traced_device().platform == "tpu" else _rows_by_gathers
     rows_MD = take(per_token, x_BTD.reshape(-1, width), order_M, back_M)
     out_MD = _compute(module, rows_MD, sizes_E, chosen_M[order_M], experts, activation)
     out_BTKD = take(1, out_MD, back_M, order_M).reshape(batch, length, per_token, width)
