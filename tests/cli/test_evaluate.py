@@ -107,6 +107,17 @@ def test_what_routers_are_trained_by_is_no_part_of_it():
     assert text_loss(model, stream, seq_len=8, batch_size=2).loss == pytest.approx(_wanted(model, stream, 8), abs=1e-6)
 
 
+def test_what_fills_up_a_row_is_no_part_of_its_length():
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 12, "num_layers": 1, "num_heads": 2}
+    scaling = models.RopeScaling(rope_type="dynamic", factor=4.0)
+    more = {"num_kv_heads": 1, "head_dim": 8, "max_position_embeddings": 16, "rope_scaling": scaling}
+    model = models.init(models.DecoderConfig(**sizes, **more), key=jax.random.key(0))
+    model = jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 2 else leaf, model)
+    stream = np.random.default_rng(0).integers(0, 40, 13).astype(np.int32)
+    short, long = (text_loss(model, stream, seq_len=seq_len, batch_size=2).loss for seq_len in (12, 48))
+    assert long == pytest.approx(short, abs=1e-6)
+
+
 def test_a_loss_that_is_not_finite_is_an_error_and_null_in_json(evaluate, tiny_model_dir, tmp_path):
     model = models.load(tiny_model_dir)
     model.outer["norm"]["weight"] = model.outer["norm"]["weight"].at[0].set(jnp.nan)

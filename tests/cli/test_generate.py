@@ -155,6 +155,8 @@ def test_bad_arguments(generate, flags, message, tmp_path, monkeypatch):
         ('{"text": "a"}', "no prompt"),
         ('{"prompt": "a", "messages": []}', "no prompt"),
         ('{"messages": [{"role": "user"}]}', "no prompt"),
+        ('{"messages": [{"role": "system"}, {"role": "user", "content": "a"}]}', "no prompt"),
+        ('{"prompt": "a", "tools": [{"name": "f"}]}', 'but "tools" beside "messages"'),
         ('{"messages": [{"role": "user", "content": 4}]}', "messages.0.content"),
         ('{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "tools has an unusable value"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -227,6 +228,8 @@ def test_what_is_missing_is_named() -> None:
         Bridge(model, state, wrt=lambda leaf: False)
     with pytest.raises(SelectionError, match=r"(?s)middle.*hint:"):
         Bridge(model, state, wrt="middle/*")
+    wrt = Bridge(model, state, wrt=[re.compile("first/.*")]).wrt
+    assert [wrt(path, None) for path in ("first/weight", "first/bias", "last/weight")] == [True, True, False]
     forgetful = lt.Trainer(Bridge(model, state), lambda m, s, b, key: loss_fn(m, s, b, key)[:2], optax.sgd(0.1))
     with pytest.raises(StructureError, match=r"(?s)does not return the state.*2 values.*hint:"):
         forgetful.fit(batches(1), num_steps=1)

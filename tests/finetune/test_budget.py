@@ -78,6 +78,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             350,
             [
+                "enough is --batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8 --offload optimizer "
+                "(about 342 B)"
+            ],
+        ),
+        (
+            {},
+            335,
+            [
                 "none of these is enough: --offload optimizer (about 3.00 KiB), --quantize nf4 (about 2.31 KiB), ",
                 "--offload parameters (about 2.31 KiB), --quantize-embeddings int8 (more than 960 B)\n",
             ],
@@ -100,14 +108,15 @@ def test_what_is_refused_says_what_the_bytes_are_for_and_what_would_be_enough(
 def test_what_cannot_help_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     with pytest.raises(OutOfMemoryError):
-        within(FinetuneConfig(), 350, on_try=tried.append)
-    at_last = "--batch-size 1 --seq-len 32 --quantize nf4 --quantize-embeddings int8"
-    assert tried == ["--quantize nf4", "--offload parameters", at_last]
+        within(FinetuneConfig(), 335, on_try=tried.append)
+    least, few_bits = "--batch-size 1 --seq-len 32 ", "--quantize nf4 --quantize-embeddings int8"
+    at_last = [few_bits, f"{few_bits} --offload optimizer", "--quantize-embeddings int8 --offload parameters,optimizer"]
+    assert tried == ["--quantize nf4", "--offload parameters", *(least + flags for flags in at_last)]
     monkeypatch.setattr(_budget, "needs", None)
     for settings, budget, said in (
-        ({}, 0, r"310 B of.*\n.*at most 0 B\n.*base 250 B, adapters 20 B, optimizer 40 B.*--quantize nf4"),
-        ({}, 280, r"hint: take a lower --rank, a smaller model"),
-        ({"method": "ia3"}, 280, r"hint: take a smaller model"),
+        ({}, 0, r"270 B of.*\n.*at most 0 B\n.*base 250 B, adapters 20 B, before.*--quantize nf4.*--offload optimizer"),
+        ({}, 260, r"hint: take a lower --rank, a smaller model"),
+        ({"method": "ia3"}, 260, r"hint: take a smaller model"),
         ({"full": True}, 1000, r"optimizer 40 B, before activations and gradients\nhint: take a smaller model"),
     ):
         with pytest.raises(OutOfMemoryError, match=rf"(?s)this run needs more than .*{said}"):

@@ -182,6 +182,21 @@ def test_a_bfloat16_head_is_multiplied_as_it_is(argnums):
     assert all(product.count("xbf16>") == 2 for product in products)
 
 
+@pytest.mark.parametrize(("axes", "argnums"), [(("data", None, None), (0, 1)), (("data", None, "model"), 0)])
+def test_axes_of_the_mesh_may_be_explicit(axes, argnums):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    h, head, labels = _case()
+    want = jax.grad(losses.chunked_cross_entropy, argnums)(h, head, labels)
+    specs = jax.P(axes[0], None, None), jax.P(None, axes[2]), jax.P(axes[0])
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip((h, head, labels), specs, strict=True)
+        ]
+        got = jax.jit(jax.grad(losses.chunked_cross_entropy, argnums))(*placed)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
 def test_bad_input_is_refused_by_name():
     h, head, labels = _case()
     with pytest.raises(StructureError, match=r"activations and labels do not fit(.|\n)*hint:"):

@@ -75,7 +75,9 @@ def test_the_length_of_a_document_stretches_its_own_positions_alone(kind: str) -
     segments = np.stack([np.repeat([1, 0], (10, 40)), np.ones(50, int)])
     positions = np.arange(50) * np.stack([np.arange(50) < 10, np.ones(50, bool)])
     rows = logits(model, np.concatenate([padded, long]), segment_ids=segments, positions=positions)
-    for got in (row[:10], rows[0, :10]):
+    unplaced = logits(model, np.concatenate([padded, long]), segment_ids=segments)
+    np.testing.assert_allclose(unplaced[1], rows[1], rtol=0, atol=1e-5)
+    for got in (row[:10], rows[0, :10], unplaced[0, :10]):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     for got in (row[10:], rows[1]):
         np.testing.assert_allclose(got, want_long, rtol=0, atol=1e-5)

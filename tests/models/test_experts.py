@@ -77,6 +77,19 @@ def test_grouped_products_and_their_gradients_equal_dense_ones(
     assert (of_x, of_both) in {(2, 3), *([(0, 0)] if platform == "gpu" and num_rows < count else [])}
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_what_is_not_finite_stays_with_its_expert(platform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_grouped, "traced_device", lambda: SimpleNamespace(platform=platform))
+    x, weight, probe = (drawn(seed, *shape) for seed, shape in enumerate(((50, 6), (3, 9, 6), (50, 9))))
+    probe = probe.at[20].set(jnp.inf).at[48].set(jnp.nan)  # a row of the second expert, and one of none
+
+    def total(weight: Any) -> Any:
+        return jnp.sum(grouped_linear(x, weight, jnp.asarray([12, 16, 10])) * probe)
+
+    of_weight = np.asarray(jax.jit(jax.grad(total))(weight))
+    assert np.isfinite(of_weight[[0, 2]]).all() and not np.isfinite(of_weight[1]).all()
+
+
 def _dense(mlp: Any, x_BTD: Any, experts: models.Experts) -> Any:
     """Every expert computes every token."""
     probs = jax.nn.softmax(

@@ -310,7 +310,7 @@ def _record(where: str, line: str) -> dict[str, Any]:
         raise DataError(f"{where}: not JSON", got=shortened(error), hint="one JSON object a line") from error
     found = record if isinstance(record, dict) else {}
     prompt, messages = found.get("prompt"), found.get("messages")
-    if isinstance(prompt, str) and messages is None:
+    if isinstance(prompt, str) and messages is None and found.get("tools") is None:
         return {"prompt": prompt}
     if prompt is None and messages and (chat := _chat_of(found, where)):
         return chat
@@ -318,7 +318,7 @@ def _record(where: str, line: str) -> dict[str, Any]:
         f"{where}: no prompt",
         expected='an object with "prompt", a text, or "messages", a list of objects with "role" and "content"',
         got=shortened(line),
-        hint="one object a line; other fields than these and tools are not read",
+        hint='one object a line; other fields than these are not read, but "tools" beside "messages"',
     )
 
 
@@ -327,7 +327,7 @@ def _chat_of(found: dict[str, Any], where: str) -> dict[str, Any]:
     from ..finetune.data import parse_record
 
     example = parse_record(found, where, {name: name for name in ("messages", "tools") if name in found})
-    if example is None or any(each.get("content") is None and each["role"] == "user" for each in example.messages):
+    if example is None or any(each.get("content") is None and not each.get("tool_calls") for each in example.messages):
         return {}
     return {"messages": [*example.messages], **({} if example.tools is None else {"tools": example.tools})}
 

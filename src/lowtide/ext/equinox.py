@@ -25,6 +25,7 @@ from ..core import (
     StructureError,
     Tree,
     among,
+    is_pattern,
     leaves_with_paths,
     partition,
     products_explained,
@@ -114,7 +115,7 @@ class Bridge:
             )
 
     def _selected(self, model: Any, wrt: Any) -> set[str]:
-        if isinstance(wrt, str) or (isinstance(wrt, Sequence) and all(isinstance(w, str) for w in wrt)):
+        if is_pattern(wrt) or (isinstance(wrt, Sequence) and all(is_pattern(w) for w in wrt)):
             arrays = {name: leaf for name, leaf in self._held.items() if name not in self._changes}
             return {name for name, leaf in partition(arrays, wrt)[0].items() if leaf is not None}
         return set(_named(eqx.filter(model, wrt), None)) & set(self._held)

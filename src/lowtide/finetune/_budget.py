@@ -176,7 +176,7 @@ def _kept(config: FinetuneConfig) -> dict[str, int]:
 
 def _refuse_more(config: FinetuneConfig, budget: int, kept: _Kept) -> None:
     """Refuse a run of which more than the budget stays on the device, whatever is tried."""
-    changes = ({}, *_of_optimizer(config), *_single_changes(config), _together(config))
+    changes = ({}, *_of_optimizer(config), *_single_changes(config), *_together(config))
     least = min(changes, key=kept.bytes)
     parts = kept(least) or {}
     if sum(parts.values()) <= budget:
@@ -214,9 +214,10 @@ def _advice(config: FinetuneConfig, ours: Needs, budget: int, kept: _Kept, on_tr
             sizes |= _fewer(config, field, smallest, ours, budget, size)
     sizes = {flags: size for flags, size in sizes.items() if size < ours.device_bytes}
     enough = {flags: size for flags, size in sizes.items() if size <= budget}
-    if not enough and kept.bytes(_together(config)) <= budget:
-        found = size(_together(config))
-        enough = {_flags(_together(config)): found} if found is not None and found <= budget else {}
+    for change in _together(config):
+        if not enough and kept.bytes(change) <= budget:
+            found = size(change)
+            enough = {_flags(change): found} if found is not None and found <= budget else {}
     if enough:
         return "enough is " + ", or ".join(map(_said, enough.items()))
     less = [f"{flags} (more than {format_bytes(int(size))})" for flags, size in least.items()
@@ -276,15 +277,22 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
             yield change if config.remat else {**change, "remat": True}
 
 
-def _together(config: FinetuneConfig) -> dict[str, Any]:
-    """Return the change to one sequence of the least length in few bits."""
+def _together(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
+    """Yield changes to one sequence of the least length, in few bits, then with the rest in the host's memory."""
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
-    if not config.full:
-        if models.quantization_of(_directory(config)) is None:
-            change["quantize"] = config.quantize or "nf4"
-        change["quantize_embeddings"] = config.quantize_embeddings or "int8"
-    return change
+    if config.full:
+        yield change
+        return
+    few_bits = {"quantize_embeddings": config.quantize_embeddings or "int8"}
+    on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "parameters", "optimizer")),)}
+    without = {"offload": (*dict.fromkeys((*(config.offload or ()), "optimizer")),)}
+    packed = (
+        few_bits if models.quantization_of(_directory(config)) else {"quantize": config.quantize or "nf4"} | few_bits
+    )
+    yield change | packed
+    yield change | packed | without
+    yield change | few_bits | on_host
 
 
 def _smaller(config: FinetuneConfig, field: str, value: int) -> dict[str, Any]:

@@ -152,12 +152,14 @@ def _mean_loss(model: models.Decoder, batch: Tree) -> Array:
 
 
 def _batches(stream: np.ndarray, seq_len: int, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """Rows of one shape; what fills up the last ones is not predicted."""
+    """Rows of one shape; what fills up the last ones is not predicted, nor a part of their length."""
     num_rows = -(-(len(stream) - 1) // seq_len)
     for first in range(0, num_rows, batch_size):
         tokens = np.zeros((batch_size, seq_len), np.int32)
         labels = np.full((batch_size, seq_len), IGNORE, np.int32)
+        positions = np.tile(np.arange(seq_len, dtype=np.int32), (batch_size, 1))
         for row in range(min(batch_size, num_rows - first)):
             part = stream[(first + row) * seq_len :][: seq_len + 1]
             tokens[row, : len(part) - 1], labels[row, : len(part) - 1] = part[:-1], part[1:]
-        yield {"tokens": tokens, "labels": labels}
+            positions[row] = np.minimum(positions[row], len(part) - 2)
+        yield {"tokens": tokens, "labels": labels, "positions": positions}

@@ -14,6 +14,7 @@ Deviations and limits: first derivatives only; the mean is over all tokens that 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -213,13 +214,19 @@ def _logits_backward(residuals: Any, d_BCV: Any) -> tuple[Array | None, Array | 
     if h_BCD.dtype != jnp.float16:  # whose range these gradients leave
         d_BCV = d_BCV.astype(h_BCD.dtype)
     rows = tuple(range(h_BCD.ndim - 1))
-    exact: dict[str, Any] = {"preferred_element_type": jnp.promote_types(h_BCD.dtype, jnp.float32)}
-    dh = jax.lax.dot_general(d_BCV, head_VD, (((len(rows),), (0,)), ((), ())), **exact) if wants_h else None
-    dhead = jax.lax.dot_general(d_BCV, h_BCD, ((rows, rows), ((), ())), **exact) if wants_head else None
-    return (
-        None if dh is None else dh.astype(h_BCD.dtype),
-        None if dhead is None else dhead.astype(head_VD.dtype),
-    )
+
+    def product(a: Array, b: Array, contract: Any, like: Array) -> Array:
+        place = jax.typeof(like).sharding  # a part of the type on a mesh with explicit axes
+        return jax.lax.dot_general(
+            a,
+            b,
+            (contract, ((), ())),
+            preferred_element_type=jnp.promote_types(h_BCD.dtype, jnp.float32),
+            out_sharding=place if place.mesh.explicit_axes else None,
+        ).astype(like.dtype)
+
+    dh = product(d_BCV, head_VD, ((len(rows),), (0,)), h_BCD) if wants_h else None
+    return dh, product(d_BCV, h_BCD, (rows, rows), head_VD) if wants_head else None
 
 
 _logits.defvjp(_logits_forward, _logits_backward, symbolic_zeros=True)
@@ -253,7 +260,7 @@ def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str, 
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
     if chunk_size < 1 or reduction not in ("mean", "sum"):
         raise ConfigError(

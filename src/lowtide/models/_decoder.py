@@ -430,7 +430,7 @@ def attention(
     if config.qk_norm == "head":
         q_BTNH, k_BTKH = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTNH, "q"), (k_BTKH, "k")))
     slides = attn["window"] < EVERYTHING if "window" in attn else sight.window is not None
-    cos, sin = rotary(config, positions_BT, slides)
+    cos, sin = rotary(config, positions_BT, slides, sight.segments and sight.segments[0])
     keys, values = store(rotate(k_BTKH, cos, sin), v_BTKH)
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     scores = Scores(scale, config.attention_soft_cap, attn["sinks"]["weight"] if config.attention_sinks else None)

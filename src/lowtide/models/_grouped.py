@@ -44,8 +44,8 @@ def grouped_linear(
         ``x_MI[m] @ weight[e].T`` for the expert e of each row, in the dtype of `x_MI`; zero for rows of no expert.
 
     Memory:
-        The result, and on a CPU a block's rows and weights; on a GPU 9/8 of the rows and of the result once more, and
-        at most 128 MiB of weights, or one expert's.
+        The result, and on a CPU a block's rows and weights; on a GPU 9/8 of the rows and of the result once more, of 8
+        rows an expert at least (none of fewer rows than experts), and at most 128 MiB of weights, or one expert's.
     """
     own: Any = getattr(weight, "grouped", None)
     if own is not None:  # an adapter, which multiplies by the weight and its factors apart

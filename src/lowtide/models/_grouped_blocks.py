@@ -60,7 +60,7 @@ def weight_gradient(transposed: bool, num_experts: int, x_MI: Array, dy_MO: Arra
         expert, start, number = blocks.at(i)
         ours = (jnp.arange(blocks.most) < number)[:, None]
         x_CI = jnp.where(ours, jax.lax.dynamic_slice_in_dim(rows_MI, start, blocks.most), 0)
-        dy_CO = jax.lax.dynamic_slice_in_dim(rows_MO, start, blocks.most)
+        dy_CO = jnp.where(ours, jax.lax.dynamic_slice_in_dim(rows_MO, start, blocks.most), 0)
         return total.at[expert].add(blocks.shortest(number, multiply, x_CI, dy_CO))
 
     widths = (x_MI.shape[1], dy_MO.shape[1]) if transposed else (dy_MO.shape[1], x_MI.shape[1])

@@ -8,8 +8,9 @@ tiles alone, so that no expert is read that no row chose.
 Shapes: M rows, E experts, I in, O out, P rows of an expert in the slab, G tiles at once, C rows of a tile.
 
 Known limits: the slab computes its rows whether or not they are there, so that of very uneven routers up to twice the
-arithmetic is done; and tiles read and write their weights once more than a kernel would, that took each from where it
-is. JAX 0.10 to 0.12 have none for every GPU: XLA multiplies by all experts, and Pallas leaves Triton.
+arithmetic is done, and of few rows more (8 an expert at least); and tiles read and write their weights once more than a
+kernel would, that took each from where it is. JAX 0.10 to 0.12 have none for every GPU: XLA multiplies by all experts,
+and Pallas leaves Triton.
 """
 
 from __future__ import annotations

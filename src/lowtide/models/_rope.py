@@ -18,7 +18,10 @@ from ._config import DecoderConfig, RopeScaling
 
 
 def rotary(
-    config: DecoderConfig, positions_BT: Int[Array, "B T"], slides: Array | bool = False
+    config: DecoderConfig,
+    positions_BT: Int[Array, "B T"],
+    slides: Array | bool = False,
+    segments_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
     """Cosines and sines for queries and keys, in float32.
 
@@ -26,11 +29,12 @@ def rotary(
         config: sizes and rules.
         positions_BT: the position of each token in its document.
         slides: whether the layer has sliding attention, which may have frequencies of its own.
+        segments_BT: of which document each token is, where positions do not say it.
 
     Returns:
         Two arrays of shape [B, T, 1, R/2].
     """
-    freq, scale = frequencies(config, _lengths(positions_BT) if _asks_for_length(config) else None)
+    freq, scale = frequencies(config, _lengths(positions_BT, segments_BT) if _asks_for_length(config) else None)
     factor: Array | float = scale
     if config.local_rope_theta is not None:
         local = _plain(config.local_rope_theta, config.rotary_dim)
@@ -90,13 +94,17 @@ def _asks_for_length(config: DecoderConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling.rope_type in ("dynamic", "longrope")
 
 
-def _lengths(positions_BT: Array) -> Array:
-    """How long the document of each token is: one more than its last position, after which positions begin again.
+def _lengths(positions_BT: Array, segments_BT: Array | None) -> Array:
+    """How long the document of each token is: one more than its last position.
 
-    Not the longest of all: neither what stands beside a document in its row, nor another row, changes its frequencies.
+    It ends where positions do not grow, or the segment is another. Not the longest of all: neither what stands beside a
+    document in its row, nor another row, changes its frequencies.
     """
-    last = positions_BT.shape[1] - 1
-    ends_BT = jnp.pad(positions_BT[:, 1:] <= positions_BT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    last, ends_BT = positions_BT.shape[1] - 1, positions_BT[:, 1:] <= positions_BT[:, :-1]
+    if segments_BT is not None:
+        ends_BT = ends_BT | (segments_BT[:, 1:] != segments_BT[:, :-1])
+        positions_BT = jnp.broadcast_to(positions_BT, segments_BT.shape)
+    ends_BT = jnp.pad(ends_BT, ((0, 0), (0, 1)), constant_values=True)
     at_BT = jnp.where(ends_BT, jnp.arange(last + 1)[None], last)
     return jnp.take_along_axis(positions_BT, jax.lax.cummin(at_BT, axis=1, reverse=True), axis=1) + 1
 

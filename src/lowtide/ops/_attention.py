@@ -11,13 +11,14 @@ TPU no kernel is used yet.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError
+from ..core import ConfigError, is_count
 from ..core._compat import has_cudnn
 from ._device import traced_device
 from ._scores import attend_with
@@ -187,14 +188,14 @@ def _check(
             got=length,
             hint="causal=False and segment_ids for keys that all queries see",
         )
-    if window is not None and (not causal or window < 1):
+    if window is not None and not (causal and is_count(window, 1)):
         raise ConfigError(
             "attention: a window is of causal attention, and holds the query itself at least",
-            expected="causal=True and window >= 1",
+            expected="causal=True and window an integer of at least 1",
             got=f"causal={causal}, window={window}",
             hint="leave window out for all keys",
         )
-    if soft_cap is not None and not soft_cap > 0:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ConfigError("attention: soft_cap is a positive number", got=soft_cap, hint="leave it out for none")
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise ConfigError(
