@@ -108,6 +108,10 @@ class Finetune:
         self.directory = Path(config.model) if config.model is not None else models.base_path()
         self.beside = tokenizer_folder(self.directory, config.tokenizer)
         self.base, self.tokenizer = _load(config, self.directory, None if sharding is None else sharding.of)
+        model = self.base
+        if not config.full:  # before hours may go into preparing data
+            model = adapted(model, config)
+            lora.check_names(model)
         end = self.base.config.eos_token_id
         end = end[0] if isinstance(end, tuple) else end
         day = of_first(lambda: begun_on(self.out))
@@ -115,10 +119,6 @@ class Finetune:
         self.data = load_data(config, self.beside, self.tokenizer, **options)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config
-        model = self.base
-        if not config.full:
-            model = adapted(model, config)
-            lora.check_names(model)
         # An adapter where the model cannot use one is an error here, before anything is written.
         loss_fn = loss_of(config)
         given: dict[str, Any] = {"key": jax.random.key(0), "training": True} if config.lora_dropout else {}
