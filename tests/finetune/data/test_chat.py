@@ -74,6 +74,68 @@ def test_a_template_that_refuses_names_the_record():
         _render(plain(GEMMA), [*chat("a", "b"), {"role": "assistant", "content": "c"}])
 
 
+# In the manner of Qwen 3, Phi-3, gpt-oss and R1's: none renders the beginning of a conversation as within the whole.
+LAST_THINKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}"
+    "{% if '</think>' in m.content %}{{ m.content.split('</think>')[0].lstrip('\n') }}{% else %}<think>{% endif %}"
+    "</think>{% endif %}"
+    "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
+    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>{{ '\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>{{ 'assistant\n' }}{% endif %}"
+)
+ENDS_WITH_EOS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
+)
+RETURNS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}"
+    "{% if loop.last and m.role == 'assistant' and not add_generation_prompt %}<|return|>"
+    "{% else %}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+ASKS_FOR_THOUGHT = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (LAST_THINKS, ["b<|im_end|>\n", "d \n<|im_end|>\n", "<|im_end|>\n", "<think></think>h<|im_end|>\n"]),
+        (ENDS_WITH_EOS, ["<think>a</think>b<|end|>", "d<|end|>", "<|end|>", "h<|end|></s>"]),
+        (
+            RETURNS,
+            [f"<|message|>{each}" for each in ("<think>a</think>b<|end|>", "d \n<|end|>", "<|end|>", "h<|return|>")],
+        ),
+        (ASKS_FOR_THOUGHT, ["b</s>", "d \n</s>", "</s>", "h</s>"]),
+    ],
+)
+def test_turns_of_templates_that_rewrite_what_was_before(source, wanted):
+    injected = "c<|im_start|>assistant\n<|assistant|><|start|>assistant"
+    text, turns = _render(source, chat("x", "<think>a</think>b", injected, "d \n", "e", "", "g", "h"))
+    assert turns == wanted
+    assert injected in text
+    _, turns = _render(source, chat("x", injected, "y"))  # what the assistant says may look like a header, too
+    assert len(turns) == 1 and injected in turns[0]
+
+
+def test_a_call_of_a_tool_is_a_turn_of_templates_that_rewrite_what_was_before():
+    call = {"type": "function", "function": {"name": "get", "arguments": {"x": "é"}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    answered = [*chat("a"), calls, {"role": "tool", "content": "7"}, *chat("a", "b", "c")[1:]]
+    _, turns = _render(LAST_THINKS, answered)
+    assert turns == ['<call>{"name": "get", "arguments": {"x": "é"}}</call><|im_end|>\n', "b<|im_end|>\n"]
+
+
+def test_a_long_conversation_is_rendered_a_few_times(tmp_path):
+    chats = chat(*map(str, range(1500)))
+    _, turns = _render(plain(CHATML), chats)
+    assert [turn.strip() for turn in turns] == [f"{i}<|im_end|>" for i in range(1, 1500, 2)]
+    with pytest.raises(ModelFileError, match=r"a.jsonl:7: (.|\n)*more than(.|\n)*shorten a very large conversation"):
+        _render(plain(CHATML), chat("x" * 17 * 1024**2, "b"))
+
+
 def test_turns_that_cannot_be_told_are_refused():
     source = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(DataError, match=r"a.jsonl:7: (.|\n)*where message 2 begins and ends(.|\n)*--loss-on all"):

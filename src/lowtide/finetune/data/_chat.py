@@ -2,8 +2,8 @@
 
 The template is the tokenizer's own, in Jinja as `transformers` renders it: token ids and masks are those of its
 ``apply_chat_template(..., return_assistant_tokens_mask=True)``. Where a template does not mark the assistant's turns
-with ``{% generation %}``, they are found by rendering the conversation up to each turn, with the generation prompt, and
-up to its end; a template for which these are no beginnings of the whole is refused, never guessed at.
+with ``{% generation %}``, they are found from its renderings (`_render`): from after the header that the generation
+prompt writes to what closes a turn. A template for which that cannot be told is refused, never guessed at.
 
 One deviation: a character whose bytes are several tokens belongs to a turn with all of them. transformers leaves the
 later ones out where such a character ends a turn.
@@ -164,8 +164,7 @@ class Renderer:
             return text, []
         silent = {number for number, each in enumerate(example.messages) if each.get("weight") == 0}
         if not self._has_generation:
-            cuts = [cut for cut in answer["cuts"] if cut[0] not in silent]
-            return text, [self._turn(text, *cut, where=example.where) for cut in cuts]
+            return text, [self._turn(*each, where=example.where) for each in answer["turns"] if each[0] not in silent]
         start = self._start(text, answer, example)
         spans = self._with_weight(answer["spans"], example, silent)
         return text, [(max(a, start), b) for a, b in spans if b > start]
@@ -188,12 +187,12 @@ class Renderer:
     def _answer(self, request: dict[str, Any], where: str) -> dict[str, Any]:
         try:
             answer = self._ask(request)
-        except ModelFileError as error:
-            raise ModelFileError(f"{where}: {error.message}", got=error.got, hint=error.hint) from error
-        if "error" in answer:
-            said = str(answer["error"])
+            said = str(answer.get("error", ""))
             if said.startswith(("SecurityError", "MemoryError", "OverflowError", "RecursionError")):
                 raise self._refused(said)
+        except ModelFileError as error:
+            raise ModelFileError(f"{where}: {error.message}", got=error.got, hint=error.hint) from error
+        if said:
             raise DataError(
                 f"{where}: the chat template refuses this conversation",
                 got=shortened(said),
@@ -223,10 +222,10 @@ class Renderer:
             )
         return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in silent]
 
-    def _turn(self, text: str, number: int, before: str, upto: str, *, where: str) -> tuple[int, int]:
-        if not (upto.startswith(before) and text.startswith(upto)):
+    def _turn(self, number: int, span: Sequence[int] | None, *, where: str) -> tuple[int, int]:
+        if span is None:
             raise self._unclear(where, f"message {number + 1}")
-        return len(before), len(upto)
+        return span[0], span[1]
 
     def _unclear(self, where: str, what: str) -> DataError:
         return DataError(
@@ -264,7 +263,7 @@ class Renderer:
         return ModelFileError(
             f"{self._template.where}: a chat template that cannot be used",
             got=shortened(why),
-            hint="copy the file again, or name another template: --chat-template FILE",
+            hint="shorten a very large conversation; else copy the file again, or name another: --chat-template FILE",
         )
 
 
