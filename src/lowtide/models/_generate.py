@@ -23,8 +23,9 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from ..core import ConfigError, Tree
-from ._cache import Cache, empty_cache, prefill, step
+from ._cache import Cache, empty_cache, prefill, read_again, step
 from ._decoder import Decoder, activations, head_logits
+from ._rope import frequencies_change
 from ._sampling import Knobs, Sampling, Ways, choose, knobs_of
 
 _STEPS_AT_ONCE = 32  # between two looks at signals
@@ -149,7 +150,9 @@ def generate_batch(
     Memory:
         The keys and values of a batch, `cache_bytes`, of prompt and answer rounded up by at most a quarter; logits
         [B, V] in float32, and one layer's attention scores over the longest prompt. Nothing grows with the number of
-        prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not.
+        prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not. Where the rotary
+        scaling is `longrope` or `dynamic`, activations and keys and values once more, of all columns: texts beyond the
+        length of pretraining are read again, with `longrope` once, with `dynamic` for each token.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -297,10 +300,23 @@ def _advance(model: Decoder, state: _State, ends_E: Array, knobs: Knobs, until: 
 
     def one(state: _State) -> _State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
-        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, state.cache)
+        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _fresh(model, state))
         return _append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
 
     return jax.lax.while_loop(goes_on, one, state)
+
+
+def _fresh(model: Decoder, state: _State) -> Cache:
+    """Return the cache, computed again for rows whose newest token gives those before it other rotations."""
+    changed_B = frequencies_change(model.config, state.lengths)
+    if changed_B is None:
+        return state.cache
+    changed_B = changed_B & ~state.is_done
+
+    def again(cache: Cache) -> Cache:
+        return read_again(model, state.tokens, cache, state.lengths, changed_B)
+
+    return jax.lax.cond(jnp.any(changed_B), again, lambda cache: cache, state.cache)
 
 
 def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> _State:
