@@ -9,7 +9,7 @@ import pytest
 
 import lowtide as lt
 from lowtide import lora, models
-from lowtide.core import ConfigError, StructureError
+from lowtide.core import ConfigError, NonFiniteError, StructureError
 from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling, _unstack
 from lowtide.models import _generate as generation
 from lowtide.models._cache import empty_cache, prefill, step
@@ -271,6 +271,26 @@ def test_a_penalty_keeps_from_repeating():
         tokens[penalty] = done.tokens
     assert len({*tokens[1.0]}) < 10
     assert len({*tokens[1000.0], 1, 2}) == 17
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    model = _model()
+    broken = dataclasses.replace(model, outer={**model.outer, "norm": {"weight": jnp.full(16, jnp.nan)}})
+    for use in (
+        lambda: list(models.generate_batch(broken, PROMPTS, 3, key=jax.random.key(0), batch_size=3)),
+        lambda: list(models.stream(broken, PROMPTS[0], 3, key=jax.random.key(0))),
+        lambda: models.generate(broken, jnp.asarray(PROMPTS[0]), 3, key=jax.random.key(0)),
+    ):
+        with pytest.raises(NonFiniteError, match=r"logits (.|\n)*not finite(.|\n)*hint: a weight is nan"):
+            use()
+    # A token that alone is broken, and comes after the prompt.
+    logits = np.asarray(LOGITS(model, jnp.asarray([PROMPTS[0]])))[0, -1]
+    embed = {"weight": model.outer["embed"]["weight"].at[int(logits.argmax())].set(jnp.nan)}
+    broken = dataclasses.replace(model, outer={**model.outer, "embed": embed})
+    tokens = models.stream(broken, PROMPTS[0], 3, key=jax.random.key(0), sampling=Sampling(temperature=0))
+    assert next(tokens) == logits.argmax()
+    with pytest.raises(NonFiniteError, match="not finite"):
+        next(tokens)
 
 
 def test_bytes_of_a_cache():
