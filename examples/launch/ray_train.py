@@ -66,6 +66,7 @@ def model_and_data(config, sharding=None):
         batch_size=config["batch_size"],
         seed=0,
         end_token=model.config.eos_token_id,
+        vocab_size=model.config.vocab_size,
     )
     adapters = lt.lora.Config(rank=16, alpha=32, targets="layers/**/*_proj")
     return lt.lora.add(model, adapters, key=jax.random.key(0)), data.train

@@ -264,7 +264,7 @@ class TestLoad:
     def test_dropout_warns_once(self, tmp_path):
         lora.save(adapted(), tmp_path)
         edit_config(tmp_path, lora_dropout=0.1)
-        with pytest.warns(UserWarning, match="lora_dropout 0.1 is not applied") as caught:
+        with pytest.warns(UserWarning, match="lora_dropout 0.1 is not applied.*--lora-dropout 0.1") as caught:
             assert_equal(lora.load(decoder(), tmp_path), adapted())
         assert len(caught) == 1
 

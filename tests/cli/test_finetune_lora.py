@@ -20,6 +20,7 @@ from lowtide.cli import main
 from lowtide.core import ConfigError, SelectionError, StructureError
 from lowtide.distributed import ShardingRules, make_mesh
 from lowtide.finetune import Finetune, FinetuneConfig
+from lowtide.finetune._adapters import adapted
 from tests.models.kinds import KINDS
 
 PLAIN: dict[str, Any] = {"seq_len": 8, "batch_size": 4, "rank": 2, "sample_tokens": 0, "num_steps": 4}
@@ -45,6 +46,19 @@ def ran(config: FinetuneConfig, out: Path) -> tuple[list[Any], dict[str, np.ndar
     return [(r["step"], r.get("loss"), r.get("eval_loss")) for r in records], load_file(
         out / "adapter" / "adapter_model.safetensors"
     )
+
+
+def test_an_adapter_that_was_trained_with_dropout_says_which_flag_goes_on(
+    config: Any, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    base = models.load(tiny_model_dir)
+    lora.save(lora.add(base, lora.Config(rank=2, targets="**/q_proj"), key=KEY), tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "lora_dropout": 0.5}))
+    going_on = {"adapter": str(tmp_path / "adapter"), "rank": 16}  # the adapter has its own
+    with pytest.warns(UserWarning, match="lowtide finetune has --lora-dropout 0.5"):
+        adapted(base, config(**going_on))
+    adapted(base, config(**going_on, lora_dropout=0.5))
 
 
 def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import shutil
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from lowtide import lora, models
 from lowtide.cli import _generate as command
@@ -240,6 +242,17 @@ def test_tools_and_turns_that_call_them_are_rendered(generate, chat_dir, tmp_pat
             _records(tmp_path / "o.jsonl")] == records  # fmt: skip
     status, printed, _ = generate(*flags, model=chat_dir)
     assert status == 0 and "at 9" in printed
+
+
+def test_a_weight_that_is_no_number_is_an_error(generate, tiny_model_dir, tmp_path):
+    shutil.copytree(tiny_model_dir, tmp_path / "nan")
+    file = tmp_path / "nan" / "model.safetensors"
+    stored = load_file(file)
+    stored["model.norm.weight"][0] = np.nan
+    save_file(stored, file, {"format": "pt"})
+    for flags in (["--num-samples", 2], []):
+        status, _, said = generate("--prompt", "the tide", "--max-new-tokens", 2, *flags, model=tmp_path / "nan")
+        assert status == 2 and "LT012" in said and "not finite" in said
 
 
 def test_who_gives_text_to_a_model_of_chats_is_told(generate, chat_dir, monkeypatch):

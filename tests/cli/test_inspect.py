@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from lowtide import lora, models
 from lowtide.cli import main
@@ -70,6 +70,24 @@ def test_a_model_and_what_it_lacks(inspect, model_dir, capfd):
         assert status == 1 and field in found["problems"][0]
     (model_dir / "tokenizer.json").unlink()
     assert "tokenizer.json" in inspect(model_dir)[1]["problems"][1]
+
+
+def test_what_is_no_problem_is_a_note(inspect, model_dir, capfd):
+    tokenizer = models.load_tokenizer(model_dir)
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(f"{model_dir}/tokenizer.json")
+    status, found, _ = inspect(model_dir)
+    size, raw = tokenizer.get_vocab_size(), json.loads((model_dir / "config.json").read_text())
+    assert (status, found["notes"]) == (0, [])
+    assert f" {size:,} tokens" in found["facts"]["tokenizer"]
+    file = model_dir / "model.safetensors"
+    stored = load_file(file)
+    save_file({**stored, "lm_head.weight": 2 * stored["model.embed_tokens.weight"]}, file, {"format": "pt"})
+    (model_dir / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": True}))
+    status, found, _ = inspect(model_dir)
+    assert status == 0 and "lm_head.weight is stored: one that differs is refused" in found["notes"][0]
+    assert main(["inspect", str(model_dir)]) == 0
+    assert "note" in capfd.readouterr().out
 
 
 def test_what_loading_refuses_is_a_problem(inspect, model_dir):

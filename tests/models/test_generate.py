@@ -9,8 +9,9 @@ import pytest
 
 import lowtide as lt
 from lowtide import lora, models
-from lowtide.core import ConfigError, StructureError
+from lowtide.core import ConfigError, NonFiniteError, StructureError
 from lowtide.models import DecoderConfig, Experts, RopeScaling, Sampling, _unstack
+from lowtide.models import _generate as generation
 from lowtide.models._cache import empty_cache, prefill, step
 from lowtide.models._sampling import choose, knobs_of
 
@@ -59,17 +60,54 @@ def _model(seed=0, **switches):
 QUICK = ("kinds of layers", "soft caps", "mixture", "sinks")
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_the_length_of_another_prompt_changes_no_answer(kind):
+def _stretched(kind):
+    """A model whose frequencies change beyond 8 tokens."""
     factors = {"short_factor": (1.0, 1.1, 1.2, 1.3), "long_factor": (2.0, 3.0, 4.0, 6.0)}
     options = {"original_max_position_embeddings": 8, **factors} if kind == "longrope" else {}
     scaling = RopeScaling(rope_type=kind, factor=4.0, **options)
-    model = _model(rope_scaling=scaling, max_position_embeddings=8)
+    return _model(rope_scaling=scaling, max_position_embeddings=8)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_the_length_of_another_prompt_changes_no_answer(kind):
+    model = _stretched(kind)
     prompts = [[5, 9, 2], np.random.default_rng(0).integers(0, 61, 30).tolist()]
     greedy = {"key": jax.random.key(0), "sampling": Sampling(temperature=0)}
     beside = [each.tokens for each in models.generate_batch(model, prompts, 4, **greedy)]
     alone = [next(models.generate_batch(model, [prompt], 4, **greedy)).tokens for prompt in prompts]
     assert beside == alone
+
+
+@pytest.mark.parametrize("layers", ["stacked", "apart"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_text_that_outgrows_its_frequencies_continues_as_without_a_cache(kind, layers, monkeypatch):
+    model = _stretched(kind)
+    prompts = [[5, 9, 2], [7, 1, 3, 3, 8, 20]]  # they cross 8 tokens at different steps
+    used = model if layers == "stacked" else models.unstack(model)
+    seen = []
+
+    def watched(state, logits, *rest):
+        jax.debug.callback(lambda *each: seen.append([np.array(x) for x in each]), state.lengths, logits, ordered=True)
+        return append(state, logits, *rest)
+
+    append = generation._append
+    monkeypatch.setattr(generation, "_append", watched)
+    for program in (generation._start, generation._advance):
+        program.clear_cache()
+    greedy = {"key": jax.random.key(0), "sampling": Sampling(temperature=0)}
+    found = [each.tokens for each in models.generate_batch(used, prompts, 10, **greedy)]
+    for program in (generation._start, generation._advance):
+        program.clear_cache()
+    assert len(seen) == 10
+    for row, (prompt, tokens) in enumerate(zip(prompts, found, strict=True)):
+        whole = np.zeros((1, 16), np.int32)
+        whole[0, : len(prompt) + 10] = [*prompt, *tokens]
+        for lengths, logits in seen:
+            last = lengths[row] - 1
+            positions = np.minimum(np.arange(16, dtype=np.int32), last)[None]  # what follows is no part of the length
+            want = np.asarray(LOGITS(model, whole, positions=positions))[0, last]
+            np.testing.assert_allclose(logits[row], want, atol=2e-5)
+            assert tokens[last + 1 - len(prompt)] == want.argmax()
 
 
 @pytest.mark.parametrize("layers", ["stacked", "apart"])
@@ -233,6 +271,26 @@ def test_a_penalty_keeps_from_repeating():
         tokens[penalty] = done.tokens
     assert len({*tokens[1.0]}) < 10
     assert len({*tokens[1000.0], 1, 2}) == 17
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    model = _model()
+    broken = dataclasses.replace(model, outer={**model.outer, "norm": {"weight": jnp.full(16, jnp.nan)}})
+    for use in (
+        lambda: list(models.generate_batch(broken, PROMPTS, 3, key=jax.random.key(0), batch_size=3)),
+        lambda: list(models.stream(broken, PROMPTS[0], 3, key=jax.random.key(0))),
+        lambda: models.generate(broken, jnp.asarray(PROMPTS[0]), 3, key=jax.random.key(0)),
+    ):
+        with pytest.raises(NonFiniteError, match=r"logits (.|\n)*not finite(.|\n)*hint: a weight is nan"):
+            use()
+    # A token that alone is broken, and comes after the prompt.
+    logits = np.asarray(LOGITS(model, jnp.asarray([PROMPTS[0]])))[0, -1]
+    embed = {"weight": model.outer["embed"]["weight"].at[int(logits.argmax())].set(jnp.nan)}
+    broken = dataclasses.replace(model, outer={**model.outer, "embed": embed})
+    tokens = models.stream(broken, PROMPTS[0], 3, key=jax.random.key(0), sampling=Sampling(temperature=0))
+    assert next(tokens) == logits.argmax()
+    with pytest.raises(NonFiniteError, match="not finite"):
+        next(tokens)
 
 
 def test_bytes_of_a_cache():

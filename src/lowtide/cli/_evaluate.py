@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     check_outputs(args.json)
     if not args.data:
         raise ConfigError("--data is empty", hint="look whether a variable of your script is unset")
-    from ..finetune import is_read_as_records, notes_on, read_documents
+    from ..finetune import is_read_as_records, named_documents, notes_on
 
     console = errors()
     is_text = not is_read_as_records(args.data, _columns(args))
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         if is_text and value is not None and Path(args.data).exists():
             raise ConfigError(f"{flag} is for records, and {args.data} is plain text", hint=f"leave {flag} out")
     # Text is read before the model: a wrong path should be found before a large model is there.
-    documents = read_documents(args.data) if is_text else None
+    documents = named_documents(args.data) if is_text else None
     for note in notes_on(args.data, _columns(args), is_evaluation=True):
         console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
     base, tokenizer = open_named(args, console)
@@ -114,7 +114,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _measure(
-    args: argparse.Namespace, base: Any, tokenizer: Any, documents: list[str] | None, seq_len: int, console: Console
+    args: argparse.Namespace,
+    base: Any,
+    tokenizer: Any,
+    documents: dict[str, str] | None,
+    seq_len: int,
+    console: Console,
 ) -> tuple[Callable[[Any, Any], Any], int, int]:
     """Tokenise; what measures a model on it, how many tokens are predicted, and how long rows are."""
     from .. import models
@@ -127,12 +132,13 @@ def _measure(
         sizes: dict[str, Any] = {"seq_len": seq_len, "batch_size": args.batch_size}
         template = load_chat_template(args.tokenizer or args.model or models.base_path(), args.chat_template)
         words: dict[str, Any] = {"columns": _columns(args), "end_token": end, "loss_on": args.loss_on or "completion"}
+        words["vocab_size"] = base.config.vocab_size
         batches, report = evaluation_data(Path(args.data), tokenizer, template, **sizes, **words)
         for note in unlike(report, seq_len):
             console.print(Text("note ", style="bold yellow") + Text(note), soft_wrap=True)
         count = sum(int((batch["labels"] >= 0).sum()) for batch in batches)
         return lambda model, show: batches_loss(model, batches, count, on_progress=show), count, seq_len
-    stream = token_stream(documents, tokenizer, end)
+    stream = token_stream(documents, tokenizer, end, vocab_size=base.config.vocab_size)
     seq_len = min(seq_len, max(len(stream) - 1, 1))  # of short data no rows that are padding for the most part
     sizes = {"seq_len": seq_len, "batch_size": args.batch_size}
     return lambda model, show: text_loss(model, stream, on_progress=show, **sizes), len(stream) - 1, seq_len

@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--chat is one conversation", hint="leave out --output, --num-samples and all adapters but one"
         )
-    prompts = [] if args.chat else _prompts(args)
+    named = {} if args.chat else _prompts(args)
+    prompts = [*named.values()]
     console = errors()  # answers alone are on standard output
     with _writer(args.output) as file:
         from ..models import Sampling
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         if args.chat:
             _chat(args, base, tokenizer, sampling)
             return 0
-        ids = _all_ids(args, base, tokenizer, prompts)
+        ids = _all_ids(args, base, tokenizer, named)
         _say_plan(console, args, base, ids)
         _say_text_is_no_question(console, args, prompts)
         _answer_all(console, args, base, tokenizer, sampling, prompts, ids, file)
@@ -214,6 +215,8 @@ def _stream(
 
 
 def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) -> None:
+    from ..finetune import check_ids
+
     ((_, model),) = _models(base, args.adapter)
     messages: list[dict[str, str]] = []
     while text := _asked():
@@ -221,6 +224,7 @@ def _chat(args: argparse.Namespace, base: Any, tokenizer: Any, sampling: Any) ->
         (ids,) = messages_to_ids(
             args.tokenizer or args.model, tokenizer, {"the conversation": messages}, args.chat_template
         )
+        check_ids(ids, tokenizer, base.config.vocab_size, "the conversation")
         answer = _stream(args, model, tokenizer, sampling, ids, errors())
         messages.append({"role": "assistant", "content": answer})
 
@@ -232,15 +236,22 @@ def _asked() -> str:
         return ""
 
 
-def _all_ids(args: argparse.Namespace, base: Any, tokenizer: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
+def _all_ids(
+    args: argparse.Namespace, base: Any, tokenizer: Any, prompts: dict[str, dict[str, Any]]
+) -> list[list[int]]:
     """Tokenise prompts; of conversations all together, which one process renders."""
-    named = {f"prompt {at + 1}": each for at, each in enumerate(prompts) if "messages" in each}
-    chats = {name: each["messages"] for name, each in named.items()}
-    tools = {name: each["tools"] for name, each in named.items() if "tools" in each}
+    from ..finetune import check_ids
+
+    chats = {name: each["messages"] for name, each in prompts.items() if "messages" in each}
+    tools = {name: prompts[name]["tools"] for name in chats if "tools" in prompts[name]}
     rendered = iter(
         messages_to_ids(args.tokenizer or args.model, tokenizer, chats, args.chat_template, tools) if chats else []
     )
-    return [next(rendered) if "messages" in each else _ids(base, tokenizer, each["prompt"]) for each in prompts]
+    found: list[list[int]] = []
+    for name, each in prompts.items():
+        found.append(next(rendered) if name in chats else _ids(base, tokenizer, each["prompt"]))
+        check_ids(found[-1], tokenizer, base.config.vocab_size, name)
+    return found
 
 
 def _ids(base: Any, tokenizer: Any, prompt: str) -> list[int]:
@@ -282,9 +293,10 @@ def _say_text_is_no_question(console: Console, args: argparse.Namespace, prompts
         )
 
 
-def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _prompts(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Read prompts, by what they are called in errors."""
     if args.prompt is not None:
-        return [{"prompt": args.prompt}]
+        return {"--prompt": {"prompt": args.prompt}}
     path = Path(args.prompts)
     if path.suffix not in (".txt", ".jsonl"):
         raise DataError(f"{path}: unknown kind of file", expected="a .txt or .jsonl file", hint="rename or convert it")
@@ -299,8 +311,8 @@ def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     if not lines:
         raise DataError(f"{path}: no prompt in it", expected="a prompt a line", hint="check --prompts")
     if path.suffix == ".txt":
-        return [{"prompt": line} for _, line in lines]
-    return [_record(f"{path}:{number}", line) for number, line in lines]
+        return {f"{path}:{number}": {"prompt": line} for number, line in lines}
+    return {f"{path}:{number}": _record(f"{path}:{number}", line) for number, line in lines}
 
 
 def _record(where: str, line: str) -> dict[str, Any]:

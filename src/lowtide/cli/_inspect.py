@@ -55,6 +55,8 @@ def _show(console: Console, found: Any) -> None:
     console.print(table)
     for problem in found.problems:
         console.print(Text("cannot be handled  ", style="bold red") + Text(problem))
+    for note in found.notes:
+        console.print(Text("note  ", style="bold yellow") + Text(note))
     for part in found.parts:
         _show(console, part)
 

@@ -109,7 +109,7 @@ class PlacementError(LowtideError, ValueError):
 
 
 class NonFiniteError(LowtideError, ValueError):
-    """A loss or gradients that are no finite numbers."""
+    """A loss, gradients or logits that are no finite numbers."""
 
     code = "LT012"
 

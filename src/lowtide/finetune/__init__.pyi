@@ -25,5 +25,7 @@ from ._page import write_report as write_report
 from ._runs import open_run as open_run
 from ._table import MemoryTable as MemoryTable
 from ._text import TextData as TextData
+from ._text import named_documents as named_documents
 from ._text import read_documents as read_documents
 from ._text import text_data as text_data
+from ._tokens import check_ids as check_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,7 +36,10 @@ def adapted(base: models.Decoder, config: FinetuneConfig) -> models.Decoder:
         ModelFileError: for an adapter that cannot be read, or of another model.
     """
     if config.adapter is not None:
-        return lora.load(base, config.adapter)
+        with warnings.catch_warnings():
+            if config.lora_dropout:  # which is what the warning asks for
+                warnings.filterwarnings("ignore", r".*_dropout .* is not applied")
+            return lora.load(base, config.adapter)
     key = jax.random.key(config.seed)
     saved: dict[str, Any] = {"modules_to_save": config.modules_to_save or ()}
     if config.method == "ia3":

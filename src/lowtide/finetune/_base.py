@@ -41,7 +41,8 @@ def open_base(
         The model and the tokenizer.
 
     Raises:
-        ModelFileError: for an unusable directory, or a tokenizer of another model.
+        ModelFileError: for an unusable directory, or a tokenizer of another model. Tokens that were added to its
+            vocabulary may have ids beyond the embeddings, which are refused in a text.
         ConfigError: for float16 on a CPU.
 
     Memory:
@@ -52,7 +53,8 @@ def open_base(
     sizes = models.load_config(directory)
     folder = tokenizer_folder(directory, tokenizer)
     words = models.load_tokenizer(folder)
-    largest = max(words.get_vocab().values(), default=0)
+    # Added tokens alone may be beyond: Gemma 3's small models have one for images. `check_ids` refuses it in a text.
+    largest = max(words.get_vocab(with_added_tokens=False).values(), default=0)
     if largest >= sizes.vocab_size:
         raise ModelFileError(
             f"{folder}: tokenizer.json has more tokens than the model has embeddings",

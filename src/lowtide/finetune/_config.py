@@ -148,7 +148,8 @@ class FinetuneConfig:
     seq_len: int = 128
     """Tokens in a sequence."""
     num_microbatches: int = 1
-    """Parts of a batch that are run one after the other, to save activation memory."""
+    """Parts of a batch that are run one after the other, to save activation memory. The loss that balances a mixture's
+    routers, where the model has it, is of each part."""
     learning_rate: float | None = None
     """Peak of the schedule. By default 2e-4, or 5e-3 for the embedded model; with `full` 1e-5 and 1e-3."""
     schedule: str = "cosine"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from ..core import ConfigError, DataError, shown
 from ._config import FinetuneConfig, flag_of
 from ._formats import KINDS, files_read_as_text, first_fields, is_binary, read_head
-from ._text import TextData, read_documents, text_data
+from ._text import TextData, named_documents, text_data
 from ._walk import files_below
 
 _MOST_NAMES = 6
@@ -26,6 +26,7 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     end_token: int | None,
+    vocab_size: int | None = None,
     day: str | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
@@ -36,6 +37,7 @@ def load_data(
         directory: of the tokenizer, for its chat template.
         tokenizer: the model's.
         end_token: put after documents and completions.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
         day: what a chat template that writes the date takes for today; None: today.
         on_progress: called with documents done and in all.
 
@@ -62,6 +64,7 @@ def load_data(
         "batch_size": config.batch_size,
         "seed": config.seed,
         "end_token": end_token,
+        "vocab_size": vocab_size,
         "held_out_fraction": config.held_out_fraction,
         "on_progress": on_progress,
     }
@@ -75,7 +78,7 @@ def load_data(
 
     template = load_chat_template(directory, config.chat_template)
     made = record_data(
-        read_documents(config.data) if is_plain else Path(config.data or ""),
+        named_documents(config.data) if is_plain else Path(config.data or ""),
         tokenizer,
         None if template is None else dataclasses.replace(template, day=day),
         eval_source=_source(config.eval_data, config.columns),
@@ -184,19 +187,19 @@ def _refuse_settings_of_records(config: FinetuneConfig, *, is_plain: bool) -> No
         )
 
 
-def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | list[str] | None:
+def _source(data: str | None, columns: tuple[str, ...] | None) -> Path | dict[str, str] | None:
     if data is None:
         return None
-    return Path(data) if is_read_as_records(data, columns) else read_documents(data)
+    return Path(data) if is_read_as_records(data, columns) else named_documents(data)
 
 
-def _texts(data: str | None, columns: tuple[str, ...] | None) -> list[str]:
+def _texts(data: str | None, columns: tuple[str, ...] | None) -> dict[str, str]:
     """Read documents for contiguous windows, which records with a prompt cannot be in."""
     if not is_read_as_records(data, columns):
-        return read_documents(data)
+        return named_documents(data)
     from .data import parse_columns, read_records
 
-    texts: list[str] = []
+    texts: dict[str, str] = {}
     for example in read_records(Path(data or ""), parse_columns(columns)):
         if example is not None and example.kind != "text":
             raise DataError(
@@ -205,7 +208,8 @@ def _texts(data: str | None, columns: tuple[str, ...] | None) -> list[str]:
                 got=f"records of the kind {example.kind}",
                 hint="leave packing out, or take best-fit or none",
             )
-        texts += [] if example is None else [example.text]
+        if example is not None:
+            texts[example.where] = example.text
     if not texts:
         raise DataError(f"{data}: no text in it", expected="at least one record that is not blank", hint="check --data")
     return texts

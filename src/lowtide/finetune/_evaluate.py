@@ -18,9 +18,8 @@ from tokenizers import Tokenizer
 
 from .. import models
 from ..core import ConfigError, DataError, Tree
-from ._text import IGNORE
-
-_ENCODE_AT_ONCE = 256
+from ._text import IGNORE, tokenise
+from ._tokens import named
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,23 +37,29 @@ class TextLoss:
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
-def token_stream(documents: Sequence[str], tokenizer: Tokenizer, end_token: int | None) -> np.ndarray:
+def token_stream(
+    documents: Sequence[str] | Mapping[str, str],
+    tokenizer: Tokenizer,
+    end_token: int | None,
+    *,
+    vocab_size: int | None = None,
+) -> np.ndarray:
     """Tokenise documents and join them, each followed by the end token, if any.
 
     Args:
-        documents: texts.
+        documents: texts, or texts by what they are called in errors.
         tokenizer: the model's.
         end_token: appended to each document.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
 
     Returns:
         Token ids, int32 [N].
+
+    Raises:
+        DataError: for a token that the model has no embedding for.
+        ModelFileError: for a tokenizer that cannot encode the text.
     """
-    end = [] if end_token is None else [end_token]
-    pieces = [np.zeros((0,), np.int32)]
-    for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        encodings = tokenizer.encode_batch_fast([*documents[start : start + _ENCODE_AT_ONCE]])
-        pieces += [np.asarray([*encoding.ids, *end], np.int32) for encoding in encodings]
-    return np.concatenate(pieces)
+    return tokenise(named(documents), tokenizer, end_token, vocab_size)
 
 
 def text_loss(
@@ -94,13 +99,7 @@ def text_loss(
         raise DataError(
             "the data has nothing to predict", expected="at least two tokens", got=len(stream), hint="give more text"
         )
-    if (largest := int(stream.max())) >= model.config.vocab_size:
-        raise DataError(
-            "the data has tokens that the model has not",
-            expected=f"ids below {model.config.vocab_size}",
-            got=f"id {largest}",
-            hint="the tokenizer is of another model",
-        )
+    _check(model, stream)
     return batches_loss(model, _batches(stream, seq_len, batch_size), len(stream) - 1, on_progress=on_progress)
 
 
@@ -123,7 +122,7 @@ def batches_loss(
         The mean over all labels.
 
     Raises:
-        DataError: when there is no label.
+        DataError: when there is no label, and for tokens that the model does not have.
 
     Memory:
         As in `text_loss`.
@@ -133,6 +132,8 @@ def batches_loss(
         count = int(np.sum(batch["labels"] != IGNORE))
         if count == 0:
             continue
+        for name in ("tokens", "labels"):
+            _check(model, batch[name])
         total += float(_mean_loss(model, dict(batch))) * count
         done += count
         if on_progress is not None:
@@ -140,6 +141,17 @@ def batches_loss(
     if done == 0:
         raise DataError("the data has nothing to predict", expected="at least one label", hint="give more data")
     return TextLoss(loss=total / done, num_tokens=done)
+
+
+def _check(model: models.Decoder, ids: np.ndarray) -> None:
+    """Refuse ids beyond the embeddings, which a compiled program would not."""
+    if (largest := int(ids.max())) >= model.config.vocab_size:
+        raise DataError(
+            "the data has tokens that the model has not",
+            expected=f"ids below {model.config.vocab_size}",
+            got=f"id {largest}",
+            hint="the tokenizer is of another model",
+        )
 
 
 @jax.jit

@@ -116,6 +116,7 @@ class Finetune:
         end = end[0] if isinstance(end, tuple) else end
         day = of_first(lambda: begun_on(self.out))
         options: dict[str, Any] = {"end_token": end, "day": day, "on_progress": on_tokenise}
+        options["vocab_size"] = self.base.config.vocab_size
         self.data = load_data(config, self.beside, self.tokenizer, **options)
         asked, config = config, with_steps(config, self.data.num_train_sequences)
         self.config = config

@@ -22,6 +22,7 @@ _AGAIN = "copy the file from its source again"
 _BITS = {"F64": 64, "F32": 32, "F16": 16, "BF16": 16}
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _FOREIGN = {".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz"}
+_HEAD = "lm_head.weight"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MOST_JSON = 256 * 1024**2
 _GROUPS = (
@@ -47,14 +48,16 @@ class Inspection:
     """By name; plain values, lists and objects."""
     problems: tuple[str, ...] = ()
     """What Lowtide cannot handle, by name."""
+    notes: tuple[str, ...] = ()
+    """What a user may not expect, and is no problem."""
     parts: tuple[Inspection, ...] = ()
     """Of a run, what it wrote."""
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         parts = [part.to_dict() for part in self.parts]
-        return {**{name: getattr(self, name) for name in ("kind", "path", "facts")}, "problems": [*self.all_problems()],
-                "parts": parts}  # fmt: skip
+        own = {name: getattr(self, name) for name in ("kind", "path", "facts")}
+        return {**own, "problems": [*self.all_problems()], "notes": [*self.notes], "parts": parts}
 
     def all_problems(self) -> Iterable[str]:
         """Those of parts, too."""
@@ -112,9 +115,10 @@ def inspect(path: str | Path) -> Inspection:
 def _model(folder: Path) -> Inspection:
     from .. import models
 
-    problems: list[str] = []
+    problems, notes = list[str](), list[str]()
     facts: dict[str, Any] = {}
     raw: dict[str, Any] = {}
+    is_tied = False
     experts: tuple[int, int] | None = None
     asked: int | None = None
     if os.path.lexists(folder / "config.json"):
@@ -127,11 +131,12 @@ def _model(folder: Path) -> Inspection:
                 config = models.load_config(folder)
             facts |= {"layers": config.num_layers, "context": config.max_position_embeddings}
             facts["vocabulary"] = config.vocab_size
-            asked = _asked_for(config)
+            asked, is_tied = _asked_for(config), config.tie_embeddings
             if config.experts is not None:
                 experts = (config.experts.num_experts_per_token, config.experts.num_experts)
         except ModelFileError as error:
             problems.append(_said(error))
+            is_tied = bool(raw.get("tie_word_embeddings"))
     else:
         problems.append("config.json is missing")
     files = _weight_files(folder)
@@ -147,11 +152,9 @@ def _model(folder: Path) -> Inspection:
         tensors, facts["quantization"] = _quantized(folder, tensors, problems)
     else:
         problems += _dtypes(tensors)
-    tied = (
-        {"lm_head.weight"} & tensors.keys()
-        if raw.get("tie_word_embeddings") and "model.embed_tokens.weight" in tensors
-        else set[str]()
-    )
+    tied = {_HEAD} & tensors.keys() if is_tied and "model.embed_tokens.weight" in tensors else set[str]()
+    if tied:
+        notes.append(f"config.json ties the head to the embedding, and {_HEAD} is stored: one that differs is refused")
     facts |= _weights(files, {name: each for name, each in tensors.items() if name not in tied}, experts)
     facts["tensors"] = number - len(tied)
     if asked is not None and not files:
@@ -161,8 +164,8 @@ def _model(folder: Path) -> Inspection:
     elif asked is not None and facts["parameters"] != asked:
         got = f"{facts['parameters']:,} parameters in the weights, {asked:,} that config.json asks for"
         problems.append(f"weights and config.json are of different models: {got}")
-    facts |= _tokenizer(folder, problems, facts.get("vocabulary"))
-    return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems))
+    facts |= _tokenizer(folder, problems, notes, facts.get("vocabulary"))
+    return Inspection(kind="model", path=str(folder), facts=facts, problems=tuple(problems), notes=tuple(notes))
 
 
 def _gguf(path: Path, file: Path) -> Inspection:
@@ -171,7 +174,7 @@ def _gguf(path: Path, file: Path) -> Inspection:
     from ..models.gguf import read_header
 
     read_header(file)
-    problems: list[str] = []
+    problems, notes = list[str](), list[str]()
     facts: dict[str, Any] = {}
     tensors: dict[str, models.StoredWeight] = {}
     try:
@@ -188,10 +191,10 @@ def _gguf(path: Path, file: Path) -> Inspection:
         problems.append(_said(error))
         facts |= {"bytes": file.stat().st_size}
     if path.is_dir() and os.path.lexists(path / "tokenizer.json"):
-        facts |= _tokenizer(path, problems, facts.get("vocabulary"))
+        facts |= _tokenizer(path, problems, notes, facts.get("vocabulary"))
     else:
         facts["tokenizer"] = "that in the file is not read; name the original's with --tokenizer"
-    return Inspection(kind="model", path=str(path), facts=facts, problems=tuple(problems))
+    return Inspection(kind="model", path=str(path), facts=facts, problems=tuple(problems), notes=tuple(notes))
 
 
 def _bits(found: Mapping[str, Any]) -> dict[str, str]:
@@ -354,7 +357,7 @@ def _weights(
     return {**facts, "tensors": len(tensors), "bytes": sum(each.stat().st_size for each in files), "files": len(files)}
 
 
-def _tokenizer(folder: Path, problems: list[str], vocabulary: int | None) -> dict[str, Any]:
+def _tokenizer(folder: Path, problems: list[str], notes: list[str], vocabulary: int | None) -> dict[str, Any]:
     from .. import models
 
     facts: dict[str, Any] = {"tokenizer": None, "chat_template": os.path.lexists(folder / "chat_template.jinja")}
@@ -365,9 +368,16 @@ def _tokenizer(folder: Path, problems: list[str], vocabulary: int | None) -> dic
         size = len(vocab) if isinstance(vocab, dict | list) else 0  # pyright: ignore[reportUnknownArgumentType]
         facts["tokenizer"] = f"{kind or 'unknown'}, {size:,} tokens"
         try:
-            largest = max(models.load_tokenizer(folder).get_vocab().values(), default=0)
+            tokenizer = models.load_tokenizer(folder)
+            facts["tokenizer"] = f"{kind or 'unknown'}, {tokenizer.get_vocab_size():,} tokens"
+            largest = max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
             if vocabulary is not None and largest >= vocabulary:
                 problems.append(f"tokenizer.json has ids up to {largest:,}, and the model {vocabulary:,} embeddings")
+            elif vocabulary is not None:
+                added = tokenizer.get_vocab()
+                if beyond := sorted(name for name, number in added.items() if number >= vocabulary):
+                    what = f"tokenizer.json adds tokens that none of the {vocabulary:,} embeddings is of"
+                    notes.append(f"{what}, and that are refused in a text: {shortened(', '.join(beyond))}")
         except ModelFileError as error:
             problems.append(_said(error))
     else:

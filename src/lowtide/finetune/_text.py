@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from ..core import ConfigError, DataError, shortened, shown
 from ._formats import READ, RECORDS, refuse_folder_of_records, refuse_other_formats
-from ._tokens import encode, largest_id, refuse_unknown
+from ._tokens import check_ids, encode, largest_id, named, refuse_unknown
 from ._walk import files_below, unreadable
 
 if TYPE_CHECKING:
@@ -68,13 +68,25 @@ def read_documents(path: str | Path | None) -> list[str]:
 
     Raises:
         DataError: when the path does not exist, cannot be read, holds no text, or holds records in a format that is
-            not read (CSV, JSON, Parquet and others, compressed files, folders of JSON lines): they would be trained
+            read (CSV, JSON, Parquet and others, compressed files, folders of JSON lines): they would be trained
             on as text.
+    """
+    return [*named_documents(path).values()]
+
+
+def named_documents(path: str | Path | None) -> dict[str, str]:
+    """Read documents as `read_documents` does, by what they are called in errors: a file, or one and its line.
+
+    Args:
+        path: as in `read_documents`.
+
+    Raises:
+        DataError: as `read_documents` does.
     """
     if path is None:
         from pydoc_data.topics import topics
 
-        return [text for _, text in sorted(topics.items())]
+        return dict(sorted(topics.items()))
     if not str(path):
         raise DataError(
             "the path of the data is empty", hint="name a file or a folder; Path('.') is the one you are in"
@@ -90,7 +102,7 @@ def read_documents(path: str | Path | None) -> list[str]:
     if path.is_dir():
         files = files_below(path)
         refuse_folder_of_records(path, files)
-        documents = [text for file in files if (text := _utf8(file)) is not None]
+        documents = {str(file): text for file in files if (text := _utf8(file)) is not None}
     else:
         refuse_other_formats(path)
         text = _utf8(path)
@@ -100,8 +112,8 @@ def read_documents(path: str | Path | None) -> list[str]:
                 expected=READ,
                 hint="convert it (iconv -f LATIN1 -t UTF-8), or give a folder or a .jsonl file",
             )
-        documents = list(_jsonl(path, text)) if path.suffix == ".jsonl" else [text]
-    documents = [text for text in documents if text.strip()]
+        documents = dict(_jsonl(path, text)) if path.suffix == ".jsonl" else {str(path): text}
+    documents = {name: text for name, text in documents.items() if text.strip()}
     if not documents:
         raise DataError(
             f"{path}: no text in it", expected="at least one document that is not blank", hint="check --data"
@@ -110,7 +122,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
 
 def text_data(
-    documents: list[str],
+    documents: Sequence[str] | Mapping[str, str],
     tokenizer: Tokenizer,
     *,
     seq_len: int,
@@ -118,13 +130,14 @@ def text_data(
     seed: int,
     end_token: int | None = None,
     held_out_fraction: float = 0.1,
-    eval_documents: list[str] | None = None,
+    eval_documents: Sequence[str] | Mapping[str, str] | None = None,
+    vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TextData:
     """Tokenise, pack, split and shuffle documents.
 
     Args:
-        documents: texts.
+        documents: texts, or texts by what they are called in errors.
         tokenizer: the model's tokenizer.
         seq_len: tokens in a training sequence, T.
         batch_size: sequences in a batch, B.
@@ -132,13 +145,15 @@ def text_data(
         end_token: appended to each document, if any.
         held_out_fraction: part of the windows kept for evaluation, at least one window.
         eval_documents: texts to evaluate instead of that part, in windows of their own.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
         on_progress: called with documents done and documents in all.
 
     Returns:
         The batches.
 
     Raises:
-        DataError: when there are fewer tokens than two windows (one to train on, one held out).
+        DataError: when there are fewer tokens than two windows (one to train on, one held out), and for tokens that
+            the model has no embedding for.
         ConfigError: for a sequence length, batch size or fraction out of range.
     """
     import grain  # takes a second; `import lowtide` does not need it
@@ -150,8 +165,8 @@ def text_data(
             got=f"seq_len={seq_len}, batch_size={batch_size}, held_out_fraction={held_out_fraction}",
             hint="check --seq-len and --batch-size",
         )
-    order = np.random.default_rng(seed).permutation(len(documents))
-    stream = _tokenise([documents[i] for i in order], tokenizer, end_token, on_progress)
+    order, items = np.random.default_rng(seed).permutation(len(documents)), [*named(documents).items()]
+    stream = tokenise(dict(items[i] for i in order), tokenizer, end_token, vocab_size, on_progress)
     window = seq_len + 1
     digest = hashlib.sha256(stream.tobytes())
     if eval_documents is None:
@@ -159,7 +174,7 @@ def text_data(
         num_held_out = min(len(windows) - 1, max(1, round(len(windows) * held_out_fraction)))
         train, held_out = windows[:-num_held_out], windows[-num_held_out:]
     else:
-        evaluated = _tokenise(eval_documents, tokenizer, end_token, on_progress)
+        evaluated = tokenise(named(eval_documents), tokenizer, end_token, vocab_size, on_progress)
         train = _windows(stream, window, "one training sequence", 1)
         held_out = _windows(evaluated, window, "one evaluation sequence", 1)
         digest.update(evaluated.tobytes())
@@ -190,19 +205,41 @@ def _windows(stream: np.ndarray, window: int, what: str, least: int) -> np.ndarr
     return stream[: count * window].reshape(count, window)
 
 
-def _tokenise(
-    documents: list[str], tokenizer: Tokenizer, end_token: int | None, on_progress: Callable[[int, int], None] | None
+def tokenise(
+    documents: Mapping[str, str],
+    tokenizer: Tokenizer,
+    end_token: int | None,
+    vocab_size: int | None,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> np.ndarray:
+    """Tokenise texts and join them, as `text_data` does; int32 [N].
+
+    Raises:
+        DataError: for a token that the model has no embedding for.
+        ModelFileError: for a tokenizer that cannot encode, or contradicts itself.
+    """
     pieces: list[np.ndarray] = []
     end = [] if end_token is None else [end_token]
+    names, texts = [*documents], [*documents.values()]
     for start in range(0, len(documents), _ENCODE_AT_ONCE):
-        encodings = encode(tokenizer, documents[start : start + _ENCODE_AT_ONCE])
-        pieces.extend(np.asarray(encoding.ids + end, np.int32) for encoding in encodings)
+        encodings = encode(tokenizer, texts[start : start + _ENCODE_AT_ONCE])
+        for at, encoding in enumerate(encodings, start):
+            ids = encoding.ids
+            if vocab_size is not None and max(ids, default=0) >= vocab_size:
+                check_ids(ids, tokenizer, vocab_size, _place(names[at], texts[at], ids, tokenizer, vocab_size))
+            pieces.append(np.asarray(ids + end, np.int32))
         if on_progress is not None:
             on_progress(min(start + _ENCODE_AT_ONCE, len(documents)), len(documents))
     stream = np.concatenate(pieces) if pieces else np.zeros((0,), np.int32)
     refuse_unknown(int(stream.max(initial=-1)), largest_id(tokenizer, end_token))
     return stream
+
+
+def _place(name: str, text: str, ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int) -> str:
+    """Say where in a document the first token beyond the vocabulary is, where its text says it."""
+    token = tokenizer.id_to_token(next(each for each in ids if each >= vocab_size))
+    at = text.find(token) if token else -1
+    return name if at < 0 or "\n" not in text else f"{name}, line {text.count(chr(10), 0, at) + 1}"
 
 
 def _next_token(windows: np.ndarray) -> dict[str, np.ndarray]:
@@ -227,7 +264,7 @@ def _utf8(path: Path) -> str | None:
         return None
 
 
-def _jsonl(path: Path, text: str) -> Iterator[str]:
+def _jsonl(path: Path, text: str) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -256,4 +293,4 @@ def _jsonl(path: Path, text: str) -> Iterator[str]:
                 got=str(error),
                 hint="half of a surrogate pair (\\ud800 to \\udfff) is no character; write the file again",
             ) from error
-        yield record["text"]
+        yield f"{path}:{number}", record["text"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from ..core import ModelFileError, shortened
+from ..core import DataError, ModelFileError, shortened, shown
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool = True, offsets: bool = False) -> list[Any]:
@@ -52,3 +52,33 @@ def refuse_unknown(found: int, largest: int) -> None:
             got=f"id {found}",
             hint="the post_processor of tokenizer.json names other ids than its vocabulary; copy the file again",
         )
+
+
+def named(documents: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
+    """Give texts without names a number."""
+    if isinstance(documents, Mapping):
+        return dict(documents)
+    return {f"document {number}": text for number, text in enumerate(documents, 1)}
+
+
+def check_ids(ids: Sequence[int], tokenizer: Tokenizer, vocab_size: int | None, where: str) -> None:
+    """Refuse tokens that a model has no embedding for, as some added tokens of published models have none.
+
+    Args:
+        ids: of one text.
+        tokenizer: the model's, which says what a token is called.
+        vocab_size: embeddings of the model; None: nothing is refused.
+        where: of which text they are, for the message.
+
+    Raises:
+        DataError: naming the token.
+    """
+    if vocab_size is None or max(ids, default=0) < vocab_size:
+        return
+    found = next(int(each) for each in ids if each >= vocab_size)
+    raise DataError(
+        f"{where}: a token that the model has no embedding for",
+        expected=f"ids below {vocab_size}",
+        got=f"{shown(tokenizer.id_to_token(found))}, id {found}",
+        hint="take it out of the text: the tokenizer knows it, and the weights do not",
+    )

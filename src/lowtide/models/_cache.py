@@ -7,9 +7,10 @@ left, with segment 0 in place of 1, which no token sees. A layer with a window h
 
 Shapes: B rows, T new tokens, S columns, D model, K key/value heads, H head, V vocabulary, L layers.
 
-Known limit: keys stay as they were rotated when they were new. With the `dynamic` and `longrope` stretching of rotary
-positions, whose frequencies change with the length, results differ from those without a cache once a sequence grows
-beyond the length of pretraining; transformers' cache does the same for `dynamic`.
+With the `dynamic` and `longrope` stretching of rotary positions a token more may change the frequencies of those before
+it, and with them whatever layers beyond the first computed of these, values included. Nothing in the cache is of use
+then, and it is computed again (`read_again`): with `longrope` once, where a row grows beyond the length of pretraining,
+with `dynamic` at each token from there on.
 """
 
 from __future__ import annotations
@@ -97,6 +98,30 @@ def step(
     return _forward(model, tokens_B1, positions_B1, cache, sight, lambda new, whole: whole)
 
 
+def read_again(model: Decoder, tokens_BS: Int[Array, "B S"], cache: Cache, lengths_B: Array, which_B: Array) -> Cache:
+    """Compute keys and values of some rows again, with the frequencies of the length that they have now.
+
+    Args:
+        model: the decoder.
+        tokens_BS: all tokens so far.
+        cache: of which columns that are not written yet get what `step` will overwrite.
+        lengths_B: tokens of each row so far, that of the cache's next column included.
+        which_B: the rows.
+    """
+    # What is not there yet has the last position again, and so is no part of a document's length.
+    positions_BS = jnp.clip(jnp.cumsum(cache.segments, axis=1) - 1, 0, jnp.maximum(lengths_B - 1, 0)[:, None])
+    whole = dataclasses.replace(cache, column=jnp.int32(0))
+    sight = Sight(segments=(cache.segments, cache.segments))
+    _, keys, values = _through(model, tokens_BS, positions_BS, whole, sight, lambda new, whole: new)
+    axes = (0, 2, 3, 4) if not isinstance(keys, tuple) else (1, 2, 3)
+
+    def chosen(new: Array, old: Array) -> Array:
+        return jnp.where(jnp.expand_dims(which_B, axes), new, old)
+
+    keys, values = jax.tree.map(chosen, (keys, values), (cache.keys, cache.values))
+    return dataclasses.replace(cache, keys=keys, values=values)
+
+
 def _forward(
     model: Decoder,
     tokens_BT: Array,
@@ -105,12 +130,24 @@ def _forward(
     sight: Sight,
     attended: Callable[[Array, Array], Array],
 ) -> tuple[Array, Cache]:
+    h_BTD, keys, values = _through(model, tokens_BT, positions_BT, cache, sight, attended)
+    logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
+    return logits_BV, Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
+
+
+def _through(
+    model: Decoder,
+    tokens_BT: Array,
+    positions_BT: Array,
+    cache: Cache,
+    sight: Sight,
+    attended: Callable[[Array, Array], Array],
+) -> tuple[Array, Any, Any]:
+    """Embedding and layers; activations, and the keys and values with those of these tokens in them."""
     stack = stack_of(model.config, model.compute_dtype)
     h_BTD = activations(stack.first(model.outer, {"tokens": tokens_BT}))
     over_layers = _unrolled if isinstance(model.layers, tuple) else _scanned
-    h_BTD, keys, values = over_layers(model, h_BTD, positions_BT, cache, sight, attended)
-    logits_BV = head_logits(model, h_BTD[:, -1:])[:, 0]
-    return logits_BV, Cache(keys, values, cache.segments, cache.column + tokens_BT.shape[1])
+    return over_layers(model, h_BTD, positions_BT, cache, sight, attended)
 
 
 def _scanned(

@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..core import ConfigError, Tree
-from ._cache import Cache, empty_cache, prefill, step
+from ..core import ConfigError, NonFiniteError, Tree
+from ._cache import Cache, empty_cache, prefill, read_again, step
 from ._decoder import Decoder, activations, head_logits
+from ._rope import frequencies_change
 from ._sampling import Knobs, Sampling, Ways, choose, knobs_of
 
 _STEPS_AT_ONCE = 32  # between two looks at signals
@@ -46,7 +47,7 @@ class Completion:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["cache", "tokens", "lengths", "counts", "is_done", "seen", "keys"],
+    data_fields=["cache", "tokens", "lengths", "counts", "is_done", "is_finite", "seen", "keys"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,8 @@ class _State:
     counts: Int[Array, "B"]
     """New tokens of a row."""
     is_done: Array
+    is_finite: Array
+    """Whether all logits that tokens were chosen by are numbers."""
     seen: Array | None
     """Which tokens a row has, [B, V], where a penalty asks."""
     keys: Array
@@ -93,6 +96,7 @@ def generate(
     Raises:
         ConfigError: for an empty prompt, a negative length or temperature, or, without `hidden`, tokens that are not
             in the vocabulary.
+        NonFiniteError: without `hidden`, when logits are not finite.
 
     Memory:
         A cache of one row (`cache_bytes`), logits of one position, and one layer's attention scores over the prompt.
@@ -145,11 +149,14 @@ def generate_batch(
 
     Raises:
         ConfigError: for an empty prompt, tokens that are not in the vocabulary, or a number below 1.
+        NonFiniteError: from the iterator, when logits are not finite.
 
     Memory:
         The keys and values of a batch, `cache_bytes`, of prompt and answer rounded up by at most a quarter; logits
         [B, V] in float32, and one layer's attention scores over the longest prompt. Nothing grows with the number of
-        prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not.
+        prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not. Where the rotary
+        scaling is `longrope` or `dynamic`, activations and keys and values once more, of all columns: texts beyond the
+        length of pretraining are read again, with `longrope` once, with `dynamic` for each token.
 
     Examples:
         >>> from lowtide.models import DecoderConfig, init
@@ -190,6 +197,7 @@ def stream(
 
     Raises:
         ConfigError: as in `generate_batch`.
+        NonFiniteError: as in `generate_batch`.
 
     Memory:
         As in `generate_batch`, with one row.
@@ -258,6 +266,12 @@ def _batch(
     state = _start(model, jnp.asarray(tokens_BS), jnp.asarray(segments_BS), keys_B, ends_E, knobs, ways, width)
     column = width + 1
     while True:
+        if not bool(state.is_finite):
+            raise NonFiniteError(
+                "the logits that a token is chosen by are not finite",
+                expected="weights that are finite numbers",
+                hint="a weight is nan or inf, or activations overflow in float16; lowtide inspect says the dtypes",
+            )
         yield state, width
         if column >= limit or bool(jnp.all(state.is_done)):
             return
@@ -284,7 +298,8 @@ def _start(
     if ways.penalises:
         rows_B1 = jnp.arange(len(tokens_BS))[:, None]
         seen_BV = jnp.zeros(logits_BV.shape, jnp.int32).at[rows_B1, tokens_BS[:, :width]].max(segments_BP) > 0
-    state = _State(cache, tokens_BS, lengths_B, jnp.zeros_like(lengths_B), lengths_B == 0, seen_BV, keys_B)
+    zeros_B, is_padding_B = jnp.zeros_like(lengths_B), lengths_B == 0
+    state = _State(cache, tokens_BS, lengths_B, zeros_B, is_padding_B, jnp.bool_(True), seen_BV, keys_B)
     return _append(state, logits_BV, ends_E, ways, knobs)
 
 
@@ -293,20 +308,34 @@ def _advance(model: Decoder, state: _State, ends_E: Array, knobs: Knobs, until: 
     """Take steps until a column, or until all rows have ended."""
 
     def goes_on(state: _State) -> Array:
-        return (state.cache.column + 1 < until) & ~jnp.all(state.is_done)
+        return (state.cache.column + 1 < until) & ~jnp.all(state.is_done) & state.is_finite
 
     def one(state: _State) -> _State:
         last_B1 = jax.lax.dynamic_slice_in_dim(state.tokens, state.cache.column, 1, axis=1)
-        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, state.cache)
+        logits_BV, cache = step(model, last_B1, state.lengths[:, None] - 1, _fresh(model, state))
         return _append(dataclasses.replace(state, cache=cache), logits_BV, ends_E, ways, knobs)
 
     return jax.lax.while_loop(goes_on, one, state)
+
+
+def _fresh(model: Decoder, state: _State) -> Cache:
+    """Return the cache, computed again for rows whose newest token gives those before it other rotations."""
+    changed_B = frequencies_change(model.config, state.lengths)
+    if changed_B is None:
+        return state.cache
+    changed_B = changed_B & ~state.is_done
+
+    def again(cache: Cache) -> Cache:
+        return read_again(model, state.tokens, cache, state.lengths, changed_B)
+
+    return jax.lax.cond(jnp.any(changed_B), again, lambda cache: cache, state.cache)
 
 
 def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: Knobs) -> _State:
     """Choose the token of the cache's next column."""
     keys_B = jax.vmap(jax.random.fold_in)(state.keys, state.lengths)
     new_B = choose(logits_BV, keys_B, state.seen, ways, knobs)
+    is_finite_B = jnp.all(jnp.isfinite(logits_BV), axis=1)
     is_done = state.is_done | jnp.any(new_B[:, None] == ends_E[None], axis=1)
     new_B = jnp.where(is_done, 0, new_B)
     seen_BV = state.seen
@@ -318,6 +347,7 @@ def _append(state: _State, logits_BV: Array, ends_E: Array, ways: Ways, knobs: K
         lengths=state.lengths + 1,
         counts=state.counts + ~is_done,
         is_done=is_done,
+        is_finite=state.is_finite & jnp.all(is_finite_B | state.is_done),
         seen=seen_BV,
     )
 

@@ -94,6 +94,16 @@ def _asks_for_length(config: DecoderConfig) -> bool:
     return config.rope_scaling is not None and config.rope_scaling.rope_type in ("dynamic", "longrope")
 
 
+def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Array | None:
+    """Whether the last token of a document gave the tokens before it other frequencies, [B]; None: it never does."""
+    scaling = config.rope_scaling
+    if scaling is None or not _asks_for_length(config):
+        return None
+    if scaling.rope_type == "dynamic":
+        return lengths_B > config.max_position_embeddings
+    return lengths_B == scaling.original_max_position_embeddings + 1
+
+
 def _lengths(positions_BT: Array, segments_BT: Array | None) -> Array:
     """How long the document of each token is: one more than its last position.
 

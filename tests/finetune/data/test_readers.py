@@ -92,6 +92,14 @@ def test_several_kinds_at_once_and_one_after_the_other_are_refused(tmp_path):
     text = _error(_lines(tmp_path / "a.jsonl", {**CHAT, "text": "x"}))
     assert "several kinds" in text
     assert "--columns messages=messages" in text
+    alpaca, tools = {"instruction": "a", "input": "b", "output": "c", "text": "abc"}, [{"name": "f"}]
+    for record, left in ((alpaca, ["b"]), ({**CHAT, "tools": tools, "text": "x"}, [tools])):  # the hint loses nothing
+        file = _lines(tmp_path / "a.jsonl", record)
+        found = _read(file, *_error(file).split("--columns ")[1].split()[0].split(","))[0]
+        assert [found.more or found.tools] == left
+    file = _lines(tmp_path / "a.jsonl", {"chat": CHAT["messages"], "mine": tools, "text": "x"})
+    asked = _error(file, "messages=chat", "tools=mine", "text=text")
+    assert "--columns messages=chat,tools=mine" in asked
     assert ":2: a record of another kind" in _error(_lines(tmp_path / "a.jsonl", {"text": "x"}, CHAT))
     text = _error(_lines(tmp_path / "a.jsonl", {"question": "x"}))
     assert "no kind of record" in text

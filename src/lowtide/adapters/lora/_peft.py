@@ -265,10 +265,11 @@ def read_config(directory: Path) -> PeftConfig:
             hint="load it with PEFT, set save_projection there, and save it again",
         )
     option = {LORA: "lora_dropout", VERA: "vera_dropout"}.get(kind)
-    if option is not None and getattr(file, option):
+    if option is not None and (rate := getattr(file, option)):
         warnings.warn(
-            f"{path}: {option} {getattr(file, option)} is not applied; results are those of PEFT's eval mode, and "
-            "training goes on without dropout unless the loss function calls lt.lora.dropout",
+            f"{path}: {option} {rate} is not applied; results are those of PEFT's eval mode, and training goes on "
+            f"without dropout unless lowtide finetune has --lora-dropout {rate}, or a loss function of your own calls "
+            "lt.lora.dropout",
             stacklevel=3,
         )
     return config

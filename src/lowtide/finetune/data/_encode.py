@@ -9,7 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...core import DataError
-from .._tokens import encode, largest_id, refuse_unknown
+from .._tokens import check_ids, encode, largest_id, refuse_unknown
 from ._chat import ChatTemplate, Renderer, Spans
 from ._schema import Example
 
@@ -31,15 +31,22 @@ class Encoder:
         tokenizer: the model's.
         template: its chat template, if any.
         end_token: put after text and completions, if any.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
         loss_on: ``completion`` learns the assistant's turns, completions and outputs with their end, and all of a text;
             ``all`` every token.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, end_token: int | None, loss_on: str
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        end_token: int | None,
+        loss_on: str,
+        vocab_size: int | None = None,
     ) -> None:
         self._tokenizer, self._template, self._loss_on = tokenizer, template, loss_on
-        self._end = end_token
+        self._end, self._vocab_size = end_token, vocab_size
         self._largest = largest_id(tokenizer, end_token)
         self._renderer: Renderer | None = None
 
@@ -58,13 +65,15 @@ class Encoder:
             Of each its ids, int32 [L], and whether a token is learned, uint8 [L].
 
         Raises:
-            DataError: for a chat without a template, or one that the template refuses.
+            DataError: for a chat without a template, or one that the template refuses, and tokens without an embedding.
             ModelFileError: for a template or a tokenizer that cannot be used.
         """
         examples = [self._as_chat(each) for each in examples]
         is_chat = bool(examples) and examples[0].kind == "chat"
         written = [self._written(each) for each in examples]
         encodings = encode(self._tokenizer, [text for text, _ in written], special=not is_chat, offsets=True)
+        for example, encoding in zip(examples, encodings, strict=True):
+            check_ids(encoding.ids, self._tokenizer, self._vocab_size, example.where)
         return [
             self._finished(encoding, spans, is_chat=is_chat)
             for encoding, (_, spans) in zip(encodings, written, strict=True)

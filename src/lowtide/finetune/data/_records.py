@@ -169,12 +169,13 @@ def record_data(
     loss_on: str = "completion",
     packing: str = "best-fit",
     too_long: str = "cut",
+    vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RecordData:
     """Tokenise, divide, pack and shuffle records.
 
     Args:
-        source: what `read_records` takes, or texts.
+        source: what `read_records` takes, or texts, or texts by what they are called in errors.
         tokenizer: the model's.
         template: its chat template, if any.
         seq_len: tokens in a row, T.
@@ -187,10 +188,11 @@ def record_data(
         loss_on: ``completion`` or ``all``.
         packing: ``best-fit``, or ``none`` for one document a row.
         too_long: ``cut``, ``split`` or ``drop``.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
         on_progress: called with records done.
 
     Raises:
-        DataError: for unusable data, and where nothing is left to train on or to evaluate.
+        DataError: for unusable data, tokens without an embedding, and where nothing is left to train on or to evaluate.
         ModelFileError: for an unusable tokenizer or template.
 
     Memory:
@@ -199,7 +201,7 @@ def record_data(
     """
     import grain  # takes a second; `import lowtide` does not need it
 
-    options: Any = {"end_token": end_token, "loss_on": loss_on, "on_progress": on_progress}
+    options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size, "on_progress": on_progress}
     named = parse_columns(columns)
     store = open_store(source, tokenizer, template, columns=named, **options)
     evaluated = store if eval_source is None else open_store(eval_source, tokenizer, template, columns=named, **options)
@@ -236,6 +238,7 @@ def evaluation_data(
     columns: tuple[str, ...] | None = None,
     end_token: int | None = None,
     loss_on: str = "completion",
+    vocab_size: int | None = None,
 ) -> tuple[Sequence[dict[str, np.ndarray]], DataReport]:
     """Pack all records to be evaluated; what is longer than a row is split.
 
@@ -248,6 +251,7 @@ def evaluation_data(
         columns: ``field=column`` words.
         end_token: put after text and completions.
         loss_on: ``completion`` or ``all``.
+        vocab_size: as in `record_data`.
 
     Returns:
         Batches, and what became of the records, without examples.
@@ -260,7 +264,8 @@ def evaluation_data(
         As in `record_data`.
     """
     named = parse_columns(columns)
-    store = open_store(source, tokenizer, template, columns=named, end_token=end_token, loss_on=loss_on)
+    options: Any = {"end_token": end_token, "loss_on": loss_on, "vocab_size": vocab_size}
+    store = open_store(source, tokenizer, template, columns=named, **options)
     pack = _Packer(seq_len=seq_len, packing="best-fit", too_long="split")
     pieces, rows, counts = pack(store, np.arange(len(store.lengths)), "data: ")
     report = _report(store, template, pieces, rows, counts, seq_len)

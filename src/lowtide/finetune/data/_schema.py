@@ -26,6 +26,8 @@ _KINDS = {
     "text": ("text",),
 }
 """The fields that make a record of a kind."""
+_BESIDE = {"alpaca": ("input",), "text": ()}
+"""The fields that a record of a kind may have besides; of others tools."""
 FIELDS = ("text", "prompt", "completion", "instruction", "input", "output", "messages", "conversations", "tools")
 _ROLES = {
     "human": "user",
@@ -228,11 +230,12 @@ def _kind_of(raw: Mapping[str, Any], where: str, columns: Mapping[str, str]) -> 
         return kinds[0], record
     if kinds:
         fields = [" and ".join(_KINDS[kind]) for kind in kinds]
+        kept = [*_KINDS[kinds[0]], *(name for name in _BESIDE.get(kinds[0], ("tools",)) if name in record)]
         raise DataError(
             f"{where}: several kinds of record at once: {'; '.join(fields)}",
             expected="one kind",
             got=f"fields {_named(raw)}",
-            hint=f"say which one is meant: --columns {','.join(f'{name}={name}' for name in _KINDS[kinds[0]])}",
+            hint=f"say which one is meant: --columns {','.join(f'{name}={columns.get(name, name)}' for name in kept)}",
         )
     mark = next((mark for mark in (";", "\t", "|") if len(raw) == 1 and mark in next(iter(raw))), None)
     raise DataError(

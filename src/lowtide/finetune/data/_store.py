@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ...core import DataError, OutputError, shortened
+from .._tokens import largest_id, named
 from ._chat import ChatTemplate
 from ._encode import Encoder
 from ._readers import data_files, read_records
@@ -31,7 +32,7 @@ from ._schema import Example
 _VERSION = 2
 _AT_ONCE = 256
 _ABANDONED_SECONDS = 86_400
-Source = Path | Sequence[str]
+Source = Path | Sequence[str] | Mapping[str, str]
 _TOKENS, _LEARNED, _ENDS, _ABOUT = "tokens.bin", "learned.bin", "ends.bin", "about.json"
 
 
@@ -66,18 +67,20 @@ def open_store(
     columns: Mapping[str, str],
     end_token: int | None,
     loss_on: str,
+    vocab_size: int | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Store:
     """Tokenise the records of a path into files, or find the files of an earlier time.
 
     Args:
-        source: what `read_records` takes, or texts.
+        source: what `read_records` takes, or texts, or texts by what they are called in errors.
         tokenizer: the model's.
         template: its chat template, if any; one that writes the date and has no day is given today, since what is kept
             must not depend on the hour.
         columns: field to column.
         end_token: put after text and completions.
         loss_on: ``completion`` or ``all``.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
         on_progress: called with records done, and again as their number in all, which is not known.
 
     Raises:
@@ -88,9 +91,11 @@ def open_store(
     Memory:
         On the host 256 records and their tokens, and 8 bytes a document. The files take 5 bytes a token.
     """
-    settings = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
+    settings: dict[str, Any] = {"columns": dict(columns), "end": end_token, "loss_on": loss_on, "version": _VERSION}
     if template is not None and template.writes_date and template.day is None:
         template = dataclasses.replace(template, day=datetime.date.today().isoformat())
+    if vocab_size is not None and largest_id(tokenizer, end_token) >= vocab_size:
+        settings["vocab_size"] = vocab_size  # a store made without it may hold what is refused
     chat = None if template is None else [template.source, template.special]
     if template is not None and chat is not None and template.writes_date:
         chat.append(template.day or "")
@@ -101,7 +106,7 @@ def open_store(
     home = _home()
     folder = home / name.hexdigest()
     if not folder.is_dir():
-        encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on)
+        encoder = Encoder(tokenizer, template, end_token=end_token, loss_on=loss_on, vocab_size=vocab_size)
         unfinished = _new_folder(home)
         try:
             _write(unfinished, source, columns, encoder, on_progress)
@@ -120,7 +125,7 @@ def _digests(source: Source) -> Iterator[bytes]:
         for file in data_files(source):
             yield file.name.encode() + b"\0" + _file_digest(file)
     else:
-        yield from (hashlib.sha256(text.encode()).digest() for text in source)
+        yield from (hashlib.sha256(text.encode()).digest() for text in named(source).values())
 
 
 def _new_folder(home: Path) -> Path:
@@ -209,8 +214,8 @@ def _write(
     (folder / _ABOUT).write_text(json.dumps(about))
 
 
-def _examples(texts: Sequence[str]) -> Iterator[Example]:
-    return (Example(kind="text", where=f"document {number}", text=text) for number, text in enumerate(texts, 1))
+def _examples(texts: Sequence[str] | Mapping[str, str]) -> Iterator[Example]:
+    return (Example(kind="text", where=name, text=text) for name, text in named(texts).items())
 
 
 def _keep(unfinished: Path, folder: Path) -> None:
