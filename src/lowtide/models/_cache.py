@@ -2,8 +2,8 @@
 
 Keys and values of all layers are two arrays, which a scan over the layers carries and XLA updates in place: a step
 writes one column and copies nothing. Of layers that have arrays of their own (`unstack`) they are tuples, and the loop
-over layers is unrolled. Prompts of different lengths end in one column: shorter ones are padded on the
-left, with segment 0 in place of 1, which no token sees. A layer with a window holds as many columns as the others.
+over layers is unrolled. Prompts of different lengths end in one column: shorter ones are padded on the left, with
+segment 0 in place of 1, which no token sees. A layer with a window holds as many columns as the others.
 
 Shapes: B rows, T new tokens, S columns, D model, K key/value heads, H head, V vocabulary, L layers.
 
