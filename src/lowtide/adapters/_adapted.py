@@ -158,12 +158,11 @@ def _shape(leaf: Any) -> Any:
 
 
 def _weight_of(node: Any) -> Any:
-    if isinstance(node, (LinearWeight, KernelWeight, Probe)) and hasattr(node, "weight"):
-        return _weight_of(node.weight)
-    if not isinstance(node, LinearWeight):
+    if not _is_node(node):
         return node
-    own: Any = node
-    return own.dense() if hasattr(own, "dense") else jax.numpy.zeros(own.shape, own.dtype)
+    if hasattr(node, "weight"):
+        return _weight_of(node.weight)
+    return node.dense() if hasattr(node, "dense") else jax.numpy.zeros(node.shape, node.dtype)
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:

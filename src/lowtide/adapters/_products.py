@@ -192,7 +192,8 @@ def _as_asked(eqn: Any, weight: Weight, run: Callable[[Any, Any], Any], x: Any) 
     with jax.default_matmul_precision(name):
         if place is None:
             return run(weight.node, x)
-        return jax.sharding.auto_axes(run, axes=place.mesh.explicit_axes, out_sharding=place)(weight.node, x)
+        placed: Any = jax.sharding.auto_axes(run, axes=place.mesh.explicit_axes, out_sharding=place)
+        return placed(weight.node, x)
 
 
 def _precision_name(precision: Any) -> tuple[Any, bool]:
