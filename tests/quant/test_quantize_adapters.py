@@ -61,6 +61,8 @@ def test_a_kernel_with_an_adapter_is_refused_and_left_out_by_either_name() -> No
     model = lt.lora.add(tree, config, key=KEY, fn=lambda p, ids: p["e"][ids], args=(jnp.arange(3),))
     with pytest.raises(StructureError, match=r'e/weight: a kernel or a table(.|\n)*LoRAKernel\n.*"!e/weight"'):
         lt.quantize(model, "*", "int8")
+    with pytest.raises(StructureError, match=r"e: the adapter of a kernel or a table needs its weight as an array"):
+        lt.lora.attach(lt.quantize(tree, "e", "int8"), lt.lora.split(model)[0])
     for without in ("!e/weight", "!e"):
         left = lt.quantize(model, ["*", without], "int8")
         assert left["e"] is model["e"] or left["e"].weight is model["e"].weight
