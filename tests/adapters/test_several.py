@@ -98,6 +98,24 @@ def test_a_convolution_of_equinox_keeps_several_and_a_quantised_base_too() -> No
     np.testing.assert_array_equal(LOGITS(again, TOKENS), LOGITS(model, TOKENS))
 
 
+def test_sums_are_of_one_base_and_of_kernels_alike() -> None:
+    first, second = adapted(0), adapted(1)
+    copied = jax.tree.map(jnp.copy, second)
+    same, ours = (LOGITS(lora.combine([first, each], [0.5, 2.0]), TOKENS) for each in (copied, second))
+    np.testing.assert_array_equal(same, ours)
+    moved = map_with_paths(lambda path, leaf: leaf + 1 if path == "layers/mlp/up_proj/weight/weight" else leaf, second)
+    with pytest.raises(StructureError, match=r"up_proj/weight: the models are not of one base(.|\n)*numbers"):
+        lora.combine([first, moved])
+    wider = {"w": jnp.ones((4, 2, 4))}
+    config, x = lora.Config(rank=2, targets="w"), jnp.ones((3, 4))
+    rows = lora.add(wider, config, key=KEY, fn=lambda p, x: jnp.einsum("bi,ihk->bhk", x, p["w"]), args=(x,))
+    columns = lora.add(wider, config, key=KEY, fn=lambda p, x: jnp.einsum("bk,ihk->bih", x, p["w"]), args=(x,))
+    with pytest.raises(StructureError, match=r"w: these adapters divide the axes .*\n.*1 axes of rows and 2 of col"):
+        lora.combine([rows, columns])
+    net = lora.add(eqx.nn.MLP(3, 2, 4, 1, key=KEY), lora.Config(rank=2, targets="layers/*/weight"), key=KEY)
+    np.testing.assert_allclose(lora.combine([net, net])(jnp.ones(3)), net(jnp.ones(3)), rtol=1e-5)  # holds functions
+
+
 def test_what_does_not_fit_is_refused_by_path() -> None:
     adapter, base = lora.split(adapted(0))
     with pytest.raises(StructureError, match=r"k_proj/weight: already has an adapter"):

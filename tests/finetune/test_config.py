@@ -21,6 +21,18 @@ def test_toml_round_trips(tmp_path):
     assert config_from_dict(read_config(tmp_path / "c.toml"), "c.toml") == config
 
 
+def test_the_method_full_is_the_setting_full():
+    for config in (FinetuneConfig(method="full"), config_from_dict({"method": "full"}, "c.toml")):
+        assert config == FinetuneConfig(full=True)
+        assert "method" not in config_to_toml(config)
+    with pytest.raises(ConfigError, match="rank is a setting of adapters, and full tunes all parameters"):
+        config_from_dict({"method": "full", "rank": 16}, "c.toml")
+    with pytest.raises(ConfigError, match="method contradicts full"):
+        config_from_dict({"method": "full", "full": False}, "c.toml")
+    with pytest.raises(ConfigError, match="quantize is a setting of adapters"):
+        FinetuneConfig(method="full", quantize="nf4")
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -281,6 +281,8 @@ def test_twice_blocks_merging_and_training_are_refused(quantized: Any) -> None:
             node(form, block=block)
     with pytest.raises(SelectionError, match="codes: a leaf of type uint4 cannot be differentiated"):
         lt.value_and_grad(lambda m, b: loss(m, b)[0], "layers/**")(quantized, BATCH)
+    with pytest.raises(SelectionError, match=r"proj/weight/\w+: a leaf of a QuantizedWeight cannot train(.|\n)*hint:"):
+        lt.value_and_grad(lambda m, b: loss(m, b)[0], "**/q_proj/weight/nested_scales")(quantized, BATCH)
     adapted = lt.lora.add(quantized, lt.lora.Config(rank=2, targets="**/q_proj"), key=jax.random.key(0))
     with pytest.raises(StructureError, match="cannot merge into a QuantizedWeight"):
         lt.lora.merge(adapted)

@@ -11,7 +11,8 @@ import optax
 import pytest
 
 import lowtide as lt
-from lowtide.core import StructureError, leaves_with_paths, linear, map_with_paths
+from lowtide.core import SelectionError, StructureError, leaves_with_paths, linear, map_with_paths
+from lowtide.quant import QuantizedWeight
 
 KEY = jax.random.key(0)
 CONFIGS: dict[str, Any] = {
@@ -53,6 +54,21 @@ def test_adapters_of_every_kind(kind: str, form: str) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(np.abs(other).max()), err_msg=path)
         assert np.abs(other).max() > 0, path
     np.testing.assert_allclose(LOSS(lt.lora.merge(lt.dequantize(ours)), x), found[0], rtol=1e-4)
+
+
+def test_a_kernel_with_an_adapter_is_refused_and_left_out_by_either_name() -> None:
+    tree, config = {"e": jnp.ones((9, 64)), "w": jnp.ones((9, 64))}, lt.lora.Config(rank=2, targets="e")
+    model = lt.lora.add(tree, config, key=KEY, fn=lambda p, ids: p["e"][ids], args=(jnp.arange(3),))
+    with pytest.raises(StructureError, match=r'e/weight: a kernel or a table(.|\n)*LoRAKernel\n.*"!e/weight"'):
+        lt.quantize(model, "*", "int8")
+    with pytest.raises(StructureError, match=r"e: the adapter of a kernel or a table needs its weight as an array"):
+        lt.lora.attach(lt.quantize(tree, "e", "int8"), lt.lora.split(model)[0])
+    for without in ("!e/weight", "!e"):
+        left = lt.quantize(model, ["*", without], "int8")
+        assert left["e"] is model["e"] or left["e"].weight is model["e"].weight
+        assert isinstance(left["w"], QuantizedWeight)
+    with pytest.raises(SelectionError, match="the exclusions leave nothing"):
+        lt.quantize(model, ["e", "!e/weight"], "int8")
 
 
 SHAPES = {"w": (3, 64, 64), "e": (32, 64)}

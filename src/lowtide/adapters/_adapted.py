@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from ..core import LinearWeight, StructureError, is_array_like, leaves_with_paths
 from ..jaxprs import Kind, bodies, fold, kind_of, make_jaxpr, runner, scan_counts, source_line
@@ -38,11 +39,13 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
             operand: products (`jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot_general`), convolutions and rows of
             tables (with what `lt.lora.add(..., fn=)` has made for them), transpose and cast them, take layers of a
             stack, close over them in `jax.lax.scan`, `fori_loop`, `cond`, `jax.checkpoint`, `jax.jit`, scan over their
-            layers; in `jax.vmap` and under differentiation, too.
+            layers; in `jax.vmap`, `jax.shard_map` and under differentiation, too. What a product says of its precision
+            and of how its result is divided (`out_sharding`) holds for those with factors, too.
 
     Returns:
         A function of the same arguments, in which `LoRAWeight` and other nodes may stand for arrays. Without any it is
-        `fn` itself.
+        `fn` itself. Below it nobody sees the nodes: `lt.lora.dropout` belongs outside, as in
+        ``lt.adapted(fn)(lt.lora.dropout(model, 0.1, key=key), batch)``. Numbers of Python stay what they are.
 
     Raises:
         StructureError: when called, for what else is done to such a weight, with its path and the line of the source.
@@ -102,7 +105,7 @@ class _Traced:
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         names = [path.split("/", 2)[-1] for path, _ in leaves_with_paths((args, kwargs), is_leaf=_is_node)]
-        traced = [i for i, leaf in enumerate(leaves) if _is_node(leaf) or is_array_like(leaf)]
+        traced = [i for i, leaf in enumerate(leaves) if _is_node(leaf) or _is_traced(leaf)]
         self.inputs = [Weight(leaves[i], names[i]) if _is_node(leaves[i]) else leaves[i] for i in traced]
         """Of the program: arrays, and weights."""
         self._static: list[Any] = []
@@ -111,8 +114,8 @@ class _Traced:
             given = {**dict(enumerate(leaves)), **dict(zip(traced, arrays, strict=True))}
             args, kwargs = treedef.unflatten(given.values())
             out, tree = jax.tree.flatten(fn(*args, **kwargs))
-            self._static[:] = [tree, [None if is_array_like(leaf) else leaf for leaf in out]]
-            return [leaf for leaf in out if is_array_like(leaf)]
+            self._static[:] = [tree, [None if _is_traced(leaf) else leaf for leaf in out]]
+            return [leaf for leaf in out if _is_traced(leaf)]
 
         self.program, _ = make_jaxpr(with_arrays)(*(_shape(leaves[i]) for i in traced))
         """A `ClosedJaxpr`."""
@@ -141,8 +144,25 @@ def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, (LinearWeight, KernelWeight, Probe))
 
 
+def _is_traced(leaf: Any) -> bool:
+    """Whether a leaf is an array; numbers of Python, and NumPy's, stay what they are, for `if` and for shapes."""
+    return is_array_like(leaf) and not isinstance(leaf, (bool, int, float, complex, np.generic))
+
+
 def _shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if _is_node(leaf) else leaf
+    """Return what stands in a leaf's place while the function is traced: of a node the type of its weight.
+
+    On a mesh with explicit axes that says how it is divided, and in a `jax.shard_map` along which axes it varies.
+    """
+    return jax.eval_shape(_weight_of, leaf) if _is_node(leaf) else leaf
+
+
+def _weight_of(node: Any) -> Any:
+    if not _is_node(node):
+        return node
+    if hasattr(node, "weight"):
+        return _weight_of(node.weight)
+    return node.dense() if hasattr(node, "dense") else jax.numpy.zeros(node.shape, node.dtype)
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -262,11 +282,10 @@ def _arrays(eqn: Any, jaxpr: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 _NESTED: dict[Kind, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
     Kind.CALL: _call,
-    Kind.CUSTOM_JVP: _call,
     Kind.REMAT: _remat,
     Kind.BRANCH: _branch,
     Kind.SCAN: _scan,
     Kind.WHILE: _while,
 }
-"""Likewise by those that hold programs. A product with a derivative of its own (`jax.custom_vjp`) is refused: that of
-the node is another one."""
+"""Likewise by those that hold programs. A product with a derivative of its own (`jax.custom_vjp`, `jax.custom_jvp`) is
+refused: that of the node is another one."""

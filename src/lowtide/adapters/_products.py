@@ -92,8 +92,22 @@ def _transpose(eqn: Any, weight: Weight) -> Weight | None:
 def _cast(eqn: Any, weight: Weight) -> Weight | None:
     # A node multiplies in the dtype of what it is multiplied with, which the program has cast, too. A cast to 8 bits
     # is a rounding that the model wants, and that the node would leave out.
-    dtype = jnp.dtype(eqn.params["new_dtype"])
-    return weight if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1 else None
+    dtype, given = jnp.dtype(eqn.params["new_dtype"]), eqn.invars[0].aval.dtype
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
+        return None
+    # So it would that of a shorter format, where the program casts it back before it multiplies.
+    is_rounded = jnp.promote_types(weight.node.dtype, given) != given
+    return None if is_rounded and jnp.promote_types(given, dtype) != given else weight
+
+
+def _varying(eqn: Any, weight: Weight) -> Weight:
+    """Let a weight vary along axes of a `jax.shard_map`, as JAX does with what is multiplied by what varies."""
+
+    def one(leaf: Any) -> Any:
+        axes = tuple(axis for axis in eqn.params["axes"] if axis not in jax.typeof(leaf).mat.varying)
+        return jax.lax.pcast(leaf, axes, to="varying") if axes else leaf
+
+    return weight._replace(node=jax.tree.map(one, weight.node))
 
 
 def _layers(weight: Weight, start: Any, size: int) -> Weight:
@@ -155,8 +169,42 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     # In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before.
     x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     pairs = tuple((axis - num_stack, other) for axis, other in zip(own, others, strict=True))
-    product = _Product(pairs, over_rows, is_right, eqn.params["precision"])
-    return [product.of(node, x, tuple(other_stack)).astype(out.dtype)]
+    product = _Product(pairs, over_rows, is_right)
+    run = lambda node, x: product.of(node, x, tuple(other_stack)).astype(out.dtype)  # noqa: E731
+    return [_as_asked(eqn, weight, run, x)]
+
+
+def _as_asked(eqn: Any, weight: Weight, run: Callable[[Any, Any], Any], x: Any) -> Any:
+    """Multiply by a node and its factors in the precision of the program's product, and divide the result as it says.
+
+    On a mesh with explicit axes a result that is to be divided in some way is computed as with automatic ones.
+    """
+    place = eqn.params.get("out_sharding")
+    name, is_known = _precision_name(eqn.params["precision"])
+    if not is_known or (place is not None and place.spec.unreduced):
+        what = f"out_sharding={place.spec}" if is_known else f"precision={eqn.params['precision']}"
+        raise StructureError(
+            f"{weight.path}: the model multiplies by this weight in a way that factors cannot",
+            expected="one precision or algorithm that jax.default_matmul_precision knows; a result that is reduced",
+            got=f"{what}, at {source_line(eqn) or 'an unknown line'}",
+            hint=f'change the product, or leave the weight out of the targets with the pattern "!{weight.path}"',
+        )
+    with jax.default_matmul_precision(name):
+        if place is None:
+            return run(weight.node, x)
+        placed: Any = jax.sharding.auto_axes(run, axes=place.mesh.explicit_axes, out_sharding=place)
+        return placed(weight.node, x)
+
+
+def _precision_name(precision: Any) -> tuple[Any, bool]:
+    """Return what `jax.default_matmul_precision` calls the precision of a product, and whether it can."""
+    if precision is None:
+        return None, True
+    if isinstance(precision, tuple):
+        first, second = precision
+        return first.name.lower(), first == second
+    is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset) and precision.name != "DEFAULT"
+    return (precision.name if is_preset else None), is_preset
 
 
 def _multiplies_from_both_sides(node: Any) -> bool:
@@ -172,7 +220,6 @@ class _Product(NamedTuple):
     """Whether they are m of a weight [*stack, *m, *n], or n."""
     is_right: bool
     """Whether the weight is the right operand."""
-    precision: Any
 
     def of(self, node: Any, x: Any, stack: tuple[int, ...]) -> Any:
         """Multiply; `stack` are the axes of `x` that go with the leading axes of the weight."""
@@ -198,8 +245,8 @@ class _Product(NamedTuple):
         moved = 0 if self.over_rows else kernel.ndim - len(self.pairs) - num_rows
         own, others = [axis + moved for axis, _ in self.pairs], [other for _, other in self.pairs]
         if self.is_right:
-            return jax.lax.dot_general(x, kernel, ((others, own), ((), ())), precision=self.precision)
-        return jax.lax.dot_general(kernel, x, ((own, others), ((), ())), precision=self.precision)
+            return jax.lax.dot_general(x, kernel, ((others, own), ((), ())))
+        return jax.lax.dot_general(kernel, x, ((own, others), ((), ())))
 
 
 def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
@@ -214,12 +261,14 @@ def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
         return None
     out = eqn.outvars[0].aval
     x = x.astype(jnp.promote_types(x.dtype, out.dtype))
-    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "precision")
+    names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
+    options = {name: params[name] for name in names}
 
-    def run(kernel: Any) -> Any:
-        return jax.lax.conv_general_dilated(x, kernel, **{name: params[name] for name in names})
+    def run(node: Any, x: Any) -> Any:
+        convolve = lambda kernel: jax.lax.conv_general_dilated(x, kernel, **options)  # noqa: E731
+        return node.through(convolve, over_rows=over_rows, at=numbers.out_spec[1], dtype=x.dtype).astype(out.dtype)
 
-    return [node.through(run, over_rows=over_rows, at=numbers.out_spec[1], dtype=x.dtype).astype(out.dtype)]
+    return [_as_asked(eqn, weight, run, x)]
 
 
 def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
@@ -286,6 +335,7 @@ RULES: dict[str, Callable[[Any, list[Any]], Sequence[Any] | None]] = {
     "dynamic_slice": _moved(_dynamic_slice),
     "squeeze": _moved(_without_layers),
     "reshape": _moved(_without_layers),
+    "pvary": _moved(_varying),
     "copy": _same,
     "copy_p": _same,
     "optimization_barrier": _same,

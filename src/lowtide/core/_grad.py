@@ -41,7 +41,7 @@ def value_and_grad(
         has the structure of `model` with `None` at every leaf that was not selected.
 
     Raises:
-        SelectionError: when `wrt` selects nothing, or an integer or boolean leaf.
+        SelectionError: when `wrt` selects nothing, an integer or boolean leaf, or one of a quantised weight.
         StructureError: when `fn` does more to a weight with an adapter than to multiply by it.
 
     Memory:
@@ -81,7 +81,8 @@ def check_differentiable(trainable: Tree) -> None:
         trainable: the selected leaves.
 
     Raises:
-        SelectionError: with the path of an integer, boolean or non-numeric leaf.
+        SelectionError: with the path of an integer, boolean or non-numeric leaf, or of one of a node that is frozen
+            (``is_frozen = True``), such as the scales of a quantised weight.
     """
     for path, leaf in leaves_with_paths(trainable):
         dtype = _dtype(path, leaf)
@@ -92,6 +93,16 @@ def check_differentiable(trainable: Tree) -> None:
                 got=dtype,
                 hint=f'leave it out of the selection, for instance with the pattern "!{path}"; '
                 "or, of a module of another library, use its bridge in lowtide.ext",
+            )
+    is_frozen = lambda node: getattr(type(node), "is_frozen", False) is True  # noqa: E731
+    for path, node in leaves_with_paths(trainable, is_leaf=is_frozen):
+        if is_frozen(node) and (held := leaves_with_paths(node)):
+            name = "/".join(part for part in (path, held[0][0]) if part)
+            raise SelectionError(
+                f"{name}: a leaf of a {type(node).__name__} cannot train",
+                expected="leaves that have a gradient, such as those of an adapter on this weight",
+                got=f"{name} in the selection",
+                hint=f'leave it out of the selection, for instance with the pattern "!{name}", or lt.dequantize first',
             )
 
 

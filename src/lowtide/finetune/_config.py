@@ -69,7 +69,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
     (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
-    (("method",), lambda word: word in _METHODS, f"one of {', '.join(_METHODS)}; all parameters are tuned with full"),
+    (("method",), lambda word: word in _METHODS, f"one of {', '.join(_METHODS)}, or full: all parameters"),
     (("lora_init",), lambda word: word in _INITS, f"one of {', '.join(_INITS)}"),
     (("bias",), lambda word: word in _BIASES, f"one of {', '.join(_BIASES)}"),
     (("clip_mode",), lambda word: word in _CLIPS, f"one of {', '.join(_CLIPS)}"),
@@ -114,7 +114,7 @@ class FinetuneConfig:
     num_epochs: float | None = None
     """Passes over the training data, in place of `num_steps`; may be a fraction."""
     method: str = "lora"
-    """The kind of adapter: lora, rslora, dora, ia3 or vera."""
+    """The kind of adapter: lora, rslora, dora, ia3 or vera; the word full sets `full`."""
     adapter: str | None = dataclasses.field(default=None, metadata={"metavar": "DIR"})
     """A folder with an adapter that training goes on from, in place of a new one; it says what the settings of adapters
     say otherwise."""
@@ -219,6 +219,9 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for field, kind in typing.get_type_hints(type(self)).items():
             _check_type(field, getattr(self, field), kind)
+        if self.method == "full":
+            object.__setattr__(self, "full", True)
+            object.__setattr__(self, "method", "lora")
         for field in ("model", "tokenizer", "data", "eval_data", "chat_template", "adapter"):
             if getattr(self, field) == "":
                 raise ConfigError(
@@ -272,6 +275,10 @@ def config_from_dict(values: Mapping[str, Any], where: str) -> FinetuneConfig:
             raise ConfigError(
                 f"{where}: unknown key {name!r}", expected=f"one of {', '.join(known)}", hint=_nearest(name, known)
             )
+    if values.get("method") == "full":
+        if values.get("full") is False:
+            _refuse_both("method", "full", "full = false asks for an adapter")
+        values = {**{name: value for name, value in values.items() if name != "method"}, "full": True}
     if values.get("full") is True:
         _refuse_with_full([name for name in _OF_ADAPTERS if name in values])
     fixed: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}

@@ -9,14 +9,15 @@ again in the backward pass: what waits for that pass are the codes and scales, w
 barrier keeps XLA from using the forward pass's weight again. Scales get no gradient.
 
 Known inefficiencies: no kernel that multiplies by codes, so the weight may pass through the device's memory once for
-each product; the experts of `lowtide.models` cannot be quantised, whose products are of many matrices at a time.
+each product; the experts of `lowtide.models` cannot be quantised, whose products are of many matrices at a time. For a
+CPU XLA unpacks the 4-bit codes of a whole stack of layers, a byte each, which wait there while a step runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ class QuantizedWeight:
     transposed: bool = False
     """Whether it stands for the transposed weight, [in, out] (static)."""
 
+    is_frozen: ClassVar[bool] = True  # so that nobody trains its scales
     __array_ufunc__ = None  # so that a NumPy array leaves a product to this class
 
     @property

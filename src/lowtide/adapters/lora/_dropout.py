@@ -25,7 +25,14 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
     To be called in a loss function, with a key of its own for every step. `lowtide.Trainer` gives such a key to a loss
     function that takes ``key``, the same one when a run is resumed: ``def loss(model, batch, *, key, training)``. The
     keys are leaves of the nodes, one a layer, so they are right under `jax.lax.scan`, and a block that is computed
-    again in the backward pass draws the same numbers. A model that this was not called on has no dropout.
+    again in the backward pass draws the same numbers. A model that this was not called on has no dropout. With
+    `lowtide.adapted` it is called outside of the function, which sees arrays: ``lt.adapted(fn)(lt.lora.dropout(model,
+    0.1, key=key), batch)``.
+
+    Each product draws one mask of the shape of its inputs, so under a `jax.vmap` over examples all have the same one,
+    and in a scan over time all steps. Where that is not meant, call it inside, with a key for each: ``jax.vmap(lambda
+    x, key: fn(lt.lora.dropout(model, 0.1, key=key), x))(x, jax.random.split(key, len(x)))``, and in a scan with
+    ``jax.random.fold_in(key, step)``.
 
     Args:
         model: a model with LoRA, DoRA or VeRA adapters.
@@ -59,7 +66,8 @@ def dropout(model: Tree, rate: float, *, key: Array) -> Tree:
         )
     adapted = [site for site in adapted_sites(model) if not isinstance(site.node, SavedWeight)]
     if not adapted:
-        raise StructureError("the model has no adapter to drop inputs of", hint="add one with lt.lora.add")
+        hint = "add one with lt.lora.add; inside of lt.adapted's function there are arrays: call dropout outside of it"
+        raise StructureError("the model has no adapter to drop inputs of", hint=hint)
     nodes: dict[int, Any] = {}
     for site in adapted:
         if isinstance(site.node, (IA3Weight, LoRAKernel)) or site.is_experts:

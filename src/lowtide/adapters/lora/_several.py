@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from ...core import StructureError, Tree
+from ...core import LinearWeight, StructureError, Tree
 from ._adapter import NEEDED, is_adapter, kind_of
 from ._kernel import LoRAKernel
 from ._model import disable, merge
@@ -99,6 +99,13 @@ def attach(base: Tree, adapter: Tree) -> Tree:
                 expected=f"an adapter of a weight {list(getattr(site.weight, 'shape', ()))}",
                 got=f"{type(node).__name__} with {[list(leaf.shape) for leaf in jax.tree.leaves(node)]}",
                 hint="put it onto the model that it was split from, or one of the same shapes",
+            )
+        if isinstance(node, LoRAKernel) and isinstance(site.node, LinearWeight):
+            raise StructureError(
+                f"{site.path}: the adapter of a kernel or a table needs its weight as an array",
+                expected="an array",
+                got=type(site.node).__name__,
+                hint="leave this weight out of what is quantised, or lt.dequantize first",
             )
     return treedef.unflatten(
         [
