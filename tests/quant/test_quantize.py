@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -251,6 +252,13 @@ def test_axes_of_the_mesh_may_be_explicit(form: str, path: str, shape: Any, spec
         x = np.ones((3, shape[1]), np.float32)
         np.testing.assert_allclose(jax.jit(linear)(x, one), x @ dense.T, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(rows(one, jnp.array([1, 15])), dense[[1, 15]], rtol=0, atol=1e-6)
+
+
+def test_what_is_chosen_may_be_an_expression() -> None:
+    tree = {name: jnp.ones((4, 64)) for name in "ab"}
+    for match in (re.compile("a"), [re.compile("[ab]"), "!b"]):
+        found = lt.quantize(tree, match, "int8")
+        assert [hasattr(found[name], "codes") for name in "ab"] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ..core import LinearWeight, SelectionError, StructureError, Tree, leaves_with_paths, match_names, put, side_of
+from ..core import (
+    LinearWeight,
+    SelectionError,
+    StructureError,
+    Tree,
+    is_pattern,
+    leaves_with_paths,
+    match_names,
+    put,
+    side_of,
+)
 from ._encode import assembled, encode
 from ._explicit import axis_names, explicit_mesh, kept, without_explicit_axes
 from ._formats import Format, format_named
@@ -157,7 +167,7 @@ def _matched(paths: list[str], match: Any) -> set[str]:
             by_name.setdefault(name, []).append(path)
     names = list(by_name)
     chosen = {path for name in match_names(names, match) for path in by_name[name]}
-    patterns = [match] if isinstance(match, str) else list(match)
+    patterns = [match] if is_pattern(match) else list(match)
     without = [one[1:] for one in patterns if isinstance(one, str) and one.startswith("!")]
     chosen -= {path for name in (match_names(names, without) if without else ()) for path in by_name[name]}
     if not chosen:
