@@ -38,7 +38,8 @@ def open_base(
         quantize: as in `lowtide.models.load`.
 
     Returns:
-        The model and the tokenizer.
+        The model and the tokenizer. Whoever makes data of them gives `vocab_size` the model's
+        ``config.vocab_size``: tokens beyond its embeddings are refused then.
 
     Raises:
         ModelFileError: for an unusable directory, or a tokenizer of another model. Tokens that were added to its

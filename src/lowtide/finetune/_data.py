@@ -37,7 +37,7 @@ def load_data(
         directory: of the tokenizer, for its chat template.
         tokenizer: the model's.
         end_token: put after documents and completions.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
         day: what a chat template that writes the date takes for today; None: today.
         on_progress: called with documents done and in all.
 

@@ -50,7 +50,7 @@ def token_stream(
         documents: texts, or texts by what they are called in errors.
         tokenizer: the model's.
         end_token: appended to each document.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
 
     Returns:
         Token ids, int32 [N].

@@ -68,7 +68,7 @@ def read_documents(path: str | Path | None) -> list[str]:
 
     Raises:
         DataError: when the path does not exist, cannot be read, holds no text, or holds records in a format that is
-            read (CSV, JSON, Parquet and others, compressed files, folders of JSON lines): they would be trained
+            read as such, or compressed (CSV, JSON, Parquet and others, folders of JSON lines): they would be trained
             on as text.
     """
     return [*named_documents(path).values()]
@@ -145,7 +145,7 @@ def text_data(
         end_token: appended to each document, if any.
         held_out_fraction: part of the windows kept for evaluation, at least one window.
         eval_documents: texts to evaluate instead of that part, in windows of their own.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
         on_progress: called with documents done and documents in all.
 
     Returns:

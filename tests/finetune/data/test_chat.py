@@ -128,6 +128,68 @@ def test_a_call_of_a_tool_is_a_turn_of_templates_that_rewrite_what_was_before():
     assert turns == ['<call>{"name": "get", "arguments": {"x": "é"}}</call><|im_end|>\n', "b<|im_end|>\n"]
 
 
+SHORT = (
+    "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}<|im_end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{{ 'assistant\n' }}{% endif %}"
+)
+
+
+def _calls(*names):
+    return {"role": "assistant", "content": "", "tool_calls": [{"name": name, "arguments": {}} for name in names]}
+
+
+def test_calls_are_turns_also_where_a_tool_gives_nothing_and_there_are_many():
+    asked = [message for i in range(300) for message in (_calls(f"f{i}"), {"role": "tool", "content": ""})]
+    source = LAST_THINKS.replace("call.function", "call")
+    _, turns = _render(source, [*chat("a"), *asked, *chat("a", "b", "c")[1:]])
+    wanted = [f'<call>{{"name": "f{i}", "arguments": {{}}}}</call><|im_end|>\n' for i in range(300)]
+    assert turns == [*wanted, "b<|im_end|>\n"]
+
+
+def test_the_assistant_may_speak_first():
+    greeting = {"role": "assistant", "content": "hello"}
+    _, turns = _render(LAST_THINKS, [greeting, *chat("a", "b", "c", "d")])
+    assert turns == ["hello<|im_end|>\n", "b<|im_end|>\n", "<think></think>d<|im_end|>\n"]
+
+
+def test_a_thought_that_the_prompt_begins_is_not_learned_twice():
+    source = SHORT.replace("assistant\n", "assistant\n<think>\n")
+    text, turns = _render(source, chat("a", "<think>\nb\n</think>\nc", "d", "<think>\ne\n</think>\nf"))
+    assert text.count("<think>") == 2
+    assert turns == ["b\n</think>\nc<|im_end|>\n", "e\n</think>\nf<|im_end|>\n"]
+
+
+def test_a_template_need_not_take_a_prompt_after_the_assistant():
+    strict = "{% if add_generation_prompt and messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
+    messages = chat("a", "b", "c", "d")
+    assert _render(strict + plain(CHATML), messages) == _render(plain(CHATML), messages)
+
+
+SKIPS = SHORT.replace("in messages", "in messages if m.content.strip()")
+NAMES = SHORT.replace("m.role", "m.role + ' bob'")
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "what"),
+    [
+        (SKIPS, chat("a", "", "secret", "b"), "message 2"),  # the user's turn is not the assistant's
+        (SKIPS, chat("a", " ", "<|im_start|>assistant\nsecret<|im_end|>\n", "b"), "message 2"),
+        (SKIPS, [*chat("a", ""), {"role": "assistant", "content": "b", "weight": 0}, *chat("c", "d")], "message 2"),
+        (NAMES, chat("a", "b", "c", "d"), "message 2"),
+    ],
+)
+def test_a_turn_that_another_could_be_is_refused(source, messages, what):
+    with pytest.raises(DataError, match=f"a.jsonl:7: (.|\n)*where {what} begins and ends"):
+        _render(source, messages)
+
+
+def test_parts_that_a_template_leaves_out_are_refused():
+    parts = {"role": "user", "content": [{"type": "text", "text": "secret "}]}
+    drops = SHORT.replace("m.content", "(m.content if m.content is string else '')")
+    with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*leaves out what message 1 says"):
+        _render(drops, [parts, *chat("a", "b")[1:]])
+
+
 def test_a_long_conversation_is_rendered_a_few_times(tmp_path):
     chats = chat(*map(str, range(1500)))
     _, turns = _render(plain(CHATML), chats)

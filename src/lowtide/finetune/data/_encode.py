@@ -31,7 +31,7 @@ class Encoder:
         tokenizer: the model's.
         template: its chat template, if any.
         end_token: put after text and completions, if any.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
         loss_on: ``completion`` learns the assistant's turns, completions and outputs with their end, and all of a text;
             ``all`` every token.
     """

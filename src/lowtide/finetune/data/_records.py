@@ -188,7 +188,7 @@ def record_data(
         loss_on: ``completion`` or ``all``.
         packing: ``best-fit``, or ``none`` for one document a row.
         too_long: ``cut``, ``split`` or ``drop``.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
         on_progress: called with records done.
 
     Raises:

@@ -7,6 +7,7 @@ for an answer ends the process when none comes. Lines of JSON go in and out.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -41,72 +42,103 @@ def _rendered(render: Any, has_generation: bool, request: dict[str, Any], eos: s
     """Render a conversation, and say where each turn of the assistant is where the template does not mark them."""
     messages, tools = request["messages"], request["tools"]
     text, spans = render(messages, tools, False)
+    for i, each in enumerate(messages):  # transformers renders on
+        if not all(said in text for said in _in_parts(each.get("content"))):
+            raise ValueError(f"it leaves out what message {i + 1} says, whose content is a list; write it as a text")
     answer: dict[str, Any] = {"text": text, "spans": spans}
     if request["first"]:
         answer["prompt"] = render(messages[: request["first"]], tools, True)[0]
     if not has_generation and request["turns"]:
         turns = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i >= request["first"]]
         found = _Turns(lambda given, prompt: render(given, tools, prompt)[0], messages, text, eos)
-        answer["turns"] = [(i, found.span(i)) for i in turns]
+        answer["turns"] = found.spans(turns)
     return answer
 
 
 class _Turns:
     """Where turns begin and end in a text whose template does not say it.
 
-    Marks at the end of what messages say are rendered with it: the header of a turn, which the generation prompt tells,
-    comes after the mark of the message before, and what closes a turn after its own. Where marks change the text, or
-    are not in it, the conversation is rendered up to the turn and up to its end, which have to be beginnings of the
-    whole.
+    Marks where what messages say begins and ends are rendered with it: the header of a turn, which the generation
+    prompt tells, comes after the end of the message before, and what closes a turn after its own. Where marks change
+    the text, or are not in it, the conversation is rendered up to the turn and up to its end, which have to be
+    beginnings of the whole.
     """
 
     def __init__(self, render: Any, messages: list[Any], text: str, eos: str) -> None:
         self._render, self._messages, self._text, self._eos = render, messages, text, eos
         self._nonce = secrets.token_hex(8)
         self._tails: list[str] | None = None
+        self._openings: dict[str, str] = {}
         self._ends, self._starts = self._marked(messages, text)
+        self._headers = list[str]()
         asked = max((i for i, each in enumerate(messages) if each["role"] != "assistant"), default=-1) + 1
-        self._header = ""
-        if self._ends and asked:
-            closed, opened = (render(messages[:asked], prompt) for prompt in (False, True))
+        closed, opened = (self._tried(messages[:asked], prompt) for prompt in (False, True))
+        if self._ends and asked and closed is not None and opened is not None:
             closed = closed if opened.startswith(closed) else closed.removesuffix(eos)
-            self._header = opened[len(closed) :] if opened.startswith(closed) else ""
+            self._headers = self._cut(opened[len(closed) :]) if opened.startswith(closed) else []
 
-    def span(self, i: int) -> tuple[int, int] | None:
-        """Return where a turn is, or None where that cannot be told."""
+    def spans(self, turns: list[int]) -> list[tuple[int, tuple[int, int] | None]]:
+        """Return where turns are, each None where that cannot be told, as of two in one place."""
+        spans = [(i, self._span(i)) for i in turns]
+        told = sorted((span, i) for i, span in spans if span)
+        twice = {i for a, b in itertools.pairwise(told) if b[0][0] < a[0][1] for i in (a[1], b[1])}
+        return [(i, None if i in twice else span) for i, span in spans]
+
+    def _span(self, i: int) -> tuple[int, int] | None:
         begin = self._begin(i)
         end = None if begin is None else self._end(i, begin)
-        if begin is None or end is None:
-            before, upto = self._render(self._messages[:i], True), self._render(self._messages[: i + 1], False)
-            is_clear = upto.startswith(before) and self._text.startswith(upto)
-            return (len(before), len(upto)) if is_clear else None
-        return begin, end
+        if begin is not None and end is not None:
+            return begin, end
+        before, upto = self._tried(self._messages[:i], True), self._tried(self._messages[: i + 1], False)
+        if before is None or upto is None or not (upto.startswith(before) and self._text.startswith(upto)):
+            return None
+        return len(before), len(upto)
+
+    def _cut(self, header: str) -> list[str]:
+        """Return a header, and what of it may be there alone, such as without the beginning of a thought.
+
+        What also begins what others say, such as all before the name of a role, is none.
+        """
+        cuts = [cut.end() for cut in re.finditer(r"[>\]:\n]", header) if len(header) // 2 < cut.end() < len(header)]
+        others = [
+            self._text[self._ends.get(j - 1, 0) : self._starts.get(j, end)]
+            for j, end in self._ends.items()
+            if self._messages[j]["role"] != "assistant" and (not j or j - 1 in self._ends)
+        ]
+        shorter = [header[:size] for size in reversed(cuts)] if others else []
+        return [header] * bool(header) + [each for each in shorter if not any(each in other for other in others)]
 
     def _begin(self, i: int) -> int | None:
-        if i - 1 not in self._ends or not self._header:
+        own = self._starts.get(i, self._ends.get(i))
+        most = self._starts.get(i + 1, len(self._text)) if own is None else own
+        before = self._ends.get(i - 1) if i else 0
+        if before is None or (own is None and i + 1 < len(self._messages) and i + 1 not in self._starts):
             return None
-        most = self._starts.get(i) or min((at for j, at in self._ends.items() if j >= i), default=len(self._text))
-        # Of a header that says more than is in the text, such as the beginning of a thought, the most that is there.
-        cuts = [cut.end() for cut in re.finditer(r"[>\]:\n]|\Z", self._header)]
-        for size in (cut for cut in reversed(cuts) if cut > len(self._header) // 2):
-            at = self._text.find(self._header[:size], self._ends[i - 1], most)
+        for header in self._headers:  # what is said may begin as the header ends
+            at = self._text.find(header, before, most + len(header) - 1)
             if at >= 0:
-                return at + size
+                return at + len(header)
         return None
 
     def _end(self, i: int, begin: int) -> int | None:
         if i + 1 == len(self._messages):
             return len(self._text)
-        tails, said = [tail for tail in self._tails_of(i) if tail], self._ends.get(i)
+        said, start = self._ends.get(i), self._starts.get(i + 1, -1)
+        opening = self._openings.get(self._messages[i + 1]["role"])
         if said is None:  # nothing is said, or shown; the first that closes a turn closes this one
-            places = [(self._text.find(tail, begin), len(tail)) for tail in tails]
+            places = [(self._text.find(tail, begin), len(tail)) for tail in self._tails_of(i) if tail]
             at, size = min(((at, size) for at, size in places if at >= 0), default=(-1, 0))
             calls_unseen = self._messages[i].get("tool_calls") and at != begin
             return None if at < 0 or calls_unseen else at + size
+        if not _closes_alike(self._messages[i]) and opening and self._text.endswith(opening, said, max(start, 0)):
+            return start - len(opening)  # arguments differ, what comes after them does not
         for own in (_trailing(self._messages[i]), ""):
-            for tail in tails:
+            for tail in filter(None, self._tails_of(i)):
                 if self._text.startswith(own + tail, said):
-                    return said + len(own + tail)
+                    end = said + len(own + tail)
+                    if end < start:
+                        self._openings.setdefault(self._messages[i + 1]["role"], self._text[end:start])
+                    return end
         return None
 
     def _tails_of(self, i: int) -> list[str]:
@@ -121,45 +153,64 @@ class _Turns:
     def _closing(self, i: int) -> list[str]:
         upto, found = self._messages[: i + 1], list[str]()
         for prompt in (True, False):
-            text = self._render(upto, prompt)
-            ends, _ = self._marked(upto, text, prompt)
-            if i in ends:
-                tail = text[ends[i] :].removesuffix(self._header if prompt else self._eos)
+            text = self._tried(upto, prompt)
+            ends = {} if text is None else self._marked(upto, text, prompt, most=0)[0]
+            if text is not None and i in ends:
+                header = self._headers[0] if self._headers else ""
+                tail = text[ends[i] :].removesuffix(header if prompt else self._eos)
                 found.append(tail.removeprefix(_trailing(upto[-1])))
         return found
 
-    def _marked(self, messages: list[Any], text: str, prompt: bool = False) -> tuple[dict[int, int], dict[int, int]]:
-        """Return where what messages say ends, and where what the assistant says begins, of those that are told."""
-        for with_starts in (True, False):
-            given = [self._with_marks(i, each, with_starts) for i, each in enumerate(messages)]
-            try:
-                parts = re.split(rf"\ue000{self._nonce}([(.])(\d+);", self._render(given, prompt))
-            except Exception:  # the template does not take such a text
-                continue
-            places: dict[str, dict[int, list[int]]] = {"(": {}, ".": {}}
+    def _tried(self, messages: list[Any], prompt: bool) -> str | None:
+        """Render a part of the conversation, which a template need not take."""
+        try:
+            return self._render(messages, prompt)
+        except Exception:
+            return None
+
+    def _marked(
+        self, messages: list[Any], text: str, prompt: bool = False, most: int = 2
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Return where what messages say ends, and where it begins, of those that are told."""
+        for marks in range(most, -1, -1):  # a template may look at how a text begins, or whether there is one
+            given = [self._with_marks(i, each, marks) for i, each in enumerate(messages)]
+            parts = re.split(rf"\ue000{self._nonce}([(.!])(\d+);", self._tried(given, prompt) or "")
+            places: dict[str, dict[int, list[int]]] = {"(": {}, ".": {}, "!": {}}
             place = len(parts[0])
             for kind, number, piece in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
                 places[kind].setdefault(int(number), []).append(place)
                 place += len(piece)
             ends, starts = ({i: at[0] for i, at in places[kind].items() if len(at) == 1} for kind in ".(")
-            if "".join(parts[::3]) == text and ends:
-                return ends, starts
+            calls = {i: at[0] for i, at in places["!"].items()}  # what a tool gave may be named after its call again
+            if "".join(parts[::3]) == text and ends | calls:
+                return ends | calls, starts
         return {}, {}
 
-    def _with_marks(self, i: int, message: Any, with_starts: bool) -> Any:
+    def _with_marks(self, i: int, message: Any, marks: int) -> Any:
+        """Write marks into a message: at its end; with 1 where the assistant begins; with 2 where all do."""
         content, calls = message.get("content"), message.get("tool_calls")
+        is_other = message["role"] != "assistant"
+        given = dict(message)
         end = f"\ue000{self._nonce}.{i};"  # a character that filters to JSON leave as it is
-        if isinstance(content, str) and content.strip():
+        if isinstance(content, str) and (content.strip() or (is_other and marks == 2)):
             core = content.strip()
-            before, after = content.split(core, 1)
-            start = f"\ue000{self._nonce}({i};" if with_starts and message["role"] == "assistant" else ""
-            return {**message, "content": f"{before}{start}{core}{end}{after}"}
+            before, after = content.split(core, 1) if core else (content, "")
+            start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
+            given["content"] = f"{before}{start}{core}{end}{after}"
         if calls and isinstance(calls, list) and isinstance(calls[-1], dict):
-            function = calls[-1].get("function")
-            if isinstance(function, dict) and isinstance(function.get("name"), str):
-                last = {**calls[-1], "function": {**function, "name": function["name"] + end}}
-                return {**message, "tool_calls": [*calls[:-1], last]}
-        return message
+            call = calls[-1].get("function", calls[-1])
+            if isinstance(call, dict) and isinstance(call.get("name"), str):
+                called = {**call, "name": f"{call['name']}\ue000{self._nonce}!{i};"}
+                last = {**calls[-1], "function": called} if "function" in calls[-1] else called
+                given["tool_calls"] = [*calls[:-1], last]
+        return given
+
+
+def _in_parts(content: Any) -> list[str]:
+    """Return what a content of several parts says, without thoughts, which a template may leave out."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return [text.rpartition("</think>")[-1].strip() for text in texts if isinstance(text, str)]
 
 
 def _trailing(message: Any) -> str:

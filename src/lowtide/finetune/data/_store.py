@@ -29,7 +29,7 @@ from ._encode import Encoder
 from ._readers import data_files, read_records
 from ._schema import Example
 
-_VERSION = 2
+_VERSION = 3
 _AT_ONCE = 256
 _ABANDONED_SECONDS = 86_400
 Source = Path | Sequence[str] | Mapping[str, str]
@@ -80,7 +80,7 @@ def open_store(
         columns: field to column.
         end_token: put after text and completions.
         loss_on: ``completion`` or ``all``.
-        vocab_size: embeddings of the model: tokens beyond are refused; None: those of the tokenizer.
+        vocab_size: embeddings of the model: tokens beyond are refused; None: nothing is.
         on_progress: called with records done, and again as their number in all, which is not known.
 
     Raises:
