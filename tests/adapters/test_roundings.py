@@ -63,11 +63,11 @@ def rounded(model: Any) -> Any:
     return {"w": node.weight.astype(HALF).astype(WIDE) + node.scaling * delta}
 
 
-@pytest.mark.parametrize("of_x", [HALF, WIDE], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("case", PRODUCTS)
+# JAX convolves operands of one dtype.
+@pytest.mark.parametrize(
+    ("case", "of_x"), [*((case, HALF) for case in PRODUCTS), *((case, WIDE) for case in PRODUCTS if "conv" not in case)]
+)
 def test_the_base_is_rounded_and_factors_are_not(case: str, of_x: Any) -> None:
-    if case == "a convolution" and of_x == WIDE:
-        pytest.skip("JAX convolves operands of one dtype")
     of, shape, product = PRODUCTS[case]
     fn, x, base = program(product, of_x), drawn(*of), {"w": drawn(*shape, seed=1) / 8}
     model = lt.lora.add(base, lt.lora.Config(rank=2, alpha=3.0, targets="w"), key=KEY, fn=fn, args=(x,))
@@ -97,8 +97,8 @@ def test_so_is_that_of_other_kinds(kind: str) -> None:
     dense = lt.dequantize(base) if kind.endswith(("int8", "nf4")) else base
     for of_x in (HALF, WIDE):
         fn = program(product, of_x)
-        # DoRA's norms are those of the weight that was not rounded, and its magnitudes are.
-        bound = 1e-2 if kind == "DoRA" else 1e-5
+        # DoRA's magnitudes are the norms of the weight that was not rounded.
+        bound = 2e-3 if kind == "DoRA" else 1e-5
         np.testing.assert_allclose(jax.jit(lt.adapted(fn))(model, x), fn(dense, x), rtol=bound, atol=bound)
 
 

@@ -188,17 +188,17 @@ def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     results = None if rule is None else rule(eqn, operands)
     if results is None:
         weight = next(value for value in operands if isinstance(value, Weight))
+        hint = f'leave it out of the targets, for instance with the pattern "!{weight.path}"'
+        if kind is Kind.SHARD_MAP:
+            hint = "put it around: jax.shard_map(lt.adapted(fn), ...)"
         kind_of_node = "weight" if isinstance(weight.node, Probe) else type(weight.node).__name__
         raise StructureError(
             f"{weight.path}: the model does more with this weight than to multiply by it",
             expected="products with activations; a weight may be transposed, cast, and taken from a stack of layers",
             got=f"{eqn.primitive.name} of a {kind_of_node}{list(weight.node.shape)}, at {line_of(eqn)}",
-            hint=_AROUND if kind is Kind.SHARD_MAP else f'leave it out of the targets, as with "!{weight.path}"',
+            hint=hint,
         )
     return results
-
-
-_AROUND = "put it around: jax.shard_map(lt.adapted(fn), ...)"
 
 
 def _packed(values: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
