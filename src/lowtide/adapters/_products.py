@@ -212,8 +212,8 @@ def checked_precision(eqn: Any, path: str) -> Any:
         StructureError: where it has no name for it, or the result is not reduced, which factors cannot do.
     """
     precision: Any = eqn.params["precision"]
-    place: Any = eqn.params.get("out_sharding")
-    is_reduced = place is None or not place.spec.unreduced
+    spec: Any = getattr(eqn.params.get("out_sharding"), "spec", None)
+    is_reduced = spec is None or not spec.unreduced
     is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset)
     is_tuple = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)  # a tuple itself
     pair: list[Any] = [*precision] if is_tuple else []
@@ -221,7 +221,7 @@ def checked_precision(eqn: Any, path: str) -> Any:
         raise StructureError(
             f"{path}: the model multiplies by this weight in a way that factors cannot",
             expected="one precision or algorithm that jax.default_matmul_precision knows; a result that is reduced",
-            got=f"{f'precision={precision}' if is_reduced else f'out_sharding={place.spec}'}, at {line_of(eqn)}",
+            got=f"{f'precision={precision}' if is_reduced else f'out_sharding={spec}'}, at {line_of(eqn)}",
             hint=f'change the product, or leave the weight out of the targets with the pattern "!{path}"',
         )
     if is_preset:
