@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,9 @@ def several_products(w: Any, x: Any) -> Any:
     return x @ w["w"].T
 
 
+LINE = several_products.__code__.co_firstlineno + 1
+
+
 def in_context(w: Any, x: Any) -> Any:
     with jax.default_matmul_precision("highest"):
         return x @ w["w"].T
@@ -120,15 +124,34 @@ def test_products_have_the_precision_that_was_asked_for(kind: str) -> None:
     assert all(eqn.params["precision"] == HIGHEST for eqn in equations(back) if eqn.primitive.name in names)
 
 
-def test_an_algorithm_holds_and_a_precision_for_one_side_is_refused() -> None:
-    preset = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+PRESETS = jax.lax.DotAlgorithmPreset
+
+
+@pytest.mark.parametrize("preset", [PRESETS.BF16_BF16_F32, PRESETS.DEFAULT])
+def test_an_algorithm_holds(preset: Any) -> None:
     fn = lambda w, x: jnp.matmul(x, w["w"].T, precision=preset)  # noqa: E731
     model = of_kind("LoRA", several_products)
     closed = jax.make_jaxpr(lt.adapted(fn))(model, X)
-    assert [eqn.params["precision"] for eqn in equations(closed) if eqn.primitive.name == "dot_general"] == [preset] * 3
-    uneven = lambda w, x: jnp.matmul(x, w["w"].T, precision=("highest", "default"))  # noqa: E731
-    with pytest.raises(StructureError, match=r"w: the model multiplies .*\n.*\n.*precision=(.|\n)*hint:"):
-        lt.adapted(uneven)(model, X)
+    asked = None if preset == PRESETS.DEFAULT else preset
+    assert [eqn.params["precision"] for eqn in equations(closed) if eqn.primitive.name == "dot_general"] == [asked] * 3
+
+
+REFUSED = [("highest", "default"), jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)]
+
+
+@pytest.mark.parametrize("precision", REFUSED, ids=["two", "an algorithm"])
+def test_what_no_context_can_ask_for_is_refused_at_once(precision: Any) -> None:
+    said = r"w: the model multiplies .*\n.*\n.*precision=(.|\n)*hint:"
+    config = lt.lora.Config(rank=2, targets="w")
+    products: dict[str, Any] = {
+        "matrix": lambda w, x: jnp.matmul(x, w["w"].T, precision=precision),
+        "kernel": lambda w, x: jnp.einsum("bi,ihk->bhk", x, w["w"], precision=precision),
+    }
+    for shape, fn in {(4, 64): products["matrix"], (64, 2, 4): products["kernel"]}.items():
+        with pytest.raises(StructureError, match=said):
+            lt.lora.add({"w": drawn(*shape)}, config, key=KEY, fn=fn, args=(X,))
+    with pytest.raises(StructureError, match=said):
+        jax.eval_shape(lt.adapted(products["matrix"]), of_kind("LoRA", several_products), X)
 
 
 @pytest.fixture
@@ -216,8 +239,11 @@ def test_a_sum_that_is_left_to_others_is_refused(explicit: Any) -> None:
     fn = lambda p, x: jnp.einsum("bd,od->bo", x, p["w"], out_sharding=to)  # noqa: E731
     x, w = explicit(X, "f", "t"), explicit(drawn(16, 64), None, "t")
     model = lt.lora.add({"w": w}, lt.lora.Config(rank=2, targets="w"), key=KEY)
-    with pytest.raises(StructureError, match=r"w: the model multiplies .*\n.*\n.*out_sharding="):
+    said = r"w: the model multiplies .*\n.*\n.*out_sharding="
+    with pytest.raises(StructureError, match=said):
         jax.jit(lt.adapted(fn))(model, x)
+    with pytest.raises(StructureError, match=said):
+        lt.lora.add({"w": w}, lt.lora.Config(rank=2, targets="w"), key=KEY, fn=fn, args=(x,))
 
 
 @pytest.mark.parametrize("kind", ["LoRA", "int8", "kernel"])
@@ -235,6 +261,14 @@ def test_weights_vary_where_activations_do(kind: str) -> None:
     expected = with_gradients(multiplied_out(fn))(model, X)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_shard_map_inside_is_refused_with_the_line_of_its_function() -> None:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    fn = jax.shard_map(several_products, mesh=mesh, in_specs=(jax.P(), jax.P("d")), out_specs=jax.P("d"))
+    said = rf"shard_map of a LoRAWeight.* at \S*test_adapted_products.py:{LINE}\n.*jax.shard_map\(lt.adapted\(fn\)"
+    with pytest.raises(StructureError, match=said):
+        lt.adapted(fn)(of_kind("LoRA", several_products), X)
 
 
 def test_weights_that_are_divided_themselves_in_a_shard_map() -> None:
@@ -256,3 +290,43 @@ def test_a_rounding_that_is_cast_back_is_not_left_out(kind: str) -> None:
     if kind == "LoRA":  # nothing is rounded
         wider = lambda p, x: x @ p["w"].astype(jnp.float32).astype(jnp.bfloat16).astype(jnp.float32).T  # noqa: E731
         np.testing.assert_allclose(lt.adapted(wider)(half, X), several_products(half, X), rtol=1e-4, atol=1e-4)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["kind"])
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """Somebody's node of a weight [4, 64], which holds it transposed, or in other words."""
+
+    weight: Any
+    kind: str
+    shape: ClassVar[Any] = (4, 64)
+    ndim: ClassVar[int] = 2
+    dtype: ClassVar[Any] = jnp.dtype("float32")
+
+    def dense(self, dtype: Any) -> Any:
+        return (self.weight.T if self.kind == "transposed" else 0.5 * self.weight).astype(dtype)
+
+    def linear(self, x: Any) -> Any:
+        return x @ self.dense(x.dtype).T
+
+
+@pytest.mark.parametrize("kind", ["transposed", "codes"])
+def test_a_node_of_somebodys_has_the_shape_and_dtype_that_it_says(kind: str) -> None:
+    weight = drawn(64, 4) if kind == "transposed" else jnp.arange(256, dtype=jnp.int8).reshape(4, 64)
+    node = Own(weight, kind)
+    fn = lambda w, x: (several_products(w, x), w["w"].dtype)  # noqa: E731
+    found, dtype = lt.adapted(fn)({"w": node}, X)
+    np.testing.assert_allclose(found, X @ node.dense(jnp.float32).T, rtol=1e-5)
+    assert dtype == jnp.float32
+    rounded = lambda w, x: x @ w["w"].astype(jnp.bfloat16).T  # noqa: E731
+    with pytest.raises(StructureError, match=r"w: the model rounds this weight(.|\n)*a Own, at \S*test_adapted_prod"):
+        lt.adapted(rounded)({"w": node}, X)
+
+
+def test_a_node_that_says_no_shape_is_refused() -> None:
+    class Nothing:
+        def linear(self, x: Any) -> Any:
+            return x
+
+    with pytest.raises(StructureError, match=r"says nothing of its shape\n.*\n.*a Nothing"):
+        lt.adapted(several_products)({"w": Nothing()}, X)

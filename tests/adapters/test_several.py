@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -12,7 +13,7 @@ import pytest
 
 import lowtide as lt
 from lowtide import lora, models
-from lowtide.core import NonFiniteError, StructureError, map_with_paths
+from lowtide.core import ConfigError, NonFiniteError, StructureError, map_with_paths
 from tests.models.kinds import KINDS
 
 KEY = jax.random.key(0)
@@ -114,6 +115,92 @@ def test_sums_are_of_one_base_and_of_kernels_alike() -> None:
         lora.combine([rows, columns])
     net = lora.add(eqx.nn.MLP(3, 2, 4, 1, key=KEY), lora.Config(rank=2, targets="layers/*/weight"), key=KEY)
     np.testing.assert_allclose(lora.combine([net, net])(jnp.ones(3)), net(jnp.ones(3)), rtol=1e-5)  # holds functions
+
+
+def two(first: Any, second: Any | None = None, *targets: str, **options: Any) -> list[Any]:
+    """Adapters that are no zeros on two bases, each of other targets."""
+    made = list[Any]()
+    for base, target in zip((first, first if second is None else second), targets or ("w", "w"), strict=True):
+        model = lora.add(base, lora.Config(rank=2, alpha=2.0, targets=target), key=KEY, **options)
+        draw = lambda path, leaf: jax.random.normal(KEY, leaf.shape) if "lora_" in path else leaf  # noqa: E731
+        made.append(map_with_paths(draw, model))
+    return made
+
+
+def with_other(**changed: Any) -> list[Any]:
+    base = {"w": jnp.ones((4, 8)), "table": jnp.ones((9, 8)), "mean": jnp.zeros(3), "count": jnp.uint32(0)}
+    return two(base, {**base, **changed})
+
+
+def test_sums_below_a_transformation_of_bases_that_are_known() -> None:
+    first, second = two({"w": jnp.ones((4, 8))}, {"w": jnp.ones((4, 8))})
+    other = {"w": dataclasses.replace(second["w"], weight=jnp.zeros((4, 8)))}
+    run = lambda model, by: lora.merge(lora.combine([first, model], [by, 0.5]))["w"]  # noqa: E731
+    expected = 1.0 + 2.5 * np.asarray(first["w"].lora_b @ first["w"].lora_a)
+    np.testing.assert_allclose(jax.jit(lambda by: run(second, by))(2.0), expected, rtol=1e-5)
+    assert jax.eval_shape(lambda by: run(second, by), 2.0).shape == (4, 8)
+    with pytest.raises(StructureError, match=r"w: the models are not of one base(.|\n)*other numbers"):
+        jax.eval_shape(lambda by: run(other, by), 2.0)
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_what_is_no_weight_and_nan_do_not_tell_bases_apart(kind: Any) -> None:
+    damaged = kind(np.full((4, 8), np.nan, np.float32))
+    assert lora.combine(two({"w": damaged}, {"w": jnp.array(damaged)}))["w"].rank == 4
+    both = lora.combine(with_other(mean=jnp.ones(3), count=jnp.uint32(5)))
+    assert both["count"] == 0 and not both["mean"].any()
+
+
+def test_bases_are_told_apart_by_what_differs() -> None:
+    table, half = jnp.zeros((9, 8)), jnp.ones((4, 8), jnp.bfloat16)
+    few = lt.quantize({"w": jnp.ones((4, 8))}, "w", "int8")["w"]
+    for changed, path, said in (
+        ({"table": table}, "table", "other numbers"),
+        ({"w": half}, "w", r"expected: .*float32\[4, 8\]\n  got: bfloat16\[4, 8\]"),
+        ({"w": few}, "w", r"got: float32\[4, 8\] as a QuantizedWeight int8"),
+        ({"mean": jnp.zeros(4)}, "mean", r"got: float32\[4\]"),
+    ):
+        with pytest.raises(StructureError, match=rf"{path}: the models are not of one base(.|\n)*{said}(.|\n)*attach"):
+            lora.combine(with_other(**changed))
+
+
+def test_sums_of_different_weights_of_a_quantised_base() -> None:
+    base = lt.quantize({name: jax.random.normal(KEY, (4, 64)) for name in "ab"}, "*", "int8")
+    first, second = two(base, None, "a", "b")
+    both = lora.merge(lt.dequantize(lora.combine([first, second], [1.0, 0.5])))
+    dense = lt.dequantize(base)
+    for name, model, by in (("a", first, 1.0), ("b", second, 0.5)):
+        delta = by * np.asarray(model[name].lora_b @ model[name].lora_a)
+        np.testing.assert_allclose(both[name], dense[name] + delta, rtol=1e-5, atol=1e-5)
+
+
+def test_halves_and_kinds_that_do_not_add_up_are_refused_by_path() -> None:
+    fn, ids = (lambda p, ids: p["w"][ids]), jnp.arange(3)
+    models = two({"w": jnp.ones((9, 8))})
+    tables = two({"w": jnp.ones((9, 8))}, fn=fn, args=(ids,))
+    with pytest.raises(
+        StructureError, match=r"w: these adapters are of different kinds(.|\n)*LoRA and LoRA of a kernel"
+    ):
+        lora.combine([models[0], tables[0]])
+    for given in (models, tables):
+        halves = [lt.partition(model, "**/lora_b")[0] for model in given]
+        with pytest.raises(StructureError, match=r"w: the adapter has no lora_a\n(.|\n)*lt.combine"):
+            lora.combine(halves)
+    magnitudes = lora.add({"w": jnp.ones((9, 8))}, lora.Config(rank=2, targets="w", dora=True), key=KEY)
+    with pytest.raises(StructureError, match=r"w: an adapter of the kind DoRA is no sum"):
+        lora.combine([magnitudes, magnitudes])
+
+
+def test_sums_take_what_can_be_listed_and_weights_that_are_numbers() -> None:
+    models = two({"w": jnp.ones((4, 8))})
+    listed, once = lora.combine(models, [1.0, 0.5]), lora.combine(iter(models), iter([1.0, 0.5]))
+    jax.tree.map(np.testing.assert_array_equal, listed, once)
+    weights: Any
+    for weights in (["a", "b"], [None, 1], [np.ones(2), 1.0], 1.0):
+        with pytest.raises(ConfigError, match=r"adapters and weights do not fit"):
+            lora.combine(models, weights)
+    with pytest.raises(ConfigError, match=r"several models\n.*a list of models\n.*a dict"):
+        lora.combine(dict(enumerate(models)))
 
 
 def test_what_does_not_fit_is_refused_by_path() -> None:

@@ -255,10 +255,11 @@ def test_axes_of_the_mesh_may_be_explicit(form: str, path: str, shape: Any, spec
 
 
 def test_what_is_chosen_may_be_an_expression() -> None:
-    tree = {name: jnp.ones((4, 64)) for name in "ab"}
-    for match in (re.compile("a"), [re.compile("[ab]"), "!b"]):
+    tree = {name: {"weight": jnp.ones((4, 64))} for name in "ab"}
+    generated: Any = (pattern for pattern in ("*/weight", "!b"))
+    for match in (re.compile("a"), [re.compile("[ab]"), "!b"], generated):
         found = lt.quantize(tree, match, "int8")
-        assert [hasattr(found[name], "codes") for name in "ab"] == [True, False]
+        assert [hasattr(found[name]["weight"], "codes") for name in "ab"] == [True, False]
 
 
 @pytest.mark.parametrize(

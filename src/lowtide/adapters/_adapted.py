@@ -22,9 +22,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..core import LinearWeight, StructureError, is_array_like, leaves_with_paths
-from ..jaxprs import Kind, bodies, fold, kind_of, make_jaxpr, runner, scan_counts, source_line
-from ._products import RULES, KernelWeight, Weight, num_stacked
+from ..core import LinearWeight, StructureError, is_array_like, is_key, leaves_with_paths
+from ..jaxprs import Kind, bodies, fold, kind_of, make_jaxpr, runner, scan_counts
+from ._products import RULES, KernelWeight, Weight, line_of, num_stacked
 from ._uses import Probe, Use, noted
 
 
@@ -39,8 +39,9 @@ def adapted(fn: Callable[..., Any]) -> Callable[..., Any]:
             operand: products (`jnp.matmul`, `jnp.dot`, `jnp.einsum`, `jax.lax.dot_general`), convolutions and rows of
             tables (with what `lt.lora.add(..., fn=)` has made for them), transpose and cast them, take layers of a
             stack, close over them in `jax.lax.scan`, `fori_loop`, `cond`, `jax.checkpoint`, `jax.jit`, scan over their
-            layers; in `jax.vmap`, `jax.shard_map` and under differentiation, too. What a product says of its precision
-            and of how its result is divided (`out_sharding`) holds for those with factors, too.
+            layers; in `jax.vmap` and under differentiation, too. What a product says of its precision and of how its
+            result is divided (`out_sharding`) holds for those with factors, too. A `jax.shard_map` goes around, as in
+            ``jax.shard_map(lt.adapted(fn), ...)``: inside of `fn` no weight goes into one.
 
     Returns:
         A function of the same arguments, in which `LoRAWeight` and other nodes may stand for arrays. Without any it is
@@ -150,19 +151,24 @@ def _is_traced(leaf: Any) -> bool:
 
 
 def _shape(leaf: Any) -> Any:
-    """Return what stands in a leaf's place while the function is traced: of a node the type of its weight.
+    """Return what stands in a leaf's place while the function is traced: of a node its shape and dtype.
 
-    On a mesh with explicit axes that says how it is divided, and in a `jax.shard_map` along which axes it varies.
+    On a mesh with explicit axes what it holds in that shape (the weight, or its codes) says how it is divided, and in a
+    `jax.shard_map` along which axes it varies.
     """
-    return jax.eval_shape(_weight_of, leaf) if _is_node(leaf) else leaf
-
-
-def _weight_of(node: Any) -> Any:
-    if not _is_node(node):
-        return node
-    if hasattr(node, "weight"):
-        return _weight_of(node.weight)
-    return node.dense() if hasattr(node, "dense") else jax.numpy.zeros(node.shape, node.dtype)
+    if not _is_node(leaf):
+        return leaf
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise StructureError(
+            "a weight that is no array says nothing of its shape",
+            expected="attributes shape, ndim and dtype, of the weight that it stands for",
+            got=f"a {type(leaf).__name__}",
+            hint="give its class these attributes",
+        )
+    shape = tuple(leaf.shape)
+    held = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
+    like = next((part for part in held if np.shape(part) == shape), jax.ShapeDtypeStruct(shape, leaf.dtype))
+    return jax.eval_shape(lambda array: array.astype(leaf.dtype), like)
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
@@ -182,13 +188,15 @@ def _apply(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     results = None if rule is None else rule(eqn, operands)
     if results is None:
         weight = next(value for value in operands if isinstance(value, Weight))
+        hint = f'leave it out of the targets, for instance with the pattern "!{weight.path}"'
+        if kind is Kind.SHARD_MAP:
+            hint = "put it around: jax.shard_map(lt.adapted(fn), ...)"
         kind_of_node = "weight" if isinstance(weight.node, Probe) else type(weight.node).__name__
         raise StructureError(
             f"{weight.path}: the model does more with this weight than to multiply by it",
             expected="products with activations; a weight may be transposed, cast, and taken from a stack of layers",
-            got=f"{eqn.primitive.name} of a {kind_of_node}{list(weight.node.shape)}, at "
-            f"{source_line(eqn) or 'an unknown line'}",
-            hint=f'leave it out of the targets, for instance with the pattern "!{weight.path}"',
+            got=f"{eqn.primitive.name} of a {kind_of_node}{list(weight.node.shape)}, at {line_of(eqn)}",
+            hint=hint,
         )
     return results
 
@@ -274,7 +282,7 @@ def _arrays(eqn: Any, jaxpr: Any, values: Sequence[Any]) -> Sequence[Any]:
             raise StructureError(
                 f"{value.path}: the model gives this weight out of a loop or a branch",
                 expected="what is computed with it",
-                got=f"{eqn.primitive.name} at {source_line(eqn) or 'an unknown line'}",
+                got=f"{eqn.primitive.name} at {line_of(eqn)}",
                 hint="use the weight where it is multiplied, or leave it out of the targets",
             )
     return results

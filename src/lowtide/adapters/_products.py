@@ -5,14 +5,17 @@ A rule takes an operation and its operands, and gives its results, or None where
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..core import StructureError
-from ..jaxprs import source_line
+from ..core import StructureError, linear
+from ..jaxprs import bodies, equations, source_line
 
 
 @runtime_checkable
@@ -96,8 +99,12 @@ def _cast(eqn: Any, weight: Weight) -> Weight | None:
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 1:
         return None
     # So it would that of a shorter format, where the program casts it back before it multiplies.
-    is_rounded = jnp.promote_types(weight.node.dtype, given) != given
-    return None if is_rounded and jnp.promote_types(given, dtype) != given else weight
+    return None if _is_rounded(weight.node, given) and jnp.promote_types(given, dtype) != given else weight
+
+
+def _is_rounded(node: Any, given: Any) -> bool:
+    """Whether the program has rounded a weight, to the dtype in which it is now."""
+    return jnp.promote_types(node.dtype, given) != given
 
 
 def _varying(eqn: Any, weight: Weight) -> Weight:
@@ -151,7 +158,7 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     node = weight.node
     own, others = (of_right, of_left) if is_right else (of_left, of_right)
     own_stack, other_stack = (stack_right, stack_left) if is_right else (stack_left, stack_right)
-    num_stack, out = num_stacked(node), eqn.outvars[0].aval
+    num_stack = num_stacked(node)
     if own_stack != tuple(range(len(own_stack))) or len(own_stack) > num_stack:
         return None
     num_rows = node.num_rows if isinstance(node, KernelWeight) else 1
@@ -163,48 +170,91 @@ def _dot(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
         raise StructureError(
             f"{weight.path}: the model multiplies by this weight as [in, out]",
             expected="a weight [out, in], x Wᵀ: DoRA, (IA)³, VeRA and dropout are of its inputs or outputs",
-            got=f"a {type(node).__name__}{list(node.shape)}, at {source_line(eqn) or 'an unknown line'}",
+            got=f"a {type(node).__name__}{list(node.shape)}, at {line_of(eqn)}",
             hint="take plain LoRA without dropout, or store the weight transposed",
         )
-    # In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before.
-    x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     pairs = tuple((axis - num_stack, other) for axis, other in zip(own, others, strict=True))
     product = _Product(pairs, over_rows, is_right)
-    run = lambda node, x: product.of(node, x, tuple(other_stack)).astype(out.dtype)  # noqa: E731
-    return [_as_asked(eqn, weight, run, x)]
+    return [_as_asked(eqn, weight, int(is_right), lambda node, x: product.of(node, x, tuple(other_stack)), x)]
 
 
-def _as_asked(eqn: Any, weight: Weight, run: Callable[[Any, Any], Any], x: Any) -> Any:
+def _as_asked(eqn: Any, weight: Weight, at: int, run: Callable[[Any, Any], Any], x: Any) -> Any:
     """Multiply by a node and its factors in the precision of the program's product, and divide the result as it says.
 
-    On a mesh with explicit axes a result that is to be divided in some way is computed as with automatic ones.
+    In a wider dtype than the operands' the product is summed, and given: what is multiplied is cast before, of a weight
+    what the program has rounded. On a mesh with explicit axes a result that is to be divided in some way is computed as
+    with automatic ones.
     """
-    place = eqn.params.get("out_sharding")
-    name, is_known = _precision_name(eqn.params["precision"])
-    if not is_known or (place is not None and place.spec.unreduced):
-        what = f"out_sharding={place.spec}" if is_known else f"precision={eqn.params['precision']}"
-        raise StructureError(
-            f"{weight.path}: the model multiplies by this weight in a way that factors cannot",
-            expected="one precision or algorithm that jax.default_matmul_precision knows; a result that is reduced",
-            got=f"{what}, at {source_line(eqn) or 'an unknown line'}",
-            hint=f'change the product, or leave the weight out of the targets with the pattern "!{weight.path}"',
-        )
+    place, name = eqn.params.get("out_sharding"), checked_precision(eqn, weight.path)
+    given, out = eqn.invars[at].aval.dtype, eqn.outvars[0].aval.dtype
+    dtype = functools.reduce(jnp.promote_types, (x.dtype, given, out))
+
+    def cast(node: Any, x: Any) -> Any:
+        return run(node, x.astype(dtype)).astype(out)
+
+    def rounded(node: Any, x: Any) -> Any:
+        return cast(_rounded(eqn, weight.path, node, given), x)
+
+    # The rounded weight does not wait for the backward pass.
+    is_rounded = dtype != given and _is_rounded(weight.node, given)
+    compute = jax.checkpoint(rounded, prevent_cse=False) if is_rounded else cast
     with jax.default_matmul_precision(name):
         if place is None:
-            return run(weight.node, x)
-        placed: Any = jax.sharding.auto_axes(run, axes=place.mesh.explicit_axes, out_sharding=place)
+            return compute(weight.node, x)
+        placed: Any = jax.sharding.auto_axes(compute, axes=place.mesh.explicit_axes, out_sharding=place)
         return placed(weight.node, x)
 
 
-def _precision_name(precision: Any) -> tuple[Any, bool]:
-    """Return what `jax.default_matmul_precision` calls the precision of a product, and whether it can."""
-    if precision is None:
-        return None, True
-    if isinstance(precision, tuple):
-        first, second = precision
-        return first.name.lower(), first == second
-    is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset) and precision.name != "DEFAULT"
-    return (precision.name if is_preset else None), is_preset
+def checked_precision(eqn: Any, path: str) -> Any:
+    """Return what `jax.default_matmul_precision` calls the precision of a product.
+
+    Raises:
+        StructureError: where it has no name for it, or the result is not reduced, which factors cannot do.
+    """
+    precision: Any = eqn.params["precision"]
+    spec: Any = getattr(eqn.params.get("out_sharding"), "spec", None)
+    is_reduced = spec is None or not spec.unreduced
+    is_preset = isinstance(precision, jax.lax.DotAlgorithmPreset)
+    is_tuple = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)  # a tuple itself
+    pair: list[Any] = [*precision] if is_tuple else []
+    if not is_reduced or not (precision is None or is_preset or (pair and pair[0] == pair[1])):
+        raise StructureError(
+            f"{path}: the model multiplies by this weight in a way that factors cannot",
+            expected="one precision or algorithm that jax.default_matmul_precision knows; a result that is reduced",
+            got=f"{f'precision={precision}' if is_reduced else f'out_sharding={spec}'}, at {line_of(eqn)}",
+            hint=f'change the product, or leave the weight out of the targets with the pattern "!{path}"',
+        )
+    if is_preset:
+        return None if precision == jax.lax.DotAlgorithmPreset.DEFAULT else precision.name
+    return pair[0].name.lower() if pair else None
+
+
+def _rounded(eqn: Any, path: str, node: Any, dtype: Any) -> Any:
+    """Round what a node adds to; of few bits it is made of the codes."""
+    if isinstance(node, (jax.Array, np.ndarray)):
+        return jnp.asarray(node, dtype)
+    if getattr(node, "is_frozen", False) and hasattr(node, "dense"):
+        return jax.lax.stop_gradient(node.dense(dtype))
+    base, fields = getattr(node, "weight", None), getattr(type(node), "__dataclass_fields__", {})
+    if "weight" not in fields or not _is_alike(base, node):
+        raise StructureError(
+            f"{path}: the model rounds this weight, and multiplies in a wider dtype",
+            expected=f"a weight that holds an array of {node.dtype}, or a product in {dtype}",
+            got=f"a {type(node).__name__}, at {line_of(eqn)}",
+            hint="cast what it is multiplied with, too",
+        )
+    return dataclasses.replace(node, weight=_rounded(eqn, path, base, dtype))
+
+
+def _is_alike(base: Any, node: Any) -> bool:
+    """Whether a node stands for a weight like the one that it holds."""
+    return hasattr(base, "dtype") and (tuple(base.shape), base.dtype) == (tuple(node.shape), node.dtype)
+
+
+def line_of(eqn: Any) -> str:
+    """Return the line of the source that an operation comes from, or what it holds: of the function that was traced."""
+    inside = (one for body in bodies(eqn) for one in equations(body.jaxpr))
+    return next(filter(None, (source_line(one, own=True) for one in (eqn, *inside))), "an unknown line")
 
 
 def _multiplies_from_both_sides(node: Any) -> bool:
@@ -235,9 +285,9 @@ class _Product(NamedTuple):
             return node.through(run, over_rows=self.over_rows, at=at, dtype=x.dtype)
         x = jnp.moveaxis(x, self.pairs[0][1], -1)
         if self.over_rows and hasattr(node, "mT"):  # in the dtype of `x`, as the program has cast both; `@` promotes
-            result = node.mT.linear(x)
+            result = linear(x, node.mT)
         else:
-            result = x @ node if self.over_rows else node.linear(x)
+            result = x @ node if self.over_rows else linear(x, node)
         return result if self.is_right else jnp.moveaxis(result, -1, 0)
 
     def _dense(self, kernel: Any, x: Any, num_rows: int) -> Any:
@@ -259,16 +309,14 @@ def _convolution(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     over_rows = channel == node.ndim - 1
     if (node.num_columns if over_rows else node.num_rows) != 1 or channel not in (0, node.ndim - 1):
         return None
-    out = eqn.outvars[0].aval
-    x = x.astype(jnp.promote_types(x.dtype, out.dtype))
     names = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers")
     options = {name: params[name] for name in names}
 
     def run(node: Any, x: Any) -> Any:
         convolve = lambda kernel: jax.lax.conv_general_dilated(x, kernel, **options)  # noqa: E731
-        return node.through(convolve, over_rows=over_rows, at=numbers.out_spec[1], dtype=x.dtype).astype(out.dtype)
+        return node.through(convolve, over_rows=over_rows, at=numbers.out_spec[1], dtype=x.dtype)
 
-    return [_as_asked(eqn, weight, run, x)]
+    return [_as_asked(eqn, weight, 1, run, x)]
 
 
 def _rows(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:

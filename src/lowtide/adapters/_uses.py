@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ..jaxprs import runner
-from ._products import is_row, is_rows
+from ._products import checked_precision, is_row, is_rows
 
 
 class Use(NamedTuple):
@@ -91,6 +91,8 @@ def noted(eqn: Any, operands: Sequence[Any], at: int) -> Sequence[Any] | None:
     found = None if use is None else use(eqn, node, at)
     if found is None or (weight.is_turned and (found.num_rows, found.num_columns) != (1, 1)):
         return None
+    if "precision" in eqn.params:
+        checked_precision(eqn, weight.path)
     num_stacked = found.num_stacked + node.num_axes - node.ndim
     node.uses.add(found._replace(num_stacked=num_stacked, over_rows=found.over_rows != weight.is_turned))
     array = node.weight.mT if weight.is_turned else node.weight

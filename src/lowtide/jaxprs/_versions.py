@@ -127,19 +127,20 @@ def _plain_equation(eqn: Any) -> Any:
     return with_jaxprs(eqn, plain)
 
 
-def source_line(eqn: Any) -> str:
+def source_line(eqn: Any, *, own: bool = False) -> str:
     """Return the innermost line of the source, JAX's own apart, that an operation comes from.
 
     Args:
         eqn: of a jaxpr; of a backward pass, the line is that of the forward pass.
+        own: whether lines of Lowtide are left out, too, which traced a function of somebody's.
 
     Returns:
         The file, from the working directory where it is in it, with the number of the line; empty if nobody knows.
     """
     frames = getattr(eqn.source_info.traceback, "frames", None) or ()
-    own = os.path.dirname(jax.__file__)
+    folders = [os.path.dirname(jax.__file__), os.path.dirname(os.path.dirname(__file__))][: 1 + own]
     for frame in frames:
-        if not frame.file_name.startswith((own, "<")):
+        if not frame.file_name.startswith(("<", *(f"{folder}{os.sep}" for folder in folders))):
             path = os.path.relpath(frame.file_name)
             return f"{frame.file_name if path.startswith(os.pardir) else path}:{frame.line_num}"
     return ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from ..core import (
     SelectionError,
     StructureError,
     Tree,
-    is_pattern,
     leaves_with_paths,
     match_names,
     put,
@@ -166,13 +165,13 @@ def _matched(paths: list[str], match: Any) -> set[str]:
         for name in {path, path.removesuffix("/weight"), path.removesuffix("/weight").removesuffix("/weight")}:
             by_name.setdefault(name, []).append(path)
     names = list(by_name)
-    chosen = {path for name in match_names(names, match) for path in by_name[name]}
-    patterns = [match] if is_pattern(match) else list(match)
+    patterns = list(match) if isinstance(match, Iterable) and not isinstance(match, str) else [match]
+    chosen = {path for name in match_names(names, patterns) for path in by_name[name]}
     without = [one[1:] for one in patterns if isinstance(one, str) and one.startswith("!")]
     chosen -= {path for name in (match_names(names, without) if without else ()) for path in by_name[name]}
     if not chosen:
         raise SelectionError(
-            "the exclusions leave nothing selected", got=repr(match), hint="narrow the patterns that start with '!'"
+            "the exclusions leave nothing selected", got=repr(patterns), hint="narrow the patterns that start with '!'"
         )
     return chosen
 

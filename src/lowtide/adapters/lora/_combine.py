@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from ...core import ConfigError, StructureError, Tree, is_key, path_str
-from ._adapter import is_adapter, kind_of, placed
+from ...core import ConfigError, StructureError, Tree, is_array_like, path_str
+from ._adapter import NEEDED, is_adapter, kind_of, placed
 from ._kernel import LoRAKernel
 from ._saved import SavedWeight, saved
+from ._sites import check_whole, is_weight
 from ._vectors import VeRAWeight
 from ._weight import LoRAWeight
+
+_ONTO_ONE = "put all adapters onto one base: lt.lora.attach(base, lt.lora.split(model)[0]), or load them onto it"
 
 
 def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> Tree:
     """Make one model of several that have different adapters on the same base: the weighted sum of their corrections.
 
     The factors stand beside each other, so the rank of a weight is the sum of its ranks, and no product is made.
+
+    Bases that are not the same arrays are compared: shapes and dtypes of all arrays, and, number by number, the weights
+    below an adapter of any of the models and all floating-point arrays of two or more axes. NaN is the same as NaN.
+    Other arrays (norms, biases, running statistics, counters, random keys) and what is no array are the first model's.
 
     Args:
         models: of one base, each with its adapters, such as `load` returns for several directories.
@@ -33,10 +39,10 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         A model with adapters on every weight that has one in any of the models; the base is that of the first.
 
     Raises:
-        ConfigError: when there are no models, or not one weight a model.
-        StructureError: when the models are not of one base, or for several with DoRA or (IA)³, which are no sums, or
-            for kernels whose axes are grouped otherwise. Bases that are not the same arrays are compared, number by
-            number; not below `jax.jit`, nor those of which another process has a part.
+        ConfigError: when there are no models, or not one weight a model, each a number.
+        StructureError: when the models are not of one base, for half an adapter, for several with DoRA or (IA)³, which
+            are no sums, and for kinds or kernels of one weight that do not add up. Numbers that are not known below
+            `jax.jit`, and arrays of which another process has a part, are not compared.
 
     Memory:
         The adapters once more, in the dtype of their factors; the base is not copied.
@@ -47,83 +53,124 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
         >>> lora.merge(combine([{"w": node}, {"w": node}], [1.0, 0.5]))["w"].tolist()
         [[4.5, 4.5], [4.5, 4.5]]
     """
-    factors = [1.0] * len(models) if weights is None else [*weights]
-    if not models or len(factors) != len(models):
-        raise ConfigError(
-            "adapters and weights do not fit each other",
-            expected="at least one model, and one weight for each",
-            got=f"{len(models)} adapters, {len(factors)} weights",
-            hint="leave the weights out to add the adapters up as they are",
-        )
-
+    models, factors = _checked(models, weights)
     if len(models) == 1 and (weights is None or (not isinstance(factors[0], jax.core.Tracer) and factors[0] == 1)):
         return models[0]
 
     def of_one(keys: Any, *nodes: Any) -> Any:
-        base = nodes[0].weight if is_adapter(nodes[0]) else nodes[0]
-        found = [(node, by) for node, by in zip(nodes, factors, strict=True) if is_adapter(node)]
-        for node in nodes:
-            _check_base(path_str(keys), base, node.weight if is_adapter(node) else node)
+        path, bases = path_str(keys), [node.weight if is_adapter(node) else node for node in nodes]
+        base, found = bases[0], [(node, by) for node, by in zip(nodes, factors, strict=True) if is_adapter(node)]
+        for other in bases[1:]:
+            _check_base(path, base, other, is_adapted=bool(found))
         if not found:
             return base
+        for node, _ in found:
+            check_whole(path, node, NEEDED[type(node)][1:])
         kernels = [(node, by) for node, by in found if isinstance(node, LoRAKernel)]
         if kernels and len(kernels) == len(found):
-            return _of_kernels(path_str(keys), kernels)
+            return _of_kernels(path, kernels)
         whole = [(node, by) for node, by in found if isinstance(node, SavedWeight)]
         if whole and len(whole) == len(found):
             if [by for _, by in whole] == [1.0]:
                 return saved(base, whole[0][0].lora_saved)
             plain = jnp.asarray(base, jnp.float32)
             return saved(base, plain + sum(by * (node.lora_saved - plain) for node, by in whole))
-        pairs = [_factors(node) for node, _ in found]
+        if kernels or whole:
+            raise StructureError(
+                f"{path}: these adapters are of different kinds, which do not add up",
+                expected="adapters of one weight that are made alike",
+                got=" and ".join(sorted({kind_of(node) for node, _ in found})),
+                hint="add all of them with the same fn and configuration, or merge one by one with lt.lora.merge",
+            )
+        pairs = [_factors(path, node) for node, _ in found]
         lora_a = jnp.concatenate([a for a, _ in pairs], axis=-2)
         lora_b = jnp.concatenate([by * b for (_, b), (_, by) in zip(pairs, found, strict=True)], axis=-1)
         return placed(LoRAWeight(base, lora_a, lora_b, float(lora_a.shape[-2])))
 
     try:
-        return jax.tree_util.tree_map_with_path(of_one, *models, is_leaf=is_adapter)
+        return jax.tree_util.tree_map_with_path(of_one, *models, is_leaf=is_weight)
     except StructureError:
         raise
     except ValueError as error:
-        raise StructureError(
-            "the models are not of one base", got=str(error)[:200], hint="load them onto one"
-        ) from error
+        raise StructureError("the models are not of one base", got=str(error)[:200], hint=_ONTO_ONE) from error
 
 
-def _check_base(path: str, base: Any, other: Any) -> None:
-    """Refuse weights that are not the same; what is no array is not looked at."""
-    if base is other or (getattr(base, "shape", None) is None and getattr(other, "shape", None) is None):
+def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
+    """Return models and their factors as lists."""
+    if isinstance(models, Mapping) or not isinstance(models, Iterable):
+        raise ConfigError(
+            "adapters are added up from several models",
+            expected="a list of models",
+            got=f"a {type(models).__name__}",
+            hint="lt.lora.combine([one, other])",
+        )
+    models = list[Tree](models)
+    given = weights if isinstance(weights, Iterable) else ()
+    factors = [1.0] * len(models) if weights is None else [*given]
+    is_number = all(is_array_like(by) and np.ndim(by) == 0 for by in factors)
+    if not models or len(factors) != len(models) or not is_number:
+        raise ConfigError(
+            "adapters and weights do not fit each other",
+            expected="at least one model, and one weight for each, a number",
+            got=f"{len(models)} adapters, {len(factors)} weights" + ("" if is_number else f": {factors}"),
+            hint="leave the weights out to add the adapters up as they are",
+        )
+    return models, factors
+
+
+def _check_base(path: str, base: Any, other: Any, *, is_adapted: bool) -> None:
+    """Refuse arrays that are not the same; numbers are compared of what an adapter stands on, and of weights.
+
+    Args:
+        path: of the weight.
+        base: of the first model.
+        other: of another.
+        is_adapted: whether one of the models has an adapter on it.
+    """
+    if base is other or not (hasattr(base, "shape") or hasattr(other, "shape")):
         return
-    shapes = [getattr(each, "shape", None) for each in (base, other)]
-    parts, others = jax.tree.leaves(base), jax.tree.leaves(other)
-    is_one = jax.tree.structure(base) == jax.tree.structure(other)
-    if shapes[0] != shapes[1] or not is_one or not all(map(_is_same, parts, others)):
-        differs = "other numbers" if shapes[0] == shapes[1] else f"shape {shapes[1]}"
+    kinds = [_described(each) for each in (base, other)]
+    is_one = kinds[0] == kinds[1] and jax.tree.structure(base) == jax.tree.structure(other)
+    is_compared = is_adapted or (len(base.shape) > 1 and jnp.issubdtype(base.dtype, jnp.floating)) if is_one else False
+    if not is_one or (is_compared and not all(map(_is_same, jax.tree.leaves(base), jax.tree.leaves(other)))):
         raise StructureError(
             f"{path}: the models are not of one base",
-            expected=f"the weight of the first model, shape {shapes[0]}",
-            got=differs,
-            hint="load them onto one",
+            expected=f"the weight of the first model, {kinds[0]}",
+            got="other numbers" if is_one else kinds[1],
+            hint=_ONTO_ONE,
         )
+
+
+def _described(leaf: Any) -> str:
+    """Name what stands in a weight's place."""
+    if not hasattr(leaf, "shape"):
+        return f"a {type(leaf).__name__}"
+    array = f"{leaf.dtype}{list(leaf.shape)}"
+    if not is_weight(leaf):
+        return array
+    return f"{array} as a {type(leaf).__name__} {getattr(leaf, 'format', '')}".rstrip()
 
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two arrays are equal, as far as that can be known."""
     unknown = (jax.core.Tracer, jax.ShapeDtypeStruct)
-    if one is other or isinstance(one, unknown) or isinstance(other, unknown) or is_key(one):
+    if one is other or isinstance(one, unknown) or isinstance(other, unknown):
         return True
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    if getattr(one, "sharding", None) == getattr(other, "sharding", None):
-        return bool(_equal(one, other)) if isinstance(one, jax.Array) else np.array_equal(one, other)
+    if isinstance(one, jax.Array) and getattr(other, "sharding", None) == one.sharding:
+        with jax.ensure_compile_time_eval():
+            return bool(_equal(one, other))
     are_here = all(getattr(each, "is_fully_addressable", True) for each in (one, other))
-    return not are_here or np.array_equal(np.asarray(one), np.asarray(other))
+    return not are_here or bool(_are_equal(np.asarray(one), np.asarray(other)))
 
 
-@jax.jit
-def _equal(one: Array, other: Array) -> Array:
+def _are_equal(one: Any, other: Any) -> Any:
     # Compared by itself, NaN is the same.
-    return jnp.all((one == other) | ((one != one) & (other != other)))
+    return ((one == other) | ((one != one) & (other != other))).all()
+
+
+_equal = jax.jit(_are_equal)
 
 
 def _of_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKernel:
@@ -142,13 +189,13 @@ def _of_kernels(path: str, kernels: Sequence[tuple[LoRAKernel, Any]]) -> LoRAKer
     return dataclasses.replace(first, lora_a=lora_a, lora_b=lora_b, alpha=float(lora_b.shape[-1]))
 
 
-def _factors(node: Any) -> tuple[Any, Any]:
+def _factors(path: str, node: Any) -> tuple[Any, Any]:
     """Return A and B with all scales of their product in them."""
     if isinstance(node, VeRAWeight):
         return node.factors()
     if not isinstance(node, LoRAWeight) or node.lora_magnitude is not None:
         raise StructureError(
-            f"an adapter of the kind {kind_of(node)} is no sum of a weight and a correction",
+            f"{path}: an adapter of the kind {kind_of(node)} is no sum of a weight and a correction",
             expected="LoRA, rsLoRA or VeRA",
             got=kind_of(node),
             hint="merge such a model by itself and unweighted, with lt.lora.merge",

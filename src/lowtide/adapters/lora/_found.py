@@ -10,6 +10,7 @@ import jax
 from ...core import StructureError, Tree
 from .._adapted import uses
 from .._uses import Use, probe
+from ._adapter import named_sharding
 from ._sites import Site, replace
 
 
@@ -20,9 +21,16 @@ def find_uses(model: Tree, targets: Sequence[Site], fn: Callable[..., Any], args
         StructureError: for a weight that it does not use, uses in several ways, or does more with than to multiply.
     """
     probed = [site for site in targets if site.is_floating and site.node is site.weight and len(site.weight.shape) > 1]
-    shapes = {site.index: jax.ShapeDtypeStruct(site.weight.shape, site.weight.dtype) for site in probed}
+    shapes = {site.index: _shape(site.weight) for site in probed}
     found = uses(fn, replace(model, {index: probe(shape) for index, shape in shapes.items()}), *args)
     return {site.index: _one(site, of_site) for site, of_site in zip(probed, found, strict=True)}
+
+
+def _shape(weight: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of a weight, divided as it is along the explicit axes of a mesh."""
+    sharding = named_sharding(weight)
+    place = None if sharding is None else sharding.with_memory_kind("device")
+    return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=place)
 
 
 def _one(site: Site, found: set[Use]) -> Use:

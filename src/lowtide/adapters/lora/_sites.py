@@ -80,16 +80,20 @@ def adapted_sites(model: Tree) -> list[Site]:
     """
     adapted = [site for site in sites(model) if is_adapter(site.node)]
     for site in adapted:
-        needed = NEEDED[type(site.node)]
-        missing = [name for name in needed if getattr(site.node, name) is None]
-        if missing:
-            raise StructureError(
-                f"{site.path}: the adapter has no {' and no '.join(missing)}",
-                expected=f"{', '.join(needed[:-1])} and {needed[-1]}",
-                got="one half of a partition",
-                hint="put the halves together first: lt.combine(trainable, frozen)",
-            )
+        check_whole(site.path, site.node, NEEDED[type(site.node)])
     return adapted
+
+
+def check_whole(path: str, node: Any, needed: Sequence[str]) -> None:
+    """Raise when an adapter has not all of some leaves, as in one half of a partition."""
+    missing = [name for name in needed if getattr(node, name) is None]
+    if missing:
+        raise StructureError(
+            f"{path}: the adapter has no {' and no '.join(missing)}",
+            expected=f"{', '.join(needed[:-1])} and {needed[-1]}" if needed[1:] else needed[0],
+            got="one half of a partition",
+            hint="put the halves together first: lt.combine(trainable, frozen)",
+        )
 
 
 def select_sites(
