@@ -186,8 +186,42 @@ def test_a_turn_that_another_could_be_is_refused(source, messages, what):
 def test_parts_that_a_template_leaves_out_are_refused():
     parts = {"role": "user", "content": [{"type": "text", "text": "secret "}]}
     drops = SHORT.replace("m.content", "(m.content if m.content is string else '')")
-    with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*leaves out what message 1 says"):
-        _render(drops, [parts, *chat("a", "b")[1:]])
+    for drop in (drops, SHORT.replace("m.content", "m.content | string")):  # nothing, or what Python calls them
+        for source in (drop, "{% generation %}{% endgeneration %}" + drop):
+            with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*does not write message 1(.|\n)*hint:"):
+                _render(source, [parts, *chat("a", "b")[1:]])
+
+
+def test_calls_that_a_template_leaves_out_are_refused():
+    answered = [*chat("a"), _calls("f", "g"), {"role": "tool", "content": "7"}, *chat("a", "b")[1:]]
+    first = SHORT.replace("m.content", "(m.tool_calls[0].name if m.tool_calls else m.content)")
+    for source, call in ((SHORT, 1), (first, 2), ("{% generation %}{% endgeneration %}" + SHORT, 1)):
+        with pytest.raises(DataError, match=rf"a.jsonl:7(.|\n)*does not write call {call} of tools in message 2"):
+            _render(source, answered)
+    _, turns = _render(first, [*chat("a"), _calls("f"), *answered[2:]])
+    assert turns == ["f<|im_end|>\n", "b<|im_end|>\n"]
+
+
+def test_the_message_that_a_template_leaves_out_is_named():
+    source = LAST_THINKS.replace("in messages", "in messages if m.role != 'developer'", 1)
+    messages = chat("a", "b", "c", "d")
+    messages.insert(1, {"role": "developer", "content": "e"})
+    with pytest.raises(DataError, match=r"where message 3 begins(.|\n)*which leaves message 2 out or moves it"):
+        _render(source, messages)
+
+
+def test_a_tool_may_be_answered_without_a_header():
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% elif m.role == 'tool' %}"
+        "<out>{{ m.content }}</out>{% else %}{% if messages[loop.index0 - 1].role == 'user' %}<|assistant|>{% endif %}"
+        "{% for c in m.tool_calls or [] %}<call>{{ c.name }}</call>{% endfor %}{{ m.content }}{{ eos_token }}"
+        "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|assistant|><think>{% endif %}"
+    )
+    asked = [*chat("a"), _calls("f"), {"role": "tool", "content": "7"}, *chat("x", "b")[1:]]
+    wanted = ["<call>f</call></s>", "b</s>"]
+    assert _render(source, asked)[1] == wanted
+    assert _render(source, [*asked, *chat("c", "d")])[1] == [*wanted, "d</s>"]
 
 
 def test_a_long_conversation_is_rendered_a_few_times(tmp_path):

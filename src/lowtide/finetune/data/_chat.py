@@ -164,7 +164,8 @@ class Renderer:
             return text, []
         silent = {number for number, each in enumerate(example.messages) if each.get("weight") == 0}
         if not self._has_generation:
-            return text, [self._turn(*each, where=example.where) for each in answer["turns"] if each[0] not in silent]
+            where, astray = example.where, answer["astray"]
+            return text, [self._turn(*each, where, astray) for each in answer["turns"] if each[0] not in silent]
         start = self._start(text, answer, example)
         spans = self._with_weight(answer["spans"], example, silent)
         return text, [(max(a, start), b) for a, b in spans if b > start]
@@ -196,7 +197,7 @@ class Renderer:
             raise DataError(
                 f"{where}: the chat template refuses this conversation",
                 got=shortened(said),
-                hint=f"look at its roles and their order; the template is {self._template.where}",
+                hint=f"look at its messages, their roles and their order; the template is {self._template.where}",
             )
         return answer
 
@@ -222,17 +223,18 @@ class Renderer:
             )
         return [span for number, span in zip(turns, sorted(spans), strict=True) if number not in silent]
 
-    def _turn(self, number: int, span: Sequence[int] | None, *, where: str) -> tuple[int, int]:
+    def _turn(self, number: int, span: Sequence[int] | None, where: str, astray: int | None) -> tuple[int, int]:
         if span is None:
-            raise self._unclear(where, f"message {number + 1}")
+            raise self._unclear(where, f"message {number + 1}", astray)
         return span[0], span[1]
 
-    def _unclear(self, where: str, what: str) -> DataError:
+    def _unclear(self, where: str, what: str, astray: int | None = None) -> DataError:
+        besides = "" if astray is None else f", which leaves message {astray + 1} out or moves it"
         return DataError(
             f"{where}: the chat template does not say where {what} begins and ends",
             expected="a template with {% generation %} around the assistant's turns, or one that renders the beginning "
             "of a conversation as it does within the whole",
-            got=self._template.where,
+            got=f"{self._template.where}{besides}",
             hint="name a template that marks them (--chat-template FILE), or learn all tokens (--loss-on all)",
         )
 

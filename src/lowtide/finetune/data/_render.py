@@ -42,16 +42,14 @@ def _rendered(render: Any, has_generation: bool, request: dict[str, Any], eos: s
     """Render a conversation, and say where each turn of the assistant is where the template does not mark them."""
     messages, tools = request["messages"], request["tools"]
     text, spans = render(messages, tools, False)
-    for i, each in enumerate(messages):  # transformers renders on
-        if not all(said in text for said in _in_parts(each.get("content"))):
-            raise ValueError(f"it leaves out what message {i + 1} says, whose content is a list; write it as a text")
+    _check_all_said(lambda given: render(given, tools, False)[0], messages, text)
     answer: dict[str, Any] = {"text": text, "spans": spans}
     if request["first"]:
         answer["prompt"] = render(messages[: request["first"]], tools, True)[0]
     if not has_generation and request["turns"]:
         turns = [i for i, each in enumerate(messages) if each["role"] == "assistant" and i >= request["first"]]
         found = _Turns(lambda given, prompt: render(given, tools, prompt)[0], messages, text, eos)
-        answer["turns"] = found.spans(turns)
+        answer["turns"], answer["astray"] = found.spans(turns), found.astray()
     return answer
 
 
@@ -71,7 +69,9 @@ class _Turns:
         self._openings: dict[str, str] = {}
         self._ends, self._starts = self._marked(messages, text)
         self._headers = list[str]()
-        asked = max((i for i, each in enumerate(messages) if each["role"] != "assistant"), default=-1) + 1
+        # After what a tool gave some templates ask for nothing, and go on with the turn.
+        others = [i for i, each in enumerate(messages) if each["role"] != "assistant"]
+        asked = max([i for i in others if messages[i]["role"] == "user"] or others, default=-1) + 1
         closed, opened = (self._tried(messages[:asked], prompt) for prompt in (False, True))
         if self._ends and asked and closed is not None and opened is not None:
             closed = closed if opened.startswith(closed) else closed.removesuffix(eos)
@@ -83,6 +83,16 @@ class _Turns:
         told = sorted((span, i) for i, span in spans if span)
         twice = {i for a, b in itertools.pairwise(told) if b[0][0] < a[0][1] for i in (a[1], b[1])}
         return [(i, None if i in twice else span) for i, span in spans]
+
+    def astray(self) -> int | None:
+        """Return the first message that the template leaves out, or writes before an earlier one."""
+        last = 0
+        for i, each in enumerate(self._messages if self._ends else ()):
+            content = each.get("content")
+            if isinstance(content, str) and content.strip() and self._ends.get(i, -1) < last:
+                return i
+            last = max(last, self._ends.get(i, 0))
+        return None
 
     def _span(self, i: int) -> tuple[int, int] | None:
         begin = self._begin(i)
@@ -197,20 +207,52 @@ class _Turns:
             before, after = content.split(core, 1) if core else (content, "")
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
             given["content"] = f"{before}{start}{core}{end}{after}"
-        if calls and isinstance(calls, list) and isinstance(calls[-1], dict):
-            call = calls[-1].get("function", calls[-1])
-            if isinstance(call, dict) and isinstance(call.get("name"), str):
-                called = {**call, "name": f"{call['name']}\ue000{self._nonce}!{i};"}
-                last = {**calls[-1], "function": called} if "function" in calls[-1] else called
-                given["tool_calls"] = [*calls[:-1], last]
+        last = len(calls) - 1 if isinstance(calls, list) else 0
+        given = _with_marked_calls(given, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
         return given
 
 
-def _in_parts(content: Any) -> list[str]:
-    """Return what a content of several parts says, without thoughts, which a template may leave out."""
-    parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)]
-    return [text.rpartition("</think>")[-1].strip() for text in texts if isinstance(text, str)]
+def _check_all_said(render: Any, messages: list[Any], text: str) -> None:
+    """Refuse a conversation of which a template leaves out, without a word, content in parts or calls of tools.
+
+    Raises:
+        ValueError: naming the message.
+    """
+    for i, each in enumerate(messages):
+        content = each.get("content")
+        parts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        thoughtless = [part.rpartition("</think>")[-1].strip() for part in parts if isinstance(part, str)]
+        if not all(part in text for part in thoughtless) or (parts and str(content) in text):
+            raise ValueError(f"it does not write message {i + 1}, whose content is a list; write that as a text")
+    nonce = secrets.token_hex(8)
+    marked = [_with_marked_calls(each, lambda j, i=i: f"\ue000{nonce}!{i},{j};") for i, each in enumerate(messages)]
+    places = [
+        (i, j) for i, each in enumerate(marked) if each is not messages[i] for j in range(len(each["tool_calls"]))
+    ]
+    if not places:
+        return
+    try:
+        found = render(marked)
+    except Exception:  # the template does not take such names
+        return
+    for i, j in places:
+        if f"\ue000{nonce}!{i},{j};" not in found:
+            raise ValueError(f"it does not write call {j + 1} of tools in message {i + 1}")
+
+
+def _with_marked_calls(message: Any, mark: Any) -> Any:
+    """Write a mark after the name of each call, if it has one."""
+    calls = message.get("tool_calls")
+    if not calls or not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return message
+    marked = list[Any]()
+    for j, call in enumerate(calls):
+        called = call.get("function", call)
+        if not isinstance(called, dict) or not isinstance(called.get("name"), str):
+            return message
+        named = {**called, "name": called["name"] + mark(j)}
+        marked.append({**call, "function": named} if "function" in call else named)
+    return {**message, "tool_calls": marked}
 
 
 def _trailing(message: Any) -> str:
