@@ -55,7 +55,18 @@ def refuse_unknown(found: int, largest: int) -> None:
 
 
 def named(documents: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
-    """Give texts without names a number."""
+    """Give texts without names a number.
+
+    Raises:
+        DataError: for one text, whose characters would be texts.
+    """
+    if isinstance(documents, str):
+        raise DataError(
+            "a text is no list of documents",
+            expected="texts, or texts by name",
+            got=shown(documents),
+            hint="give [text], or of a file of records Path(name)",
+        )
     if isinstance(documents, Mapping):
         return dict(documents)
     return {f"document {number}": text for number, text in enumerate(documents, 1)}

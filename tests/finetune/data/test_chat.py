@@ -262,10 +262,12 @@ def test_a_template_that_does_harm_is_refused(source):
 
 
 def test_a_template_without_an_end_is_ended(monkeypatch):
-    monkeypatch.setattr(_chat, "_SECONDS", 0.5)
     loops = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
+    renderer = _chat.Renderer(_template(loops))  # to start takes its own time
+    monkeypatch.setattr(_chat, "_SECONDS", 0.5)
     with pytest.raises(ModelFileError, match="a.jsonl:7(.|\n)*did not end in 0.5 s"):
-        _render(loops, chat("a", "b"))
+        renderer.render(Example(kind="chat", where="a.jsonl:7", messages=tuple(chat("a", "b"))))
+    renderer.close()
     endless = "{% set n = namespace(s='x') %}{% for a in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
     with pytest.raises(ModelFileError, match="a chat template that cannot be used"):
         _render(endless, chat("a", "b"))

@@ -190,6 +190,16 @@ def test_chats_without_an_answer_are_not_said_to_be_too_long(tmp_path, tokenizer
         _data(_file(tmp_path, [answered] * 4), tokenizer, seq_len=4)
 
 
+def test_a_name_is_no_list_of_texts(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"a text is no list of documents(.|\n)*Path"):
+        _data("data.jsonl", tokenizer)
+    with pytest.raises(DataError, match=r"gone.jsonl: no such file"):
+        _data(tmp_path / "gone.jsonl", tokenizer)
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"pipe.jsonl: neither a file"):
+        _data(tmp_path / "pipe.jsonl", tokenizer)
+
+
 @pytest.mark.parametrize("records", [[], [{"text": " "}], [{"text": "one"}]])
 def test_too_little_data_is_said(tmp_path, tokenizer, records):
     with pytest.raises(DataError, match="hint:"):

@@ -165,7 +165,8 @@ class Renderer:
         silent = {number for number, each in enumerate(example.messages) if each.get("weight") == 0}
         if not self._has_generation:
             where, astray = example.where, answer["astray"]
-            return text, [self._turn(*each, where, astray) for each in answer["turns"] if each[0] not in silent]
+            learned = [each for each in answer["turns"] if each[0] not in silent]
+            return text, [self._turn(number, span, where, astray) for number, span in learned]
         start = self._start(text, answer, example)
         spans = self._with_weight(answer["spans"], example, silent)
         return text, [(max(a, start), b) for a, b in spans if b > start]

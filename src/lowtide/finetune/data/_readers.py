@@ -69,8 +69,15 @@ def read_records(path: Path, columns: Mapping[str, str]) -> Iterator[Example | N
 
 
 def data_files(path: Path) -> list[Path]:
-    """List the files that a path's records are in, for a digest."""
+    """List the files that a path's records are in, for a digest.
+
+    Raises:
+        DataError: when there is nothing of that name, or no file.
+    """
     if not path.is_dir():
+        if not path.is_file():
+            what = "neither a file nor a folder" if path.exists() else "no such file or folder"
+            raise DataError(f"{path}: {what}", hint="name a file of records, or a folder of them")
         return [path]
     split = saved_split(path)
     if split is not None:

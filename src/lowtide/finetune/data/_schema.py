@@ -40,6 +40,7 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
+_SHAREGPT = ("human", "gpt", "chatgpt")
 _USUAL = ("assistant", "user", "system", "tool")
 _CHAT = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 _HINT = f'one object a record, such as {{"text": "..."}} or {_CHAT}'
@@ -181,6 +182,7 @@ def parse_record(raw: Mapping[str, Any], where: str, columns: Mapping[str, str])
     if kind == "text":
         return Example(kind="text", where=where, text=record["text"])
     if kind == "alpaca":
+        _check_unread(record, where)
         more = record.get("input") or ""
         return Example(kind="alpaca", where=where, prompt=record["instruction"], more=more, text=record["output"])
     tools = record.get("tools")
@@ -311,16 +313,32 @@ def _check_weights(turns: Any, where: str) -> None:
             )
 
 
+def _check_unread(record: Mapping[str, Any], where: str) -> None:
+    """Refuse what some write beside Alpaca's fields, and an answer may depend on."""
+    fields = [field for field in ("instruction", "input", "output") if field in record]
+    for name in ("system", "history"):
+        if not _is_blank(record.get(name)):
+            raise DataError(
+                f"{where}: {name} beside instruction and output, which is not read",
+                expected="messages, which have systems and earlier turns",
+                got=shown(record[name]),
+                hint=f"write the record as messages, or leave {name} out: "
+                f"--columns {','.join(f'{field}={field}' for field in fields)}",
+            )
+
+
 def _check_roles(turns: Any, where: str) -> None:
     """Refuse a role that is nearly one of the usual ones; a template would write it, and nothing of it be learned.
 
-    Others, such as ``developer`` or ``ipython``, are for the template to know.
+    So would one of ShareGPT's. Others, such as ``developer`` or ``ipython``, are for the template to know.
     """
     for turn in turns if isinstance(turns, list) else ():
         role = turn["role"]
         if role in _USUAL:
             continue
-        if close := difflib.get_close_matches(role.strip().lower(), _USUAL, n=1, cutoff=0.8):
+        name = role.strip().lower()
+        close = [_ROLES[name]] if name in _SHAREGPT else difflib.get_close_matches(name, _USUAL, n=1, cutoff=0.8)
+        if close:
             raise DataError(
                 f"{where}: a role {shown(role)}",
                 expected=f"one of {', '.join(_USUAL)}, or what the chat template knows besides",
