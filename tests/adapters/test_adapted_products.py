@@ -330,3 +330,21 @@ def test_a_node_that_says_no_shape_is_refused() -> None:
 
     with pytest.raises(StructureError, match=r"says nothing of its shape\n.*\n.*a Nothing"):
         lt.adapted(several_products)({"w": Nothing()}, X)
+
+
+def test_half_a_model_is_refused() -> None:
+    model = lt.lora.add({"w": drawn(16, 64)}, lt.lora.Config(rank=2, targets="w"), key=jax.random.key(0))
+    for half in lt.partition(model, "**/lora_*"):
+        with pytest.raises(StructureError, match=r"a LoRAWeight has no weight, or no factors(.|\n)*lt.combine"):
+            lt.adapted(lambda p, x: x @ p["w"].T)(half, X)
+
+
+def test_dtypes_without_a_wider_one_are_refused() -> None:
+    def fn(params: Any, x: Any) -> Any:
+        product = jax.lax.dot_general
+        return product(x, params["w"], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+    w, x = drawn(16, 64).astype(jnp.bfloat16), X.astype(jnp.float8_e4m3fn)
+    model = lt.lora.add({"w": w}, lt.lora.Config(rank=2, targets="w"), key=jax.random.key(0))
+    with pytest.raises(StructureError, match=r"w: (.|\n)*no wider one(.|\n)*float8_e4m3fn, bfloat16 and float32"):
+        lt.adapted(fn)(model, x)

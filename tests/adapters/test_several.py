@@ -196,11 +196,13 @@ def test_sums_take_what_can_be_listed_and_weights_that_are_numbers() -> None:
     listed, once = lora.combine(models, [1.0, 0.5]), lora.combine(iter(models), iter([1.0, 0.5]))
     jax.tree.map(np.testing.assert_array_equal, listed, once)
     weights: Any
-    for weights in (["a", "b"], [None, 1], [np.ones(2), 1.0], 1.0):
+    for weights in (["a", "b"], [None, 1], [np.ones(2), 1.0], 1.0, [KEY, KEY]):
         with pytest.raises(ConfigError, match=r"adapters and weights do not fit"):
             lora.combine(models, weights)
-    with pytest.raises(ConfigError, match=r"several models\n.*a list of models\n.*a dict"):
-        lora.combine(dict(enumerate(models)))
+    wrong: Any
+    for wrong in (dict(enumerate(models)), "ab"):
+        with pytest.raises(ConfigError, match=r"several models\n.*a list of models\n.*a (dict|str)"):
+            lora.combine(wrong)
 
 
 def test_what_does_not_fit_is_refused_by_path() -> None:

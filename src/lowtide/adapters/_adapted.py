@@ -158,6 +158,13 @@ def _shape(leaf: Any) -> Any:
     """
     if not _is_node(leaf):
         return leaf
+    if _is_half(leaf):
+        raise StructureError(
+            f"a {type(leaf).__name__} has no weight, or no factors",
+            expected="both",
+            got="one half of a partition",
+            hint="put the halves together first: lt.combine(trainable, frozen)",
+        )
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise StructureError(
             "a weight that is no array says nothing of its shape",
@@ -169,6 +176,12 @@ def _shape(leaf: Any) -> Any:
     held = [part for part in jax.tree.leaves(leaf) if part is not leaf and is_array_like(part) and not is_key(part)]
     like = next((part for part in held if np.shape(part) == shape), jax.ShapeDtypeStruct(shape, leaf.dtype))
     return jax.eval_shape(lambda array: array.astype(leaf.dtype), like)
+
+
+def _is_half(node: Any) -> bool:
+    fields = getattr(type(node), "__dataclass_fields__", {})
+    factors = [getattr(node, name) for name in fields if name.startswith("lora_")]
+    return ("weight" in fields and node.weight is None) or (bool(factors) and all(each is None for each in factors))
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:

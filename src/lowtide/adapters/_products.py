@@ -187,7 +187,15 @@ def _as_asked(eqn: Any, weight: Weight, at: int, run: Callable[[Any, Any], Any],
     """
     place, name = eqn.params.get("out_sharding"), checked_precision(eqn, weight.path)
     given, out = eqn.invars[at].aval.dtype, eqn.outvars[0].aval.dtype
-    dtype = functools.reduce(jnp.promote_types, (x.dtype, given, out))
+    try:
+        dtype = functools.reduce(jnp.promote_types, (x.dtype, given, out))
+    except jax.dtypes.TypePromotionError as error:
+        raise StructureError(
+            f"{weight.path}: the model multiplies by this weight in dtypes that have no wider one",
+            expected="activations that are cast to a common dtype",
+            got=f"{x.dtype}, {given} and {out}, at {line_of(eqn)}",
+            hint="cast the activations before they are multiplied",
+        ) from error
 
     def cast(node: Any, x: Any) -> Any:
         return run(node, x.astype(dtype)).astype(out)
@@ -195,9 +203,9 @@ def _as_asked(eqn: Any, weight: Weight, at: int, run: Callable[[Any, Any], Any],
     def rounded(node: Any, x: Any) -> Any:
         return cast(_rounded(eqn, weight.path, node, given), x)
 
-    # The rounded weight does not wait for the backward pass.
+    # So that the rounded weight need not wait for the backward pass.
     is_rounded = dtype != given and _is_rounded(weight.node, given)
-    compute = jax.checkpoint(rounded, prevent_cse=False) if is_rounded else cast
+    compute = jax.checkpoint(rounded) if is_rounded else cast
     with jax.default_matmul_precision(name):
         if place is None:
             return compute(weight.node, x)

@@ -192,6 +192,18 @@ def test_parts_that_a_template_leaves_out_are_refused():
                 _render(source, [parts, *chat("a", "b")[1:]])
 
 
+@pytest.mark.parametrize("said", ['{"temp": 20}', "line 1\nline 2 ", "'"])
+def test_parts_are_read_as_a_text_is(said):
+    parts = [{"type": "text", "text": said}]
+    source = LAST_THINKS.replace(
+        "else m.content }}", "else m.content if m.content is string else m.content | tojson }}"
+    )
+    answered = [*chat("a"), _calls("f"), {"role": "tool", "content": parts}, *chat("a", "b", "c")[1:]]
+    text, turns = _render(source.replace("call.function", "call"), answered)
+    assert turns == ['<call>{"name": "f", "arguments": {}}</call><|im_end|>\n', "b<|im_end|>\n"]
+    assert json.dumps(said, ensure_ascii=False) in text
+
+
 def test_calls_that_a_template_leaves_out_are_refused():
     answered = [*chat("a"), _calls("f", "g"), {"role": "tool", "content": "7"}, *chat("a", "b")[1:]]
     first = SHORT.replace("m.content", "(m.tool_calls[0].name if m.tool_calls else m.content)")

@@ -11,7 +11,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from ...core import ConfigError, StructureError, Tree, is_array_like, path_str
+from ...core import ConfigError, StructureError, Tree, is_array_like, is_key, path_str
 from ._adapter import NEEDED, is_adapter, kind_of, placed
 from ._kernel import LoRAKernel
 from ._saved import SavedWeight, saved
@@ -29,7 +29,8 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
     Bases that are not the same arrays are compared: shapes and dtypes of all arrays, and, number by number, the weights
     below an adapter of any of the models and all floating-point arrays of two or more axes. NaN is the same as NaN.
-    Other arrays (norms, biases, running statistics, counters, random keys) and what is no array are the first model's.
+    Other arrays (norms, biases and running statistics that are not stacked, counters, random keys) and what is no array
+    are the first model's.
 
     Args:
         models: of one base, each with its adapters, such as `load` returns for several directories.
@@ -97,7 +98,7 @@ def combine(models: Sequence[Tree], weights: Sequence[float] | None = None) -> T
 
 def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     """Return models and their factors as lists."""
-    if isinstance(models, Mapping) or not isinstance(models, Iterable):
+    if isinstance(models, (str, Mapping)) or not isinstance(models, Iterable):
         raise ConfigError(
             "adapters are added up from several models",
             expected="a list of models",
@@ -107,7 +108,7 @@ def _checked(models: Any, weights: Any) -> tuple[list[Tree], list[Any]]:
     models = list[Tree](models)
     given = weights if isinstance(weights, Iterable) else ()
     factors = [1.0] * len(models) if weights is None else [*given]
-    is_number = all(is_array_like(by) and np.ndim(by) == 0 for by in factors)
+    is_number = all(is_array_like(by) and np.ndim(by) == 0 and not is_key(by) for by in factors)
     if not models or len(factors) != len(models) or not is_number:
         raise ConfigError(
             "adapters and weights do not fit each other",

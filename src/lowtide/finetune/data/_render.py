@@ -42,7 +42,7 @@ def _rendered(render: Any, has_generation: bool, request: dict[str, Any], eos: s
     """Render a conversation, and say where each turn of the assistant is where the template does not mark them."""
     messages, tools = request["messages"], request["tools"]
     text, spans = render(messages, tools, False)
-    _check_all_said(lambda given: render(given, tools, False)[0], messages, text)
+    _check_all_said(lambda given: render(given, tools, False)[0], messages)
     answer: dict[str, Any] = {"text": text, "spans": spans}
     if request["first"]:
         answer["prompt"] = render(messages[: request["first"]], tools, True)[0]
@@ -88,8 +88,7 @@ class _Turns:
         """Return the first message that the template leaves out, or writes before an earlier one."""
         last = 0
         for i, each in enumerate(self._messages if self._ends else ()):
-            content = each.get("content")
-            if isinstance(content, str) and content.strip() and self._ends.get(i, -1) < last:
+            if _last_text(each.get("content")).strip() and self._ends.get(i, -1) < last:
                 return i
             last = max(last, self._ends.get(i, 0))
         return None
@@ -202,42 +201,40 @@ class _Turns:
         is_other = message["role"] != "assistant"
         given = dict(message)
         end = f"\ue000{self._nonce}.{i};"  # a character that filters to JSON leave as it is
-        if isinstance(content, str) and (content.strip() or (is_other and marks == 2)):
-            core = content.strip()
-            before, after = content.split(core, 1) if core else (content, "")
+        if _last_text(content).strip() or (isinstance(content, str) and is_other and marks == 2):
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
-            given["content"] = f"{before}{start}{core}{end}{after}"
+            given["content"] = _wrapped(content, start, end)
         last = len(calls) - 1 if isinstance(calls, list) else 0
         given = _with_marked_calls(given, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
         return given
 
 
-def _check_all_said(render: Any, messages: list[Any], text: str) -> None:
+def _check_all_said(render: Any, messages: list[Any]) -> None:
     """Refuse a conversation of which a template leaves out, without a word, content in parts or calls of tools.
 
     Raises:
         ValueError: naming the message.
     """
+    nonce, marked, wanted = secrets.token_hex(8), list[Any](), dict[str, str]()
     for i, each in enumerate(messages):
-        content = each.get("content")
-        parts = [part.get("text") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-        thoughtless = [part.rpartition("</think>")[-1].strip() for part in parts if isinstance(part, str)]
-        if not all(part in text for part in thoughtless) or (parts and str(content) in text):
-            raise ValueError(f"it does not write message {i + 1}, whose content is a list; write that as a text")
-    nonce = secrets.token_hex(8)
-    marked = [_with_marked_calls(each, lambda j, i=i: f"\ue000{nonce}!{i},{j};") for i, each in enumerate(messages)]
-    places = [
-        (i, j) for i, each in enumerate(marked) if each is not messages[i] for j in range(len(each["tool_calls"]))
-    ]
-    if not places:
+        end = f"\ue000{nonce}.{i};"
+        given = _with_marked_calls(each, lambda j, i=i: f"\ue000{nonce}!{i},{j};")
+        if given is not each:
+            calls = range(len(each["tool_calls"]))
+            wanted |= {f"\ue000{nonce}!{i},{j};": f"call {j + 1} of tools in message {i + 1}" for j in calls}
+        if isinstance(each.get("content"), list) and _last_text(each["content"]).strip():
+            given = {**given, "content": _wrapped(each["content"], "", end)}
+            wanted[end] = f"message {i + 1}, whose content is a list; write that as a text"
+        marked.append(given)
+    if not wanted:
         return
     try:
         found = render(marked)
     except Exception:  # the template does not take such names
         return
-    for i, j in places:
-        if f"\ue000{nonce}!{i},{j};" not in found:
-            raise ValueError(f"it does not write call {j + 1} of tools in message {i + 1}")
+    for mark, what in wanted.items():  # Python's form of a list has the mark's first character escaped
+        if mark not in found:
+            raise ValueError(f"it does not write {what}")
 
 
 def _with_marked_calls(message: Any, mark: Any) -> Any:
@@ -255,10 +252,35 @@ def _with_marked_calls(message: Any, mark: Any) -> Any:
     return {**message, "tool_calls": marked}
 
 
+def _texts(content: list[Any]) -> list[int]:
+    """Return which parts of a content are texts."""
+    return [at for at, part in enumerate(content) if isinstance(part, dict) and isinstance(part.get("text"), str)]
+
+
+def _last_text(content: Any) -> str:
+    """Return a content that is a text, or the last text in it."""
+    if isinstance(content, list):
+        texts = _texts(content)
+        return content[texts[-1]]["text"] if texts else ""
+    return content if isinstance(content, str) else ""
+
+
+def _wrapped(content: Any, start: str, end: str) -> Any:
+    """Write marks around what a content says, inside of the white space about it."""
+    if isinstance(content, list):
+        parts, texts = [*content], _texts(content)
+        for at, marks in ((texts[0], (start, "")), (texts[-1], ("", end))):
+            parts[at] = {**parts[at], "text": _wrapped(parts[at]["text"], *marks)}
+        return parts
+    core = content.strip()
+    before, after = content.split(core, 1) if core else (content, "")
+    return f"{before}{start}{core}{end}{after}"
+
+
 def _trailing(message: Any) -> str:
     """Return the white space that ends what a message says, which a template may leave out."""
-    content = message.get("content")
-    return content[len(content.rstrip()) :] if isinstance(content, str) else ""
+    text = _last_text(message.get("content"))
+    return text[len(text.rstrip()) :]
 
 
 def _closes_alike(message: Any) -> bool:
