@@ -181,7 +181,7 @@ def _shape(leaf: Any) -> Any:
 def _is_half(node: Any) -> bool:
     fields = getattr(type(node), "__dataclass_fields__", {})
     factors = [getattr(node, name) for name in fields if name.startswith("lora_")]
-    return ("weight" in fields and node.weight is None) or (bool(factors) and all(each is None for each in factors))
+    return bool(factors) and (getattr(node, "weight", node) is None or all(each is None for each in factors))
 
 
 def _evaluate(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:

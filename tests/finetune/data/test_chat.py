@@ -184,9 +184,10 @@ def test_a_turn_that_another_could_be_is_refused(source, messages, what):
 
 
 def test_parts_that_a_template_leaves_out_are_refused():
-    parts = {"role": "user", "content": [{"type": "text", "text": "secret "}]}
+    parts = {"role": "user", "content": [{"type": "text", "text": "secret "}, {"type": "text", "text": "and more"}]}
     drops = SHORT.replace("m.content", "(m.content if m.content is string else '')")
-    for drop in (drops, SHORT.replace("m.content", "m.content | string")):  # nothing, or what Python calls them
+    ways = ["m.content | string", "m.content[0].text", "m.content[-1].text"]  # what Python calls them, or one of two
+    for drop in (drops, *(SHORT.replace("m.content", f"({way} if m.role == 'user' else m.content)") for way in ways)):
         for source in (drop, "{% generation %}{% endgeneration %}" + drop):
             with pytest.raises(DataError, match=r"a.jsonl:7(.|\n)*does not write message 1(.|\n)*hint:"):
                 _render(source, [parts, *chat("a", "b")[1:]])

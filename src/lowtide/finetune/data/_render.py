@@ -145,7 +145,7 @@ class _Turns:
             for tail in filter(None, self._tails_of(i)):
                 if self._text.startswith(own + tail, said):
                     end = said + len(own + tail)
-                    if end < start:
+                    if end < start and not _closes_alike(self._messages[i]):
                         self._openings.setdefault(self._messages[i + 1]["role"], self._text[end:start])
                     return end
         return None
@@ -205,8 +205,7 @@ class _Turns:
             start = f"\ue000{self._nonce}({i};" if marks == 2 or (marks and not is_other) else ""
             given["content"] = _wrapped(content, start, end)
         last = len(calls) - 1 if isinstance(calls, list) else 0
-        given = _with_marked_calls(given, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
-        return given
+        return _with_marked_calls(given, lambda j: f"\ue000{self._nonce}!{i};" if j == last else "")
 
 
 def _check_all_said(render: Any, messages: list[Any]) -> None:
@@ -217,14 +216,18 @@ def _check_all_said(render: Any, messages: list[Any]) -> None:
     """
     nonce, marked, wanted = secrets.token_hex(8), list[Any](), dict[str, str]()
     for i, each in enumerate(messages):
-        end = f"\ue000{nonce}.{i};"
         given = _with_marked_calls(each, lambda j, i=i: f"\ue000{nonce}!{i},{j};")
         if given is not each:
             calls = range(len(each["tool_calls"]))
             wanted |= {f"\ue000{nonce}!{i},{j};": f"call {j + 1} of tools in message {i + 1}" for j in calls}
-        if isinstance(each.get("content"), list) and _last_text(each["content"]).strip():
-            given = {**given, "content": _wrapped(each["content"], "", end)}
-            wanted[end] = f"message {i + 1}, whose content is a list; write that as a text"
+        if isinstance(content := each.get("content"), list):
+            parts = [*content]
+            for j in _texts(content):
+                if content[j]["text"].strip():
+                    end = f"\ue000{nonce}.{i},{j};"
+                    parts[j] = {**content[j], "text": _wrapped(content[j]["text"], "", end)}
+                    wanted[end] = f"message {i + 1}, whose content is a list; write that as a text"
+            given = {**given, "content": parts}
         marked.append(given)
     if not wanted:
         return
