@@ -159,6 +159,15 @@ def test_a_thought_that_the_prompt_begins_is_not_learned_twice():
     assert turns == ["b\n</think>\nc<|im_end|>\n", "e\n</think>\nf<|im_end|>\n"]
 
 
+def test_a_thought_may_quote_the_header():
+    source = SHORT.replace("+ m.content", "+ (m.thought or '') + m.content")
+    source = source.replace("assistant\n", "assistant\n<think>\n")
+    messages = chat("a", "b", "c", "d")
+    messages[1]["thought"] = "as <|im_start|>assistant\n<think>\n has it: "
+    _, turns = _render(source, messages)
+    assert turns == [f"{messages[1]['thought']}b<|im_end|>\n", "d<|im_end|>\n"]
+
+
 def test_a_template_need_not_take_a_prompt_after_the_assistant():
     strict = "{% if add_generation_prompt and messages[-1].role == 'assistant' %}{{ raise_exception('no') }}{% endif %}"
     messages = chat("a", "b", "c", "d")

@@ -123,11 +123,10 @@ class _Turns:
         before = self._ends.get(i - 1) if i else 0
         if before is None or (own is None and i + 1 < len(self._messages) and i + 1 not in self._starts):
             return None
-        for header in self._headers:  # what is said may begin as the header ends
-            at = self._text.find(header, before, most + len(header) - 1)
-            if at >= 0:
-                return at + len(header)
-        return None
+        # What is said may begin as the header ends; what is thought may quote it, and so the first counts.
+        places = [(self._text.find(each, before, most + len(each) - 1), -len(each)) for each in self._headers]
+        at, size = min((place for place in places if place[0] >= 0), default=(-1, 0))
+        return None if at < 0 else at - size
 
     def _end(self, i: int, begin: int) -> int | None:
         if i + 1 == len(self._messages):
