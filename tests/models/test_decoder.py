@@ -14,7 +14,6 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, SelectionError
 from lowtide.models._config_file import config_from_hf, config_to_hf
-from lowtide.ops import Scores, Sight, _scores, attend
 
 from .kinds import KINDS
 
@@ -81,28 +80,6 @@ def test_the_length_of_a_document_stretches_its_own_positions_alone(kind: str) -
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
     for got in (row[10:], rows[1]):
         np.testing.assert_allclose(got, want_long, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("window", [None, 7, jnp.int32(7)])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_blocks_of_queries_see_what_all_queries_see(window: Any, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    random = np.random.default_rng(0)
-    q, k, v = (random.normal(size=(2, 27, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
-    segments = jnp.asarray(np.repeat([[1, 2, 0], [3, 1, 2]], (10, 9, 8), axis=1))
-    scores = Scores(0.3, 2.0, jnp.asarray(random.normal(size=4), jnp.float32)) if sinks else Scores(0.3)
-
-    def run(q: Any, k: Any, v: Any, segments: Any) -> Any:
-        sight = Sight(window, None if segments is None else (segments, segments))
-        return jnp.sum(attend(q, k, v, sight, scores) * jnp.cos(q))
-
-    for given in (None, segments):
-        whole = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(q, k, v, given)
-        for limits in ({"_MAX_QUERIES": 8, "_QUERY_BLOCK": 4}, {"_LEAST_ON_CPU": 8}):
-            with monkeypatch.context() as patched:
-                for name, limit in limits.items():
-                    patched.setattr(_scores, name, limit)
-                blocks = jax.jit(jax.value_and_grad(run, (0, 1, 2)))(q, k, v, given)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-4), blocks, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

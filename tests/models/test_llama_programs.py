@@ -93,12 +93,12 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
         return attention_implementation(jnp.dtype(dtype), head_dim)
 
     assert chosen("bfloat16", "9.0") == chosen("float16", "8.0") == "cudnn"
-    assert chosen("float32", "9.0") == chosen("bfloat16", "9.0", 12) == "xla"
-    assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "xla"
+    assert chosen("float32", "9.0") == chosen("bfloat16", "9.0", 12) == "blocks"
+    assert chosen("bfloat16", "7.5") == chosen("bfloat16", "gfx942") == "blocks"
     with jax.default_device(cpu):
-        assert chosen("bfloat16", "9.0") == "xla"
+        assert chosen("bfloat16", "9.0") == "blocks"
     monkeypatch.setattr(_attention, "has_cudnn", lambda: False)
-    assert chosen("bfloat16", "9.0") == "xla"
+    assert chosen("bfloat16", "9.0") == "blocks"
     report = lt.memory.analyze(lambda m, b: loss(m, b)[0], model, make_batch(), target="v5e:2x2")
     assert report.target.platform == "tpu"
 

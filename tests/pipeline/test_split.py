@@ -392,8 +392,8 @@ def test_frozen_weights_have_no_gradient() -> None:
 
 
 def test_a_decoder_is_split_with_its_loops_over_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.ops._scores._MAX_QUERIES", 4)
-    monkeypatch.setattr("lowtide.ops._scores._QUERY_BLOCK", 2)
+    monkeypatch.setattr("lowtide.ops._attention._LEAST_IN_BLOCKS", 1)
+    monkeypatch.setattr("lowtide.ops._blocks.block_size", lambda *_: 2)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8
     )

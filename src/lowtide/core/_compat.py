@@ -278,6 +278,22 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return getattr(getattr(aval, "mat", None), "varying", frozenset())
 
 
+def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
+    """Make an array that a loop may carry where it then holds something of others: of their varying axes.
+
+    Args:
+        arrays: what it will be computed from.
+        shape: its own.
+        dtype: its own.
+        fill: its numbers.
+    """
+    import jax
+
+    full = jax.numpy.full(shape, fill, dtype)
+    axes = frozenset[str]().union(*(varying_axes(jax.typeof(each)) for each in arrays))
+    return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
+
+
 def argument_names(traced: Any) -> list[str]:
     """JAX's names of a traced function's argument leaves, ``params['w']``, as its compiled programs carry them.
 

@@ -17,6 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from ._errors import StructureError
 from ._paths import Tree, leaves_with_paths
+from ._traced import traced_device
+
+# A TPU's compiler casts small weights, such as adapters, of all layers before a loop over them, and keeps the copies.
+# Rounded first, which changes nothing, they are cast one by one. So many numbers, of one layer:
+_MOST_ROUNDED = 2**21
 
 
 @runtime_checkable
@@ -65,7 +70,7 @@ def linear(
     if weight.dtype == x.dtype:
         return _product(x, weight)
     # Else the cast weight would wait for the backward pass: under a scan, a second copy of all stacked weights.
-    return jax.checkpoint(_product, prevent_cse=False)(x, weight)
+    return jax.checkpoint(_cast_product, prevent_cse=False)(x, weight)
 
 
 def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "weight") -> Float[Array, "*ids in"]:
@@ -105,6 +110,13 @@ def rows(weight: Array | LinearWeight, ids: Int[Array, "*ids"], *, path: str = "
 
 def _product(x: Array, weight: Array) -> Array:
     return jax.lax.dot_general(x, weight.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def _cast_product(x: Array, weight: Array) -> Array:
+    to = jnp.finfo(x.dtype)
+    if weight.size <= _MOST_ROUNDED and to.bits < jnp.finfo(weight.dtype).bits and traced_device().platform == "tpu":
+        weight = jax.lax.reduce_precision(weight, to.nexp, to.nmant)
+    return _product(x, weight)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ class LayerStack:
         num_layers(layers)
         block = self.block
         if remat is not False:
-            block = jax.checkpoint(block, policy=None if remat is True else remat, prevent_cse=False)
+            policy = None if remat is True else remat
+            block = jax.checkpoint(recomputed(block), policy=policy, prevent_cse=False)
 
         divide = _divide.get()
 
@@ -174,6 +176,32 @@ def dividing(divide: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
     finally:
         _divide.reset(tokens[0])
         _mesh.reset(tokens[1])
+
+
+_is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomputed", default=False)
+
+
+def recomputed(block: Callable[..., Any]) -> Callable[..., Any]:
+    """Tell a block, when it is traced, that the backward pass computes it again (`is_recomputed`).
+
+    Args:
+        block: the function, which whoever calls this recomputes, as `jax.checkpoint` does.
+    """
+
+    @functools.wraps(block)
+    def traced(*args: Any) -> Any:
+        token = _is_recomputed.set(True)
+        try:
+            return block(*args)
+        finally:
+            _is_recomputed.reset(token)
+
+    return traced
+
+
+def is_recomputed() -> bool:
+    """Whether the backward pass computes what is traced again, so that what is kept for it may be made there."""
+    return _is_recomputed.get()
 
 
 def divided_mesh() -> Any:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import offload
 from ..adapters import lora
-from ..core import LayerStack, Tree, memory_space
+from ..core import LayerStack, Tree, memory_space, recomputed
 from ..models import Decoder
 from ._config import FinetuneConfig
 from ._recipe import adamw
@@ -116,7 +116,7 @@ def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, inputs: An
         return stack.hidden(outer, model.layers, batch, remat=remat)
 
     def body(h: Any, layer: Tree) -> tuple[Any, None]:
-        return stack.block(layer, h, batch), None
+        return recomputed(stack.block)(layer, h, batch), None
 
     return offload.scan(body, stack.first(outer, batch), model.layers, inputs=inputs)[0]
 
@@ -125,7 +125,7 @@ def _offloading(stack: LayerStack) -> LayerStack:
     """Make the stack's blocks send their input to the host and compute all else again."""
 
     def block(layer: Tree, h: Any, batch: Tree) -> Any:
-        return stack.block(layer, checkpoint_name(h, _INPUT), batch)
+        return recomputed(stack.block)(layer, checkpoint_name(h, _INPUT), batch)
 
     return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
 

@@ -26,6 +26,10 @@ from ..core import ConfigError, LinearWeight, RunningGradient, StructureError, a
 
 _Carry = Any
 
+# Logits of a chunk in float32; fewer tokens would leave a chip waiting for the head, more would gain nothing.
+_LOGIT_BYTES = 2**28
+_LEAST_CHUNK, _MOST_CHUNK = 512, 1024
+
 
 def chunked_cross_entropy(
     h: Float[Array, "*B T D"],
@@ -33,7 +37,7 @@ def chunked_cross_entropy(
     labels: Int[Array, "*B T"],
     *,
     ignore_index: int = -100,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     soft_cap: float | None = None,
 ) -> Float[Array, ""]:
@@ -46,7 +50,7 @@ def chunked_cross_entropy(
             NaN.
         ignore_index: the label of positions that count neither in the loss nor in the mean.
         chunk_size: how many tokens (over all batch axes) have logits at the same time; at least one position of
-            every sequence.
+            every sequence. None: 1024, and 512 where those have more than 256 MiB of logits.
         reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
         soft_cap: logits are squashed into this range, ``soft_cap * tanh(logits / soft_cap)``; None leaves them.
 
@@ -72,6 +76,8 @@ def chunked_cross_entropy(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
     """
     _check(h, head, labels, chunk_size, reduction, soft_cap)
+    if chunk_size is None:
+        chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
     chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
     if isinstance(head, RunningGradient):
@@ -188,10 +194,13 @@ def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, so
     if soft_cap is not None:
         logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
     keep_BC = labels_BC != ignore_index
-    safe_BC = jnp.where(keep_BC, labels_BC, 0)
-    gold_BC = jnp.take_along_axis(logits_BCV, safe_BC[..., None], axis=-1, mode="fill")[..., 0]
-    # take_along_axis wraps negative indices like NumPy, which would hide a wrong label.
-    gold_BC = jnp.where(safe_BC < 0, jnp.nan, gold_BC)
+    # Not looked up: the gradient of that is scattered into an array of the logits' size, in float32.
+    vocabulary = logits_BCV.shape[-1]
+    is_gold_BCV = (
+        jax.lax.broadcasted_iota(labels_BC.dtype, logits_BCV.shape, logits_BCV.ndim - 1) == labels_BC[..., None]
+    )
+    gold_BC = jnp.sum(jnp.where(is_gold_BCV, logits_BCV, 0.0), axis=-1)
+    gold_BC = jnp.where((labels_BC >= 0) & (labels_BC < vocabulary), gold_BC, jnp.nan)
     return jnp.sum(jnp.where(keep_BC, jax.nn.logsumexp(logits_BCV, axis=-1) - gold_BC, 0.0))
 
 
@@ -243,7 +252,14 @@ def _slice(x: Array, start: Any, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis=x.ndim + axis)
 
 
-def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str, soft_cap: float | None) -> None:
+def _vocabulary(h: Array, head: Any) -> int:
+    if not isinstance(head, LinearWeight):
+        return head.shape[0]
+    token = jax.ShapeDtypeStruct((1, h.shape[-1]), h.dtype)
+    return jax.eval_shape(lambda token: linear(token, head), token).shape[-1]
+
+
+def _check(h: Array, head: Any, labels: Array, chunk_size: int | None, reduction: str, soft_cap: float | None) -> None:
     if not isinstance(head, LinearWeight) and (head.ndim != 2 or head.shape[1] != h.shape[-1]):
         raise StructureError(
             "activations and head do not fit together",
@@ -262,10 +278,10 @@ def _check(h: Array, head: Any, labels: Array, chunk_size: int, reduction: str, 
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
     if soft_cap is not None and not 0 < soft_cap < math.inf:
         raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
-    if chunk_size < 1 or reduction not in ("mean", "sum"):
+    if (chunk_size is not None and chunk_size < 1) or reduction not in ("mean", "sum"):
         raise ConfigError(
             "chunked_cross_entropy got an unusable option",
             expected='chunk_size >= 1, reduction "mean" or "sum"',
             got=f"chunk_size={chunk_size}, reduction={reduction!r}",
-            hint="the default chunk_size is 1024 tokens",
+            hint="leave chunk_size out for what the vocabulary asks for",
         )

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import LayerStack, StructureError, Tree, linear, rows
+from ..core import LayerStack, StructureError, Tree, is_recomputed, linear, rows
 from ..losses import chunked_cross_entropy
-from ..ops import Scores, Sight, attend
+from ..ops import Scores, Sight, attend, over_tokens, tile_size
 from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import rotary, rotate
@@ -396,8 +396,8 @@ def layer_forward(
     sight = dataclasses.replace(sight, window=_window(layer, config))
     mixed, stored = attention(layer["attn"], _before(layer, "attn", h_BTD, config), positions_BT, sight, config, store)
     h_BTD = h_BTD + _after(layer, "attn", mixed, config)
-    out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
-    return h_BTD + _after(layer, "mlp", out_BTD, config), routing, stored
+    out_BTD, routing = _feed_forward(layer, h_BTD, config)
+    return h_BTD + out_BTD, routing, stored
 
 
 def attention(
@@ -444,6 +444,25 @@ def _projected(attn: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, 
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     q_BTW, k_BTW, v_BTW = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
     return q_BTW, k_BTW, v_BTW
+
+
+def _feed_forward(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:
+    """Compute what the MLP or the mixture adds, with its norms: of a tile of tokens at a time where it runs again."""
+    own = {name: part for name, part in layer.items() if name.startswith("mlp")}
+
+    def run(own: Tree, h_BtD: Array) -> tuple[Array, tuple[Array, Array] | None]:
+        out_BtD, routing = _mlp(own["mlp"], _before(own, "mlp", h_BtD, config), config)
+        return _after(own, "mlp", out_BtD, config), routing
+
+    if not is_recomputed():
+        return run(own, h_BTD)
+    return over_tokens(run, own, h_BTD, size=tile_size(h_BTD.shape, _width(config), h_BTD.dtype))
+
+
+def _width(config: DecoderConfig) -> int:
+    """Numbers of the widest array that the MLP makes of a token."""
+    experts = config.experts
+    return config.intermediate_size if experts is None else experts.num_experts_per_token * experts.intermediate_size
 
 
 def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:

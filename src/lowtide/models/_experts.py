@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
-from ..core import BATCH_AXES, ConfigError, Tree, divided_mesh, linear
-from ..ops import traced_device
+from ..core import BATCH_AXES, ConfigError, Tree, divided_mesh, linear, traced_device
 from ._config import Experts
 from ._grouped import grouped_linear
 

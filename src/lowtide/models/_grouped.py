@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from ..ops import traced_device
+from ..core import traced_device
 from . import _grouped_blocks, _grouped_slab
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import Tree, is_row_major, memory_space, most_tile_rows, slice_step
+from ..core import Tree, is_key, is_row_major, memory_space, slice_step, zero_after
 from ..core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -94,11 +94,6 @@ def buffer(like: Tree, leading: tuple[int, ...], space: Any) -> Tree:
     return jax.tree.map(one, like)
 
 
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf holds typed random keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def put(tree: Tree, space: Any) -> Tree:
     """All leaves in one memory space; those that are there already stay as they are."""
     return jax.tree.map(lambda leaf: _to(leaf, space), tree)
@@ -126,26 +121,6 @@ def fetch(tree: Tree, after: Tree) -> Tree:
         return jax.lax.fori_loop(begin, leaf.shape[0] // rows, copy, jnp.zeros(leaf.shape, leaf.dtype))
 
     return jax.tree.map(one, tree)
-
-
-def zero_after(tree: Tree) -> Any:
-    """Make an int32 zero that is known only when every leaf of a tree has been computed.
-
-    Added to an index it orders two parts of a program whose data do not. XLA's own means did not hold where this is
-    used: copies of host arrays began before an optimization barrier, and an unchanged loop variable is dropped.
-    """
-    zero = jnp.int32(0)
-    for leaf in jax.tree.leaves(tree):
-        # Whole tiles from the host: it copies nothing smaller.
-        most = (*[1] * (leaf.ndim - 2), max(32, most_tile_rows(leaf.dtype)), leaf.size)[-leaf.ndim :]
-        limits = tuple(min(size, limit) for size, limit in zip(leaf.shape, most, strict=False))
-        corner = _to(jax.lax.slice(leaf, (0,) * leaf.ndim, limits), DEVICE)
-        corner = jax.random.key_data(corner) if is_key(corner) else corner
-        bits = jnp.sum(jnp.real(jnp.ravel(corner)[:1]).astype(jnp.float32))
-        # At most 32 bits are set, which XLA does not know.
-        count = jax.lax.population_count(jax.lax.bitcast_convert_type(bits, jnp.uint32))
-        zero = zero + (count >> 6).astype(jnp.int32)
-    return zero
 
 
 def later(index: Any, after: Tree) -> Any:

@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import math
 import re
+import typing
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError, is_count
+from ..core import ConfigError, is_count, traced_device
 from ..core._compat import has_cudnn
-from ._device import traced_device
-from ._scores import attend_with
+from ._blocks import attend_in_blocks
+from ._scores import attend_with_scores
 from ._sight import Implementation, Scores, Sight
 
 _HALF = (jnp.bfloat16, jnp.float16)
+_LEAST_IN_BLOCKS = 64
 
 
 def attention(
@@ -82,7 +84,7 @@ def attention(
     sight = Sight(causal=causal, window=window, segments=segments)
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
     found, why = _best(q.dtype, q.shape[-1], scores)
-    if implementation not in (None, "cudnn", "xla"):
+    if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: no implementation is called {implementation!r}",
             expected='"cudnn", "xla" or None',
@@ -95,13 +97,21 @@ def attention(
             got=why,
             hint='leave implementation out, or take "xla"',
         )
-    return attend_with(q, k, v, sight, scores, implementation or found)
+    return _attend_by(implementation or found, q, k, v, sight, scores)
 
 
 def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
     """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
     implementation, _ = _best(q_BTNH.dtype, q_BTNH.shape[-1], scores)
-    return attend_with(q_BTNH, k_BSKH, v_BSKH, sight, scores, implementation)
+    return _attend_by(implementation, q_BTNH, k_BSKH, v_BSKH, sight, scores)
+
+
+def _attend_by(implementation: Implementation, q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> Array:
+    if implementation == "blocks" and q.shape[1] < _LEAST_IN_BLOCKS:
+        implementation = "xla"
+    if implementation == "blocks":
+        return attend_in_blocks(q, k, v, sight, scores)
+    return attend_with_scores(q, k, v, sight, scores, implementation)
 
 
 def attention_implementation(dtype: Any, head_dim: int) -> Implementation:
@@ -135,7 +145,7 @@ def _best(dtype: Any, head_dim: int, scores: Scores) -> tuple[Implementation, st
         # A GPU that is not here, compiled for without the library: XLA's operations stand in, which keep the scores of
         # a layer, so a report counts more bytes for attention than cuDNN needs.
         why = "no cuDNN in this process"
-    return ("xla", why) if why else ("cudnn", "")
+    return ("blocks", why) if why else ("cudnn", "")
 
 
 def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array, Array] | None:

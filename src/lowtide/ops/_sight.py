@@ -1,18 +1,18 @@
 """What attention is told beside queries, keys and values: which keys a query sees, and what becomes of scores.
 
-Shapes: B batch, T queries, S keys, C block of queries, N query heads.
+Shapes: B batch, T queries, S keys, N query heads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-Implementation = Literal["cudnn", "xla"]
+Implementation = Literal["cudnn", "blocks", "xla"]
 """Who computes attention."""
 
 
@@ -34,23 +34,15 @@ class Sight:
         """Whether kernels know by themselves what is seen."""
         return self.segments is None and not isinstance(self.window, jax.Array) and isinstance(self.start, int)
 
-    def mask(self, queries_C: Array, first: Any, num_keys: int) -> Array:
-        """Booleans of shape [B or 1, 1, C, S].
-
-        Args:
-            queries_C: indices of queries among all queries.
-            first: the first of them, where segments are cut.
-            num_keys: S.
-        """
-        keys_S = jnp.arange(num_keys)
-        distance_CS = (queries_C + self.start)[:, None] - keys_S[None]
-        seen = distance_CS >= 0 if self.causal else jnp.ones(distance_CS.shape, bool)
+    def mask(self, num_queries: int, num_keys: int) -> Array:
+        """Booleans of shape [B or 1, 1, T, S]."""
+        distance_TS = (jnp.arange(num_queries) + self.start)[:, None] - jnp.arange(num_keys)[None]
+        seen = distance_TS >= 0 if self.causal else jnp.ones(distance_TS.shape, bool)
         if self.window is not None:
-            seen &= distance_CS < self.window
+            seen &= distance_TS < self.window
         seen = seen[None, None]
         if self.segments is not None:
             of_queries, of_keys = self.segments
-            of_queries = jax.lax.dynamic_slice_in_dim(of_queries, first, len(queries_C), axis=1)
             seen = seen & (of_queries[:, None, :, None] == of_keys[:, None, None, :])
         return seen
 

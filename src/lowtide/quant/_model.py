@@ -18,13 +18,16 @@ from ..core import (
     SelectionError,
     StructureError,
     Tree,
+    axis_names,
+    explicit_mesh,
+    kept,
     leaves_with_paths,
     match_names,
     put,
     side_of,
+    without_explicit_axes,
 )
 from ._encode import assembled, encode
-from ._explicit import axis_names, explicit_mesh, kept, without_explicit_axes
 from ._formats import Format, format_named
 from ._weight import QuantizedWeight, largest_values
 

@@ -23,9 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import StructureError
+from ..core import StructureError, kept, rows_place, without_explicit_axes
 from ._double import unnested, unnested_rows
-from ._explicit import kept, rows_place, without_explicit_axes
 from ._formats import FORMATS
 
 

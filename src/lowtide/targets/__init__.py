@@ -1,5 +1,6 @@
 """Chips as data, and targets made of them: hardware that is here or not. Needs no JAX before a device is asked for."""
 
+from ._catalogue import busy_rows as busy_rows
 from ._targets import Target as Target
 from ._targets import catalogue_targets as catalogue_targets
 from ._targets import resolve_target as resolve_target
@@ -8,6 +9,7 @@ from ._targets import targets as targets
 
 __all__ = [
     "Target",
+    "busy_rows",
     "catalogue_targets",
     "resolve_target",
     "target",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.resources
+import math
 import re
 import tomllib
 from typing import Any, Literal
@@ -201,6 +202,21 @@ class Catalogue:
 def plain(name: str) -> str:
     """Write a GPU's name without the maker, the brand, spaces, hyphens and underscores, in lower case."""
     return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
+
+
+def busy_rows(kind: str) -> int | None:
+    """Return how many rows a matrix product needs, so that a weight is read in a third of its time; a power of two.
+
+    Args:
+        kind: of a device, as JAX calls it.
+
+    Returns:
+        None for a chip of which nobody says how fast it is.
+    """
+    chip = catalogue().of_kind(kind)
+    if chip is None or chip.flops is None or chip.hbm_bandwidth is None:
+        return None
+    return 1 << math.ceil(math.log2(3 * chip.flops / chip.hbm_bandwidth))  # a weight has two bytes, and two FLOPs a row
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from ...core import (
     match_path,
     memory_space,
     path_str,
+    recomputed,
 )
 from ...jaxprs import make_jaxpr
 from .._platforms import DEVICE, buffer, entry_shape, fetch, later, read, write
@@ -110,7 +111,7 @@ class StackPasses:
             def visit(m: Any, carry: Carry) -> Carry:
                 inputs, boundary = carry
                 before = read(boundary, m)
-                after = self.stack.block(layer, before, self.batch(m))
+                after = recomputed(self.stack.block)(layer, before, self.batch(m))
                 kept = write(inputs, before, i) if single else write(inputs, after, self._at(i + 1, m))
                 return kept, write(boundary, after, m)
 
@@ -246,7 +247,7 @@ class StackPasses:
     def _block_grads(self, layer: Tree, frozen: Tree, i: Any, inputs: Tree, boundary: Tree) -> tuple[Tree, Tree]:
         def grads_of(m: Any, boundary: Tree) -> tuple[Tree, Tree]:
             def run(trained: Tree, h: Tree) -> Tree:
-                return self.stack.block(combine(trained, frozen), h, self.batch(m))
+                return recomputed(self.stack.block)(combine(trained, frozen), h, self.batch(m))
 
             dh = _read_cotangents(boundary, m)
             grads, dh = jax.vjp(run, layer, read(inputs, self._at(i, m)))[1](dh)

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core import StructureError, Tree, combine, leaves_with_paths
+from ...core import StructureError, Tree, combine, leaves_with_paths, zero_after
 from ...jaxprs import variables_read
-from .._platforms import DEVICE, entry_shape, put, zero_after
+from .._platforms import DEVICE, entry_shape, put
 from ._clip import Clip, square_norm
 from ._contract import refuse_metrics
 from ._passes import StackPasses

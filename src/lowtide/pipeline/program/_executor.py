@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ...core import LayerStack, ScheduleError, StackShapes, Tree, combine, format_bytes
+from ...core import LayerStack, ScheduleError, StackShapes, Tree, combine, format_bytes, recomputed
 from ...jaxprs import jaxpr_flops, make_jaxpr
 from ..schedules import Costs, Schedule, Tables, simulate, tables
 from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
@@ -151,7 +151,7 @@ class Program:
         block = self.stack.block
         if self.remat is not False:
             policy: Any = None if self.remat is True else self.remat
-            block = jax.checkpoint(block, policy=policy, prevent_cse=False)
+            block = jax.checkpoint(recomputed(block), policy=policy, prevent_cse=False)
 
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
             layer, index = row

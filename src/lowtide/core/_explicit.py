@@ -1,8 +1,9 @@
 """Computing where no sharding is part of a type.
 
 On a mesh with explicit axes, which `jax.make_mesh` gives by default, every operation says from its operands how its
-result is divided, or refuses, as most do where a device's part of a row ends inside of a block. So blocks are computed
-as on a mesh with automatic axes, and how the result is divided is said at the end.
+result is divided, or refuses, as most do where a device's part of a row ends inside of a block, or where a loop begins
+with zeros. So blocks and loops are computed as on a mesh with automatic axes, and how the result is divided is said at
+the end.
 """
 
 from __future__ import annotations
