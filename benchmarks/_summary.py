@@ -9,12 +9,13 @@ import math
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
 
+import _words as words
+from _lines import Line, Result, Row
 from _processes import reason
+from _summary_long import attention, longest
 
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
-GIB = 2**30
 SPEED_AIM, PEAK_AIM, OFFLOAD_AIM, ERROR_AIM, OVERHEAD_AIM = 1.3, 0.7, 1.10, 0.03, 0.02
 LONG = "64k"
 SHAPES = [f"{model}-{rows}x2048-{kind}" for model in ("1b", "8b") for rows in (4, 16) for kind in ("remat", "plain")]
@@ -23,43 +24,10 @@ PACKED = ("8b-4x2048-remat", "moe-4x2048-remat")
 OTHERS = [f"{model}-4x2048-remat" for model in ("1.7b-qlora", "1.7b-dora", "1.7b-rslora", "8b-qlora", "8b-dora")]
 """Of the fine-tuning steps on packed rows."""
 LEAST_PROGRAMS = 14
-LOSS_TOLERANCE = 0.05
-"""Nats by which two sides that compute in bfloat16 may differ in their first steps."""
-VALUE_TOLERANCE = 0.05
-"""Of the largest value: by how much parameters or gradients may."""
-SAME = ("jax", "jaxlib", "torch", "transformers", "peft")
-"""Distributions that two rows of a ratio share."""
-
-Row = Mapping[str, Any]
-Rows = Mapping[str, Row]
-
-
-class Result(NamedTuple):
-    """What a part left: a row of a case that failed has `failed`, of one that lacks a module `not_here`."""
-
-    rows: Rows = {}
-    complete: bool = True
-    cases: Sequence[str] = ()
 
 
 class Rehearsed(ValueError):
     """A rehearsal was given where a measurement is meant."""
-
-
-class Line(NamedTuple):
-    """One figure: what it is, what it should be, what it is here, and whether that will do; or that its case failed."""
-
-    figure: str
-    aim: str = ""
-    found: str = ""
-    met: bool | None = None
-    failed: bool = False
-
-    @property
-    def state(self) -> str:
-        if not self.found:
-            return "failed" if self.failed else "not measured"
-        return {None: "measured", True: "met", False: "missed"}[self.met]
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------
@@ -73,14 +41,14 @@ def smoke(result: Result) -> list[Line]:
     failed = "failed" in row
     met = after < before if found else None
     lines = [Line("held-out loss of the default finetune", "falls", found, met, failed)]
-    return [*lines, Line("bytes of its step, predicted and measured", "", _predicted(row), None, failed)]
+    return [*lines, Line("bytes of its step, predicted and measured", "", words.predicted(row), None, failed)]
 
 
 def peak(result: Result) -> list[Line]:
     """Compiled against measured."""
     rows = result.rows
     errors = {name: abs(row["error"]) for name, row in rows.items() if row.get("error") is not None}
-    figure, aim = "peak of {}, compiled against measured", f"within {_percent(ERROR_AIM)}, also the worst"
+    figure, aim = "peak of {}, compiled against measured", f"within {words.percent(ERROR_AIM)}, also the worst"
     covered = sum(bool(row.get("covered")) for row in rows.values())
     failed = sum("failed" in row for row in rows.values())
     if not errors:
@@ -89,9 +57,8 @@ def peak(result: Result) -> list[Line]:
         return [Line(figure.format("programs of many kinds"), aim, found, failed=bool(failed))]
     worst = max(errors, key=lambda name: (math.isnan(errors[name]), errors[name]))
     absent = len({*result.cases} - {*rows})
-    found = (
-        f"median error {_percent(statistics.median(errors.values()), 2)}, worst {_percent(errors[worst], 2)} ({worst})"
-    )
+    median = words.percent(statistics.median(errors.values()), 2)
+    found = f"median error {median}, worst {words.percent(errors[worst], 2)} ({worst})"
     found += f"; {covered} of {covered + len(errors)} runs below the compiler's own peak" if covered else ""
     found += f"; {failed} runs failed" * bool(failed) + f"; {absent} not made" * bool(absent)
     programs, all_of_them = ({name.removesuffix("-growing") for name in names} for names in (errors, result.cases))
@@ -142,10 +109,12 @@ def _answers(model: str, shape: str, ours: Row, peers: Mapping[str, Row]) -> lis
         if own and other:
             same = other.get("share_of_same_tokens")
             told = (
-                "" if same is None else f"; of random weights in bfloat16 {_percent(same)} of the tokens are the same"
+                ""
+                if same is None
+                else f"; of random weights in bfloat16 {words.percent(same)} of the tokens are the same"
             )
             ratio = own["tokens_per_second"] / other["tokens_per_second"]
-            found = f"{ratio:.2f} × ({speed}{told}){_mixed(ours, row)}"
+            found = f"{ratio:.2f} × ({speed}{told}){words.mixed(ours, row)}"
             lines.append(Line(f"{figure}: tokens/s over {peer}'s", "", found))
         elif own and row.get("out_of_memory"):
             lines.append(Line(f"{figure}: tokens/s over {peer}'s", "", f"{speed}; {peer} runs out of memory"))
@@ -164,7 +133,7 @@ def _beside(result: Result, what: str, shapes: Sequence[str]) -> list[Line]:
     alone = [
         Line(f"{figure}: tokens/s and peak", "", found, failed="failed" in ours)
         for name, ours in rows.items()
-        if name.endswith("-lowtide") and ((found := _speed_and_peak(ours)) or "failed" in ours)
+        if name.endswith("-lowtide") and ((found := words.speed_and_peak(ours)) or "failed" in ours)
         if (figure := f"{what} {name.rpartition('-')[0]}") not in beside
     ]
     absent = [
@@ -178,24 +147,24 @@ def _beside(result: Result, what: str, shapes: Sequence[str]) -> list[Line]:
 def _beside_peft(step: str, peer: str, ours: Row, theirs: Row) -> list[Line]:
     """Speed and peak of one pair; a reason instead where they did not train the same."""
     figures = f"{step}: tokens/s over {peer}'s", f"{step}: peak over {peer}'s"
-    if theirs.get("out_of_memory") and _speed(ours):
-        return [Line(step, "", f"{_and(_speed(ours), _peak(ours))}; {peer} runs out of memory")]
-    if ours.get("out_of_memory") and _speed(theirs):
-        return [Line(figures[0], f"{SPEED_AIM} ×", f"runs out of memory; {peer} {_speed_and_peak(theirs)}", False)]
-    speed, size = _ratio(ours, theirs, "tokens_per_second"), _ratio(ours, theirs, "peak_bytes")
+    if theirs.get("out_of_memory") and words.speed(ours):
+        return [Line(step, "", f"{words.joined(words.speed(ours), words.peak(ours))}; {peer} runs out of memory")]
+    if ours.get("out_of_memory") and words.speed(theirs):
+        return [Line(figures[0], f"{SPEED_AIM} ×", f"runs out of memory; {peer} {words.speed_and_peak(theirs)}", False)]
+    speed, size = words.ratio(ours, theirs, "tokens_per_second"), words.ratio(ours, theirs, "peak_bytes")
     if speed is None and "failed" in ours and "not_here" not in theirs:
         return [Line(figures[0], f"{SPEED_AIM} ×", failed=True)]
-    if speed is None and "failed" in theirs and (found := _speed_and_peak(ours)):
+    if speed is None and "failed" in theirs and (found := words.speed_and_peak(ours)):
         return [Line(figures[0], f"{SPEED_AIM} ×", f"{found}; {peer} failed")]
     if speed is None:
         return []
-    if why := _apart(theirs, ours) or _not_alike(ours, theirs):
+    if why := words.apart(theirs, ours) or words.not_alike(ours, theirs):
         return [Line(figures[0], f"{SPEED_AIM} ×", why, False)]
-    mixed = _mixed(ours, theirs)
+    mixed = words.mixed(ours, theirs)
     found = f"{speed:.2f} × ({ours['tokens_per_second']:,.0f} beside {theirs['tokens_per_second']:,.0f}){mixed}"
     lines = [Line(figures[0], f"{SPEED_AIM} ×", found, None if mixed else speed >= SPEED_AIM)]
     if size is not None:
-        found = f"{size:.2f} × ({_gib(ours['peak_bytes'])} beside {_gib(theirs['peak_bytes'])}){mixed}"
+        found = f"{size:.2f} × ({words.gib(ours['peak_bytes'])} beside {words.gib(theirs['peak_bytes'])}){mixed}"
         lines.append(Line(figures[1], f"{PEAK_AIM} ×", found, None if mixed else size <= PEAK_AIM))
     return lines
 
@@ -212,22 +181,24 @@ def offload(result: Result) -> list[Line]:
         if kind not in OFFLOADED:
             continue
         base = rows.get(f"{size}-{OFFLOADED[kind]}", {})
-        ratio, met = _over(row, base), None
+        ratio, met = words.over(row, base), None
         aimed = kind == "activations" and size == LONG
         if row.get("verified") is False:
-            found, met = f"not verified: {_first(row.get('verify_error', ''))}", False
+            found, met = f"not verified: {words.first(row.get('verify_error', ''))}", False
         elif ratio is not None:
-            mixed, why = _mixed(row, base), _apart(row, base)
+            mixed, why = words.mixed(row, base), words.apart(row, base)
             found = f"{ratio:.2f} × the time"
-            if (size_ratio := _ratio(row, base, "peak_bytes")) is not None:
+            if (size_ratio := words.ratio(row, base, "peak_bytes")) is not None:
                 found += f", {size_ratio:.2f} × the peak"
             if (share := row.get("overlap", {}).get("hidden_share")) is not None:
-                found += f", {_percent(share)} of the copies under kernels"
+                found += f", {words.percent(share)} of the copies under kernels"
             found, met = (why, False) if why else (found + mixed, ratio <= OFFLOAD_AIM if aimed and not mixed else None)
-        elif row.get("out_of_memory") and _seconds(base):
+        elif row.get("out_of_memory") and words.seconds(base):
             found, met = "runs out of memory, which the step on the device does not", False
-        elif row.get("out_of_memory") or (base.get("out_of_memory") and _speed(row)):
-            found = _and(_speed_and_peak(row), *["runs out of memory on the device"] * bool(base.get("out_of_memory")))
+        elif row.get("out_of_memory") or (base.get("out_of_memory") and words.speed(row)):
+            found = words.joined(
+                words.speed_and_peak(row), *["runs out of memory on the device"] * bool(base.get("out_of_memory"))
+            )
         elif "failed" in row or "failed" in base:
             found = ""
         else:
@@ -245,14 +216,14 @@ def layerwise(result: Result) -> list[Line]:
     for name, row in rows.items():
         size, _, kind = name.partition("-")
         device, plain = rows.get(f"{size}-device", {}), rows.get(f"{size}-plain", {})
-        found, met = _speed_and_peak(row), None
+        found, met = words.speed_and_peak(row), None
         if row.get("verified") is False:
-            found, met = f"not verified: {_first(row.get('verify_error', ''))}", False
+            found, met = f"not verified: {words.first(row.get('verify_error', ''))}", False
         elif row.get("loss_fell") is False:
             found, met = "the loss does not fall", False
-        elif kind != "device" and device.get("losses") and row.get("losses") and (why := _apart(row, device)):
+        elif kind != "device" and device.get("losses") and row.get("losses") and (why := words.apart(row, device)):
             found, met = why, False
-        elif row.get("out_of_memory") and kind != "plain" and _seconds(plain):
+        elif row.get("out_of_memory") and kind != "plain" and words.seconds(plain):
             found, met = "runs out of memory, which plain AdamW does not", False
         if found or "failed" in row:
             lines.append(Line(f"AdamW on all 8 B parameters, {name}", "", found, met, "failed" in row))
@@ -264,11 +235,11 @@ def trainer(result: Result) -> list[Line]:
     rows = result.rows
     row = rows.get("1b", {})
     share = row.get("overhead")
-    figure, aim = "Trainer.fit over the bare step, LoRA on 1B", f"at most {_percent(OVERHEAD_AIM)}"
-    found = "" if share is None else _and(_percent(share, 2), _speed(row))
+    figure, aim = "Trainer.fit over the bare step, LoRA on 1B", f"at most {words.percent(OVERHEAD_AIM)}"
+    found = "" if share is None else words.joined(words.percent(share, 2), words.speed(row))
     lines = [Line(figure, aim, found, None if share is None else share <= OVERHEAD_AIM, "failed" in row)]
     row = rows.get("1b-peak", {})
-    return [*lines, Line("bytes of that step, predicted and measured", "", _predicted(row), None, "failed" in row)]
+    return [*lines, Line("bytes of that step, predicted and measured", "", words.predicted(row), None, "failed" in row)]
 
 
 def pipeline(result: Result) -> list[Line]:
@@ -277,13 +248,13 @@ def pipeline(result: Result) -> list[Line]:
     for name, row in rows.items():
         schedule, _, size = name.rpartition("-")
         base = rows.get(f"accumulate-{size}", {})
-        ratio, found, met = _over(row, base), "", None
+        ratio, found, met = words.over(row, base), "", None
         if schedule == "accumulate":
             continue
         if ratio is not None:
-            why = _apart(row, base)
-            found, met = (why, False) if why else (f"{ratio:.2f} × plain accumulation{_mixed(row, base)}", None)
-        elif row.get("out_of_memory") and _seconds(base):
+            why = words.apart(row, base)
+            found, met = (why, False) if why else (f"{ratio:.2f} × plain accumulation{words.mixed(row, base)}", None)
+        elif row.get("out_of_memory") and words.seconds(base):
             found, met = "runs out of memory, which plain accumulation does not", False
         failed = not found and ("failed" in row or "failed" in base)
         if found or failed:
@@ -313,6 +284,8 @@ PARTS: dict[str, tuple[Callable[[Result], list[Line]], str]] = {
     "sft": (sft, "sft_peft.py"),
     "qlora": (lambda result: sft(result, OTHERS), "qlora_peft.py"),
     "generate": (generate, "generate_time.py"),
+    "attention": (attention, "attention_time.py"),
+    "longest": (longest, "longest_sequence.py"),
     "offload": (offload, "offload_time.py"),
     "layerwise": (layerwise, "layerwise_time.py"),
     "trainer": (trainer, "trainer_time.py"),
@@ -401,102 +374,3 @@ def _failed(content: Mapping[str, Row]) -> Iterable[str]:
                 told = f"failed: {reason(row.get('error') or '')}"
                 why = f"not here: {', '.join(row['not_here'])}" if row.get("not_here") else told
                 yield f"  {part}/{name}: {why}"
-
-
-def _first(text: str) -> str:
-    """The first line of a text."""
-    return (text.strip().splitlines() or ["?"])[0]
-
-
-def _apart(row: Row, base: Row) -> str:
-    """Why a row does not do what the one beside it does; nothing where losses and values agree.
-
-    Losses that were not compared are no reason to believe that they agree.
-    """
-    one, other = row.get("losses"), base.get("losses")
-    difference = row.get("loss_difference")
-    if one and other:
-        differences = [abs(a - b) for a, b in zip(one, other, strict=False)]
-        difference = math.nan if any(map(math.isnan, differences)) else max(differences)
-    if difference is None:
-        return "losses not compared"
-    if not difference <= LOSS_TOLERANCE:
-        return f"losses apart by {difference:.3g} nats"
-    apart, largest = row.get("max_difference"), row.get("largest_value", 1.0)
-    if apart is not None and not apart <= VALUE_TOLERANCE * largest:
-        return f"values apart by {apart:.3g}, of at most {largest:.3g}"
-    return ""
-
-
-def _not_alike(ours: Row, theirs: Row) -> str:
-    """Why two sides do not train the same."""
-    # Of weights in few bits each side counts what it stores: several codes are one number of bitsandbytes'.
-    packed = ours.get("method") == "qlora"
-    for key, what in (("num_trained", "trained"), *[("num_parameters", "frozen")] * (not packed)):
-        if ours.get(key) != theirs.get(key):
-            return f"{ours.get(key)} parameters {what}, and {theirs.get(key)} by the other"
-    for row in (ours, theirs):
-        if not row["losses"][-1] < row["losses"][0]:
-            return f"the loss of {row.get('side', 'one side')} does not fall"
-    return ""
-
-
-def _mixed(row: Row, base: Row) -> str:
-    """What a ratio is labelled with whose rows are not of one commit and one set of versions: it meets no aim."""
-    one, other = row.get("versions", {}), base.get("versions", {})
-    named = [name for name in SAME if one.get(name) != other.get(name)]
-    key = "code_commit" if row.get("code_commit") and base.get("code_commit") else "commit"
-    told = [f"not of the same {', '.join([*named, *['commit'] * (row.get(key) != base.get(key))])}"]
-    told = told if told != ["not of the same "] else []
-    unknown = ["versions"] * (not (one and other)) + ["commit"] * (not (row.get(key) and base.get(key)))
-    told += [f"of unknown {' and '.join(unknown)}"] * bool(unknown)
-    told += ["with uncommitted changes"] * any(side.get("uncommitted_changes") for side in (row, base))
-    return "".join(f"; {words}" for words in told)
-
-
-def _ratio(ours: Row, theirs: Row, key: str) -> float | None:
-    return ours[key] / theirs[key] if ours.get(key) and theirs.get(key) else None
-
-
-def _seconds(row: Row) -> float | None:
-    """The median where every step was timed."""
-    found = row.get("seconds_per_step")
-    return statistics.median(found) if isinstance(found, list) and found else found or None
-
-
-def _over(row: Row, base: Row) -> float | None:
-    one, other = _seconds(row), _seconds(base)
-    return one / other if one and other else None
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:,.2f} GiB"
-
-
-def _percent(share: float, digits: int = 0) -> str:
-    return f"{100 * share:.{digits}f} %"
-
-
-def _speed(row: Row) -> str:
-    return f"{row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else ""
-
-
-def _peak(row: Row) -> str:
-    return f"peak {_gib(row['peak_bytes'])}" if row.get("peak_bytes") else ""
-
-
-def _speed_and_peak(row: Row) -> str:
-    return "runs out of memory" if row.get("out_of_memory") else _and(_speed(row), _peak(row))
-
-
-def _predicted(row: Row) -> str:
-    predicted, measured = row.get("predicted_bytes"), row.get("measured_bytes") or row.get("peak_bytes")
-    if not predicted or not measured:
-        return ""
-    if (row.get("peak_before_bytes") or 0) >= max(predicted, measured):
-        return f"{_gib(predicted)}, below the {_gib(measured)} that were held before the first step"
-    return f"{_gib(predicted)} and {_gib(measured)} ({_percent(predicted / measured - 1, 2)} off)"
-
-
-def _and(*words: str) -> str:
-    return ", ".join(word for word in words if word)

@@ -70,6 +70,8 @@ PARTS = (
     Part("sft", "sft_peft.py", "packed rows on Qwen3's shapes, dense and a mixture, beside PEFT", 10),
     Part("qlora", "qlora_peft.py", "QLoRA, DoRA and rsLoRA on Qwen3's shapes beside PEFT with bitsandbytes", 12),
     Part("generate", "generate_time.py", "answers of Qwen3's shapes, dense and a mixture, beside transformers", 12),
+    Part("attention", "attention_time.py", "one layer's attention from 4k to 128k tokens, cuDNN's beside blocks", 6),
+    Part("longest", "longest_sequence.py", "QLoRA on 8B shapes: the longest sequence in 80 GB", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
     Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
     Part("trainer", "trainer_time.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),

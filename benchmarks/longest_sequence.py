@@ -1,0 +1,228 @@
+"""One long sequence through QLoRA of Llama 3.1 8B's shapes on 80 GB: what fits, how fast, and the bytes it takes.
+
+    python benchmarks/longest_sequence.py [--case 131072] [--rehearse]
+    LOWTIDE_LENGTHS=196608,342733 python benchmarks/longest_sequence.py
+
+Projections in nf4, embedding and head in bfloat16, LoRA of rank 32 on all linear layers, AdamW, every block recomputed,
+its input on the host until then. Random weights, drawn and quantised on the device one matrix at a time. Of a larger
+card the allocator takes 80 GB (10^9 bytes each). The lengths, or those of `LOWTIDE_LENGTHS`, go up: what is longer than
+one that did not fit is not tried. The first step counts where it takes long, since no second one is taken then; it
+includes what pinning the host's memory takes.
+
+Unsloth's documentation of long contexts has 342,733 tokens for this model, rank and card. A step of T tokens has about
+1.2e6 T^2 FLOPs of attention and 4.6e10 T of products: at 400 TFLOP/s 20 s for 65,536 tokens, 67 s for 131,072, four
+minutes for 262,144 and nine for 400,000. What is cut short runs with the next call.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from _decoders import (
+    LLAMA_8B,
+    batch_of,
+    compiled,
+    host_peak_bytes,
+    memory_may_run_out,
+    placed,
+    scratch,
+    toy,
+)
+from _gpu import gpu, main, peak_bytes
+from layerwise_time import host_bytes
+
+import lowtide as lt
+from lowtide.finetune import _offloaded
+
+Tree = Any
+PART = "longest"
+RANK, ALPHA, LEARNING_RATE = 32, 64.0, 1e-4
+CAP_BYTES = 80_000_000_000
+LENGTHS = sorted({int(word) for word in os.environ.get("LOWTIDE_LENGTHS", "65536,131072,262144,400000").split(",")})
+SECOND_STEP_SECONDS = 60.0
+"""Another step is taken where the first took no longer."""
+HOST_GIB = 4
+"""What may be pinned beside the layers' inputs; JAX pins in pieces of double the size each, up to the limit."""
+REST_GIB = 8
+"""What the host needs for all else."""
+
+
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+def model_of(config: Any, *, seed: int = 0) -> Any:
+    """A decoder in nf4 with adapters, of whose quantised weights one matrix at a time is on the device in floats."""
+    make = functools.partial(lt.models.init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    shapes = jax.eval_shape(make, key=jax.random.key(0))
+    named = lt.core.leaves_with_paths(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(named))
+    made = [_drawn(path, leaf, config.num_layers, key) for (path, leaf), key in zip(named, keys, strict=True)]
+    model = jax.tree.structure(shapes).unflatten(made)
+    adapters = lt.lora.Config(rank=RANK, alpha=ALPHA, targets="all-linear")
+    return lt.lora.add(model, adapters, key=jax.random.key(seed + 1))
+
+
+def _drawn(path: str, leaf: Any, num_layers: int, key: Any) -> Any:
+    """Normal, as `lowtide.models.init` has it; norms are one."""
+    if "norm" in path:
+        return jnp.ones(leaf.shape, leaf.dtype)
+    std = 0.02 / math.sqrt(2 * num_layers) if "o_proj" in path or "down_proj" in path else 0.02
+    if path.startswith("layers/"):
+        return jax.block_until_ready(_quantized(key, leaf.shape, leaf.dtype, std))
+    return jax.block_until_ready(_normal(key, leaf.shape, leaf.dtype, std))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Any, shape: tuple[int, ...], dtype: Any, std: Any) -> Any:
+    return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantized(key: Any, shape: tuple[int, ...], dtype: Any, std: Any) -> Any:
+    """A stack in nf4, of which one matrix at a time is there in floats."""
+
+    def one(key: Any) -> Any:
+        return lt.quantize({"weight": _normal(key, shape[1:], dtype, std)}, "weight", "nf4")["weight"]
+
+    return jax.lax.map(one, jax.random.split(key, shape[0]))
+
+
+def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """One step of the adapters."""
+
+    def step(trainable: Tree, state: Tree, frozen: Tree, batch: Tree) -> Any:
+        def loss(trainable: Tree) -> Any:
+            return _offloaded.loss(lt.combine(trainable, frozen), batch, inputs="host")[0]
+
+        value, grads = jax.value_and_grad(loss)(trainable)
+        updates, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, value
+
+    return step
+
+
+def inputs_bytes(config: Any, length: int) -> int:
+    """What enters the layers, in bfloat16."""
+    return 2 * config.num_layers * config.hidden_size * length
+
+
+# --- one length ----------------------------------------------------------------------------------------------------
+
+
+def run(length: int, rehearsal: bool) -> dict[str, Any]:
+    """One row; of a length that is longer than what did not fit, that."""
+    if rehearsal and length != LENGTHS[0]:
+        return {"rehearsed_as": str(LENGTHS[0])}
+    place = scratch(PART, f"{'toy' if rehearsal else gpu().get('name', 'cpu')}-{fingerprint()}".replace(" ", "-"))
+    if (shorter := shortest_failed(place)) and shorter < length:
+        return {"length": length, "not_tried": True, "did_not_fit": shorter}
+    config, tokens = (toy(), 64) if rehearsal else (LLAMA_8B, length)
+    row: dict[str, Any] = {
+        "length": length,
+        "tokens": tokens,
+        "model": "toy" if rehearsal else "8b",
+        "method": "qlora",
+        "rank": RANK,
+        "base": "nf4",
+        "inputs_bytes": inputs_bytes(config, tokens),
+        "cap_bytes": CAP_BYTES,
+        "limit_bytes": (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"),
+    }
+    needed = row["inputs_bytes"] + (HOST_GIB + REST_GIB) * 2**30
+    if not rehearsal and needed > host_bytes():
+        row |= {"out_of_memory": True, "error": f"needs {needed} bytes of the host, which has {host_bytes()}"}
+    else:
+        with memory_may_run_out(row):
+            measure(row, config, tokens)
+    note(place, length, fits=not row["out_of_memory"])
+    first = {key: row.pop(key) for key in ("tokens_per_second", "predicted_bytes", "host_bytes") if key in row}
+    return {**first, "peak_bytes": peak_bytes(), **row, "host_peak_bytes": host_peak_bytes()}
+
+
+def measure(row: dict[str, Any], config: Any, length: int) -> None:
+    """Draw, compile, take a step or two."""
+    started = time.perf_counter()
+    trainable, frozen = lt.partition(model_of(config), "**/lora_*")
+    row["draw_seconds"] = round(time.perf_counter() - started, 2)
+    row["num_trained"] = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    batch, tx = batch_of(config, 1, length), optax.adamw(LEARNING_RATE)
+    held = [trainable, jax.jit(tx.init)(trainable)]
+    program = compiled(row, step_of(tx), *held, frozen, batch, donate_argnums=(0, 1))
+    row |= {**verified(program, row["inputs_bytes"]), "peak_before_bytes": peak_bytes()}
+    del trainable
+    losses: list[float] = []
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < 2 and seconds[0] <= SECOND_STEP_SECONDS):
+        started = time.perf_counter()
+        held[0], held[1], loss = program(*held, frozen, batch)
+        losses.append(float(loss))
+        seconds.append(time.perf_counter() - started)
+    row |= {"losses": losses, "step_seconds": seconds, "seconds_per_step": seconds[-1]}
+    row["tokens_per_second"] = length / seconds[-1]
+
+
+def verified(program: Any, num_bytes: int) -> dict[str, Any]:
+    """Whether what enters the layers waits on the host, as `lowtide.offload.verify` says."""
+    try:
+        found = lt.offload.verify(program, {}, host_temp_bytes=num_bytes // 2)
+    except lt.LowtideError as error:
+        return {"verified": False, "verify_error": str(error)[:2000]}
+    return {"verified": True, **placed(found)}
+
+
+# --- what did not fit ----------------------------------------------------------------------------------------------
+
+
+def fingerprint() -> str:
+    """Of the library and this file: what did not fit before a change may fit after it."""
+    paths = [Path(__file__), *sorted(Path(lt.__file__).parent.rglob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def note(place: Path, length: int, *, fits: bool) -> None:
+    """Leave for the other lengths whether this one fits."""
+    (place / f"{length}.json").write_text(json.dumps(fits), encoding="utf-8")
+
+
+def shortest_failed(place: Path) -> int | None:
+    """The shortest length that did not fit."""
+    failed = [int(path.stem) for path in place.glob("*.json") if json.loads(path.read_text(encoding="utf-8")) is False]
+    return min(failed, default=None)
+
+
+# --- all lengths ---------------------------------------------------------------------------------------------------
+
+
+def minutes(length: int) -> float:
+    """The limit of a case: half as long again as its steps should take, and what comes before them."""
+    seconds = (1.2e6 * length**2 + 4.6e10 * length) / 4e14
+    return 2 + 1.5 * seconds * (2 if seconds <= SECOND_STEP_SECONDS else 1) / 60
+
+
+def environment(length: int) -> dict[str, str]:
+    """80 GB of the device, and of the host what enters the layers."""
+    total = int(gpu().get("memory.total", "0").split()[0]) * 2**20
+    share = min(0.95, CAP_BYTES / total) if total else 0.95
+    host = math.ceil(inputs_bytes(LLAMA_8B, length) / 2**30) + HOST_GIB
+    return {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(host)}
+
+
+CASES: dict[str, Callable[[bool], dict[str, Any]]] = {str(length): functools.partial(run, length) for length in LENGTHS}
+
+if __name__ == "__main__":
+    limits = {str(length): minutes(length) for length in LENGTHS}
+    # A rehearsal pins nothing, and its cases share a process.
+    places = {} if "--rehearse" in sys.argv else {str(length): environment(length) for length in LENGTHS}
+    main(PART, CASES, __doc__, minutes=limits, env=places, together=True)

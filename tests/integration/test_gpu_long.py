@@ -1,0 +1,182 @@
+"""Attention and long sequences of a GPU day: what is said of them, and what their scripts compute and try."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowtide as lt
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import _summary  # noqa: E402
+import attention_time  # noqa: E402
+import longest_sequence  # noqa: E402
+from _decoders import LLAMA_8B  # noqa: E402
+
+sys.path.remove(str(BENCHMARKS))
+
+
+def good(**fields: Any) -> dict[str, Any]:
+    return {"ok": True, "losses": [5.0, 4.5], "commit": "a", "versions": {"jax": "1"}, **fields}
+
+
+def state(part: str, rows: dict[str, Any], figure: str) -> tuple[str, str]:
+    found = _summary.lines({part: {"part": part, "rows": rows}})
+    (line,) = [line for _, line in found if line.figure.startswith(figure)]
+    return line.state, line.found
+
+
+FAILED = {"ok": False, "error": "ValueError: no"}
+
+CUDNN = good(forward_ms=2.0, both_ms=8.0, both_tflops=480.0, both_peak_bytes=2**30)
+BLOCKS = good(forward_ms=5.0, both_ms=16.0, both_tflops=240.0, both_peak_bytes=2**31, relative_error=0.01)
+LOST: dict[str, Any] = {"out_of_memory": True, "both_out_of_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cudnn", "said"),
+    [
+        (
+            BLOCKS,
+            CUDNN,
+            (
+                "measured",
+                "2.50 × forward, 2.00 × with gradients (blocks 5.0 and 16.0 ms, 240 TFLOP/s, peak 2.00 GiB; "
+                "cuDNN 2.0 and 8.0 ms, 480 TFLOP/s, peak 1.00 GiB)",
+            ),
+        ),
+        (BLOCKS | {"relative_error": 0.3}, CUDNN, ("missed", "values apart by 30.0 % of their norm")),
+        (BLOCKS | {"relative_error": math.nan}, CUDNN, ("missed", "values apart by nan % of their norm")),
+        (
+            good(**LOST, forward_ms=5.0),
+            CUDNN,
+            (
+                "missed",
+                "2.50 × forward (blocks 5.0 ms, and runs out of memory with gradients; cuDNN 2.0 and 8.0 ms, "
+                "480 TFLOP/s, peak 1.00 GiB)",
+            ),
+        ),
+        (
+            BLOCKS,
+            good(out_of_memory=True),
+            ("measured", "blocks 5.0 and 16.0 ms, 240 TFLOP/s, peak 2.00 GiB; cuDNN runs out of memory"),
+        ),
+        (good(**LOST), good(**LOST), ("measured", "blocks runs out of memory; cuDNN runs out of memory")),
+        (BLOCKS, FAILED, ("measured", "blocks 5.0 and 16.0 ms, 240 TFLOP/s, peak 2.00 GiB")),
+        (FAILED, FAILED, ("failed", "")),
+    ],
+)
+def test_attention_is_told_beside_cudnns(blocks: Any, cudnn: Any, said: tuple[str, str]) -> None:
+    rows = {"32k-packed-cudnn": cudnn, "32k-packed-blocks": blocks}
+    assert state("attention", rows, "attention of Llama 3.1 8B's shapes, 32k-packed") == said
+
+
+def test_values_that_nobody_compared_are_said_to_be() -> None:
+    alone = {name: value for name, value in BLOCKS.items() if name != "relative_error"}
+    found = state("attention", {"4k-cudnn": CUDNN, "4k-blocks": alone}, "attention of Llama 3.1 8B's shapes, 4k")
+    assert found[1].endswith("; values not compared")
+
+
+FITS = good(tokens_per_second=900.0, peak_bytes=2**36, host_bytes=2**35, verified=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({"65536": FITS, "400000": FITS}, ("met", "400,000 tokens")),
+        (
+            {"65536": FITS, "131072": good(out_of_memory=True), "262144": good(not_tried=True, did_not_fit=131072)},
+            ("missed", "65,536 tokens; 131,072 run out of memory"),
+        ),
+        ({"65536": FITS}, ("measured", "65,536 tokens")),
+        ({"65536": good(out_of_memory=True)}, ("missed", "less than 65,536 tokens")),
+        ({"65536": FITS, "400000": FITS | {"verified": False}}, ("measured", "65,536 tokens")),
+        ({"65536": FITS, "400000": FITS | {"losses": [math.nan]}}, ("measured", "65,536 tokens")),
+        ({"65536": FAILED}, ("failed", "")),
+        ({}, ("not measured", "")),
+    ],
+)
+def test_the_longest_sequence_is_one_that_was_trained_on(rows: Any, said: tuple[str, str]) -> None:
+    assert state("longest", rows, "QLoRA of Llama 3.1 8B's shapes on 80 GB, longest") == said
+    if rows and rows["65536"] is FITS:
+        each = state("longest", rows, "QLoRA of Llama 3.1 8B's shapes on 80 GB, 65,536 tokens")
+        assert each == ("measured", "900 tokens/s, peak 64.00 GiB, 32.00 GiB on the host")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [attention_time.Shape(2, 24), attention_time.Shape(1, 24, document=6), attention_time.Shape(3, 24, window=7)],
+)
+def test_pairs_are_those_that_a_query_sees(shape: attention_time.Shape) -> None:
+    at = range(shape.seq_len)
+    seen = sum(
+        key <= query
+        and query - key < (shape.window or shape.seq_len)
+        and (shape.document is None or key // shape.document == query // shape.document)
+        for query in at
+        for key in at
+    )
+    assert shape.pairs == shape.batch_size * seen
+    assert attention_time.flops(shape, 4, 8, backward=True) == 3.5 * 4 * 4 * 8 * shape.pairs
+
+
+def test_results_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_time, "scratch", lambda part: tmp_path)
+    ones = [jnp.ones((2, 4)), jnp.full((2, 4), 2.0)]
+    assert attention_time.distance("a", "blocks", ones) == {"compared_with": None, "relative_error": None}
+    assert attention_time.distance("a", "cudnn", ones) == {}
+    assert attention_time.distance("a", "blocks", ones)["relative_error"] == 0.0
+    assert attention_time.distance("a", "blocks", [ones[0], 1.1 * ones[1]])["relative_error"] == pytest.approx(0.1)
+    assert math.isnan(attention_time.distance("a", "blocks", [ones[0], jnp.nan * ones[1]])["relative_error"])
+
+
+def test_what_is_longer_than_what_did_not_fit_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest_sequence, "scratch", lambda *parts: tmp_path)
+    monkeypatch.setattr(longest_sequence, "host_bytes", lambda: 2**40)
+    tried: list[int] = []
+
+    def measure(row: dict[str, Any], config: Any, length: int) -> None:
+        tried.append(length)
+        if length > 100:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    monkeypatch.setattr(longest_sequence, "measure", measure)
+    rows = [longest_sequence.run(length, False) for length in (50, 200, 400)]
+    assert [row.get("out_of_memory") for row in rows] == [False, True, None]
+    assert (rows[2]["not_tried"], rows[2]["did_not_fit"], tried) == (True, 200, [50, 200])
+    assert longest_sequence.run(200, False)["out_of_memory"]  # itself it is tried again
+    monkeypatch.setattr(longest_sequence, "host_bytes", lambda: 2**30)
+    assert "bytes of the host" in longest_sequence.run(60, False)["error"] and tried == [50, 200, 200]
+
+
+def test_a_larger_card_lends_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(longest_sequence, "gpu", lambda: {"memory.total": "143771 MiB"})
+    found = longest_sequence.environment(131072)
+    assert float(found["XLA_PYTHON_CLIENT_MEM_FRACTION"]) * 143771 * 2**20 == pytest.approx(80e9, rel=1e-3)
+    assert found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "36"  # 32 GiB enter the layers
+
+
+def test_a_drawn_model_is_the_one_that_is_quantised() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "head_dim": 16}
+    config = dataclasses.replace(LLAMA_8B, **sizes, num_heads=4, num_kv_heads=2)
+    model = longest_sequence.model_of(config)
+    make = functools.partial(lt.models.init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    base = lt.quantize(jax.eval_shape(make, key=jax.random.key(0)), "layers/**/*_proj", "nf4")
+    adapters = lt.lora.Config(rank=longest_sequence.RANK, alpha=longest_sequence.ALPHA, targets="all-linear")
+    shapes = jax.eval_shape(lambda: lt.lora.add(base, adapters, key=jax.random.key(0)))
+    assert jax.tree.structure(model) == jax.tree.structure(shapes)
+    told = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree)] for tree in (model, shapes)]
+    assert told[0] == told[1]
+    weight = lt.dequantize(model).layers["attn"]["q_proj"]["weight"].weight
+    assert float(jnp.std(weight.astype(jnp.float32))) == pytest.approx(0.02, rel=0.1)
+    assert len({float(jnp.sum(each)) for each in weight.astype(jnp.float32)}) == config.num_layers
