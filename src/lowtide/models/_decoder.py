@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from ..core import LayerStack, StructureError, Tree, is_recomputed, linear, rows
 from ..losses import chunked_cross_entropy
-from ..ops import Scores, Sight, attend, over_tokens, tile_size
+from ..ops import Scores, Sight, attend, over_tokens
 from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import rotary, rotate
@@ -456,13 +456,10 @@ def _feed_forward(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Arr
 
     if not is_recomputed():
         return run(own, h_BTD)
-    return over_tokens(run, own, h_BTD, size=tile_size(h_BTD.shape, _width(config), h_BTD.dtype))
-
-
-def _width(config: DecoderConfig) -> int:
-    """Numbers of the widest array that the MLP makes of a token."""
-    experts = config.experts
-    return config.intermediate_size if experts is None else experts.num_experts_per_token * experts.intermediate_size
+    if (experts := config.experts) is None:
+        return over_tokens(run, own, h_BTD, width=config.intermediate_size)
+    chosen = experts.num_experts_per_token
+    return over_tokens(run, own, h_BTD, width=chosen * experts.intermediate_size, share=chosen / experts.num_experts)
 
 
 def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:

@@ -6,6 +6,5 @@ from ._attention import attention_implementation as attention_implementation
 from ._sight import Scores as Scores
 from ._sight import Sight as Sight
 from ._tokens import over_tokens as over_tokens
-from ._tokens import tile_size as tile_size
 
-__all__ = ["Scores", "Sight", "attend", "attention", "attention_implementation", "over_tokens", "tile_size"]
+__all__ = ["Scores", "Sight", "attend", "attention", "attention_implementation", "over_tokens"]

@@ -341,7 +341,7 @@ def _gradients(kind: _Kind, residuals: Any, dout_BTNH: Array) -> Any:
     num_keys, groups = k_BSKH.shape[1:3]
     pairs = _pairs(kind, seen, length, num_keys)
     wide = lse_BNT.dtype
-    delta_BNT = jnp.sum(dout_BTNH.astype(wide) * out_BTNH.astype(wide), axis=-1).swapaxes(1, 2)
+    delta_BNT = _products_of_rows(dout_BTNH, out_BTNH, pairs, wide)
     zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, seen))])
     batch, _, _, dim = q_BTNH.shape
     empty_BKMH = zeros((batch, groups, heads // groups * pairs.rows, dim), wide)
@@ -372,15 +372,34 @@ def _gradients(kind: _Kind, residuals: Any, dout_BTNH: Array) -> Any:
 
         dq_BKMH, dk_BKDH, dv_BKDH = _when(at.needed, add, (dq_BKMH, nothing_BKDH, nothing_BKDH))
         dk_BKSH, dv_BKSH = _added(dk_BKSH, dk_BKDH, at.column), _added(dv_BKSH, dv_BKDH, at.column)
-        dq_BCNH = _as_rows(dq_BKMH, pairs.rows).astype(dq_BTNH.dtype)
+        dq_BCNH = _bits(_as_rows(dq_BKMH, pairs.rows).astype(q_BTNH.dtype))
         return (dq_BKMH, jax.lax.dynamic_update_slice_in_dim(dq_BTNH, dq_BCNH, at.row, axis=1), dk_BKSH, dv_BKSH), None
 
     blocks, q_BTNH = _blocks(kind, seen, pairs, q_BTNH)
     totals = (zeros((batch, groups, num_keys, dim), wide) for _ in range(2))
-    state = (empty_BKMH, zeros(q_BTNH.shape, q_BTNH.dtype), *totals)
+    # As bits, for XLA would write wide numbers and cast them after the loop.
+    state = (empty_BKMH, _bits(zeros(q_BTNH.shape, q_BTNH.dtype)), *totals)
     (_, dq_BTNH, *totals), _ = jax.lax.scan(body, state, blocks)
+    dq_BTNH = jax.lax.bitcast_convert_type(dq_BTNH, q_BTNH.dtype)
     dk_BSKH, dv_BSKH = (jnp.swapaxes(total, 1, 2).astype(k_BSKH.dtype) for total in totals)
     return dq_BTNH, dk_BSKH, dv_BSKH, _of_sinks(sinks_N, lse_BNT, delta_BNT)
+
+
+def _products_of_rows(x_BTNH: Array, y_BTNH: Array, pairs: _Pairs, wide: Any) -> Array:
+    """Multiply numbers of each row and add them up, [B, N, T]: of all rows at once XLA would hold a wide copy."""
+    batch, length, heads, _ = x_BTNH.shape
+
+    def body(found_BNT: Array, start: Array) -> tuple[Array, None]:
+        rows = (jax.lax.dynamic_slice_in_dim(each, start, pairs.rows, axis=1).astype(wide) for each in (x_BTNH, y_BTNH))
+        found_BNC = jnp.einsum("bcnh,bcnh->bnc", *rows)
+        return jax.lax.dynamic_update_slice_in_dim(found_BNT, found_BNC, start, axis=2), None
+
+    zeros = like_type([x_BTNH, y_BTNH], (batch, heads, length), wide)
+    return jax.lax.scan(body, zeros, jnp.asarray(np.unique(pairs.row_P), jnp.int32))[0]
+
+
+def _bits(x: Array) -> Array:
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
 
 
 def _added(total_BKSH: Array, more_BKDH: Array, start: Array) -> Array:

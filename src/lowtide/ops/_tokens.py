@@ -13,6 +13,7 @@ Source: Bekman et al., "Arctic Long Sequence Training" (arXiv:2506.13996), secti
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,61 +21,77 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..core import Tree, explicit_mesh, is_key, traced_device, zero_after
-from ..core._compat import like_type
+from ..core import LinearWeight, Tree, explicit_mesh, is_key, traced_device, zero_after
+from ..core._compat import laid_out_on_tpus, like_type
 from ..targets import busy_rows
 from ._divided import divided_sizes
 
-# Rows of a tile: as many as keep a chip's products busy, however often the weights are read, and more where the widest
-# array of a tile stays below so many bytes.
 _ROWS_ON_CPU, _ROWS_ELSEWHERE = 256, 1024
-_WIDE_BYTES = 2**24
-# In a loop weights are copies of their slices of all layers': few tiles are written out.
+"""Rows that keep products busy on chips of which nobody says how fast they are."""
 _MOST_UNROLLED = 4
+_NUM_WIDE = 4
+"""How many arrays of the full width live at once: of a gated MLP two, and their cotangents."""
 
 
-def over_tokens(fn: Callable[[Tree, Array], Tree], params: Tree, x: Array, *, size: int) -> Tree:
-    """Compute ``fn(params, x)`` tile by tile.
+def over_tokens(fn: Callable[[Tree, Array], Tree], params: Tree, x: Array, *, width: int, share: float = 1) -> Tree:
+    """Compute ``fn(params, x)`` tile by tile, where that saves bytes.
+
+    Few tiles are written out. Of many there is a loop, which costs a copy of the weights of its own: XLA reads a layer's
+    slice of stacked weights in place in products alone. Weights in few bits are made arrays before a loop, for their
+    products would make them for each tile.
 
     Args:
         fn: of parameters and tokens [B, t, ...], to arrays [B, t, ...], each token by itself; it closes over nothing
             that is traced.
         params: what it reads beside tokens. Random keys among them are made others for each tile.
         x: tokens, [B, T, ...].
-        size: how many of T at a time.
+        width: numbers of the widest array that it makes of a token.
+        share: the part of tokens that a weight is multiplied by, of experts.
 
     Returns:
         What `fn` returns of all tokens.
+
+    Memory:
+        For the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many tokens as keep a
+        chip's products busy, or more.
     """
     leaves, treedef = jax.tree.flatten(params)
     if explicit_mesh((leaves, x)) is not None:  # whose arrays of zeros would say how they are divided
         return fn(params, x)
-    return _over_tiles((fn, treedef, size), tuple(leaves), x)
+    return _over_tiles((fn, treedef, tile_size(x.shape, width * x.dtype.itemsize, params, share)), tuple(leaves), x)
 
 
-def tile_size(shape: tuple[int, ...], width: int, dtype: Any) -> int:
+def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
     """Return how many tokens of each row a tile has.
 
     Args:
-        shape: of the tokens, [B, T, D], over all devices.
-        width: numbers of the widest array for each token.
-        dtype: its numbers.
+        shape: of the tokens, [B, T, ...], over all devices.
+        width_bytes: of the widest array, for each token.
+        params: whose bytes a loop copies.
+        share: as in `over_tokens`.
     """
     device = traced_device()
-    least = _ROWS_ON_CPU if device.platform == "cpu" else busy_rows(device.device_kind) or _ROWS_ELSEWHERE
-    rows = max(least, _power_of_two(_WIDE_BYTES // max(1, width * jnp.dtype(dtype).itemsize)))
+    busy = _ROWS_ON_CPU if device.platform == "cpu" else busy_rows(device.device_kind) or _ROWS_ELSEWHERE
+    busy = round(busy / share)
     batch, _ = divided_sizes(shape[0], 1)
-    return max(1, rows // batch)
+    tokens, wide = batch * shape[1], _NUM_WIDE * width_bytes
+    nodes = jax.tree.leaves(params, is_leaf=_is_in_few_bits)
+    copied = sum(2 * math.prod(node.shape) for node in nodes if len(node.shape) > 1)
+    unrolled = tokens if any(map(_is_in_few_bits, nodes)) else max(busy, -(-tokens // _MOST_UNROLLED))
+    looped = max(busy, 1 << max(copied // wide // 2, 1).bit_length() - 1)
+    rows = unrolled if unrolled * wide <= looped * wide + copied else looped
+    return min(shape[1], max(1, -(-rows // batch)))
 
 
-def _power_of_two(most: int) -> int:
-    return 1 << max(most, 1).bit_length() - 1
+def _is_in_few_bits(node: Any) -> bool:
+    return isinstance(node, LinearWeight) and hasattr(node, "dense")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_tiles(static: Any, leaves: tuple[Any, ...], x: Array) -> Tree:
     fn, treedef, size = static
     params = treedef.unflatten(leaves)
+    params = _with_arrays(params, _arrays(params, x, size))
     shapes = jax.eval_shape(fn, params, x)
     results = jax.tree.map(lambda like: like_type([x, *leaves], like.shape, like.dtype), shapes)
 
@@ -97,13 +114,14 @@ def _backward(static: Any, residuals: Any, cotangents: Tree) -> tuple[Any, Any]:
     trained = [leaf if wants else None for leaf, wants in zip(leaves, wanted, strict=True)]
     given = [*jax.tree.leaves(cotangents, is_leaf=_is_zero), x, *leaves]
     given = [each for each in given if not _is_zero(each)]
+    arrays = _arrays(treedef.unflatten(leaves), x, size)
 
     def body(index: Any, start: Any, size: int, carry: Any) -> Any:
         dleaves, dx = carry
 
         def run(trained: list[Any], tile: Array) -> Tree:
             own = [old if new is None else new for old, new in zip(leaves, trained, strict=True)]
-            return fn(_of_tile(treedef.unflatten(own), index), tile)
+            return fn(_of_tile(_with_arrays(treedef.unflatten(own), arrays), index), tile)
 
         out, vjp = jax.vjp(run, trained, _tile(x, start, size))
         douts = jax.tree.map(
@@ -131,6 +149,27 @@ _over_tiles.defvjp(_forward, _backward, symbolic_zeros=True)
 
 def _is_zero(value: Any) -> bool:
     return isinstance(value, jax.custom_derivatives.SymbolicZero)
+
+
+def _arrays(params: Tree, x: Array, size: int) -> list[Array]:
+    """Make arrays of the weights in few bits, where there is a loop."""
+    if x.shape[1] // size <= _MOST_UNROLLED:
+        return []
+    nodes: list[Any] = jax.tree.leaves(params, is_leaf=_is_in_few_bits)
+    return [_laid_out(node.dense(x.dtype)) for node in nodes if _is_in_few_bits(node)]
+
+
+def _laid_out(weight: Array) -> Array:
+    """Store a weight as its codes are, else XLA lays out those of all layers anew."""
+    return laid_out_on_tpus(weight, tuple(range(weight.ndim)))
+
+
+def _with_arrays(params: Tree, arrays: list[Array]) -> Tree:
+    """Put arrays in the place of the weights in few bits, if there are any."""
+    if not arrays:
+        return params
+    left = iter(arrays)
+    return jax.tree.map(lambda node: next(left) if _is_in_few_bits(node) else node, params, is_leaf=_is_in_few_bits)
 
 
 def _of_tile(params: Tree, index: Any) -> Tree:
