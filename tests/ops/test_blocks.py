@@ -14,7 +14,7 @@ from jax import P
 from jax.sharding import AxisType
 
 from lowtide.jaxprs import equations, jaxpr_flops
-from lowtide.ops import Scores, Sight, _blocks
+from lowtide.ops import Scores, Sight, _blocks, _pairs
 
 LENGTH = 40
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1).astype(np.int32)
@@ -40,7 +40,7 @@ SIZES = [8, 16, 128]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(_blocks, "_LEAST_ROWS", 1)
+    monkeypatch.setattr(_pairs, "LEAST_ROWS", 1)
     yield
 
 
@@ -145,11 +145,11 @@ def block_flops(sight: Sight, length: int, size: int, monkeypatch: pytest.Monkey
         return jnp.sum(_blocks.attend_in_blocks(q, k, v, sight, PLAIN))
 
     flops = jaxpr_flops(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(x, x, x))
-    pairs = _blocks._pairs(_blocks._Kind(sight.causal, sight.window, 1.0, None, size), NO_DATA, length, length)
+    pairs = _pairs.pairs_of(_pairs.Kind(sight.causal, sight.window, 1.0, None, size), NO_DATA, length, length)
     return flops, len(pairs.row_P)
 
 
-NO_DATA = _blocks._Seen(None, None, None, None)
+NO_DATA = _pairs.Seen(None, None, None, None)
 
 
 def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +167,14 @@ def test_half_of_the_scores_are_never_made_and_a_window_has_its_own_alone(monkey
 
 def test_blocks_that_nobody_sees_are_passed_by_when_the_program_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 8)
-    kind = _blocks._Kind(True, None, 1.0, None, 8)
+    kind = _pairs.Kind(True, None, 1.0, None, 8)
     documents = jnp.asarray(np.repeat(np.arange(5), 8)[None])
 
     def needed(**known: Any) -> np.ndarray:
-        seen = _blocks._Seen(**{**NO_DATA._asdict(), **known})
-        return np.asarray(_blocks._needed(kind, seen, _blocks._pairs(kind, seen, 40, 40)))
+        seen = _pairs.Seen(**{**NO_DATA._asdict(), **known})
+        return np.asarray(_pairs.needed_pairs(kind, seen, _pairs.pairs_of(kind, seen, 40, 40)))
 
-    assert _blocks._needed(kind, NO_DATA, _blocks._pairs(kind, NO_DATA, 40, 40)) is None
+    assert _pairs.needed_pairs(kind, NO_DATA, _pairs.pairs_of(kind, NO_DATA, 40, 40)) is None
     assert needed(of_queries=documents, of_keys=documents).sum() == 5  # of 15: each document's own
     assert needed(window=jnp.int32(1)).sum() == 5 and needed(window=jnp.int32(2)).sum() == 9
     assert needed(window=jnp.int32(1000)).sum() == 15
@@ -192,8 +192,8 @@ def test_policies_keep_the_result_and_the_sums_of_exponentials(monkeypatch: pyte
         return sum(eqn.primitive.name == "scan" for eqn in equations(jax.make_jaxpr(jax.grad(fn))(q, k, v).jaxpr))
 
     names = jax.checkpoint_policies.save_only_these_names
-    assert num_loops(names("attn_out", "attn_lse")) == 2  # forward, and backward
-    assert num_loops(names("attn_out")) == num_loops(None) == 3
+    assert num_loops(names("attn_out", "attn_lse")) == 3  # forward, backward, and each row's own part of its gradient
+    assert num_loops(names("attn_out")) == num_loops(None) == 4
     kept = jax.grad(jax.checkpoint(block, policy=names("attn_out", "attn_lse")))(q, k, v)
     np.testing.assert_allclose(kept, jax.grad(block)(q, k, v), rtol=1e-6, atol=1e-6)
 
@@ -256,4 +256,4 @@ def test_how_large_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _blocks.block_size((64, 4096, 64, 64), 4096) == 128  # fewer would leave nothing to multiply
     assert _blocks.block_size((1, 2**17, 1, 64), 2**17) == 1024
     assert _blocks.block_size((1, 5, 1, 64), 5) == 5
-    assert _blocks._even(1100, 512) == 384 and _blocks._even(1024, 512) == 512 and _blocks._even(100, 128) == 100
+    assert [_pairs.even_size(length, 512) for length in (1100, 1024, 100)] == [384, 512, 100]

@@ -31,7 +31,7 @@ from ..losses import chunked_cross_entropy
 from ..ops import Scores, Sight, attend, over_tokens
 from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
-from ._rope import rotary, rotate
+from ._rope import document_lengths, rotary, rotate
 from .families import family_of
 
 EVERYTHING = 2**30
@@ -382,84 +382,79 @@ def layer_forward(
 ) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
     """One layer: attention, then the MLP or the mixture.
 
+    Where the backward pass computes it again, all but attention itself goes over tiles of tokens: neither norms nor
+    rotations nor what lies between attention and the MLP are arrays of all tokens.
+
     Args:
         layer: its parameters.
         h_BTD: the residual stream.
-        positions_BT: as in `attention`.
-        sight: as in `attention`; the window is the layer's own.
-        config: sizes and switches.
-        store: as in `attention`.
-
-    Returns:
-        The residual stream, what routers are judged by (None without experts), and what `store` returned.
-    """
-    sight = dataclasses.replace(sight, window=_window(layer, config))
-    mixed, stored = attention(layer["attn"], _before(layer, "attn", h_BTD, config), positions_BT, sight, config, store)
-    h_BTD = h_BTD + _after(layer, "attn", mixed, config)
-    out_BTD, routing = _feed_forward(layer, h_BTD, config)
-    return h_BTD + out_BTD, routing, stored
-
-
-def attention(
-    attn: Tree,
-    x_BTD: Array,
-    positions_BT: Array,
-    sight: Sight,
-    config: DecoderConfig,
-    store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
-) -> tuple[Array, tuple[Array, Array]]:
-    """Attention of one layer.
-
-    Args:
-        attn: its parameters.
-        x_BTD: what it reads, normed.
         positions_BT: where in its document each token is, [B or 1, T].
-        sight: which keys each query sees.
+        sight: which keys each query sees; the window is the layer's own.
         config: sizes and switches.
         store: takes the keys and values of these tokens [B, T, K, H] and returns those to attend to [B, S, K, H], such
             as a cache with these in it.
 
     Returns:
-        What is added to the residual stream, and what `store` returned.
+        The residual stream, what routers are judged by (None without experts), and what `store` returned.
     """
-    batch, length, _ = x_BTD.shape
-    q_BTW, k_BTW, v_BTW = _projected(attn, x_BTD, config)
-    if config.qk_norm == "width":
-        q_BTW, k_BTW = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTW, "k")))
-    q_BTNH, k_BTKH, v_BTKH = (x.reshape(batch, length, -1, config.head_dim) for x in (q_BTW, k_BTW, v_BTW))
-    if config.qk_norm == "head":
-        q_BTNH, k_BTKH = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTNH, "q"), (k_BTKH, "k")))
-    slides = attn["window"] < EVERYTHING if "window" in attn else sight.window is not None
-    cos, sin = rotary(config, positions_BT, slides, sight.segments and sight.segments[0])
-    keys, values = store(rotate(k_BTKH, cos, sin), v_BTKH)
+    attn = layer["attn"]
+    sight = dataclasses.replace(sight, window=_window(layer, config))
+    before = {name: part for name, part in layer.items() if name in ("attn", "attn_norm")}
+    after = {name: part for name, part in layer.items() if name not in ("attn", "attn_norm")}
+    after["attn"] = {"o_proj": attn["o_proj"]}
+    before["attn"] = {name: part for name, part in attn.items() if name not in ("o_proj", "sinks")}
+    tokens = (h_BTD, positions_BT, document_lengths(config, positions_BT, sight.segments and sight.segments[0]))
+    project, finish = functools.partial(_project, config), functools.partial(_finish, config)
+    if is_recomputed():
+        experts, chosen, wide = config.experts, 1, config.intermediate_size
+        if experts is not None:
+            chosen, wide = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
+        heads = 2 * config.num_heads * config.head_dim  # queries are rotated in float32
+        project = functools.partial(over_tokens, project, width=heads)
+        finish = functools.partial(
+            over_tokens, finish, width=wide, share=chosen / experts.num_experts if experts else 1
+        )
+    q_BTW, k_BTX, v_BTX = project(before, tokens)
+    q_BTNH, k_BTKH, v_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX, v_BTX))
+    keys, values = store(k_BTKH, v_BTKH)
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     scores = Scores(scale, config.attention_soft_cap, attn["sinks"]["weight"] if config.attention_sinks else None)
-    out_BTNH = attend(rotate(q_BTNH, cos, sin), keys, values, sight, scores)
-    return _dense(attn["o_proj"], out_BTNH.reshape(batch, length, -1)), (keys, values)
+    out_BTNH = attend(q_BTNH, keys, values, sight, scores)
+    h_BTD, routing = finish(after, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
+    return h_BTD, routing, (keys, values)
+
+
+def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Array | None]) -> tuple[Array, ...]:
+    """Make queries, keys and values of normed activations, [B, T, W] and [B, T, X] twice; the first two are rotated."""
+    h_BTD, positions_BT, lengths_BT = tokens
+    attn = layer["attn"]
+    q_BTW, k_BTX, v_BTX = _projected(attn, _before(layer, "attn", h_BTD, config), config)
+    if config.qk_norm == "width":
+        q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
+    q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
+    if config.qk_norm == "head":
+        q_BTNH, k_BTKH = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTNH, "q"), (k_BTKH, "k")))
+    slides = attn["window"] < EVERYTHING if "window" in attn else config.windows is not None
+    cos, sin = rotary(config, positions_BT, slides, lengths_BT)
+    return rotate(q_BTNH, cos, sin).reshape(q_BTW.shape), rotate(k_BTKH, cos, sin).reshape(k_BTX.shape), v_BTX
+
+
+def _finish(
+    config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array]
+) -> tuple[Array, tuple[Array, Array] | None]:
+    """Add what attention found, and what the MLP or the mixture makes of that."""
+    h_BTD, out_BTW = tokens
+    h_BTD = h_BTD + _after(layer, "attn", _dense(layer["attn"]["o_proj"], out_BTW), config)
+    out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
+    return h_BTD + _after(layer, "mlp", out_BTD, config), routing
 
 
 def _projected(attn: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, Array, Array]:
     if not config.fused_projections:
         return _dense(attn["q_proj"], x_BTD), _dense(attn["k_proj"], x_BTD), _dense(attn["v_proj"], x_BTD)
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    q_BTW, k_BTW, v_BTW = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
-    return q_BTW, k_BTW, v_BTW
-
-
-def _feed_forward(layer: Tree, h_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:
-    """Compute what the MLP or the mixture adds, with its norms: of a tile of tokens at a time where it runs again."""
-    own = {name: part for name, part in layer.items() if name.startswith("mlp")}
-
-    def run(own: Tree, h_BtD: Array) -> tuple[Array, tuple[Array, Array] | None]:
-        out_BtD, routing = _mlp(own["mlp"], _before(own, "mlp", h_BtD, config), config)
-        return _after(own, "mlp", out_BtD, config), routing
-
-    if not is_recomputed():
-        return run(own, h_BTD)
-    if (experts := config.experts) is None:
-        return over_tokens(run, own, h_BTD, width=config.intermediate_size)
-    chosen = experts.num_experts_per_token
-    return over_tokens(run, own, h_BTD, width=chosen * experts.intermediate_size, share=chosen / experts.num_experts)
+    q_BTW, k_BTX, v_BTX = jnp.split(_dense(attn["qkv_proj"], x_BTD), (q, q + kv), axis=-1)
+    return q_BTW, k_BTX, v_BTX
 
 
 def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[Array, Array] | None]:

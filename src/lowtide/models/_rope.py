@@ -21,7 +21,7 @@ def rotary(
     config: DecoderConfig,
     positions_BT: Int[Array, "B T"],
     slides: Array | bool = False,
-    segments_BT: Int[Array, "B T"] | None = None,
+    lengths_BT: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T 1 R/2"], Float[Array, "B T 1 R/2"]]:
     """Cosines and sines for queries and keys, in float32.
 
@@ -29,12 +29,12 @@ def rotary(
         config: sizes and rules.
         positions_BT: the position of each token in its document.
         slides: whether the layer has sliding attention, which may have frequencies of its own.
-        segments_BT: of which document each token is, where positions do not say it.
+        lengths_BT: `document_lengths`.
 
     Returns:
         Two arrays of shape [B, T, 1, R/2].
     """
-    freq, scale = frequencies(config, _lengths(positions_BT, segments_BT) if _asks_for_length(config) else None)
+    freq, scale = frequencies(config, lengths_BT)
     factor: Array | float = scale
     if config.local_rope_theta is not None:
         local = _plain(config.local_rope_theta, config.rotary_dim)
@@ -104,12 +104,16 @@ def frequencies_change(config: DecoderConfig, lengths_B: Int[Array, "B"]) -> Arr
     return lengths_B == scaling.original_max_position_embeddings + 1
 
 
-def _lengths(positions_BT: Array, segments_BT: Array | None) -> Array:
-    """How long the document of each token is: one more than its last position.
+def document_lengths(config: DecoderConfig, positions_BT: Array, segments_BT: Array | None) -> Array | None:
+    """Return how long the document of each token is, [B, T], where frequencies ask for it.
+
+    It is one more than its last position.
 
     It ends where positions do not grow, or the segment is another. Not the longest of all: neither what stands beside a
     document in its row, nor another row, changes its frequencies.
     """
+    if not _asks_for_length(config):
+        return None
     last, ends_BT = positions_BT.shape[1] - 1, positions_BT[:, 1:] <= positions_BT[:, :-1]
     if segments_BT is not None:
         ends_BT = ends_BT | (segments_BT[:, 1:] != segments_BT[:, :-1])

@@ -1,9 +1,10 @@
 """A function of each token by itself, over tiles of tokens: its intermediate arrays are those of one tile.
 
 For blocks that the backward pass computes again in any case: what the function keeps for its derivative is made there,
-tile by tile, so that it runs as often as before. Gradients of what it closes over are added up in float32 at least.
+tile by tile, so that it runs as often as before. Gradients of what it closes over are added up in float32 at least; the
+gradient of the first array takes the place of the first result's, where they are alike.
 
-Shapes: B batch, T tokens.
+Shapes: B batch, T tokens, t tokens of a tile.
 
 Deviations and limits: reverse mode only (`jax.custom_vjp`); weights are read once for each tile.
 
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +34,18 @@ _NUM_WIDE = 4
 """How many arrays of the full width live at once: of a gated MLP two, and their cotangents."""
 
 
-def over_tokens(fn: Callable[[Tree, Array], Tree], params: Tree, x: Array, *, width: int, share: float = 1) -> Tree:
+def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, width: int, share: float = 1) -> Tree:
     """Compute ``fn(params, x)`` tile by tile, where that saves bytes.
 
-    Few tiles are written out. Of many there is a loop, which costs a copy of the weights of its own: XLA reads a layer's
-    slice of stacked weights in place in products alone. Weights in few bits are made arrays before a loop, for their
-    products would make them for each tile.
+    Few tiles are written out. Of many there is a loop, which costs a copy of the weights of its own: XLA reads a
+    layer's slice of stacked weights in place in products alone. Weights in few bits are made arrays before a loop, for
+    their products would make them for each tile.
 
     Args:
-        fn: of parameters and tokens [B, t, ...], to arrays [B, t, ...], each token by itself; it closes over nothing
-            that is traced.
+        fn: of parameters and arrays [B or 1, t, ...], to arrays [B, t, ...], each token by itself; it closes over
+            nothing that is traced.
         params: what it reads beside tokens. Random keys among them are made others for each tile.
-        x: tokens, [B, T, ...].
+        x: of the tokens, arrays [B or 1, T, ...], of which the first is of activations [B, T, D].
         width: numbers of the widest array that it makes of a token.
         share: the part of tokens that a weight is multiplied by, of experts.
 
@@ -55,10 +56,11 @@ def over_tokens(fn: Callable[[Tree, Array], Tree], params: Tree, x: Array, *, wi
         For the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many tokens as keep a
         chip's products busy, or more.
     """
-    leaves, treedef = jax.tree.flatten(params)
-    if explicit_mesh((leaves, x)) is not None:  # whose arrays of zeros would say how they are divided
+    (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
+    if explicit_mesh((leaves, arrays)) is not None:  # whose arrays of zeros would say how they are divided
         return fn(params, x)
-    return _over_tiles((fn, treedef, tile_size(x.shape, width * x.dtype.itemsize, params, share)), tuple(leaves), x)
+    size = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
+    return _over_tiles(_Static(fn, treedef, structure, size), tuple(leaves), tuple(arrays))
 
 
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
@@ -87,61 +89,74 @@ def _is_in_few_bits(node: Any) -> bool:
     return isinstance(node, LinearWeight) and hasattr(node, "dense")
 
 
+class _Static(NamedTuple):
+    """What is no array."""
+
+    fn: Callable[[Tree, Tree], Tree]
+    params: Any
+    """How its parameters are made of leaves."""
+    x: Any
+    """How tokens are."""
+    size: int
+
+    def __call__(self, leaves: Sequence[Any], held: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
+        params = _with_arrays(self.params.unflatten(leaves), held)
+        return self.fn(_of_tile(params, index), self.x.unflatten(tile))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _over_tiles(static: Any, leaves: tuple[Any, ...], x: Array) -> Tree:
-    fn, treedef, size = static
-    params = treedef.unflatten(leaves)
-    params = _with_arrays(params, _arrays(params, x, size))
-    shapes = jax.eval_shape(fn, params, x)
-    results = jax.tree.map(lambda like: like_type([x, *leaves], like.shape, like.dtype), shapes)
+def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
+    shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, x), leaves, x)
+    results = jax.tree.map(lambda like: like_type([*x, *leaves], like.shape, like.dtype), shapes)
+    held = _held(static, leaves, x)
 
     def body(index: Any, start: Any, size: int, results: Tree) -> Tree:
-        return _written(results, fn(_of_tile(params, index), _tile(x, start, size)), start)
+        return _written(results, static(leaves, held, index, _tile(x, start, size)), start)
 
-    return _loop(x.shape[1], size, body, results)
+    return _loop(x[0].shape[1], static.size, body, results)
 
 
-def _forward(static: Any, leaves: tuple[Any, ...], x: Any) -> tuple[Tree, Any]:
+def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
     wanted = tuple(leaf.perturbed for leaf in leaves)
-    values = tuple(leaf.value for leaf in leaves)
-    return _over_tiles(static, values, x.value), (values, x.value, wanted)
+    leaves, x = (tuple(leaf.value for leaf in given) for given in (leaves, x))
+    return _over_tiles(static, leaves, x), (leaves, x, wanted)
 
 
-def _backward(static: Any, residuals: Any, cotangents: Tree) -> tuple[Any, Any]:
-    fn, treedef, size = static
+def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, Any]:
     leaves, x, wanted = residuals
-    is_zero = jax.tree.map(_is_zero, cotangents, is_leaf=_is_zero)
     trained = [leaf if wants else None for leaf, wants in zip(leaves, wanted, strict=True)]
-    given = [*jax.tree.leaves(cotangents, is_leaf=_is_zero), x, *leaves]
-    given = [each for each in given if not _is_zero(each)]
-    arrays = _arrays(treedef.unflatten(leaves), x, size)
-
-    def body(index: Any, start: Any, size: int, carry: Any) -> Any:
-        dleaves, dx = carry
-
-        def run(trained: list[Any], tile: Array) -> Tree:
-            own = [old if new is None else new for old, new in zip(leaves, trained, strict=True)]
-            return fn(_of_tile(_with_arrays(treedef.unflatten(own), arrays), index), tile)
-
-        out, vjp = jax.vjp(run, trained, _tile(x, start, size))
-        douts = jax.tree.map(
-            lambda zero, whole, like: jnp.zeros_like(like) if zero else _tile(whole, start, size),
-            is_zero,
-            cotangents,
-            out,
-        )
-        more, dtile = vjp(douts)
-        return jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), dleaves, more), _written(dx, dtile, start)
+    moving = [each if jnp.issubdtype(each.dtype, jnp.inexact) else None for each in x]
+    douts, structure = jax.tree.flatten(cotangents, is_leaf=_is_zero)
+    given = [each for each in (*douts, *x, *leaves) if not _is_zero(each)]
+    held = _held(static, leaves, x)
+    in_place = not _is_zero(douts[0]) and (douts[0].shape, douts[0].dtype) == (x[0].shape, x[0].dtype)
 
     def zeros(like: Any, dtype: Any) -> Array:
         return like_type(given, like.shape, dtype)
 
-    sums = jax.tree.map(lambda leaf: zeros(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
-    dleaves, dx = _loop(x.shape[1], size, body, (sums, zeros(x, x.dtype)))
+    def body(index: Any, start: Any, size: int, carry: Any) -> Any:
+        dleaves, dx = carry
+
+        def run(trained: list[Any], moving: list[Any]) -> list[Array]:
+            tile = [each if own is None else own for each, own in zip(_tile(x, start, size), moving, strict=True)]
+            own = [old if new is None else new for old, new in zip(leaves, trained, strict=True)]
+            return structure.flatten_up_to(static(own, held, index, tile))
+
+        outs, vjp = jax.vjp(run, trained, _tile(moving, start, size))
+        whole = [dx[0], *douts[1:]] if in_place else douts
+        pairs = zip(whole, outs, strict=True)
+        more, tile = vjp([jnp.zeros_like(out) if _is_zero(d) else _tile(d, start, size) for d, out in pairs])
+        return jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), dleaves, more), _written(dx, tile, start)
+
+    dleaves = jax.tree.map(lambda leaf: zeros(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
+    dx = jax.tree.map(lambda each: zeros(each, each.dtype), moving)
+    if in_place:
+        dx[0] = douts[0]
+    dleaves, dx = _loop(x[0].shape[1], static.size, body, (dleaves, dx))
     # XLA might do first what needs `dx`, and keep the wide arrays for the gradients of leaves meanwhile.
     dleaves, dx = jax.lax.optimization_barrier((dleaves, dx))
     found = [None if one is None else one.astype(leaf.dtype) for one, leaf in zip(dleaves, leaves, strict=True)]
-    return tuple(found), dx
+    return tuple(found), tuple(dx)
 
 
 _over_tiles.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -151,12 +166,12 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, jax.custom_derivatives.SymbolicZero)
 
 
-def _arrays(params: Tree, x: Array, size: int) -> list[Array]:
+def _held(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Array]:
     """Make arrays of the weights in few bits, where there is a loop."""
-    if x.shape[1] // size <= _MOST_UNROLLED:
+    if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
-    nodes: list[Any] = jax.tree.leaves(params, is_leaf=_is_in_few_bits)
-    return [_laid_out(node.dense(x.dtype)) for node in nodes if _is_in_few_bits(node)]
+    nodes: list[Any] = jax.tree.leaves(static.params.unflatten(leaves), is_leaf=_is_in_few_bits)
+    return [_laid_out(node.dense(x[0].dtype)) for node in nodes if _is_in_few_bits(node)]
 
 
 def _laid_out(weight: Array) -> Array:
@@ -179,8 +194,8 @@ def _of_tile(params: Tree, index: Any) -> Tree:
     return jax.tree.map(one, params)
 
 
-def _tile(x: Array, start: Any, size: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+def _tile(x: Tree, start: Any, size: int) -> Any:
+    return jax.tree.map(lambda each: jax.lax.dynamic_slice_in_dim(each, start, size, axis=1), x)
 
 
 def _written(whole: Tree, tile: Tree, start: Any) -> Tree:
