@@ -27,9 +27,13 @@ from ..core._compat import laid_out_on_tpus, like_type
 from ..targets import busy_rows
 from ._divided import divided_sizes
 
-_ROWS_ON_CPU, _ROWS_ELSEWHERE = 256, 1024
-"""Rows that keep products busy on chips of which nobody says how fast they are."""
-_MOST_UNROLLED = 4
+_ROWS = {"cpu": 256, "gpu": 2048}
+"""Rows of a tile at least: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
+_ROWS_OF_OTHERS = 1024
+_LEAST_SAVED = {"gpu": 2**29}
+_LEAST_SAVED_BY_OTHERS = 2**27
+"""Bytes for which tiles are worth their loops; a GPU starts each operation of each tile anew."""
+_MOST_UNROLLED = 8
 _NUM_WIDE = 4
 """How many arrays of the full width live at once: of a gated MLP two, and their cotangents."""
 
@@ -53,13 +57,15 @@ def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, widt
         What `fn` returns of all tokens.
 
     Memory:
-        For the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many tokens as keep a
-        chip's products busy, or more.
+        Of several tiles for the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many
+        tokens as keep a chip's products busy, or more.
     """
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
     if explicit_mesh((leaves, arrays)) is not None:  # whose arrays of zeros would say how they are divided
         return fn(params, x)
     size = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
+    if size >= arrays[0].shape[1]:
+        return fn(params, x)
     return _over_tiles(_Static(fn, treedef, structure, size), tuple(leaves), tuple(arrays))
 
 
@@ -73,7 +79,7 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
         share: as in `over_tokens`.
     """
     device = traced_device()
-    busy = _ROWS_ON_CPU if device.platform == "cpu" else busy_rows(device.device_kind) or _ROWS_ELSEWHERE
+    busy = _ROWS.get(device.platform) or busy_rows(device.device_kind) or _ROWS_OF_OTHERS
     busy = round(busy / share)
     batch, _ = divided_sizes(shape[0], 1)
     tokens, wide = batch * shape[1], _NUM_WIDE * width_bytes
@@ -82,7 +88,9 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     unrolled = tokens if any(map(_is_in_few_bits, nodes)) else max(busy, -(-tokens // _MOST_UNROLLED))
     looped = max(busy, 1 << max(copied // wide // 2, 1).bit_length() - 1)
     rows = unrolled if unrolled * wide <= looped * wide + copied else looped
-    return min(shape[1], max(1, -(-rows // batch)))
+    saved = (tokens - rows) * wide - (0 if rows == unrolled else copied)
+    is_worth = saved >= _LEAST_SAVED.get(device.platform, _LEAST_SAVED_BY_OTHERS)
+    return shape[1] if not is_worth else min(shape[1], max(1, -(-rows // batch)))
 
 
 def _is_in_few_bits(node: Any) -> bool:
