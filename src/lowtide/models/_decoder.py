@@ -409,8 +409,7 @@ def layer_forward(
         experts, chosen, wide = config.experts, 1, config.intermediate_size
         if experts is not None:
             chosen, wide = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
-        heads = 2 * config.num_heads * config.head_dim  # queries are rotated in float32
-        project = functools.partial(over_tokens, project, width=heads)
+        project = functools.partial(over_tokens, project, width=config.num_heads * config.head_dim)
         finish = functools.partial(
             over_tokens, finish, width=wide, share=chosen / experts.num_experts if experts else 1
         )

@@ -27,7 +27,7 @@ from ..core._compat import laid_out_on_tpus, like_type
 from ..targets import busy_rows
 from ._divided import divided_sizes
 
-_ROWS = {"cpu": 256, "gpu": 2048}
+_ROWS = {"cpu": 256, "gpu": 8192}
 """Rows of a tile at least: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
 _ROWS_OF_OTHERS = 1024
 _LEAST_SAVED = {"gpu": 2**29}
