@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ..core import LayerStack, StructureError, Tree, is_recomputed, linear, rows
@@ -36,6 +37,11 @@ from .families import family_of
 
 EVERYTHING = 2**30
 """The window of a layer without one, where layers differ."""
+
+_KEPT = jax.checkpoint_policies.save_only_these_names(
+    *("attn_q", "attn_k", "attn_added", "mlp_gate", "mlp_up", "mlp_gate_up", "mlp_out", "lora_low")
+)
+"""What products make, of layers that do not run again."""
 
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -413,6 +419,10 @@ def layer_forward(
         finish = functools.partial(
             over_tokens, finish, width=wide, share=chosen / experts.num_experts if experts else 1
         )
+    else:
+        # Norms, gates and rotations are computed again from what products made: less to write, and to read.
+        project = jax.checkpoint(project, policy=_KEPT, prevent_cse=False)
+        finish = finish if config.experts else jax.checkpoint(finish, policy=_KEPT, prevent_cse=False)
     q_BTW, k_BTX, v_BTX = project(before, tokens)
     q_BTNH, k_BTKH, v_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX, v_BTX))
     keys, values = store(k_BTKH, v_BTKH)
@@ -428,6 +438,8 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     h_BTD, positions_BT, lengths_BT = tokens
     attn = layer["attn"]
     q_BTW, k_BTX, v_BTX = _projected(attn, _before(layer, "attn", h_BTD, config), config)
+    if config.qk_norm != "none":
+        q_BTW, k_BTX = checkpoint_name(q_BTW, "attn_q"), checkpoint_name(k_BTX, "attn_k")
     if config.qk_norm == "width":
         q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
@@ -443,7 +455,8 @@ def _finish(
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Add what attention found, and what the MLP or the mixture makes of that."""
     h_BTD, out_BTW = tokens
-    h_BTD = h_BTD + _after(layer, "attn", _dense(layer["attn"]["o_proj"], out_BTW), config)
+    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), "attn_added")
+    h_BTD = h_BTD + _after(layer, "attn", added_BTD, config)
     out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
     return h_BTD + _after(layer, "mlp", out_BTD, config), routing
 
@@ -462,10 +475,12 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
         out_BTD, probs_BTE, counts_BTE = mixture(mlp, x_BTD, config.experts, activation)
         return out_BTD, (probs_BTE, counts_BTE)
     if config.fused_projections:
-        gate_BTF, up_BTF = jnp.split(_dense(mlp["gate_up_proj"], x_BTD), 2, axis=-1)
+        gate_BTF, up_BTF = jnp.split(checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), "mlp_gate_up"), 2, axis=-1)
     else:
-        gate_BTF, up_BTF = _dense(mlp["gate_proj"], x_BTD), _dense(mlp["up_proj"], x_BTD)
-    return _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF), None
+        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), "mlp_gate")
+        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), "mlp_up")
+    out_BTD = _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF)
+    return checkpoint_name(out_BTD, "mlp_out") if config.post_norm else out_BTD, None
 
 
 Llama = Decoder

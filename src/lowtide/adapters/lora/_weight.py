@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from ...core import StructureError, linear, rows
@@ -140,7 +141,7 @@ class LoRAWeight:
         return lora_a, jnp.concatenate([self.lora_b, -self.start_b], axis=-1)
 
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
-        low_rank = linear(x, lora_a)
+        low_rank = checkpoint_name(linear(x, lora_a), "lora_low")
         return linear(low_rank * self._factor(low_rank), lora_b)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
