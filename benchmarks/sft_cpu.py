@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -82,7 +83,9 @@ def worker(side: str, folder: Path, remat: bool) -> None:
     for _ in sys.stdin:
         wall, begin = time.perf_counter(), time.process_time()
         loss = float(step())
-        _say({"loss": loss, "cpu_seconds": time.process_time() - begin, "seconds": time.perf_counter() - wall})
+        used = {"cpu_seconds": time.process_time() - begin, "seconds": time.perf_counter() - wall}
+        # In KiB; of the whole process, the library and its compiler included.
+        _say({"loss": loss, **used, "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss})
 
 
 def _say(content: dict[str, Any]) -> None:
@@ -152,6 +155,7 @@ def measure(model: str, remat: bool, folder: Path, repeats: int) -> dict[str, An
             "loss_difference": apart,
             "cpu_seconds": seconds,
             "seconds": side.of("seconds"),
+            "peak_rss_bytes": side.of("peak_rss_bytes")[-1],
             "tokens_per_cpu_second": row["tokens"] / statistics.median(seconds),
             "speed_of_ours": statistics.median(b / a for a, b in zip(ours.of("cpu_seconds"), seconds, strict=True)),
         }
@@ -196,7 +200,8 @@ def show(row: dict[str, Any]) -> None:
     for name, side in row["sides"].items():
         print(
             f"{row['model']:8} remat={row['remat']!s:5} {name:16} {side['tokens_per_cpu_second']:7.0f} tokens/CPU s, "
-            f"ours {side['speed_of_ours']:.2f}, losses apart {side['loss_difference']:.1e}",
+            f"ours {side['speed_of_ours']:.2f}, {side['peak_rss_bytes'] / 2**20:5.0f} MiB resident at most, "
+            f"losses apart {side['loss_difference']:.1e}",
             flush=True,
         )
 

@@ -97,5 +97,6 @@ from ._tiles import slice_step as slice_step
 from ._tiles import tile_axes as tile_axes
 from ._traced import traced_device as traced_device
 from ._traced import zero_after as zero_after
+from ._turned import turned_product as turned_product
 from ._units import format_bytes as format_bytes
 from ._units import parse_bytes as parse_bytes

@@ -15,6 +15,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
 | `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
+| `jax.interpreters.ad.defbilinear`, `.batching` | yes | yes | yes | a public way to say how a product is transposed |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 """
 
@@ -172,6 +173,28 @@ def _on_tpus() -> Any:
     primitive.def_abstract_eval(lambda x, order: x)
     mlir.register_lowering(primitive, lambda ctx, x, order: [x])
     mlir.register_lowering(primitive, mlir.lower_fun(laid_out, multiple_results=False), platform="tpu")
+    return primitive
+
+
+def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of_second: Callable[..., Any]) -> Any:
+    """Make an operation of two arrays that is linear in each, with transposes of its own.
+
+    Args:
+        name: of the operation.
+        fn: what it computes, by which it is mapped, too.
+        of_first: ``of_first(cotangent, first, second)``: the first's cotangent, given the second.
+        of_second: likewise of the second, given the first.
+    """
+    import jax
+    from jax.extend.core import Primitive
+    from jax.interpreters import ad, batching, mlir
+
+    primitive: Any = Primitive(name)
+    primitive.def_impl(jax.jit(fn))
+    primitive.def_abstract_eval(lambda *avals: avals[0].update(shape=jax.eval_shape(fn, *avals).shape, weak_type=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    ad.defbilinear(primitive, of_first, of_second)
+    batching.primitive_batchers[primitive] = lambda values, axes: (jax.vmap(fn, axes)(*values), 0)
     return primitive
 
 

@@ -47,6 +47,8 @@ def eqn_flops(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape
         return 2 * _size(out) * math.prod(lhs[dim] for dim in contracted)
+    if primitive == "turned_product":
+        return 2 * _size(out) * eqn.invars[1].aval.shape[-1]
     if primitive == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]  # of the output; there may be none
         kernel = math.prod(size for dim, size in enumerate(eqn.invars[1].aval.shape) if dim != features)

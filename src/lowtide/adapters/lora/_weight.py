@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...core import StructureError, linear, rows
+from ...core import StructureError, linear, rows, turned_product
 from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 
@@ -142,7 +142,10 @@ class LoRAWeight:
 
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
         low_rank = checkpoint_name(linear(x, lora_a), "lora_low")
-        return linear(low_rank * self._factor(low_rank), lora_b)
+        low_rank = low_rank * self._factor(low_rank)
+        if getattr(lora_b, "dtype", None) == low_rank.dtype and lora_b.ndim == 2:
+            return turned_product(low_rank, lora_b)
+        return linear(low_rank, lora_b)
 
     def rows(self, ids: Int[Array, "*ids"]) -> Float[Array, "*ids in"]:
         """Look up rows of W + scaling B A, of an embedding, without forming it; in the dtype of W.

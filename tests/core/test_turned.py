@@ -1,0 +1,83 @@
+"""The product with a factor of few columns: values, derivatives of all kinds, and what a CPU does not store anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType
+
+from lowtide.core import turned_product
+from lowtide.jaxprs import jaxpr_flops
+
+
+def plain(x: Any, factor: Any) -> Any:
+    return x @ factor.T
+
+
+def drawn(*shapes: tuple[int, ...]) -> list[Any]:
+    return [jnp.asarray(np.random.default_rng(at).normal(size=shape), jnp.float32) for at, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("leading", [(), (5,), (2, 5)])
+def test_values_and_derivatives_are_those_of_the_product(leading: tuple[int, ...]) -> None:
+    x, factor, dx, dfactor = drawn((*leading, 3), (7, 3), (*leading, 3), (7, 3))
+    np.testing.assert_allclose(turned_product(x, factor), plain(x, factor), rtol=1e-6)
+    for one, other in zip(
+        jax.jvp(turned_product, (x, factor), (dx, dfactor)), jax.jvp(plain, (x, factor), (dx, dfactor)), strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+    def loss(product: Any) -> Any:
+        return lambda x, factor: jnp.sum(jnp.sin(product(x, factor)))
+
+    def curvature(product: Any) -> Any:
+        gradient = jax.grad(loss(product), (0, 1))
+        return jax.jvp(gradient, (x, factor), (dx, dfactor)), jax.jit(jax.hessian(loss(product), (0, 1)))(x, factor)
+
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5),
+        curvature(turned_product),
+        curvature(plain),
+    )
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (1, 0)])
+def test_it_is_mapped(axes: Any) -> None:
+    x, factor = drawn((4, 4, 3) if axes[0] is not None else (4, 3), (4, 7, 3) if axes[1] is not None else (7, 3))
+    np.testing.assert_allclose(
+        jax.vmap(turned_product, axes)(x, factor), jax.vmap(plain, axes)(x, factor), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_devices_divide_it_as_they_do_any_product() -> None:
+    x, factor = drawn((4, 6, 3), (8, 3))
+    for kind in ("Auto", "Explicit"):
+        mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType[kind],) * 2, devices=jax.devices()[:4])
+        placed = (
+            jax.device_put(x, jax.NamedSharding(mesh, P("a"))),
+            jax.device_put(factor, jax.NamedSharding(mesh, P("b"))),
+        )
+        np.testing.assert_allclose(jax.jit(turned_product)(*placed), plain(x, factor), rtol=1e-5, atol=1e-6)
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    by_hand = jax.shard_map(turned_product, mesh=mesh, in_specs=(P("a"), P()), out_specs=P("a"))
+    np.testing.assert_allclose(by_hand(x, factor), plain(x, factor), rtol=1e-5, atol=1e-6)
+
+
+def test_the_wide_operand_is_not_stored_anew() -> None:
+    x, factor = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 4), (96, 4)))
+
+    def wide_first(product: Any) -> int:
+        def gradient(x: Any, factor: Any) -> Any:
+            return jax.grad(lambda factor: jnp.sum(jnp.sin(product(x, factor))))(factor)
+
+        closed = jax.make_jaxpr(gradient)(x, factor)
+        dots = [eqn for eqn in closed.eqns if eqn.primitive.name == "dot_general"]
+        return sum(eqn.invars[0].aval.shape[-1] == 96 for eqn in dots if eqn.invars[0].aval.shape[0] == 64)
+
+    assert wide_first(plain) == 1 and wide_first(turned_product) == 0
+    assert jaxpr_flops(jax.make_jaxpr(turned_product)(x, factor)) == 2 * 64 * 96 * 4
