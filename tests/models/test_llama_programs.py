@@ -16,7 +16,7 @@ from tests.models.tiny_llama import CONFIG, KEY, LOGITS, LOSS, make_batch, make_
 
 
 def test_remat_changes_bytes_and_not_values():
-    model, batch = make_model(), make_batch(shape=(8, 64))
+    model, batch = init(dataclasses.replace(CONFIG, num_layers=8), key=KEY), make_batch(shape=(8, 64))
 
     def grads(remat):
         return jax.jit(jax.value_and_grad(lambda m: loss(m, batch, remat=remat)[0])).lower(model).compile()
@@ -24,7 +24,7 @@ def test_remat_changes_bytes_and_not_values():
     plain, again = grads(False), grads(True)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), plain(model), again(model))
     kept, recomputed = (each.memory_analysis().temp_size_in_bytes for each in (plain, again))
-    assert recomputed < 0.7 * kept
+    assert recomputed < 0.5 * kept
 
 
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])

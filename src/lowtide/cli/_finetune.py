@@ -262,6 +262,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.described(data.report, config),
         **_how(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
+        "attention": _attention(base),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _at_the_end(config),
@@ -287,6 +288,15 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         )
     for problem in _shortages(config, table.ours, is_shared=job.trainer.sharding is not None):
         console.print(f"[bold yellow]warning[/] {problem}")
+
+
+def _attention(base: Any) -> str:
+    from ..ops import attention_implementation
+
+    config = base.config
+    told: dict[str, Any] = {"soft_cap": config.attention_soft_cap, "has_sinks": config.attention_sinks}
+    found = attention_implementation(base.compute_dtype, config.head_dim, **told)
+    return {"cudnn": "cuDNN's kernel", "blocks": "blocks of queries and keys"}.get(found, found)
 
 
 def _pipeline(stages: Any) -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""Attention: the kernel that computes it, chosen by the device that the program is traced for.
+"""Attention: who computes it is chosen by the device that the program is traced for.
 
-cuDNN's fused kernel on a GPU in half precision, by `jax.nn.dot_product_attention`; XLA's operations elsewhere
-(`_scores`), which hold scores of a block of queries. A soft cap and sinks are computed by XLA everywhere.
+cuDNN's fused kernel on a GPU in half precision, by `jax.nn.dot_product_attention`; elsewhere blocks of XLA's operations
+(`_blocks`), a soft cap and sinks everywhere.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
 
-Known limits: segments and windows that differ between layers are a mask, which cuDNN takes as a bias [B, 1, T, T]. On a
-TPU no kernel is used yet.
+Known limits: segments, and windows that differ between layers, are a mask to cuDNN, which takes it as a bias
+[B, 1, T, T]. cuDNN's residuals have no names. On a TPU no kernel is used yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from ._scores import attend_with_scores
 from ._sight import Implementation, Scores, Sight
 
 _HALF = (jnp.bfloat16, jnp.float16)
+# Fewer queries have few scores.
 _LEAST_IN_BLOCKS = 64
+# cuDNN takes documents as a mask of [T, T], and computes all of it: at 32,768 tokens its step was slower than blocks.
+_LEAST_MASK_IN_BLOCKS = 16384
 
 
 def attention(
@@ -57,7 +60,10 @@ def attention(
         soft_cap: squashes scores into this range with tanh, before anything is masked.
         sinks: for each query head a score of a key without a value.
         scale: what scores are multiplied by; None: ``H ** -0.5``.
-        implementation: a kernel by name, ``"cudnn"`` or ``"xla"``; None: what `attention_implementation` says.
+        implementation: who computes it: ``"cudnn"``'s kernel, ``"blocks"`` of XLA's operations, ``"xla"`` with all
+            scores at once, which has derivatives of every kind (`jax.jvp`). None: cuDNN's where it can, of rows of
+            16,384 tokens and more not with segments, which it takes as a mask; else blocks, and of fewer than 64
+            queries all scores.
 
     Returns:
         The values by their shares, in the dtype of `q`. A query that sees nothing gets finite numbers, and gradients
@@ -67,8 +73,10 @@ def attention(
         ConfigError: for shapes or dtypes that do not fit, a window below 1, or a kernel that cannot compute this here.
 
     Memory:
-        cuDNN: [B, N, T] of the forward pass. XLA: scores [B, N, C, S] in float32 of a block of C queries at a time,
-        at most 256 MiB of them on a GPU or TPU unless 128 queries have more; for the backward pass `q`, `k` and `v`.
+        cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: scores of one block of queries
+        and keys in float32, 64 MiB of them on a device (8 on a CPU) unless blocks of 128 have more; for the backward
+        pass `q`, `k`, `v`, the result and [B, N, T], of which the last two have the names ``attn_out`` and
+        ``attn_lse``; in it gradients of keys and values in float32.
 
     Examples:
         >>> q = jnp.ones((1, 4, 2, 8))
@@ -87,7 +95,7 @@ def attention(
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: no implementation is called {implementation!r}",
-            expected='"cudnn", "xla" or None',
+            expected=f"{', '.join(map(repr, typing.get_args(Implementation)))} or None",
             hint="leave it out for what the target has",
         )
     if implementation == "cudnn" and found != "cudnn":
@@ -95,37 +103,49 @@ def attention(
             "attention: cuDNN's kernel cannot compute this",
             expected="half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
             got=why,
-            hint='leave implementation out, or take "xla"',
+            hint='leave implementation out, or take "blocks"',
         )
-    return _attend_by(implementation or found, q, k, v, sight, scores)
+    return _attend_by(implementation, q, k, v, sight, scores)
 
 
 def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
     """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
-    implementation, _ = _best(q_BTNH.dtype, q_BTNH.shape[-1], scores)
-    return _attend_by(implementation, q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    return _attend_by(None, q_BTNH, k_BSKH, v_BSKH, sight, scores)
 
 
-def _attend_by(implementation: Implementation, q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> Array:
-    if implementation == "blocks" and q.shape[1] < _LEAST_IN_BLOCKS:
-        implementation = "xla"
+def _attend_by(
+    implementation: Implementation | None, q: Array, k: Array, v: Array, sight: Sight, scores: Scores
+) -> Array:
+    if implementation is None:
+        implementation, _ = _best(q.dtype, q.shape[-1], scores)
+        if implementation == "cudnn" and not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS:
+            implementation = "blocks"
+        if implementation == "blocks" and q.shape[1] < _LEAST_IN_BLOCKS:
+            implementation = "xla"
     if implementation == "blocks":
         return attend_in_blocks(q, k, v, sight, scores)
     return attend_with_scores(q, k, v, sight, scores, implementation)
 
 
-def attention_implementation(dtype: Any, head_dim: int) -> Implementation:
-    """Return what computes attention without a soft cap or sinks on the device that a program is traced for.
+def attention_implementation(
+    dtype: Any, head_dim: int, *, soft_cap: float | None = None, has_sinks: bool = False
+) -> Implementation:
+    """Return what computes attention of ordinary rows on the device that a program is traced for.
 
     Args:
         dtype: of queries.
         head_dim: H.
+        soft_cap: as in `attention`.
+        has_sinks: whether there are any.
+
+    Returns:
+        Its name. Few queries, and on a GPU long packed rows, are computed otherwise: see `attention`.
 
     Examples:
         >>> attention_implementation(jnp.float32, 64)
-        'xla'
+        'blocks'
     """
-    return _best(jnp.dtype(dtype), head_dim, Scores(1.0))[0]
+    return _best(jnp.dtype(dtype), head_dim, Scores(1.0, soft_cap, jnp.zeros(1) if has_sinks else None))[0]
 
 
 def _best(dtype: Any, head_dim: int, scores: Scores) -> tuple[Implementation, str]:
