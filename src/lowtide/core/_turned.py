@@ -21,9 +21,10 @@ from ._traced import traced_device
 
 def turned_product(x: Array, factor: Array) -> Array:
     """Compute x Fᵀ of one dtype; [..., T, rank] and [out, rank] to [..., T, out]."""
-    if traced_device().platform != "cpu" or explicit_mesh((x, factor)) is not None:
+    config: Any = jax.config
+    if traced_device().platform != "cpu" or config.jax_default_matmul_precision is not None:
         return _product(x, factor)
-    if any(varying_axes(jax.typeof(each)) for each in (x, factor)):
+    if explicit_mesh((x, factor)) is not None or any(varying_axes(jax.typeof(each)) for each in (x, factor)):
         return _product(x, factor)
     return _turned().bind(x, factor)
 
