@@ -1,0 +1,220 @@
+"""Bytes of one step over one sequence, from 4,096 to 131,072 tokens, and what each technique takes off. Never run.
+
+    python benchmarks/long_context.py [--part lengths] [--part ladder] [--picture docs/images/long_context.png]
+
+`lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters each
+layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and what
+the arithmetic of one layer says: in attention's backward pass the layer's input, the cotangent that comes in, queries
+(whose gradient takes their place), the cotangent of attention's result, keys and values, and their gradients in
+float32. What enters the layers is beside it, on the host.
+
+`ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p: from all scores, all logits and
+everything kept, a technique more in each row. FLOPs are counted on the traced program, and bytes accessed are XLA's
+own, which counts what is in a loop once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Callable, Generator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import optax
+import qlora
+from _common import ROOT, header, write
+from _decoders import LLAMA_1B, LLAMA_8B
+
+import lowtide as lt
+from lowtide.core import format_bytes
+from lowtide.finetune._offloaded import loss as offloaded_loss
+from lowtide.jaxprs import jaxpr_flops
+from lowtide.models import init, logits, loss
+from lowtide.train import analyze_step
+
+Tree = Any
+LENGTHS = (4096, 8192, 16384, 32768, 65536, 100352, 131072)
+BASE = "nf4, embedding and head int8"
+ROWS, LENGTH = 4, 4096
+
+
+# --- lengths -------------------------------------------------------------------------------------------------------
+
+
+def arithmetic_bytes() -> int:
+    """What a layer needs for a token of the 8 B in attention's backward pass, its input included."""
+    wide, narrow = LLAMA_8B.hidden_size, LLAMA_8B.num_kv_heads * LLAMA_8B.head_dim
+    return 2 * (4 * wide + 2 * narrow) + 4 * 2 * narrow
+
+
+def lengths(target: str) -> list[dict[str, Any]]:
+    """A row for each length."""
+    rows: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        model, _ = qlora.shapes(LLAMA_8B, BASE, lt.lora.Config(rank=32, targets="all-linear"), 1)
+        names = ("tokens", "labels", "segment_ids", "positions")
+        batch = {name: jax.ShapeDtypeStruct((1, length), jnp.int32) for name in names}
+        begin = time.perf_counter()
+        fn = partial(offloaded_loss, remat=True, inputs="host")
+        report = analyze_step(model, fn, optax.adamw(1e-4), "**/lora_*", batch, target=target)
+        row: dict[str, Any] = {
+            "tokens": length,
+            "device_bytes": report.device_bytes,
+            "host_bytes": report.host_bytes,
+            "temp_bytes": report.device.temp_bytes,
+            "fits": report.fits,
+            "compile_seconds": time.perf_counter() - begin,
+        }
+        if rows:
+            row["bytes_a_token_more"] = (row["temp_bytes"] - rows[-1]["temp_bytes"]) / (length - rows[-1]["tokens"])
+            row["of_arithmetic"] = row["bytes_a_token_more"] / arithmetic_bytes()
+        rows.append(row)
+        print(
+            f"{length:>8,} tokens: {format_bytes(row['device_bytes'])} on the device, "
+            f"{format_bytes(row['host_bytes'])} on the host, {row.get('bytes_a_token_more', 0) / 1024:.1f} KiB a token more "
+            f"({row.get('of_arithmetic', 0):.0%} of the arithmetic)",
+            flush=True,
+        )
+    return rows
+
+
+# --- ladder --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def all_scores() -> Generator[None]:
+    """Attention that holds all scores, in a ``with`` block."""
+    from lowtide.ops import _attention
+
+    chosen = _attention._best
+    _attention._best = lambda *_: ("xla", "the ladder's first rows")
+    try:
+        yield
+    finally:
+        _attention._best = chosen
+
+
+def dense_loss(model: Any, batch: Tree) -> tuple[Any, Tree]:
+    """Cross-entropy of all logits at once."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(model, batch["tokens"]), batch["labels"])
+    return jnp.mean(losses), {}
+
+
+def ladder(target: str) -> list[dict[str, Any]]:
+    """A row for each technique, with those before it."""
+    rows = [
+        _step("all scores, all logits", target, dense_loss, all_scores),
+        _step("+ loss in chunks", target, partial(loss, remat=False), all_scores),
+        _step("+ attention in blocks", target, partial(loss, remat=False)),
+        _step("+ layers run again, in tiles", target, partial(loss, remat=True)),
+        _step("+ layers' inputs on the host", target, partial(offloaded_loss, remat=True, inputs="host")),
+        _step("+ base in nf4", target, partial(offloaded_loss, remat=True, inputs="host"), base="nf4"),
+    ]
+    for row in rows:
+        print(
+            f"{row['step']:32} {format_bytes(row['device_bytes']):>10} on the device, "
+            f"{format_bytes(row['host_bytes']):>8} on the host, {row['flops'] / 1e12:.1f} TFLOP "
+            f"({row['flops'] / rows[0]['flops']:.2f} x)",
+            flush=True,
+        )
+    return rows
+
+
+def _step(
+    name: str,
+    target: str,
+    fn: Callable[..., Any],
+    around: Callable[[], Any] = contextlib.nullcontext,
+    base: str | None = None,
+) -> dict[str, Any]:
+    make = partial(init, LLAMA_1B, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    model = jax.eval_shape(make, key=jax.random.key(0))
+    if base is not None:
+        model = lt.quantize(model, "layers/**/*_proj", base)
+    model = lt.lora.add(model, lt.lora.Config(rank=16, targets="layers/**/*_proj"), key=jax.random.key(1))
+    batch = {leaf: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for leaf in ("tokens", "labels")}
+    trainable, frozen = lt.partition(model, "**/lora_*")
+
+    def gradients(trainable: Tree, frozen: Tree, batch: Tree) -> Tree:
+        return jax.value_and_grad(lambda part: fn(lt.combine(part, frozen), batch)[0])(trainable)
+
+    goal = lt.target(target)
+    with around():
+        begin = time.perf_counter()
+        report = analyze_step(model, fn, optax.adamw(1e-4), "**/lora_*", batch, target=target)
+        seconds = time.perf_counter() - begin
+        with jax.default_device(goal.devices()[0]):
+            flops = jaxpr_flops(jax.make_jaxpr(gradients)(trainable, frozen, batch))
+    return {
+        "step": name,
+        "device_bytes": report.device_bytes,
+        "host_bytes": report.host_bytes,
+        "temp_bytes": report.device.temp_bytes,
+        "flops": flops,
+        "compile_seconds": seconds,
+    }
+
+
+# --- picture and files ---------------------------------------------------------------------------------------------
+
+
+def draw(rows: list[dict[str, Any]], path: Path, target: str) -> None:
+    """Device and host bytes over the length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tokens = [row["tokens"] / 1024 for row in rows]
+    figure, axes = plt.subplots(figsize=(7.5, 4), layout="constrained")
+    for side, label, color in (("device", "device", "#2a9d8f"), ("host", "host (what enters each layer)", "#e9c46a")):
+        axes.plot(tokens, [row[f"{side}_bytes"] / 2**30 for row in rows], "o-", color=color, label=label)
+    usable = lt.target(target).device_bytes
+    if usable is not None:
+        axes.axhline(usable / 2**30, color="#e76f51", linewidth=1)
+        axes.text(tokens[0], usable / 2**30, f"usable memory of a {target.partition(':')[0]}", va="bottom")
+    axes.set_xlabel("tokens of one sequence (thousands of 1,024)")
+    axes.set_ylabel("GiB, compiled ahead of time")
+    axes.set_ylim(0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+PARTS: dict[str, tuple[Callable[[str], list[dict[str, Any]]], str]] = {
+    "lengths": (lengths, "v5e:1x1"),
+    "ladder": (ladder, "v5p:1x1x1"),
+}
+
+
+def main() -> None:
+    """Compile, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="default: both")
+    parser.add_argument("--picture", type=Path, help="also draw the lengths (needs the report extra)")
+    options = parser.parse_args()
+    for part in options.part or PARTS:
+        measure, target = PARTS[part]
+        rows = measure(target)
+        content = {"figures": "compiled", "target": target, "rows": rows}
+        if part == "lengths":
+            content["arithmetic_bytes_a_token"] = arithmetic_bytes()
+        write(
+            ROOT / "results" / f"long_context-{part}.json",
+            {**header(f"python benchmarks/long_context.py --part {part}"), **content},
+        )
+        if part == "lengths" and options.picture:
+            draw(rows, options.picture, target)
+
+
+if __name__ == "__main__":
+    main()
