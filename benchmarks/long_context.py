@@ -2,10 +2,10 @@
 
     python benchmarks/long_context.py [--part lengths] [--part ladder] [--picture docs/images/long_context.png]
 
-`lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters each
-layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and what
-the arithmetic of one layer says: in attention's backward pass the layer's input, the cotangent that comes in, queries
-(whose gradient takes their place), the cotangent of attention's result, keys and values, and their gradients in
+`lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters
+each layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and
+what the arithmetic of one layer says: in attention's backward pass the layer's input, the cotangent that comes in,
+queries (whose gradient takes their place), the cotangent of attention's result, keys and values, and their gradients in
 float32. What enters the layers is beside it, on the host.
 
 `ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p: from all scores, all logits and
@@ -79,8 +79,8 @@ def lengths(target: str) -> list[dict[str, Any]]:
         rows.append(row)
         print(
             f"{length:>8,} tokens: {format_bytes(row['device_bytes'])} on the device, "
-            f"{format_bytes(row['host_bytes'])} on the host, {row.get('bytes_a_token_more', 0) / 1024:.1f} KiB a token more "
-            f"({row.get('of_arithmetic', 0):.0%} of the arithmetic)",
+            f"{format_bytes(row['host_bytes'])} on the host, {row.get('bytes_a_token_more', 0) / 1024:.1f} KiB a token "
+            f"more ({row.get('of_arithmetic', 0):.0%} of the arithmetic)",
             flush=True,
         )
     return rows

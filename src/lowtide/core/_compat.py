@@ -317,6 +317,20 @@ def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: f
     return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
 
 
+def varied_alike(tree: Any) -> Any:
+    """Make arrays vary along the axes of a `jax.shard_map` that any of them varies along.
+
+    Else a custom derivative would have to add up the gradients of those that do not; of the cast JAX does so.
+    """
+    import jax
+
+    leaves, structure = jax.tree.flatten(tree)
+    axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
+    missing = [tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) for leaf in leaves]
+    pairs = zip(leaves, missing, strict=True)
+    return structure.unflatten([jax.lax.pcast(leaf, m, to="varying") if m else leaf for leaf, m in pairs])
+
+
 def argument_names(traced: Any) -> list[str]:
     """JAX's names of a traced function's argument leaves, ``params['w']``, as its compiled programs carry them.
 

@@ -39,7 +39,7 @@ EVERYTHING = 2**30
 """The window of a layer without one, where layers differ."""
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(
-    *("attn_q", "attn_k", "attn_added", "mlp_gate", "mlp_up", "mlp_gate_up", "mlp_out", "lora_low")
+    *("_attn_q", "_attn_k", "_attn_added", "_mlp_gate", "_mlp_up", "_mlp_gate_up", "_mlp_out", "_lora_low")
 )
 """What products make, of layers that do not run again."""
 
@@ -439,7 +439,7 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     attn = layer["attn"]
     q_BTW, k_BTX, v_BTX = _projected(attn, _before(layer, "attn", h_BTD, config), config)
     if config.qk_norm != "none":
-        q_BTW, k_BTX = checkpoint_name(q_BTW, "attn_q"), checkpoint_name(k_BTX, "attn_k")
+        q_BTW, k_BTX = checkpoint_name(q_BTW, "_attn_q"), checkpoint_name(k_BTX, "_attn_k")
     if config.qk_norm == "width":
         q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
@@ -455,7 +455,7 @@ def _finish(
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Add what attention found, and what the MLP or the mixture makes of that."""
     h_BTD, out_BTW = tokens
-    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), "attn_added")
+    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), "_attn_added")
     h_BTD = h_BTD + _after(layer, "attn", added_BTD, config)
     out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
     return h_BTD + _after(layer, "mlp", out_BTD, config), routing
@@ -475,12 +475,12 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
         out_BTD, probs_BTE, counts_BTE = mixture(mlp, x_BTD, config.experts, activation)
         return out_BTD, (probs_BTE, counts_BTE)
     if config.fused_projections:
-        gate_BTF, up_BTF = jnp.split(checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), "mlp_gate_up"), 2, axis=-1)
+        gate_BTF, up_BTF = jnp.split(checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), "_mlp_gate_up"), 2, axis=-1)
     else:
-        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), "mlp_gate")
-        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), "mlp_up")
+        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), "_mlp_gate")
+        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), "_mlp_up")
     out_BTD = _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF)
-    return checkpoint_name(out_BTD, "mlp_out") if config.post_norm else out_BTD, None
+    return checkpoint_name(out_BTD, "_mlp_out") if config.post_norm else out_BTD, None
 
 
 Llama = Decoder

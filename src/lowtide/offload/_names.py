@@ -13,11 +13,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jax.extend.core.primitives import name_p
-
 from ..core import format_bytes, leaf_bytes
 from ..jaxprs import bodies, called, eqn_flops, fold, kind_of
-from ._trace import HIDING, trace
+from ._trace import HIDING, is_name, trace
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,9 +144,9 @@ class _Graph:
                 graph.add(body.jaxpr, [graph.source() for _ in body.jaxpr.in_avals])
                 self._order.append(graph)
             results = [self.source() for _ in eqn.outvars]
-            maker = (operands, eqn_flops(eqn), eqn.primitive is name_p)
+            maker = (operands, eqn_flops(eqn), is_name(eqn))
             self._made.update((result, maker) for result in results)
-            if eqn.primitive is name_p:
+            if is_name(eqn):
                 self._order.append((eqn, operands[0], hidden))
             return results
 

@@ -33,7 +33,7 @@ from jax.extend.core.primitives import name_p
 
 from ..core import SelectionError
 from ..jaxprs import Body, bodies, called, equations, fold, is_closed, kind_of, opened, with_bodies
-from ._trace import HIDING, trace
+from ._trace import HIDING, is_name, trace
 
 Origin = tuple[str, ...] | None
 """The path of the parameter that a value is made of; empty for an activation, None for a constant."""
@@ -120,7 +120,7 @@ class _Namer:
             if _is_worth_a_name(eqn):
                 self.found = True
                 values = [_narrowed(var, consumers, jaxpr.outvars) for var in eqn.outvars]
-                if not any(use.primitive is name_p for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
+                if not any(is_name(use) for v in (*eqn.outvars, *values) for use in consumers.get(v, [])):
                     names.update(zip(values, self._names(eqn, made_of, scope), strict=True))
             named = [var for var in eqn.outvars if var in names and not isinstance(var, jex.DropVar)]
             inner = {var: fresh(var.aval) for var in named}

@@ -70,11 +70,16 @@ class NamedValue:
     """Why a policy never hears of it; empty when it does."""
 
 
+def is_name(eqn: Any) -> bool:
+    """Whether an operation gives a name; those that begin with an underscore are a library's own, for its policies."""
+    return eqn.primitive is name_p and not eqn.params["name"].startswith("_")
+
+
 def named_values(jaxpr: Any) -> Iterator[NamedValue]:
     """All named values of a jaxpr and the jaxprs inside, in program order."""
     read = variables_read(jaxpr)
     for eqn, hidden in walk(jaxpr, "", lambda eqn, _, hidden: hidden or HIDING.get(kind_of(eqn), "")):
-        if eqn.primitive is name_p:
+        if is_name(eqn):
             unread = "" if eqn.outvars[0] in read else "dead code: what checkpoint_name returned is not used"
             yield NamedValue(eqn.params["name"], eqn.outvars[0].aval, hidden or unread)
 
@@ -100,7 +105,7 @@ def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[s
     seen = set[str]()
 
     def record(primitive: Any, *_: Any, **params: Any) -> bool:
-        if primitive is name_p:
+        if primitive is name_p and not params["name"].startswith("_"):
             seen.add(params["name"])
         return False
 

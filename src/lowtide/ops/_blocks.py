@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from ..core import kept, traced_device, without_explicit_axes
-from ..core._compat import like_type
+from ..core._compat import like_type, varied_alike
 from ._divided import divided_sizes
 from ._pairs import LEAST_ROWS, Block, Kind, Pairs, Seen, blocks_of, mask_of, pairs_of
 from ._sight import Scores, Sight
@@ -65,7 +65,7 @@ def attend_in_blocks(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, 
     known = None if isinstance(window, jax.Array) else window
     size = block_size(q_BTNH.shape, k_BSKH.shape[1])
     kind = Kind(sight.causal, known, scores.scale, scores.soft_cap, size)
-    return _attend(kind, q_BTNH, k_BSKH, v_BSKH, scores.sinks, seen)
+    return _attend(kind, *varied_alike((q_BTNH, k_BSKH, v_BSKH, scores.sinks, seen)))
 
 
 def block_size(shape: Sequence[int], num_keys: int) -> int:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ..core import LinearWeight, Tree, explicit_mesh, is_key, traced_device, zero_after
-from ..core._compat import laid_out_on_tpus, like_type
+from ..core._compat import laid_out_on_tpus, like_type, varied_alike
 from ..targets import busy_rows
 from ._divided import divided_sizes
 
@@ -66,7 +66,8 @@ def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, widt
     size = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
     if size >= arrays[0].shape[1]:
         return fn(params, x)
-    return _over_tiles(_Static(fn, treedef, structure, size), tuple(leaves), tuple(arrays))
+    leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
+    return _over_tiles(_Static(fn, treedef, structure, size), leaves, arrays)
 
 
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
@@ -114,6 +115,10 @@ class _Static(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
+    return _results(static, leaves, x)
+
+
+def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
     shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, x), leaves, x)
     results = jax.tree.map(lambda like: like_type([*x, *leaves], like.shape, like.dtype), shapes)
     held = _held(static, leaves, x)
@@ -127,7 +132,7 @@ def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) 
 def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
     wanted = tuple(leaf.perturbed for leaf in leaves)
     leaves, x = (tuple(leaf.value for leaf in given) for given in (leaves, x))
-    return _over_tiles(static, leaves, x), (leaves, x, wanted)
+    return _results(static, leaves, x), (leaves, x, wanted)
 
 
 def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, Any]:

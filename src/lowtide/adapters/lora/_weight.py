@@ -141,7 +141,7 @@ class LoRAWeight:
         return lora_a, jnp.concatenate([self.lora_b, -self.start_b], axis=-1)
 
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
-        low_rank = checkpoint_name(linear(x, lora_a), "lora_low")
+        low_rank = checkpoint_name(linear(x, lora_a), "_lora_low")
         low_rank = low_rank * self._factor(low_rank)
         if getattr(lora_b, "dtype", None) == low_rank.dtype and lora_b.ndim == 2:
             return turned_product(low_rank, lora_b)

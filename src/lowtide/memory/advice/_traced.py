@@ -51,12 +51,13 @@ def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]
     """Return the bytes behind each name that is given, and each policy with the names that it knows."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in with_runs(jaxpr):
-        if equation.primitive.name == "name":
+        if equation.primitive.name == "name" and not equation.params["name"].startswith("_"):  # a library's own
             name = equation.params["name"]
             tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
         elif "policy" in equation.params and equation.params["policy"] is not None:
             policies[id(equation.params["policy"])] = equation.params["policy"]
-    return tags, [(policy, policy_names(policy)) for policy in policies.values()]
+    known = [(policy, policy_names(policy)) for policy in policies.values()]
+    return tags, [(policy, names) for policy, names in known if not all(name.startswith("_") for name in names)]
 
 
 def with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:

@@ -1,0 +1,206 @@
+"""Functions of each token over tiles: values and gradients of the whole, and what is not computed or kept."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType
+
+import lowtide as lt
+from lowtide import models
+from lowtide.core import is_recomputed, recomputed
+from lowtide.jaxprs import equations
+from lowtide.ops import _tokens, over_tokens
+
+WIDTH = 6
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tiles of five tokens, whatever they save."""
+    monkeypatch.setattr(_tokens, "tile_size", lambda shape, *_: min(shape[1], 5))
+    yield
+
+
+def drawn(seed: int, *shape: int) -> Any:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def mlp(params: Any, x: Any) -> Any:
+    """Two results, of which the first has the shape of the first array."""
+    h, positions = x
+    wide = jnp.tanh(h @ params["up"]) * positions[..., None]
+    return h + wide @ params["down"], {"norms": jnp.sum(wide, axis=-1)}
+
+
+PARAMS = {"up": drawn(0, 4, WIDTH), "down": drawn(1, WIDTH, 4)}
+
+
+def given(length: int) -> tuple[Any, Any]:
+    return drawn(2, 2, length, 4), 1 + jnp.arange(length)[None] / length
+
+
+def loss(run: Any, reads: str = "both") -> Any:
+    def total(params: Any, h: Any, positions: Any) -> Any:
+        out, more = run(params, (h, positions))
+        value = jnp.sum(jnp.sin(out)) if reads in ("both", "first") else 0.0
+        return value + (jnp.sum(more["norms"] ** 2) if reads in ("both", "second") else 0.0)
+
+    return total
+
+
+def tiled(params: Any, x: Any) -> Any:
+    return over_tokens(mlp, params, x, width=WIDTH)
+
+
+@pytest.mark.parametrize("reads", ["both", "first", "second"])
+@pytest.mark.parametrize(
+    "length", [3, 5, 13, 45, 52]
+)  # less than a tile, one, few, exactly a loop's, a loop and a rest
+def test_values_and_gradients_are_those_of_the_whole(length: int, reads: str) -> None:
+    h, positions = given(length)
+    for one, other in zip(
+        jax.jit(jax.value_and_grad(loss(tiled, reads), (0, 1)))(PARAMS, h, positions),
+        jax.jit(jax.value_and_grad(loss(mlp, reads), (0, 1)))(PARAMS, h, positions),
+        strict=True,
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), one, other)
+
+
+def test_what_does_not_train_gets_no_gradient_and_bfloat16_is_added_up_in_float32() -> None:
+    h, positions = given(200)
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    h = h.astype(jnp.bfloat16)
+
+    def of_up(run: Any) -> Any:
+        return lambda up: loss(run)({**params, "up": up}, h, positions).astype(jnp.float32)
+
+    closed = jax.make_jaxpr(jax.grad(of_up(tiled)))(params["up"])
+    shapes = {tuple(var.aval.shape) for var in closed.jaxpr.outvars}
+    assert shapes == {(4, WIDTH)}
+    carried = [var.aval for eqn in closed.eqns if eqn.primitive.name == "scan" for var in eqn.outvars]
+    assert any(aval.shape == (4, WIDTH) and aval.dtype == jnp.float32 for aval in carried)
+    assert not any(aval.shape == (WIDTH, 4) for aval in carried)  # of the frozen matrix
+
+
+def test_random_keys_are_others_for_each_tile() -> None:
+    def noise(params: Any, x: Any) -> Any:
+        return x + jax.random.normal(params["key"], x.shape[1:2])[None, :, None]
+
+    drawn_by = over_tokens(noise, {"key": jax.random.key(0)}, jnp.zeros((1, 20, 1)), width=1)[0, :, 0]
+    tiles = np.asarray(drawn_by).reshape(4, 5)
+    assert len(np.unique(tiles)) == 20
+
+
+def test_weights_in_few_bits_are_made_arrays_once_for_a_loop() -> None:
+    weight = lt.quantize({"w": drawn(3, 64, 64)}, "w", "int8")["w"]
+
+    def fn(params: Any, x: Any) -> Any:
+        return lt.core.linear(x, params["w"])
+
+    x = drawn(4, 1, 200, 64)
+    run = jax.jit(lambda w, x: over_tokens(fn, {"w": w}, x, width=64))
+    np.testing.assert_allclose(run(weight, x), fn({"w": weight}, x), rtol=1e-5, atol=1e-5)
+    grad = jax.jit(jax.grad(lambda x: jnp.sum(run(weight, x) ** 2)))(x)
+    wanted = jax.grad(lambda x: jnp.sum(fn({"w": weight}, x) ** 2))(x)
+    np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-4)
+    closed = jax.make_jaxpr(lambda w, x: over_tokens(fn, {"w": w}, x, width=64))(weight, x)
+    loops = [eqn for eqn in equations(closed) if eqn.primitive.name == "scan"]
+    assert loops and not any(var.aval.dtype == jnp.int8 for loop in loops for var in loop.invars)
+
+
+def test_transformations_of_others() -> None:
+    h, positions = given(23)
+    probe = jnp.cos(h)
+
+    def curvature(run: Any) -> Any:
+        gradient = jax.grad(lambda h: loss(run)(PARAMS, h, positions))
+        return jax.jvp(gradient, (h,), (probe,))[1]
+
+    np.testing.assert_allclose(curvature(tiled), curvature(mlp), rtol=1e-4, atol=1e-4)
+    mapped = jax.vmap(lambda row: tiled(PARAMS, (row[None], positions))[0][0])(h)
+    np.testing.assert_allclose(mapped, mlp(PARAMS, (h, positions))[0], rtol=1e-5, atol=1e-5)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def by_hand(params: Any, h: Any) -> Any:
+        return jax.lax.psum(loss(tiled)(params, h, positions), "data")
+
+    divided = jax.shard_map(by_hand, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    for one, other in zip(
+        jax.jit(jax.grad(divided, (0, 1)))(PARAMS, h), jax.grad(loss(mlp), (0, 1))(PARAMS, h, positions), strict=True
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), one, other)
+
+
+def test_sizes_follow_the_chip_and_what_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def size(platform: str, kind: str, shape: tuple[int, ...], params: Any, share: float = 1) -> int:
+        device = types.SimpleNamespace(platform=platform, device_kind=kind)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(_tokens, "traced_device", lambda: device)
+            return _tokens.tile_size(shape, 2 * 14336, params, share)
+
+    dense = [jax.ShapeDtypeStruct((14336, 4096), jnp.bfloat16)] * 3
+    quantized = jax.eval_shape(lambda: [lt.quantize({"w": jnp.zeros((14336, 4096))}, "w", "nf4")["w"]] * 3)
+    v5p, gpu = ("tpu", "TPU v5"), ("gpu", "NVIDIA H200")
+    assert size(*v5p, (1, 2048, 4096), dense) == 512  # four, written out
+    assert size(*v5p, (1, 131072, 4096), dense) == 1024  # in a loop
+    assert size(*v5p, (1, 2048, 4096), quantized) == 2048  # one: arrays of the weights would be larger
+    assert size(*v5p, (8, 16384, 4096), dense) == 128  # of each of eight rows
+    assert size(*gpu, (1, 8192, 4096), dense) == 8192 and size(*gpu, (1, 131072, 4096), dense) == 8192
+    assert size(*v5p, (1, 32768, 4096), dense, share=1 / 16) == 8192  # so that each expert has as many
+
+
+LENGTH = 24
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss", "qwen3_moe"])
+def test_decoders_of_every_kind_have_the_gradients_of_all_tokens_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.models.kinds import KINDS
+
+    config = KINDS[kind]
+    model = jax.jit(lambda key: models.init(config, key=key))(key=jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, LENGTH + 1))
+    batch = {"tokens": jnp.asarray(tokens[:, :-1]), "labels": jnp.asarray(tokens[:, 1:])}
+    batch["segment_ids"] = jnp.asarray(np.repeat([[1, 2, 0], [1, 1, 2]], [9, 11, 4], axis=1))
+    traced: list[bool] = []
+    monkeypatch.setattr(_tokens, "_over_tiles", _seen(traced, _tokens._over_tiles))
+
+    def gradients(remat: bool) -> Any:
+        def run(leaves: Any) -> Any:
+            return models.loss(lt.combine(leaves, rest), batch, remat=remat)[0]
+
+        leaves, rest = lt.partition(model, lambda path, leaf: jnp.issubdtype(leaf.dtype, jnp.inexact))
+        return jax.jit(jax.value_and_grad(run))(leaves)
+
+    kept = gradients(False)
+    assert not traced
+    again = gradients(True)
+    assert traced
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), again, kept)
+
+
+def _seen(traced: list[bool], fn: Any) -> Any:
+    def run(*args: Any) -> Any:
+        traced.append(True)
+        return fn(*args)
+
+    return run
+
+
+def test_a_block_knows_whether_it_runs_again() -> None:
+    assert not is_recomputed()
+    assert recomputed(lambda: is_recomputed())()
+    with pytest.raises(ZeroDivisionError):
+        recomputed(lambda: 1 // 0)()
+    assert not is_recomputed()
