@@ -11,6 +11,7 @@ Known limits: segments, and windows that differ between layers, are a mask to cu
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import typing
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from ..core import ConfigError, is_count, traced_device
 from ..core._compat import has_cudnn
 from ._blocks import attend_in_blocks
+from ._context import over_context
 from ._scores import attend_with_scores
 from ._sight import Implementation, Scores, Sight
 
@@ -49,6 +51,10 @@ def attention(
 
     Query heads in groups of N / K share a head of keys and values, which is not repeated.
 
+    On a mesh with an axis ``context``, of a trainer or `jax.set_mesh`, tokens are divided along it: each device gets
+    all tokens of a part of the heads, and gives its results back. Inside of a `jax.shard_map` over that axis nothing is
+    sent.
+
     Args:
         q: queries.
         k: keys.
@@ -70,7 +76,8 @@ def attention(
         that are finite: its row is padding, whose result nobody reads.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit, a window below 1, or a kernel that cannot compute this here.
+        ConfigError: for shapes or dtypes that do not fit, a window below 1, a kernel that cannot compute this here, or
+            an axis ``context`` that does not divide tokens or query heads.
 
     Memory:
         cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: scores of one block of queries
@@ -105,12 +112,12 @@ def attention(
             got=why,
             hint='leave implementation out, or take "blocks"',
         )
-    return _attend_by(implementation, q, k, v, sight, scores)
+    return over_context(functools.partial(_attend_by, implementation), q, k, v, sight, scores)
 
 
 def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
     """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
-    return _attend_by(None, q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    return over_context(functools.partial(_attend_by, None), q_BTNH, k_BSKH, v_BSKH, sight, scores)
 
 
 def _attend_by(
