@@ -12,6 +12,7 @@ from lowtide.cli import main
         (["--distributed", "--process-id", "0"], "--coordinator, --num-processes is missing"),
         (["--distributed", "fsdp"], "--distributed: 'fsdp' is no axis of a mesh"),
         (["--distributed", "model=2"], "hint: --distributed fsdp=4,tensor=2"),
+        (["--distributed", "context=2,context=4"], "--distributed: 'context=4' is no axis of a mesh"),
     ],
 )
 def test_flags_that_make_no_sense_are_errors(flags, said, tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import os
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from lowtide.core import _compat
+from lowtide.core import ConfigError, _compat
 
 CONFIG = "a description"
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -111,3 +114,33 @@ def test_skipping_the_check_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPa
     with _compat._no_cuda_check():
         assert os.environ[SKIP] == "1"
     assert os.environ[SKIP] == "yes"
+
+
+def test_another_function_computes_what_only_one_tpu_would_by_a_kernel() -> None:
+    """With the derivatives and the results of that function, mapped and not."""
+
+    def kernel(x: Any, y: Any) -> Any:
+        return {"out": x * 0, "ids": y}
+
+    def plain(x: Any, y: Any) -> Any:
+        return {"out": jnp.sin(x) * y, "ids": y}
+
+    def out(x: Any, y: Any) -> Any:
+        return _compat.on_one_device(kernel, plain, x, y)["out"]
+
+    x, y = jnp.linspace(0.1, 1, 6).reshape(2, 3), jnp.arange(3)
+    np.testing.assert_allclose(out(x[0], y), jnp.sin(x[0]) * y, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.vmap(out, (0, None)))(x, y), jnp.sin(x) * y[None], rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.sum(out(x, y)))(x[0]), jnp.cos(x[0]) * y, rtol=1e-6)
+    needed = functools.partial(_compat.on_one_device, kernel, plain, needed="it has to be the kernel")
+    with pytest.raises(ConfigError, match=r"it has to be the kernel(.|\n)*hint:"):
+        jax.jit(needed)(x[0], y)
+
+
+def test_how_many_devices_a_program_is_for() -> None:
+    one, several = SimpleNamespace(num_devices=1), SimpleNamespace(num_devices=4)
+    assert _compat._is_for_one_device(one) and not _compat._is_for_one_device(several)
+    mesh = SimpleNamespace(shape={"data": 2, "tensor": 1}, manual_axes=())
+    assert _compat._is_for_one_device(SimpleNamespace(mesh=mesh, manual_axes=frozenset({"data"})))
+    assert not _compat._is_for_one_device(SimpleNamespace(mesh=mesh, manual_axes=frozenset()))
+    assert not _compat._is_for_one_device(SimpleNamespace())

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from lowtide.core._compat import classic_remat
+from lowtide.core._compat import classic_remat, on_one_device
 from lowtide.jaxprs import (
     PRIMITIVES,
     Body,
@@ -81,6 +81,7 @@ HOLDING: dict[str, tuple[Any, Kind, list[tuple[int, ...] | None], int]] = {
         1,
     ),
     "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), Kind.BRANCH, [(1,), (1,)], 1),
+    "on_one_device": (lambda x: on_one_device(jnp.cos, jnp.sin, x), Kind.CHOICE, [(0,)], 1),
     "shard_map": (divided, Kind.SHARD_MAP, [(0,)], 1),
     "pallas_call": (kernel, Kind.KERNEL, [None], 4),
     "reduce": (

@@ -15,11 +15,11 @@ from jax.sharding import AxisType
 
 from lowtide.jaxprs import equations, jaxpr_flops
 from lowtide.ops import Scores, Sight, _blocks, _pairs
+from tests.ops.all_scores import SINKS, drawn, loss_of, of_all_scores
 
 LENGTH = 40
 SEGMENTS = np.repeat([[1, 2, 3, 0], [1, 1, 1, 1]], [7, 9, 20, 4], axis=1).astype(np.int32)
 PLAIN = Scores(0.3)
-SINKS = np.linspace(-1, 1, 4, dtype=np.float32)
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "causal": ({}, {}),
     "all keys": ({"causal": False}, {}),
@@ -44,52 +44,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def drawn(seed: int, *shape: int, dtype: Any = np.float32) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
-
-
 def arrays(groups: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, Any]:
     return tuple(drawn(seed, 2, LENGTH, heads, 8, dtype=dtype) for seed, heads in enumerate((4, groups, groups)))  # pyright: ignore[reportReturnType]
-
-
-def told(sight: dict[str, Any], scores: dict[str, Any], traced: Any = None) -> tuple[Sight, Scores]:
-    """What attention is told; numbers of the running program are `traced`, which is zero."""
-    window, segments = sight.get("window"), sight.get("segments")
-    if isinstance(window, str):
-        number = int(window.split()[1])
-        window = jnp.int32(number) if traced is None else number + traced
-    if segments is not None:
-        segments = tuple(map(jnp.asarray, segments if isinstance(segments, tuple) else (segments, segments)))
-    made = {name: jnp.asarray(value) if name == "sinks" else value for name, value in scores.items()}
-    return Sight(window, segments, causal=sight.get("causal", True)), Scores(0.3, **made)
-
-
-def of_all_scores(q: Any, k: Any, v: Any, sight: Sight, scores: Scores) -> Any:
-    """The same of all scores at once, in the widest dtype of these arrays; zeros for what sees nothing."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    q, k, v = (each.astype(wide) for each in (q, k, v))
-    k, v = (jnp.repeat(each, q.shape[2] // each.shape[2], axis=2) for each in (k, v))
-    products = jnp.einsum("btnh,bsnh->bnts", q, k) * scores.scale
-    if scores.soft_cap is not None:
-        products = scores.soft_cap * jnp.tanh(products / scores.soft_cap)
-    seen = sight.mask(q.shape[1], k.shape[1])
-    weights = jnp.where(seen, jnp.exp(products), 0)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    if scores.sinks is not None:
-        total = total + jnp.exp(scores.sinks)[None, :, None, None]
-    return jnp.einsum("bnts,bsnh->btnh", weights / jnp.where(total == 0, 1, total), v)
-
-
-def loss_of(attend: Any, sight: dict[str, Any], scores: dict[str, Any]) -> Any:
-    """A loss of queries, keys, values and sinks that reads every number of the result."""
-
-    @jax.jit
-    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
-        given = {**scores, "sinks": sinks} if "sinks" in scores else scores
-        out = attend(q, k, v, *told(sight, given, traced=jnp.int32(q[0, 0, 0, 0] * 0)))
-        return jnp.sum(out.astype(jnp.float32) * jnp.cos(jnp.arange(out.size)).reshape(out.shape)), out
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -135,11 +135,11 @@ def _sizes(text: str) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
-        known = name in ("data", "fsdp", "tensor") and name not in sizes
+        known = name in ("data", "fsdp", "context", "tensor") and name not in sizes
         if not known or not (size == "-1" or (size.isascii() and size.isdigit())):
             raise ConfigError(
                 f"--distributed: {part!r} is no axis of a mesh",
-                expected="data=N, fsdp=N or tensor=N, each once, separated by commas; N may be -1 for the rest",
+                expected="data=N, fsdp=N, context=N, tensor=N, each once, with commas between; an N of -1: the rest",
                 hint="--distributed fsdp=4,tensor=2",
             )
         sizes[name] = int(size)

@@ -12,6 +12,8 @@ from ._batches import refuse_objects as refuse_objects
 from ._checks import check_choice as check_choice
 from ._checks import check_count as check_count
 from ._checks import is_count as is_count
+from ._context import on_own_tokens as on_own_tokens
+from ._context import token_parts as token_parts
 from ._errors import ConfigError as ConfigError
 from ._errors import DataError as DataError
 from ._errors import DonationError as DonationError
@@ -68,6 +70,7 @@ from ._paths import map_with_paths as map_with_paths
 from ._paths import path_str as path_str
 from ._paths import tree_bytes as tree_bytes
 from ._placing import BATCH_AXES as BATCH_AXES
+from ._placing import CONTEXT as CONTEXT
 from ._placing import canonical as canonical
 from ._placing import put as put
 from ._running import RunningGradient as RunningGradient
@@ -84,6 +87,7 @@ from ._spaces import memory_space as memory_space
 from ._spaces import on_host as on_host
 from ._stack import LayerStack as LayerStack
 from ._stack import StackShapes as StackShapes
+from ._stack import divided_along as divided_along
 from ._stack import divided_mesh as divided_mesh
 from ._stack import dividing as dividing
 from ._stack import is_recomputed as is_recomputed

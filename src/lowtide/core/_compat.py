@@ -17,6 +17,8 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
 | `jax.interpreters.ad.defbilinear`, `.batching` | yes | yes | yes | a public way to say how a product is transposed |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
+| splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
+| `module_context.axis_context` of a lowering | yes | yes | yes | a public way to lower by the number of devices |
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
+
+from ._errors import ConfigError
 
 
 def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = None) -> list[Any]:
@@ -196,6 +200,230 @@ def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of
     ad.defbilinear(primitive, of_first, of_second)
     batching.primitive_batchers[primitive] = lambda values, axes: (jax.vmap(fn, axes)(*values), 0)
     return primitive
+
+
+def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:
+    """Compute with one function in a program for one TPU, with another in all other programs.
+
+    XLA divides no Mosaic kernel, and how many devices a program is for shows when it is lowered, not when it is traced.
+    Derivatives are those of the second function.
+
+    Args:
+        alone: what one TPU computes, or each of several inside of a `jax.shard_map` over all axes.
+        among: another function for the same results.
+        args: trees of arrays.
+        needed: what to say, with a `ConfigError`, where the second would be taken; empty: nothing.
+    """
+    import jax
+
+    leaves, tree = jax.tree.flatten(args)
+    held = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
+    results = _on_one_device().bind(*leaves, alone=held[0], among=held[1], needed=needed)
+    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(among, *args)), results)
+
+
+@functools.cache
+def _on_one_device() -> Any:
+    import jax
+    from jax.extend.core import Primitive, jaxpr_as_fun
+    from jax.interpreters import ad, batching, mlir
+
+    primitive: Any = Primitive("on_one_device")
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(primitive.bind, **params))(*args))
+    primitive.def_abstract_eval(lambda *_, alone, among, needed: list(among.out_avals))
+
+    def lowered(ctx: Any, *values: Any, alone: Any, among: Any, needed: str, is_tpu: bool) -> Any:
+        is_alone = is_tpu and _is_for_one_device(ctx.module_context.axis_context)
+        if needed and not is_alone:
+            raise ConfigError(needed, hint="leave it out for what the target has")
+        return mlir.lower_fun(jaxpr_as_fun(alone if is_alone else among))(ctx, *values)
+
+    def derivative(primals: Any, tangents: Any, *, among: Any, **_: Any) -> Any:
+        moving = [at for at, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+        def fn(*moved: Any) -> Any:
+            given = dict(zip(moving, moved, strict=True))
+            return jaxpr_as_fun(among)(*(given.get(at, primal) for at, primal in enumerate(primals)))
+
+        return jax.jvp(fn, [primals[at] for at in moving], [tangents[at] for at in moving])
+
+    def mapped(values: Any, axes: Any, *, alone: Any, among: Any, needed: str) -> Any:
+        both = [jax.make_jaxpr(jax.vmap(jaxpr_as_fun(one), axes))(*values) for one in (alone, among)]
+        results = primitive.bind(*values, alone=both[0], among=both[1], needed=needed)
+        return results, [0] * len(results)
+
+    mlir.register_lowering(primitive, functools.partial(lowered, is_tpu=False))
+    mlir.register_lowering(primitive, functools.partial(lowered, is_tpu=True), platform="tpu")
+    ad.primitive_jvps[primitive] = derivative
+    batching.primitive_batchers[primitive] = mapped
+    return primitive
+
+
+def _is_for_one_device(axis_context: Any) -> bool:
+    """Whether what is lowered is for one device: of a program for one, or of each inside of a `jax.shard_map`."""
+    num_devices = getattr(axis_context, "num_devices", None)
+    if num_devices is not None:
+        return num_devices == 1
+    mesh = getattr(axis_context, "mesh", None)
+    if mesh is None:
+        return False
+    manual = {*axis_context.manual_axes, *getattr(mesh, "manual_axes", ())}
+    return all(size == 1 for name, size in mesh.shape.items() if name not in manual)
+
+
+def splash_forward(
+    q_NTH: Any,
+    k_KSH: Any,
+    v_KSH: Any,
+    segments: tuple[Any, Any] | None,
+    sinks_N: Any,
+    *,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    block: int,
+    interpret: bool,
+) -> tuple[Any, Any]:
+    """Attend by JAX's splash attention kernel.
+
+    Args:
+        q_NTH: queries, multiplied by their scale.
+        k_KSH: keys.
+        v_KSH: values.
+        segments: of queries [T] and of keys [S].
+        sinks_N: a score of each head.
+        causal: whether a query sees no key after it.
+        window: how many it sees.
+        soft_cap: of scores.
+        block: rows and columns of a block of scores, which divide T and S.
+        interpret: whether to compute by XLA's operations what the kernel would.
+
+    Returns:
+        The result, and the logarithm of each row's sum of exponentials, [N, T].
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    tables, _, mask_function = _splash_tables(q_NTH.shape[1], k_KSH.shape[1], causal, window, block, False)
+    out, (lse,) = kernel._splash_attention_forward(  # pyright: ignore[reportPrivateUsage]
+        tables,
+        q_NTH,
+        k_KSH,
+        v_KSH,
+        None if segments is None else kernel.SegmentIds(*segments),
+        sinks_N,
+        mask_value=kernel.DEFAULT_MASK_VALUE,
+        is_mqa=False,
+        block_sizes=_splash_blocks(block, False),
+        residual_checkpoint_name=None,
+        save_residuals=True,
+        mask_function=mask_function,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+    )
+    return out, lse
+
+
+def splash_backward(
+    arrays_NTH: tuple[Any, Any, Any, Any],
+    keys_KSH: tuple[Any, Any],
+    segments: tuple[Any, Any] | None,
+    *,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    block: int,
+    is_fused: bool,
+    interpret: bool,
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of queries, keys and values by the same kernel.
+
+    Args:
+        arrays_NTH: queries as `splash_forward` takes them, its two results, and the result's cotangent.
+        keys_KSH: keys and values.
+        segments: as `splash_forward` takes them, and the others, too.
+        causal: likewise.
+        window: likewise.
+        soft_cap: likewise.
+        block: likewise.
+        is_fused: whether one kernel computes all three, of queries once for each block of keys.
+        interpret: likewise.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    (q_NTH, out_NTH, lse_NT, dout_NTH), (k_KSH, v_KSH) = arrays_NTH, keys_KSH
+    tables, by_keys, mask_function = _splash_tables(q_NTH.shape[1], k_KSH.shape[1], causal, window, block, is_fused)
+    ids = None if segments is None else kernel.SegmentIds(*segments)
+    gradients = kernel._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
+        save_residuals=False,
+        mask_value=kernel.DEFAULT_MASK_VALUE,
+        is_mqa=False,
+        block_sizes=_splash_blocks(block, is_fused),
+        residual_checkpoint_name=None,
+        mask_function=mask_function,
+        attn_logits_soft_cap=soft_cap,
+        interpret=interpret,
+        # Sinks are in the sums: only their own gradient would need them.
+        res=(q_NTH, k_KSH, v_KSH, ids, None, out_NTH, lse_NT, None if is_fused else tables, by_keys),
+        do=dout_NTH,
+    )
+    return gradients[3:6]
+
+
+def _splash_blocks(block: int, is_fused: bool) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
+
+    apart = None if is_fused else block
+    columns = min(block, 512)  # of scores that a step holds, which is all that grows with a block
+    return kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=columns,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=columns,
+        block_q_dq=apart,
+        block_kv_dq=apart,
+        use_fused_bwd_kernel=is_fused,
+    )
+
+
+@functools.cache
+def _splash_tables(
+    num_queries: int, num_keys: int, causal: bool, window: int | None, block: int, is_fused: bool
+) -> tuple[Any, Any, Any]:
+    """Return which blocks the kernel visits, by queries and by keys, as NumPy's arrays, and what it masks them with.
+
+    Where JAX makes them they are arrays of whatever is traced, and each number of each block is looked at.
+    """
+    import numpy as np
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info
+
+    def is_seen(queries: Any, keys: Any) -> Any:
+        seen = queries >= keys
+        return seen if window is None else seen & (queries - keys < window)
+
+    class Band(masks.Mask):
+        """What is seen follows from how far a key is from a query: of a block each distance is looked at once."""
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            return num_queries, num_keys
+
+        def __getitem__(self, idx: Any) -> Any:
+            rows, columns = idx
+            first, last = rows.start - columns.stop + 1, rows.stop - columns.start
+            distances = np.arange(first, last)[None]
+            return is_seen(distances, 0) if causal else np.ones(distances.shape, bool)
+
+    mask: Any = Band()
+    if causal:
+        mask.q_sequence, mask.mask_function = np.arange(num_queries, dtype=np.int32), is_seen
+    told: Any = {"block_shape": (block, block), "head_shards": 1, "q_seq_shards": 1}
+    by_queries, mask_function = info.process_mask(masks.MultiHeadMask([mask]), **told)
+    by_keys, _ = info.process_mask_dkv(masks.MultiHeadMask([mask]), **told, shrink_grid=not is_fused)
+    return by_queries, by_keys, mask_function
 
 
 def find_ptxas() -> str | None:

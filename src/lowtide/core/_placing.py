@@ -12,6 +12,8 @@ from ._paths import is_key, key_numbers
 BATCH_AXES = ("expert", "data", "fsdp")
 """The axes that rows of batches are divided along, where the mesh has them and nobody says otherwise. Experts come
 first: a block that is mapped over them alone, by `jax.shard_map`, divides its rows so, and moves none."""
+CONTEXT = "context"
+"""The axis of a mesh that the tokens of each row are divided along, where there is one."""
 
 
 def canonical(leaf: Any) -> np.ndarray:

@@ -210,6 +210,17 @@ def divided_mesh() -> Any:
     return _mesh.get() if here.empty else here
 
 
+def divided_along(axis: str) -> int:
+    """Return how many devices of `divided_mesh` divide what is traced along an axis, and leave that to the compiler.
+
+    Args:
+        axis: its name. Along one that the mesh lacks it is one device, as along one that `jax.shard_map` divides, which
+            arrays are a device's own of.
+    """
+    mesh = divided_mesh()
+    return 1 if mesh is None or axis in getattr(mesh, "manual_axes", ()) else mesh.shape.get(axis, 1)
+
+
 def side_of(path: str) -> str | None:
     """Return which side of a model a leaf of it, or of what mirrors it, is on: ``outer``, ``layers`` or neither."""
     return next((part for part in path.split("/") if part in ("outer", "layers")), None)

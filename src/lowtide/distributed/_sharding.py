@@ -5,7 +5,8 @@ replicated and the batch divided, along ``fsdp`` both are divided (the weights o
 used), along ``tensor`` the weights and the activations between a column-parallel and a row-parallel projection are,
 as in Megatron-LM (https://arxiv.org/abs/1909.08053). FSDP follows https://arxiv.org/abs/1910.02054, stage 3. Along
 ``stage``, the axis of a pipeline, the layers of a stack are divided. Along ``expert`` the batch is divided, and what
-rules say: the experts of a mixture, between which a block exchanges tokens itself.
+rules say: the experts of a mixture, between which a block exchanges tokens itself. Along ``context`` the tokens of each
+row are divided, for which attention exchanges tokens for heads (`lowtide.ops.attention`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 
 from ..core import (
     BATCH_AXES,
+    CONTEXT,
     ConfigError,
     DataError,
     SelectionError,
@@ -56,10 +58,11 @@ def make_mesh(
     data: int = 1,
     fsdp: int | None = None,
     expert: int | None = None,
+    context: int | None = None,
     tensor: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> jax.sharding.Mesh:
-    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, ``stage`` for a pipeline, ``expert`` for a mixture.
+    """Make a mesh with the axes ``data``, ``fsdp`` and ``tensor``, and others that are asked for.
 
     Args:
         stage: ranks of a pipeline; by default the mesh has no such axis.
@@ -67,6 +70,7 @@ def make_mesh(
         fsdp: parts that weights, optimizer state and batch are divided into; by default what the others leave.
         expert: parts that batches and, where rules say so, experts are divided into; by default the mesh has no such
             axis.
+        context: parts that the tokens of each row are divided into; by default the mesh has no such axis.
         tensor: parts that each projection is divided into; keep it within one host, whose links are fast.
         devices: by default all, of all processes.
 
@@ -81,8 +85,9 @@ def make_mesh(
         {'data': 1, 'fsdp': 1, 'tensor': 1}
     """
     devices = list(jax.devices() if devices is None else devices)
-    rest = 1 if -1 in (stage, data, expert, tensor) else -1
-    given = {STAGE: stage, "data": data, "fsdp": rest if fsdp is None else fsdp, "expert": expert, "tensor": tensor}
+    rest = 1 if -1 in (stage, data, expert, context, tensor) else -1
+    given = {STAGE: stage, "data": data, "fsdp": rest if fsdp is None else fsdp, "expert": expert, CONTEXT: context}
+    given |= {"tensor": tensor}
     sizes = {name: size for name, size in given.items() if size is not None}
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
@@ -123,6 +128,9 @@ class ShardingRules:
     """Regular expressions for whole paths, and how what they match is divided."""
     batch_axes: str | Sequence[str] = ()
     """The axes that the leading axis of batches is divided along; by default ``expert``, ``data`` and ``fsdp``."""
+    context_leaves: str = ".*"
+    """Of which leaves of a batch the second axis is tokens, which ``context`` divides: a regular expression for whole
+    paths. Leaves with one axis have none."""
     min_bytes: int = 2**16
     """Leaves with fewer bytes are replicated where no rule matches, layers but for ``stage``."""
     local_batches: bool = False
@@ -143,6 +151,14 @@ class ShardingRules:
         given = (self.batch_axes,) if isinstance(self.batch_axes, str) else tuple(self.batch_axes)
         chosen = given or tuple(name for name in BATCH_AXES if name in axes)
         object.__setattr__(self, "batch_axes", chosen)
+        if CONTEXT in chosen:
+            raise ConfigError(
+                f"batch_axes: {CONTEXT!r} divides the tokens of rows, not rows",
+                expected="other axes of the mesh",
+                got=", ".join(chosen),
+                hint="leave it out of batch_axes, or name the axis otherwise",
+            )
+        _check_expression(f"context_leaves {self.context_leaves!r}", self.context_leaves)
         used = {name: "batch_axes" for name in chosen}
         for pattern, spec in self.rules.items():
             _check_rule(pattern, spec)
@@ -152,7 +168,7 @@ class ShardingRules:
                 raise ConfigError(
                     f"{where}: the mesh has no axis {name!r}", expected=f"one of {', '.join(axes)}", hint="rename it"
                 )
-        if not chosen and STAGE not in axes:
+        if not chosen and STAGE not in axes and CONTEXT not in axes:
             raise ConfigError(
                 "it is not known how batches are divided",
                 expected='batch_axes, or mesh axes named "data", "fsdp" or "expert"',
@@ -281,6 +297,11 @@ class ShardingRules:
         """Into how many parts a batch is divided."""
         return math.prod(self.mesh.shape[name] for name in self.batch_axes)
 
+    @property
+    def num_context_shards(self) -> int:
+        """Into how many parts the tokens of a row are divided."""
+        return self.mesh.shape.get(CONTEXT, 1)
+
     @functools.cached_property
     def data_shard(self) -> tuple[int, int]:
         """Which part of the examples this process trains on, and of how many: what a data loader is sharded by.
@@ -305,7 +326,7 @@ class ShardingRules:
         return parts.index(tuple(sorted(mine[jax.process_index()]))), len(parts)
 
     def batch(self, batch: Tree, num_microbatches: int | None = 1) -> Tree:
-        """Put a batch on the mesh, its leading axis divided.
+        """Put a batch on the mesh, its leading axis divided, and along ``context`` its tokens.
 
         Args:
             batch: arrays in this process's memory: whole ones, or with `local_batches` the rows of this process.
@@ -359,12 +380,13 @@ class ShardingRules:
         shape = tuple(np.shape(leaf))
         if not shape:
             return shape, self.replicated()
+        tokens = self._tokens(path, shape)
         rows = shape[0] * (self.data_shard[1] if self._is_local(leaf) else 1)
         each = self.num_batch_shards * (num_microbatches or 1)
         if rows % each == 0:
-            return (rows, *shape[1:]), self._rows()
+            return (rows, *shape[1:]), self._placed(tuple(self.batch_axes), *tokens)
         if num_microbatches is None and not (self._is_local(leaf) and jax.process_count() > 1):
-            return shape, self.replicated()
+            return shape, self._placed(None, *tokens)
         parts = [f"{name} {self.mesh.shape[name]}" for name in self.batch_axes if self.mesh.shape[name] > 1]
         parts += [f"{num_microbatches} microbatches"] if (num_microbatches or 1) > 1 else []
         raise DataError(
@@ -377,22 +399,49 @@ class ShardingRules:
     def constrain(self, rows: Tree) -> Tree:
         """Divide a microbatch or activations as batches are, along their first axis; inside of a jitted function.
 
-        Without it XLA decides, and may have every device compute all rows where the weights are divided along ``fsdp``.
-        `Trainer` does so between the layers of a `lowtide.LayerStack`; in a model of your own call it there.
+        Along ``context`` the second axis of three or more is divided, as that of the tokens of activations. Without it
+        XLA decides, and may have every device compute all rows where the weights are divided along ``fsdp``. `Trainer`
+        does so between the layers of a `lowtide.LayerStack`; in a model of your own call it there.
 
         Args:
             rows: arrays whose first axis is the batch's; those that cannot be divided stay as they are.
         """
+        parts, free = self.num_context_shards, jax.P.UNCONSTRAINED
 
         def one(leaf: Any) -> Any:
-            if not jnp.ndim(leaf) or leaf.shape[0] % self.num_batch_shards:
+            shape = jnp.shape(leaf)
+            is_rows, is_tokens = shape and not shape[0] % self.num_batch_shards, False
+            if parts > 1 and len(shape) > 1:
+                is_tokens = len(shape) > 2 and not shape[1] % parts
+            if not is_rows and not is_tokens:
                 return leaf
-            return jax.lax.with_sharding_constraint(leaf, self._rows())
+            first = tuple(self.batch_axes) if is_rows else free
+            # Whether two axes are rows and tokens of a batch, or one number of each expert, is not known.
+            second = [] if parts == 1 or len(shape) < 2 else [CONTEXT if is_tokens else free]
+            return jax.lax.with_sharding_constraint(leaf, self._placed(first, *second))
 
         return jax.tree.map(one, rows)
 
     def _rows(self) -> jax.sharding.NamedSharding:
-        return jax.sharding.NamedSharding(self.mesh, jax.P(tuple(self.batch_axes)))
+        return self._placed(tuple(self.batch_axes))
+
+    def _placed(self, *spec: Any) -> jax.sharding.NamedSharding:
+        return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
+
+    def _tokens(self, path: str, shape: tuple[int, ...]) -> list[str]:
+        """Say how the second axis of a batch's leaf is divided, if it is."""
+        size = self.num_context_shards
+        if size == 1 or len(shape) < 2 or not re.fullmatch(self.context_leaves, path):
+            return []
+        if shape[1] % size:
+            raise DataError(
+                f"batch leaf {path or '(root)'}: its tokens cannot be divided among the devices",
+                expected=f"a multiple of {size} ({CONTEXT} {size})",
+                got=f"{shape[1]} tokens a row",
+                hint="pad rows, or choose another length; of leaves without tokens in their second axis say so, "
+                'ShardingRules(..., context_leaves="tokens|labels")',
+            )
+        return [CONTEXT]
 
     def _check(self, path: str, shape: tuple[int, ...], pattern: str, spec: jax.P) -> None:
         for dim, entry in enumerate(spec):
@@ -419,15 +468,17 @@ def is_whole(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or (isinstance(leaf, jax.Array) and not leaf.is_fully_addressable)
 
 
-def _check_rule(pattern: str, spec: Any) -> None:
+def _check_expression(what: str, pattern: str) -> None:
     try:
         re.compile(pattern)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise ConfigError(
-            f"the sharding rule {pattern!r} is no regular expression",
-            got=error,
-            hint='begin it with ".*", not with "*"',
+            f"{what} is no regular expression", got=error, hint='begin it with ".*", not with "*"'
         ) from error
+
+
+def _check_rule(pattern: str, spec: Any) -> None:
+    _check_expression(f"the sharding rule {pattern!r}", pattern)
     entries = tuple(spec) if isinstance(spec, jax.P) else (0,)
     is_known = all(entry is None or isinstance(entry, str | tuple) for entry in entries)
     if not is_known or len(set(_names(entries))) != len(_names(entries)):

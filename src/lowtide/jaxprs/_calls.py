@@ -9,6 +9,7 @@ values are. Whoever needs a rule of its own for a kind of operation keeps it, an
 | branch | the operands behind the first, which chooses | the results |
 | scan | the operands: constants, carry, and of stacked ones a slice | the results; of stacked ones a slice |
 | while | of the condition and of the body their constants each, then the carry | whether to go on; the carry |
+| choice | the operands | the results, of each of two jaxprs alike, of which the second is shown here |
 | `shard_map` | each device's part of the operands | its part of the results |
 | kernel | references, for each point of a grid | none |
 | scalar | two numbers, which it adds up, compares or replaces | one number |
@@ -42,6 +43,7 @@ class Kind(enum.Enum):
     BRANCH = enum.auto()
     SCAN = enum.auto()
     WHILE = enum.auto()
+    CHOICE = enum.auto()
     SHARD_MAP = enum.auto()
     KERNEL = enum.auto()
     SCALAR = enum.auto()
@@ -72,6 +74,7 @@ PRIMITIVES: Mapping[str, tuple[Kind, tuple[str, ...]]] = {
     "cond": (Kind.BRANCH, ("branches",)),
     "scan": (Kind.SCAN, ("jaxpr",)),
     "while": (Kind.WHILE, ("cond_jaxpr", "body_jaxpr")),
+    "on_one_device": (Kind.CHOICE, ("among",)),
     "shard_map": (Kind.SHARD_MAP, ("jaxpr",)),
     "pallas_call": (Kind.KERNEL, ("jaxpr",)),
     "call_hi_primitive": (Kind.OPAQUE, ()),

@@ -4,7 +4,8 @@ The sequence is cut into chunks; each chunk's logits live only while its loss is
 forward pass, chunk by chunk, as in Liger Kernel (arXiv:2410.10989): the logits are then not computed twice, and what
 waits for the backward pass is d loss / d h, of the size of h, instead of h itself.
 
-Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded.
+Chunks are cut along the sequence axis only, so a batch axis that is sharded over devices stays sharded. Devices that
+divide that axis, too, along ``context``, cut chunks of their own.
 
 Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary.
 
@@ -22,7 +23,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError, LinearWeight, RunningGradient, StructureError, add_running, if_active, linear
+from ..core import (
+    ConfigError,
+    LinearWeight,
+    RunningGradient,
+    StructureError,
+    add_running,
+    if_active,
+    linear,
+    on_own_tokens,
+    token_parts,
+)
 
 _Carry = Any
 
@@ -79,13 +90,24 @@ def chunked_cross_entropy(
     if chunk_size is None:
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
-    chunk = min(labels.shape[-1], max(1, chunk_size // num_sequences))
+    parts = token_parts(labels.shape[-1], (h, labels))
+    chunk = min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
         total: Array = _running_cross_entropy((ignore_index, chunk, soft_cap), h, head, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)
-        total = _sum_cross_entropy((treedef, ignore_index, chunk, soft_cap), h, tuple(leaves), labels)  # pyright: ignore[reportAssignmentType]
+        static = treedef, ignore_index, chunk, soft_cap
+
+        def own(leaves: Any, tokens: Any) -> Array:
+            each: Array = _sum_cross_entropy(static, tokens[0], tuple(leaves), tokens[1])  # pyright: ignore[reportAssignmentType]
+            return each if parts == 1 else each[None]
+
+        axis = labels.ndim - 1
+        tokens = h, labels
+        total = (
+            own(leaves, tokens) if parts == 1 else jnp.sum(on_own_tokens(own, leaves, tokens, axis=axis, out_axis=0))
+        )
     if reduction == "sum":
         return total
     return total / jnp.maximum(jnp.sum(labels != ignore_index), 1).astype(jnp.float32)

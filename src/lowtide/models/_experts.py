@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import P
 from jaxtyping import Array, Float
 
-from ..core import BATCH_AXES, ConfigError, Tree, divided_mesh, linear, traced_device
+from ..core import BATCH_AXES, CONTEXT, ConfigError, Tree, divided_along, divided_mesh, linear, traced_device
 from ._config import Experts
 from ._grouped import grouped_linear
 
@@ -31,8 +31,8 @@ def mixture(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T E"], Float[Array, "B T E"]]:
     """Compute what each token's experts make of it.
 
-    Where devices divide rows, each sorts its own. Along the axis ``expert`` of their mesh each has some experts: tokens
-    are gathered, and what the experts make of them is added up where they came from.
+    Where devices divide rows or tokens, each sorts its own. Along the axis ``expert`` of their mesh each has some
+    experts: tokens are gathered, and what the experts make of them is added up where they came from.
 
     Args:
         mlp: ``router`` and ``experts``.
@@ -52,10 +52,13 @@ def mixture(
     """
     mesh = divided_mesh()
     axes = () if mesh is None else tuple(name for name in BATCH_AXES if mesh.shape.get(name, 1) > 1)
-    if mesh is None or not axes or x_BTD.shape[0] % math.prod(mesh.shape[name] for name in axes):
-        # Rows that cannot be divided, such as the last of an evaluation, are on every device.
+    if mesh is not None and x_BTD.shape[0] % math.prod(mesh.shape[name] for name in axes):
+        axes = ()  # rows that cannot be divided, such as the last of an evaluation, are on every device
+    parts = divided_along(CONTEXT)
+    context = (CONTEXT,) if parts > 1 and not x_BTD.shape[1] % parts else ()
+    if mesh is None or not (axes or context):
         return _local(mlp, x_BTD, experts=experts, activation=activation, axis=False)
-    if experts.num_experts % mesh.shape.get("expert", 1):
+    if "expert" in axes and experts.num_experts % mesh.shape["expert"]:
         raise ConfigError(
             "the experts cannot be divided along the axis expert",
             expected=f"a size that divides {experts.num_experts} experts",
@@ -63,10 +66,15 @@ def mixture(
             hint="choose another size of expert in make_mesh, and fsdp for the rest",
         )
     compute = functools.partial(_local, experts=experts, activation=activation, axis="expert" in axes)
-    rows, whole = P(axes), P()
+    rows, whole = P(axes, context), P()
     weights = {"router": whole, "experts": P("expert") if "expert" in axes else whole}
     mapped = jax.shard_map(
-        compute, mesh=mesh, in_specs=(weights, rows), out_specs=(rows,) * 3, axis_names=set(axes), check_vma=False
+        compute,
+        mesh=mesh,
+        in_specs=(weights, rows),
+        out_specs=(rows,) * 3,
+        axis_names={*axes, *context},
+        check_vma=False,
     )
     return mapped(mlp, x_BTD)
 

@@ -20,6 +20,7 @@ HIDING: Mapping[Kind | None, str] = {
     Kind.CUSTOM_VJP: "inside a function with a custom_vjp",
     Kind.CUSTOM_JVP: "inside a function with a custom_jvp",
     Kind.WHILE: "inside a while loop, which reverse-mode differentiation does not enter",
+    Kind.CHOICE: "inside of what a kernel may compute instead",
     Kind.KERNEL: "inside a Pallas kernel",
     Kind.OPAQUE: "inside a function with rules of its own for recomputation",
 }

@@ -1,29 +1,33 @@
 """Attention: who computes it is chosen by the device that the program is traced for.
 
-cuDNN's fused kernel on a GPU in half precision, by `jax.nn.dot_product_attention`; elsewhere blocks of XLA's operations
-(`_blocks`), a soft cap and sinks everywhere.
+cuDNN's fused kernel on a GPU in half precision, by `jax.nn.dot_product_attention`, without a soft cap or sinks; JAX's
+splash attention on a TPU (`_splash`); elsewhere blocks of XLA's operations (`_blocks`).
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
 
 Known limits: segments, and windows that differ between layers, are a mask to cuDNN, which takes it as a bias
-[B, 1, T, T]. cuDNN's residuals have no names. On a TPU no kernel is used yet.
+[B, 1, T, T]. cuDNN's residuals have no names. Windows that differ between layers are left to blocks on a TPU.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import typing
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ..core import ConfigError, is_count, traced_device
 from ..core._compat import has_cudnn
 from ._blocks import attend_in_blocks
+from ._context import over_context
 from ._scores import attend_with_scores
 from ._sight import Implementation, Scores, Sight
+from ._splash import LEAST_TOKENS, attend_with_splash, refusal
 
 _HALF = (jnp.bfloat16, jnp.float16)
 # Fewer queries have few scores.
@@ -49,6 +53,10 @@ def attention(
 
     Query heads in groups of N / K share a head of keys and values, which is not repeated.
 
+    On a mesh with an axis ``context``, of a trainer or `jax.set_mesh`, tokens are divided along it: each device gets
+    all tokens of a part of the heads, and gives its results back. Inside of a `jax.shard_map` over that axis nothing is
+    sent.
+
     Args:
         q: queries.
         k: keys.
@@ -60,23 +68,27 @@ def attention(
         soft_cap: squashes scores into this range with tanh, before anything is masked.
         sinks: for each query head a score of a key without a value.
         scale: what scores are multiplied by; None: ``H ** -0.5``.
-        implementation: who computes it: ``"cudnn"``'s kernel, ``"blocks"`` of XLA's operations, ``"xla"`` with all
-            scores at once, which has derivatives of every kind (`jax.jvp`). None: cuDNN's where it can, of rows of
-            16,384 tokens and more not with segments, which it takes as a mask; else blocks, and of fewer than 64
-            queries all scores.
+        implementation: who computes it: ``"cudnn"``'s kernel or ``"splash"``, JAX's for TPUs; ``"blocks"`` of XLA's
+            operations; ``"xla"`` with all scores at once, which has derivatives of every kind (`jax.jvp`). None: on a
+            GPU cuDNN's where it can, of rows of 16,384 tokens and more not with segments, which it takes as a mask; on
+            a TPU splash where it can, of rows of 1,024 tokens and more; else blocks, and of fewer than 64 queries all
+            scores. Of several TPUs each has the kernel where a mesh is known that divides rows and heads, of the
+            trainer, `jax.set_mesh` or `jax.shard_map` (``check_vma=False``); else they divide blocks.
 
     Returns:
         The values by their shares, in the dtype of `q`. A query that sees nothing gets finite numbers, and gradients
         that are finite: its row is padding, whose result nobody reads.
 
     Raises:
-        ConfigError: for shapes or dtypes that do not fit, a window below 1, or a kernel that cannot compute this here.
+        ConfigError: for shapes or dtypes that do not fit, a window below 1, a kernel that cannot compute this here, or
+            an axis ``context`` that does not divide tokens or query heads.
 
     Memory:
         cuDNN: [B, N, T] of the forward pass; with segments a mask [B, 1, T, T]. Blocks: scores of one block of queries
         and keys in float32, 64 MiB of them on a device (8 on a CPU) unless blocks of 128 have more; for the backward
         pass `q`, `k`, `v`, the result and [B, N, T], of which the last two have the names ``attn_out`` and
-        ``attn_lse``; in it gradients of keys and values in float32.
+        ``attn_lse``; in it gradients of keys and values in float32. Splash: as blocks without any scores; copies of
+        some heads of one row, 8 MiB of queries and more where T is long.
 
     Examples:
         >>> q = jnp.ones((1, 4, 2, 8))
@@ -84,51 +96,61 @@ def attention(
         (1, 4, 2, 8)
 
     References:
-        Dao, "FlashAttention-2" (arXiv:2307.08691), for what cuDNN computes; Xiao et al., "Efficient Streaming Language
-        Models with Attention Sinks" (arXiv:2309.17453).
+        Dao, "FlashAttention-2" (arXiv:2307.08691), for what the kernels compute; Xiao et al., "Efficient Streaming
+        Language Models with Attention Sinks" (arXiv:2309.17453).
     """
     _check(q, k, v, causal, window, soft_cap, sinks)
     segments = _segments(q, k, segment_ids)
     sight = Sight(causal=causal, window=window, segments=segments)
     scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
-    found, why = _best(q.dtype, q.shape[-1], scores)
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: no implementation is called {implementation!r}",
             expected=f"{', '.join(map(repr, typing.get_args(Implementation)))} or None",
             hint="leave it out for what the target has",
         )
-    if implementation == "cudnn" and found != "cudnn":
+    if implementation == "cudnn" and (why := _not_by_cudnn(q.dtype, q.shape[-1], scores)):
         raise ConfigError(
             "attention: cuDNN's kernel cannot compute this",
             expected="half precision on an NVIDIA GPU, heads of 8, 16, ... 128, no soft cap and no sinks",
             got=why,
             hint='leave implementation out, or take "blocks"',
         )
-    return _attend_by(implementation, q, k, v, sight, scores)
+    if implementation == "splash" and (why := _not_by_splash(q, k, sight, scores)):
+        raise ConfigError(
+            "attention: the kernel for TPUs cannot compute this",
+            expected="bfloat16 or float32 on a TPU, heads of 64, 128 or 256, tokens in whole blocks of 128, "
+            "and keys in the segments of queries",
+            got=why,
+            hint='leave implementation out, or take "blocks"',
+        )
+    return over_context(functools.partial(_attend_by, implementation), q, k, v, sight, scores)
 
 
 def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
     """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
-    return _attend_by(None, q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    return over_context(functools.partial(_attend_by, None), q_BTNH, k_BSKH, v_BSKH, sight, scores)
 
 
 def _attend_by(
     implementation: Implementation | None, q: Array, k: Array, v: Array, sight: Sight, scores: Scores
 ) -> Array:
+    named = implementation is not None
     if implementation is None:
-        implementation, _ = _best(q.dtype, q.shape[-1], scores)
+        implementation = _best(q, k, sight, scores)
         if implementation == "cudnn" and not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS:
             implementation = "blocks"
         if implementation == "blocks" and q.shape[1] < _LEAST_IN_BLOCKS:
             implementation = "xla"
+    if implementation == "splash":
+        return attend_with_splash(q, k, v, sight, scores, named=named)
     if implementation == "blocks":
         return attend_in_blocks(q, k, v, sight, scores)
     return attend_with_scores(q, k, v, sight, scores, implementation)
 
 
 def attention_implementation(
-    dtype: Any, head_dim: int, *, soft_cap: float | None = None, has_sinks: bool = False
+    dtype: Any, head_dim: int, *, soft_cap: float | None = None, has_sinks: bool = False, num_tokens: int | None = None
 ) -> Implementation:
     """Return what computes attention of ordinary rows on the device that a program is traced for.
 
@@ -137,6 +159,7 @@ def attention_implementation(
         head_dim: H.
         soft_cap: as in `attention`.
         has_sinks: whether there are any.
+        num_tokens: T; None: as many as a kernel wants.
 
     Returns:
         Its name. Few queries, and on a GPU long packed rows, are computed otherwise: see `attention`.
@@ -145,27 +168,42 @@ def attention_implementation(
         >>> attention_implementation(jnp.float32, 64)
         'blocks'
     """
-    return _best(jnp.dtype(dtype), head_dim, Scores(1.0, soft_cap, jnp.zeros(1) if has_sinks else None))[0]
+    scores = Scores(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
+    x: Any = jax.ShapeDtypeStruct((1, num_tokens or LEAST_TOKENS, 1, head_dim), dtype)
+    return _best(x, x, Sight(), scores)
 
 
-def _best(dtype: Any, head_dim: int, scores: Scores) -> tuple[Implementation, str]:
-    """Return the kernel, and why not cuDNN's."""
+def _best(q: Array, k: Array, sight: Sight, scores: Scores) -> Implementation:
+    """Return the kernel that the target has, where it can compute this."""
+    if not _not_by_cudnn(q.dtype, q.shape[-1], scores):
+        return "cudnn"
+    is_long = min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
+    return "splash" if is_long and not _not_by_splash(q, k, sight, scores) else "blocks"
+
+
+def _not_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
+    """Return why not the kernel for TPUs."""
+    device = traced_device()
+    if device.platform != "tpu":
+        return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
+    return refusal(q, k, sight, scores)
+
+
+def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
+    """Return why not cuDNN's kernel."""
     device = traced_device()
     capability = re.fullmatch(r"(\d+)\.\d+", str(getattr(device, "compute_capability", "")))
-    why = ""
     if not scores.is_plain:
-        why = "a soft cap" if scores.soft_cap is not None else "sinks"
-    elif device.platform != "gpu" or capability is None or int(capability[1]) < 8:
-        why = f"a device of kind {getattr(device, 'device_kind', device.platform)}"
-    elif dtype not in _HALF:
-        why = f"{dtype}"
-    elif head_dim > 128 or head_dim % 8:
-        why = f"heads of {head_dim}"
-    elif not has_cudnn():
-        # A GPU that is not here, compiled for without the library: XLA's operations stand in, which keep the scores of
-        # a layer, so a report counts more bytes for attention than cuDNN needs.
-        why = "no cuDNN in this process"
-    return ("blocks", why) if why else ("cudnn", "")
+        return "a soft cap" if scores.soft_cap is not None else "sinks"
+    if device.platform != "gpu" or capability is None or int(capability[1]) < 8:
+        return f"a device of kind {getattr(device, 'device_kind', device.platform)}"
+    if dtype not in _HALF:
+        return f"{dtype}"
+    if head_dim > 128 or head_dim % 8:
+        return f"heads of {head_dim}"
+    # A GPU that is not here, compiled for without the library: XLA's operations stand in, which keep the scores of a
+    # layer, so a report counts more bytes for attention than cuDNN needs.
+    return "" if has_cudnn() else "no cuDNN in this process"
 
 
 def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array, Array] | None:

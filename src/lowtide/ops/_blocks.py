@@ -84,7 +84,7 @@ def block_size(shape: Sequence[int], num_keys: int) -> int:
     return min(size, max(length, num_keys))
 
 
-def _flat(x_BTNH: Array) -> Array:
+def flat(x_BTNH: Array) -> Array:
     """Heads beside each other, [B, T, W], as products write and read them: other forms would be stored anew."""
     return x_BTNH.reshape(*x_BTNH.shape[:2], -1)
 
@@ -145,22 +145,26 @@ def _attend_forward(kind: Kind, q: Array, k: Array, v: Array, sinks: Array | Non
 
 
 def _attend_backward(kind: Kind, residuals: Any, dout: Array) -> Any:
-    gradients = functools.partial(_gradients, kind)
-    return *without_explicit_axes(gradients, lambda _: kept(residuals[:4]), residuals, dout), None
+    return *without_explicit_axes(
+        functools.partial(gradients, kind), lambda _: kept(residuals[:4]), residuals, dout
+    ), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _results(kind: Kind, q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen) -> tuple[Array, Array]:
-    def places(mesh: Any) -> tuple[Any, Any]:
-        batch, length, heads, _ = kept(q).spec
-        return kept(q), jax.NamedSharding(mesh, P(batch, heads, length))
-
-    return without_explicit_axes(functools.partial(_forward, kind), places, q, k, v, sinks, seen)
+    return without_explicit_axes(functools.partial(forward, kind), lambda _: places(q), q, k, v, sinks, seen)
 
 
-def _forward(
+def places(q_BTNH: Array) -> tuple[Any, Any]:
+    """Return how the results of `forward` are divided where queries are on a mesh with explicit axes."""
+    place = kept(q_BTNH)
+    batch, length, heads, _ = place.spec
+    return place, jax.NamedSharding(place.mesh, P(batch, heads, length))
+
+
+def forward(
     kind: Kind, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, seen: Seen
 ) -> tuple[Array, Array]:
     """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
@@ -176,8 +180,8 @@ def _forward(
         zeros((batch, groups, num_rows), wide),
         zeros((batch, groups, num_rows, dim), wide),
     )
-    k_BSX, v_BSX = _flat(k_BSKH), _flat(v_BSKH)
-    blocks, q_BTW = blocks_of(kind, seen, pairs, _flat(q_BTNH))
+    k_BSX, v_BSX = flat(k_BSKH), flat(v_BSKH)
+    blocks, q_BTW = blocks_of(kind, seen, pairs, flat(q_BTNH))
     sinks_BKM = None
     if sinks_N is not None:
         sinks_BKM = jnp.repeat(sinks_N.astype(wide).reshape(1, groups, -1), pairs.rows, axis=2)
@@ -217,7 +221,7 @@ def _forward(
     return out_BTW.reshape(q_BTNH.shape), lse_BNT
 
 
-def _gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
+def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
     """Return those of queries, keys, values and sinks."""
     q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
     batch, length, heads, dim = q_BTNH.shape
@@ -225,9 +229,9 @@ def _gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
     pairs, wide = pairs_of(kind, seen, length, num_keys), lse_BNT.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, seen))])
-    k_BSX, v_BSX, dout_BTW = _flat(k_BSKH), _flat(v_BSKH), _flat(dout_BTNH)
+    k_BSX, v_BSX, dout_BTW = flat(k_BSKH), flat(v_BSKH), flat(dout_BTNH)
     delta_BNT = _products_of_rows(dout_BTNH, out_BTNH, pairs, wide)
-    blocks, q_BTW = blocks_of(kind, seen, pairs, _flat(q_BTNH))
+    blocks, q_BTW = blocks_of(kind, seen, pairs, flat(q_BTNH))
     nothing_BKDH = zeros((batch, groups, pairs.columns, dim), wide)
 
     def body(state: Any, at: Block) -> Any:
@@ -277,19 +281,19 @@ def _gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
 def _products_of_rows(x_BTNH: Array, y_BTNH: Array, pairs: Pairs, wide: Any) -> Array:
     """Multiply numbers of each row and add them up, [B, N, T]: of all rows at once XLA would hold a wide copy."""
     batch, length, heads, dim = x_BTNH.shape
-    flat = _flat(x_BTNH), _flat(y_BTNH)
+    both = flat(x_BTNH), flat(y_BTNH)
 
     def body(found_BNT: Array, start: Array) -> tuple[Array, None]:
-        x_BCW, y_BCW = (jax.lax.dynamic_slice_in_dim(each, start, pairs.rows, axis=1).astype(wide) for each in flat)
+        x_BCW, y_BCW = (jax.lax.dynamic_slice_in_dim(each, start, pairs.rows, axis=1).astype(wide) for each in both)
         found_BNC = jnp.sum((x_BCW * y_BCW).reshape(batch, pairs.rows, heads, dim), axis=-1).swapaxes(1, 2)
         return jax.lax.dynamic_update_slice_in_dim(found_BNT, found_BNC, start, axis=2), None
 
-    zeros = like_type(flat, (batch, heads, length), wide)
+    zeros = like_type(both, (batch, heads, length), wide)
     return jax.lax.scan(body, zeros, jnp.asarray(np.unique(pairs.row_P), jnp.int32))[0]
 
 
 def _added(total_BSX: Array, more_BKDH: Array, start: Array) -> Array:
-    more_BDX = _flat(more_BKDH.swapaxes(1, 2))
+    more_BDX = flat(more_BKDH.swapaxes(1, 2))
     old_BDX = jax.lax.dynamic_slice_in_dim(total_BSX, start, more_BDX.shape[1], axis=1)
     return jax.lax.dynamic_update_slice_in_dim(total_BSX, old_BDX + more_BDX, start, axis=1)
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from ..core import BATCH_AXES, divided_mesh
+from ..core import BATCH_AXES, divided_along
 
 
 def divided_sizes(batch: int, heads: int) -> tuple[int, int]:
     """Return how many rows and heads one device has of all, where a mesh is known that divides them."""
-    mesh = divided_mesh()
-    sizes = {} if mesh is None else mesh.shape
-    for name in (*BATCH_AXES, "tensor"):
-        size = 1 if name in getattr(mesh, "manual_axes", ()) else sizes.get(name, 1)
-        batch, heads = (batch, _part(heads, size)) if name == "tensor" else (_part(batch, size), heads)
-    return batch, heads
+    for name in BATCH_AXES:
+        batch = _part(batch, divided_along(name))
+    return batch, _part(heads, divided_along("tensor"))
 
 
 def _part(whole: int, size: int) -> int:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-Implementation = Literal["cudnn", "blocks", "xla"]
+Implementation = Literal["cudnn", "splash", "blocks", "xla"]
 """Who computes attention."""
 
 

@@ -2,7 +2,8 @@
 
 For blocks that the backward pass computes again in any case: what the function keeps for its derivative is made there,
 tile by tile, so that it runs as often as before. Gradients of what it closes over are added up in float32 at least; the
-gradient of the first array takes the place of the first result's, where they are alike.
+gradient of the first array takes the place of the first result's, where they are alike. Devices that divide the tokens
+of rows go over tiles of their own.
 
 Shapes: B batch, T tokens, t tokens of a tile.
 
@@ -22,7 +23,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..core import LinearWeight, Tree, explicit_mesh, is_key, traced_device, zero_after
+from ..core import (
+    CONTEXT,
+    LinearWeight,
+    Tree,
+    explicit_mesh,
+    is_key,
+    on_own_tokens,
+    token_parts,
+    traced_device,
+    zero_after,
+)
 from ..core._compat import laid_out_on_tpus, like_type, varied_alike
 from ..targets import busy_rows
 from ._divided import divided_sizes
@@ -63,6 +74,12 @@ def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, widt
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
     if explicit_mesh((leaves, arrays)) is not None:  # whose arrays of zeros would say how they are divided
         return fn(params, x)
+    if token_parts(arrays[0].shape[1], arrays) > 1:
+
+        def own(params: Tree, x: Tree) -> Tree:
+            return over_tokens(fn, _of_tile(params, jax.lax.axis_index(CONTEXT)), x, width=width, share=share)
+
+        return on_own_tokens(own, params, x)
     size = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
     if size >= arrays[0].shape[1]:
         return fn(params, x)
@@ -74,7 +91,7 @@ def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: flo
     """Return how many tokens of each row a tile has.
 
     Args:
-        shape: of the tokens, [B, T, ...], over all devices.
+        shape: of the tokens, [B, T, ...], over all devices that divide rows.
         width_bytes: of the widest array, for each token.
         params: whose bytes a loop copies.
         share: as in `over_tokens`.

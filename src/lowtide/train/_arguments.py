@@ -87,6 +87,13 @@ def choose_step(
     given: Any = loss_fn
     if isinstance(tx, LayerwiseStep):
         refuse_precision(compute_dtype)
+        if sharding is not None and sharding.num_context_shards > 1:
+            raise ConfigError(
+                "a layerwise step cannot divide the tokens of rows among devices yet",
+                expected="a mesh without an axis context",
+                got=dict(sharding.mesh.shape),
+                hint="an Optax optimizer, with remat=True in the loss; its state is divided along fsdp",
+            )
         _refuse_beside_layerwise(
             wrt=(wrt, None), mutable=(mutable, None), num_microbatches=(num_microbatches, 1), seed=(seed, 0)
         )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ...core import BATCH_AXES, ConfigError, LayerStack, StructureError, is_count
+from ...core import BATCH_AXES, CONTEXT, ConfigError, LayerStack, StructureError, is_count
 from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
@@ -35,6 +35,13 @@ def refuse_other_mesh(schedule: Schedule, mesh: Mesh, axis: str, batch_axes: Seq
             expected=f"{schedule.num_ranks} devices along {axis!r}",
             got=mesh.shape[axis],
             hint="num_stages of a schedule is ranks times stages a rank",
+        )
+    if mesh.shape.get(CONTEXT, 1) > 1:
+        raise ConfigError(
+            f"a pipeline cannot divide the tokens of rows along an axis {CONTEXT!r} yet",
+            expected="other axes beside its own, such as fsdp and tensor",
+            got=" × ".join(f"{name} {size}" for name, size in mesh.shape.items()),
+            hint=f"no pipeline for long rows: make_mesh({CONTEXT}=..., fsdp=...); or no axis {CONTEXT!r}",
         )
     if any(kind is not AxisType.Auto for kind in mesh.axis_types):
         raise ConfigError(

@@ -1,0 +1,131 @@
+"""Attention over tokens that devices divide: they exchange tokens for heads before it, and heads for tokens after it.
+
+Along the axis ``context`` of a mesh each device has a part of every row. For attention it gets all tokens of a part of
+the heads, by one all-to-all of the queries, of the keys and of the values each, and gives the result back by another.
+So causal masks, windows and documents cost every device the same, and whoever computes attention sees whole rows.
+
+Heads of keys that are fewer than the devices are repeated before they are sent: each device gets those that its queries
+share, once. Devices that divide heads along ``tensor`` divide what they have further.
+
+Not by constraints of shardings: kernels are calls that the compiler cannot divide, and of an exchange by `shard_map` it
+is known which collectives it is.
+
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
+
+Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv:2309.14509).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array
+
+from ..core import (
+    BATCH_AXES,
+    CONTEXT,
+    ConfigError,
+    divided_along,
+    divided_mesh,
+    kept,
+    without_explicit_axes,
+)
+from ._sight import Scores, Sight
+
+Attend = Callable[[Array, Array, Array, Sight, Scores], Array]
+
+
+def over_context(attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend where tokens may be divided along ``context``; elsewhere as `attend` does.
+
+    Args:
+        attend: computes attention of whole rows.
+        q_BTNH: queries.
+        k_BSKH: keys.
+        v_BSKH: values.
+        sight: which keys each query sees.
+        scores: what becomes of scores.
+
+    Raises:
+        ConfigError: when the axis does not divide tokens or heads.
+    """
+    if divided_along(CONTEXT) == 1:
+        return attend(q_BTNH, k_BSKH, v_BSKH, sight, scores)
+    arrays = {
+        "window": sight.window if isinstance(sight.window, jax.Array) else None,
+        "start": sight.start if isinstance(sight.start, jax.Array) else None,
+        "segments": sight.segments,
+        "sinks": scores.sinks,
+    }
+
+    def run(q: Array, k: Array, v: Array, arrays: Any) -> Array:
+        return _exchanged(attend, q, k, v, arrays, sight, scores)
+
+    return without_explicit_axes(run, lambda _: kept(q_BTNH), q_BTNH, k_BSKH, v_BSKH, arrays)
+
+
+def _exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight: Sight, scores: Scores) -> Array:
+    mesh, parts, tensor = divided_mesh(), divided_along(CONTEXT), divided_along("tensor")
+    _check(q.shape, k.shape, parts, tensor)
+    k, v = (_repeated(each, tensor) for each in (k, v))
+    # All axes, also those of one device: what a kernel computes the compiler cannot divide along any.
+    free = set(mesh.axis_names).difference(getattr(mesh, "manual_axes", ()))
+    batch = tuple(name for name in BATCH_AXES if name in free)
+    if q.shape[0] % math.prod(mesh.shape[name] for name in batch):
+        batch = ()  # rows that cannot be divided, such as the last of an evaluation, are on every device
+    heads = ("tensor",) if "tensor" in free else ()
+    tokens = P(batch, CONTEXT, heads)
+    places = {"window": P(), "start": P(), "segments": P(batch), "sinks": P((*heads, CONTEXT))}
+
+    def own(q: Array, k: Array, v: Array, arrays: Any) -> Array:
+        q, k, v = (
+            jax.lax.all_to_all(each, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+            for each in (q, _repeated(k, parts), _repeated(v, parts))
+        )
+        told = {name: each for name, each in arrays.items() if each is not None}
+        sinks = {name: told.pop(name) for name in ("sinks",) if name in told}
+        out = attend(q, k, v, dataclasses.replace(sight, **told), dataclasses.replace(scores, **sinks))
+        return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+
+    mapped = jax.shard_map(
+        own,
+        mesh=mesh,
+        in_specs=(tokens, tokens, tokens, places),
+        out_specs=tokens,
+        axis_names=free.intersection((*BATCH_AXES, "tensor", CONTEXT)),
+        check_vma=False,  # kernels do not say along which axes their results vary
+    )
+    return mapped(q, k, v, arrays)
+
+
+def _repeated(x_BSKH: Array, parts: int) -> Array:
+    """Repeat heads as often as it takes to divide them."""
+    count = x_BSKH.shape[2]
+    times = math.lcm(count, parts) // count
+    return x_BSKH if times == 1 else jnp.repeat(x_BSKH, times, axis=2)
+
+
+def _check(queries: tuple[int, ...], keys: tuple[int, ...], parts: int, tensor: int) -> None:
+    lengths = {queries[1], keys[1]}
+    if any(length % parts for length in lengths):
+        raise ConfigError(
+            f"attention: {' or '.join(map(str, sorted(lengths)))} tokens cannot be divided along the axis {CONTEXT!r}",
+            expected=f"a multiple of {parts}, the devices along it",
+            got=max(lengths),
+            hint="pad rows to a multiple; generate text outside of such a mesh",
+        )
+    if queries[2] % (parts * tensor):
+        beside = f" × tensor {tensor}" if tensor > 1 else ""
+        raise ConfigError(
+            f"attention: {queries[2]} query heads cannot be divided along the axis {CONTEXT!r}",
+            expected=f"a multiple of {parts * tensor} ({CONTEXT} {parts}{beside}): each device attends with some heads",
+            got=queries[2],
+            hint=f"make_mesh with a context that divides {queries[2] // math.gcd(queries[2], tensor)}, and fsdp or "
+            "data for the other devices",
+        )

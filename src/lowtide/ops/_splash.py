@@ -1,0 +1,319 @@
+"""Attention by the kernel that JAX has for TPUs, splash attention, in the place of blocks of XLA's operations.
+
+A kernel keeps scores on the chip and visits the blocks alone that a mask says. XLA cannot divide it, so in a program
+for several devices it stands inside of a `jax.shard_map` where a mesh is known that divides rows and heads; elsewhere
+blocks take its place when the program is lowered, which is when that shows (`core._compat.on_one_device`). Both give
+the same results and read the same residuals, so that either may compute the backward pass.
+
+The kernel writes each row's sum 128 times and reads heads before tokens. Some heads of one row of the batch at a time
+are put so, and gradients take the place of what they are of, as in `_blocks`: nothing grows with the batch.
+
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H head, W = N H, X = K H, C of the K
+heads in a step, M = G C.
+
+Deviations and limits: the queries are multiplied by their scale before, in their own dtype. A row that sees nothing
+would see everything, so keys with other segments than queries are left to blocks. Derivatives of gradients are those of
+blocks.
+
+Source: JAX's `jax.experimental.pallas.ops.tpu.splash_attention`, after Dao, "FlashAttention-2" (arXiv:2307.08691).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import P
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from ..core import BATCH_AXES, ConfigError, divided_mesh, kept, without_explicit_axes
+from ..core._compat import on_one_device, splash_backward, splash_forward, varying_axes
+from . import _blocks
+from ._pairs import Kind, Seen
+from ._sight import Scores, Sight
+
+LEAST_TOKENS = 1024
+"""Rows that are shorter are not worth the seconds that a kernel takes to compile."""
+_SIZES = (1024, 512, 256, 128)
+_MOST_TABLE = 512 * 512
+_HEADS = (64, 128, 256)
+_STEP_BYTES = 2**26
+_SUM_BYTES = 4 * 128
+_MOST_FUSED = 4
+
+
+class Kernel(NamedTuple):
+    """What is known of the kernel when the program is traced."""
+
+    block: int
+    """Rows and columns of a block of scores."""
+    is_fused: bool
+    """Whether one kernel computes all gradients: those of queries once for each block of keys, added up after it."""
+    named: bool = False
+    """Whether the caller asked for it, so that nothing may take its place."""
+    interpret: bool = False
+    """Whether XLA's operations compute what the kernel would."""
+
+
+def refusal(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
+    """Return why the kernel cannot compute this on a TPU; empty where it can."""
+    of_queries, of_keys = sight.segments or (None, None)
+    length, num_keys, dim = q.shape[1], k.shape[1], q.shape[-1]
+    held = [each for each in jax.tree.leaves((q, k, sight.segments, scores.sinks)) if isinstance(each, jax.Array)]
+    reasons = {
+        f"{q.dtype}": q.dtype not in (jnp.bfloat16, jnp.float32),
+        f"heads of {dim}": dim not in _HEADS,
+        f"{length} queries and {num_keys} keys": not _size_of(length, num_keys, sight.window),
+        "a window that layers differ in": isinstance(sight.window, jax.Array),
+        "a window without causal=True": sight.window is not None and not sight.causal,
+        "queries that begin later": isinstance(sight.start, jax.Array) or sight.start != 0,
+        "other segments of keys than of queries": of_queries is not of_keys,
+        "values that differ along an axis of a jax.shard_map": any(varying_axes(jax.typeof(each)) for each in held),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _size_of(length: int, num_keys: int, window: int | Array | None) -> int:
+    """Return the size of blocks that divide queries and keys; 0 for none, or too many for a chip's scalar memory."""
+    # Of few blocks, and of those along a narrow window, more is masked than is seen.
+    is_narrow = isinstance(window, int) and window < _SIZES[0]
+    sizes = _SIZES[1:] if is_narrow or min(length, num_keys) < 4 * _SIZES[0] else _SIZES
+    size = next((size for size in sizes if not length % size and not num_keys % size), 0)
+    return size if size and (length // size) * (num_keys // size) <= _MOST_TABLE else 0
+
+
+def attend_with_splash(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores, *, named: bool = False
+) -> Array:
+    """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]. `refusal` says where that is not possible."""
+    num_keys = k_BSKH.shape[1]
+    size = _size_of(q_BTNH.shape[1], num_keys, sight.window)
+    kernel = Kernel(size, num_keys // size <= _MOST_FUSED, named)
+    return attend_by(kernel, q_BTNH, k_BSKH, v_BSKH, sight, scores)
+
+
+def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> Array:
+    """Attend with a kernel of these sizes."""
+    seen = Seen(None, None, *(sight.segments or (None, None)))
+    window: Any = None if isinstance(sight.window, int) and sight.window >= k.shape[1] else sight.window
+    kind = Kind(sight.causal, window, scores.scale, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
+    return _attend((kernel, kind), q, k, v, scores.sinks, seen)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: tuple[Kernel, Kind], q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen) -> Array:
+    return _results(how, q, k, v, sinks, seen)[0]
+
+
+def _attend_forward(
+    how: tuple[Kernel, Kind], q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen
+) -> tuple[Array, Any]:
+    out, lse = _results(how, q, k, v, sinks, seen)
+    out, lse = checkpoint_name(out, "attn_out"), checkpoint_name(lse, "attn_lse")
+    return out, (q, k, v, sinks, seen, out, lse)
+
+
+def _attend_backward(how: tuple[Kernel, Kind], residuals: Any, dout: Array) -> Any:
+    kernel, kind = how
+
+    def gradients(residuals: Any, dout: Array) -> Any:
+        own, others = functools.partial(_gradients, how), functools.partial(_blocks.gradients, kind)
+        return _divided(kernel, own, others, residuals, dout)
+
+    return *without_explicit_axes(gradients, lambda _: kept(residuals[:4]), residuals, dout), None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _results(
+    how: tuple[Kernel, Kind], q: Array, k: Array, v: Array, sinks: Array | None, seen: Seen
+) -> tuple[Array, Array]:
+    kernel, kind = how
+
+    def results(*args: Any) -> Any:
+        return _divided(kernel, functools.partial(_forward, how), functools.partial(_blocks.forward, kind), *args)
+
+    return without_explicit_axes(results, lambda _: _blocks.places(q), q, k, v, sinks, seen)
+
+
+def _divided(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any], *args: Any) -> Any:
+    """Compute by the kernel where it can be: each device its rows and heads, where a mesh is known."""
+    if kernel.interpret:
+        return own(*args)
+    compute = functools.partial(_by_either, kernel, own, others)
+    arrays = jax.tree.leaves(args)
+    mesh = divided_mesh()
+    batch, heads = arrays[0].shape[0], math.gcd(arrays[0].shape[2], arrays[1].shape[2])
+    axes = _axes_of(mesh, batch, heads)
+    if axes is None:
+        return compute(*args)
+    rows, of_heads = axes
+    whole = P(rows, None, of_heads, None)
+    specs = {1: P(of_heads), 2: P(rows, None), 3: P(rows, of_heads, None), 4: whole}
+    in_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], args)
+    out_specs = jax.tree.map(lambda leaf: specs[leaf.ndim], jax.eval_shape(others, *args))
+    names = set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ()))
+    given = None if not jax.sharding.get_abstract_mesh().empty else mesh
+
+    def local(*args: Any) -> Any:
+        return jax.tree.map(lambda leaf: jax.lax.psum(leaf, rows) if leaf.ndim == 1 else leaf, compute(*args))
+
+    divided: Any = jax.shard_map(
+        local, mesh=given, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+    )
+    return divided(*args)
+
+
+def _axes_of(mesh: Any, batch: int, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the axes of a mesh that divide rows and heads; None where others are left, or they do not divide."""
+    if mesh is None:
+        return None
+    manual = getattr(mesh, "manual_axes", ())
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1 and name not in manual}
+    rows = tuple(name for name in BATCH_AXES if name in sizes)
+    of_heads = tuple(name for name in ("tensor", "context") if name in sizes)
+    if not sizes or set(sizes) - {*rows, *of_heads}:
+        return None
+    by_rows, by_heads = (math.prod(sizes[name] for name in names) for names in (rows, of_heads))
+    return None if batch % by_rows or heads % by_heads else (rows, of_heads)
+
+
+def _by_either(kernel: Kernel, own: Callable[..., Any], others: Callable[..., Any], *args: Any) -> Any:
+    needed = (
+        "attention: the kernel for TPUs cannot be divided among the devices of this program" if kernel.named else ""
+    )
+    try:
+        return on_one_device(own, others, *args, needed=needed)
+    except Exception as error:  # of another version of JAX, whose kernel takes other arguments
+        said = f"{type(error).__name__}: {error}"
+        if kernel.named:
+            raise ConfigError(
+                "attention: this version of JAX has another kernel for TPUs than Lowtide knows",
+                got=said,
+                hint="leave implementation out: blocks of XLA's operations compute the same",
+            ) from error
+        _warn_of_another_kernel(said)
+        return others(*args)
+
+
+@functools.cache
+def _warn_of_another_kernel(said: str) -> None:
+    warnings.warn(
+        f"attention: JAX {jax.__version__} has another kernel for TPUs than Lowtide knows ({said}); blocks of XLA's "
+        'operations compute the same, slower\nhint: update lowtide, or give attention implementation="blocks"',
+        stacklevel=2,
+    )
+
+
+class _Steps(NamedTuple):
+    """How a pass goes over rows of the batch and heads."""
+
+    groups: int
+    """Key/value heads of a step."""
+    row_P: Array
+    group_P: Array
+
+
+def _steps(q_BTNH: Array, k_BSKH: Array) -> _Steps:
+    batch, length, heads, _ = q_BTNH.shape
+    num_groups = k_BSKH.shape[2]
+    most = _STEP_BYTES // (_SUM_BYTES * length * (heads // num_groups))
+    groups = max(count for count in range(1, num_groups + 1) if not num_groups % count and count <= max(1, most))
+    row_P, group_P = jnp.meshgrid(jnp.arange(batch), jnp.arange(0, num_groups, groups), indexing="ij")
+    return _Steps(groups, row_P.ravel(), group_P.ravel())
+
+
+def _heads_of(x_BTW: Array, row: Array, head: Array, count: int, dim: int) -> Array:
+    """Cut some heads of one row of the batch, [count, T, H]."""
+    x_TW = jax.lax.dynamic_slice(x_BTW, (row, 0, head * dim), (1, x_BTW.shape[1], count * dim))[0]
+    return x_TW.reshape(-1, count, dim).swapaxes(0, 1)
+
+
+def _with_heads(x_BTW: Array, part_MTH: Array, row: Array, head: Array) -> Array:
+    """Put them back."""
+    part_TW = part_MTH.astype(x_BTW.dtype).swapaxes(0, 1).reshape(1, x_BTW.shape[1], -1)
+    return jax.lax.dynamic_update_slice(x_BTW, part_TW, (row, 0, head * part_MTH.shape[2]))
+
+
+def _options(how: tuple[Kernel, Kind]) -> dict[str, Any]:
+    kernel, kind = how
+    told = {"causal": kind.causal, "window": kind.window, "soft_cap": kind.soft_cap}
+    return {**told, "block": kernel.block, "interpret": kernel.interpret}
+
+
+def _scaled(x: Array, scale: float) -> Array:
+    return (x.astype(jnp.float32) * scale).astype(x.dtype)
+
+
+def _segments_of(seen: Seen, row: Array) -> tuple[Array, Array] | None:
+    if seen.of_queries is None or seen.of_keys is None:
+        return None
+    return seen.of_queries[row], seen.of_keys[row]
+
+
+def _forward(
+    how: tuple[Kernel, Kind], q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, seen: Seen
+) -> tuple[Array, Array]:
+    """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
+    _, kind = how
+    batch, length, heads, dim = q_BTNH.shape
+    steps, shared = _steps(q_BTNH, k_BSKH), heads // k_BSKH.shape[2]
+    q_BTW, k_BSX, v_BSX = (_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH))
+    count = shared * steps.groups
+
+    def body(state: tuple[Array, Array], at: tuple[Array, Array]) -> Any:
+        (out_BTW, lse_BNT), (row, group) = state, at
+        head = group * shared
+        q_MTH = _scaled(_heads_of(q_BTW, row, head, count, dim), kind.scale)
+        k_CSH, v_CSH = (_heads_of(each, row, group, steps.groups, dim) for each in (k_BSX, v_BSX))
+        sinks_M = None if sinks_N is None else jax.lax.dynamic_slice_in_dim(sinks_N, head, count)
+        out_MTH, lse_MT = splash_forward(q_MTH, k_CSH, v_CSH, _segments_of(seen, row), sinks_M, **_options(how))
+        lse_BNT = jax.lax.dynamic_update_slice(lse_BNT, lse_MT[None], (row, head, 0))
+        return (_with_heads(out_BTW, out_MTH, row, head), lse_BNT), None
+
+    empty = jnp.zeros(q_BTW.shape, q_BTW.dtype), jnp.zeros((batch, heads, length), jnp.float32)
+    (out_BTW, lse_BNT), _ = jax.lax.scan(body, empty, (steps.row_P, steps.group_P))
+    return out_BTW.reshape(q_BTNH.shape), lse_BNT
+
+
+def _gradients(how: tuple[Kernel, Kind], residuals: Any, dout_BTNH: Array) -> Any:
+    """Return those of queries, keys, values and sinks."""
+    q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
+    kernel, kind = how
+    heads, dim = q_BTNH.shape[2:]
+    steps, shared = _steps(q_BTNH, k_BSKH), heads // k_BSKH.shape[2]
+    out_BTW, dout_BTW = _blocks.flat(out_BTNH), _blocks.flat(dout_BTNH)
+    count = shared * steps.groups
+
+    def body(state: Any, at: tuple[Array, Array]) -> Any:
+        # Queries, keys and values are read before their gradients take their place.
+        (dq_BTW, dk_BSX, dv_BSX, dsinks_N), (row, group) = state, at
+        head = group * shared
+        q_MTH = _scaled(_heads_of(dq_BTW, row, head, count, dim), kind.scale)
+        out_MTH, dout_MTH = (_heads_of(each, row, head, count, dim) for each in (out_BTW, dout_BTW))
+        k_CSH, v_CSH = (_heads_of(each, row, group, steps.groups, dim) for each in (dk_BSX, dv_BSX))
+        lse_MT = jax.lax.dynamic_slice(lse_BNT, (row, head, 0), (1, count, lse_BNT.shape[2]))[0]
+        arrays = q_MTH, out_MTH, lse_MT, dout_MTH
+        ids = _segments_of(seen, row)
+        dq, dk, dv = splash_backward(arrays, (k_CSH, v_CSH), ids, **_options(how), is_fused=kernel.is_fused)
+        dq_BTW = _with_heads(dq_BTW, _scaled(dq, kind.scale), row, head)
+        dk_BSX, dv_BSX = _with_heads(dk_BSX, dk, row, group), _with_heads(dv_BSX, dv, row, group)
+        if sinks_N is not None:
+            delta_MT = jnp.sum(out_MTH.astype(jnp.float32) * dout_MTH.astype(jnp.float32), axis=-1)
+            sinks_M = jax.lax.dynamic_slice_in_dim(sinks_N.astype(jnp.float32), head, count)
+            more_M = -jnp.sum(jnp.exp(sinks_M[:, None] - lse_MT) * delta_MT, axis=-1)
+            old_M = jax.lax.dynamic_slice_in_dim(dsinks_N, head, count)
+            dsinks_N = jax.lax.dynamic_update_slice_in_dim(dsinks_N, old_M + more_M, head, axis=0)
+        return (dq_BTW, dk_BSX, dv_BSX, dsinks_N), None
+
+    first = (*(_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH)), jnp.zeros((heads,), jnp.float32))
+    (dq_BTW, dk_BSX, dv_BSX, dsinks_N), _ = jax.lax.scan(body, first, (steps.row_P, steps.group_P))
+    dq, dk, dv = dq_BTW.reshape(q_BTNH.shape), dk_BSX.reshape(k_BSKH.shape), dv_BSX.reshape(v_BSKH.shape)
+    return dq, dk, dv, None if sinks_N is None else dsinks_N.astype(sinks_N.dtype)
