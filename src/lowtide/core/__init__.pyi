@@ -85,11 +85,13 @@ from ._select import match_path as match_path
 from ._select import select as select
 from ._spaces import memory_space as memory_space
 from ._spaces import on_host as on_host
+from ._stack import OWN_NAMES as OWN_NAMES
 from ._stack import LayerStack as LayerStack
 from ._stack import StackShapes as StackShapes
 from ._stack import divided_along as divided_along
 from ._stack import divided_mesh as divided_mesh
 from ._stack import dividing as dividing
+from ._stack import is_own_name as is_own_name
 from ._stack import is_recomputed as is_recomputed
 from ._stack import is_stacked as is_stacked
 from ._stack import num_layers as num_layers

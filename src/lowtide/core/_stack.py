@@ -81,7 +81,7 @@ class LayerStack:
         block = self.block
         if remat is not False:
             policy = None if remat is True else remat
-            block = jax.checkpoint(recomputed(block), policy=policy, prevent_cse=False)
+            block = jax.checkpoint(recomputed(block) if remat is True else block, policy=policy, prevent_cse=False)
 
         divide = _divide.get()
 
@@ -176,6 +176,15 @@ def dividing(divide: Callable[[Any], Any], mesh: Any = None) -> Generator[None]:
     finally:
         _divide.reset(tokens[0])
         _mesh.reset(tokens[1])
+
+
+OWN_NAMES = "_lowtide/"
+"""How names begin that a library gives values for policies of its own: no user's claims, lists and tags know them."""
+
+
+def is_own_name(name: str) -> bool:
+    """Whether a name of `jax.ad_checkpoint.checkpoint_name` is the library's own."""
+    return name.startswith(OWN_NAMES)
 
 
 _is_recomputed: contextvars.ContextVar[bool] = contextvars.ContextVar("is_recomputed", default=False)

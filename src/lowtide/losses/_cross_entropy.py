@@ -216,6 +216,8 @@ def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, so
     if soft_cap is not None:
         logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
     keep_BC = labels_BC != ignore_index
+    if labels_BC.dtype.itemsize < 4:  # which may not count all classes
+        labels_BC = labels_BC.astype(jnp.int32)
     # Not looked up: the gradient of that is scattered into an array of the logits' size, in float32.
     vocabulary = logits_BCV.shape[-1]
     is_gold_BCV = (

@@ -27,7 +27,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..core import LayerStack, StructureError, Tree, is_recomputed, linear, rows
+from ..core import OWN_NAMES, LayerStack, StructureError, Tree, is_recomputed, linear, rows
 from ..losses import chunked_cross_entropy
 from ..ops import Scores, Sight, attend, over_tokens
 from ._config import DecoderConfig
@@ -39,7 +39,11 @@ EVERYTHING = 2**30
 """The window of a layer without one, where layers differ."""
 
 _KEPT = jax.checkpoint_policies.save_only_these_names(
-    *("_attn_q", "_attn_k", "_attn_added", "_mlp_gate", "_mlp_up", "_mlp_gate_up", "_mlp_out", "_lora_low")
+    *(
+        f"{OWN_NAMES}{name}"
+        for name in ("attn_q", "attn_k", "attn_added", "mlp_gate", "mlp_up", "mlp_gate_up", "mlp_out")
+    ),
+    *(f"{OWN_NAMES}{name}" for name in ("lora_low", "lora_scaled")),
 )
 """What products make, of layers that do not run again."""
 
@@ -439,7 +443,7 @@ def _project(config: DecoderConfig, layer: Tree, tokens: tuple[Array, Array, Arr
     attn = layer["attn"]
     q_BTW, k_BTX, v_BTX = _projected(attn, _before(layer, "attn", h_BTD, config), config)
     if config.qk_norm != "none":
-        q_BTW, k_BTX = checkpoint_name(q_BTW, "_attn_q"), checkpoint_name(k_BTX, "_attn_k")
+        q_BTW, k_BTX = checkpoint_name(q_BTW, f"{OWN_NAMES}attn_q"), checkpoint_name(k_BTX, f"{OWN_NAMES}attn_k")
     if config.qk_norm == "width":
         q_BTW, k_BTX = (rms_norm(x, attn[f"{n}_norm"]["weight"], config) for x, n in ((q_BTW, "q"), (k_BTX, "k")))
     q_BTNH, k_BTKH = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q_BTW, k_BTX))
@@ -455,7 +459,7 @@ def _finish(
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Add what attention found, and what the MLP or the mixture makes of that."""
     h_BTD, out_BTW = tokens
-    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), "_attn_added")
+    added_BTD = checkpoint_name(_dense(layer["attn"]["o_proj"], out_BTW), f"{OWN_NAMES}attn_added")
     h_BTD = h_BTD + _after(layer, "attn", added_BTD, config)
     out_BTD, routing = _mlp(layer["mlp"], _before(layer, "mlp", h_BTD, config), config)
     return h_BTD + _after(layer, "mlp", out_BTD, config), routing
@@ -475,12 +479,14 @@ def _mlp(mlp: Tree, x_BTD: Array, config: DecoderConfig) -> tuple[Array, tuple[A
         out_BTD, probs_BTE, counts_BTE = mixture(mlp, x_BTD, config.experts, activation)
         return out_BTD, (probs_BTE, counts_BTE)
     if config.fused_projections:
-        gate_BTF, up_BTF = jnp.split(checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), "_mlp_gate_up"), 2, axis=-1)
+        gate_BTF, up_BTF = jnp.split(
+            checkpoint_name(_dense(mlp["gate_up_proj"], x_BTD), f"{OWN_NAMES}mlp_gate_up"), 2, axis=-1
+        )
     else:
-        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), "_mlp_gate")
-        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), "_mlp_up")
+        gate_BTF = checkpoint_name(_dense(mlp["gate_proj"], x_BTD), f"{OWN_NAMES}mlp_gate")
+        up_BTF = checkpoint_name(_dense(mlp["up_proj"], x_BTD), f"{OWN_NAMES}mlp_up")
     out_BTD = _dense(mlp["down_proj"], activation(gate_BTF) * up_BTF)
-    return checkpoint_name(out_BTD, "_mlp_out") if config.post_norm else out_BTD, None
+    return checkpoint_name(out_BTD, f"{OWN_NAMES}mlp_out") if config.post_norm else out_BTD, None
 
 
 Llama = Decoder

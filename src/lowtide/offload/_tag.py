@@ -38,7 +38,13 @@ from ._trace import HIDING, is_name, trace
 Origin = tuple[str, ...] | None
 """The path of the parameter that a value is made of; empty for an activation, None for a constant."""
 
-_PRODUCTS = {"dot_general": "dot", "conv_general_dilated": "conv", "ragged_dot": "dot", "ragged_dot_general": "dot"}
+_PRODUCTS = {
+    "dot_general": "dot",
+    "turned_product": "dot",
+    "conv_general_dilated": "conv",
+    "ragged_dot": "dot",
+    "ragged_dot_general": "dot",
+}
 _KERNELS = {"pallas_call", "scaled_matmul_wrapper", "dot_product_attention_fwd_wrapper"}
 _ATTENTION = "dot_product_attention"
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend.core.primitives import name_p
 
-from ..core import Tree, leaves_with_paths
+from ..core import Tree, is_own_name, leaves_with_paths
 from ..jaxprs import Kind, equations, kind_of, make_jaxpr, variables_read, walk
 
 HIDING: Mapping[Kind | None, str] = {
@@ -72,8 +72,8 @@ class NamedValue:
 
 
 def is_name(eqn: Any) -> bool:
-    """Whether an operation gives a name; those that begin with an underscore are a library's own, for its policies."""
-    return eqn.primitive is name_p and not eqn.params["name"].startswith("_")
+    """Whether an operation gives a name; not one of the library's own."""
+    return eqn.primitive is name_p and not is_own_name(eqn.params["name"])
 
 
 def named_values(jaxpr: Any) -> Iterator[NamedValue]:
@@ -106,7 +106,7 @@ def names_under_differentiation(fn: Callable[..., Any], traced: Traced) -> set[s
     seen = set[str]()
 
     def record(primitive: Any, *_: Any, **params: Any) -> bool:
-        if primitive is name_p and not params["name"].startswith("_"):
+        if primitive is name_p and not is_own_name(params["name"]):
             seen.add(params["name"])
         return False
 

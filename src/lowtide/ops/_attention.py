@@ -102,7 +102,11 @@ def attention(
     _check(q, k, v, causal, window, soft_cap, sinks)
     segments = _segments(q, k, segment_ids)
     sight = Sight(causal=causal, window=window, segments=segments)
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
+    if isinstance(scale, jax.Array):  # it may be traced, or learned
+        q, scale = q * scale.astype(q.dtype), 1.0
+    scores = Scores(
+        q.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap), sinks
+    )
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: no implementation is called {implementation!r}",

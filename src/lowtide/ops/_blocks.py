@@ -33,7 +33,7 @@ from jaxtyping import Array
 
 from ..core import kept, traced_device, without_explicit_axes
 from ..core._compat import like_type, varied_alike
-from ._divided import divided_sizes
+from ._divided import divided_sizes, wide_of
 from ._pairs import LEAST_ROWS, Block, Kind, Pairs, Seen, blocks_of, mask_of, pairs_of
 from ._sight import Scores, Sight
 
@@ -116,7 +116,7 @@ def _of_rows(x_BNT: Array, start: Array, size: int, num_groups: int) -> Array:
 
 def _products(kind: Kind, q_BKMH: Array, k_BKDH: Array) -> Array:
     """Scores as they enter the softmax, [B, K, M, D]."""
-    wide = jnp.promote_types(q_BKMH.dtype, jnp.float32)
+    wide = wide_of(q_BKMH.dtype)
     s_BKMD = jnp.einsum("bkmh,bkdh->bkmd", q_BKMH, k_BKDH, preferred_element_type=wide) * kind.scale
     return s_BKMD if kind.soft_cap is None else kind.soft_cap * jnp.tanh(s_BKMD / kind.soft_cap)
 
@@ -171,7 +171,7 @@ def forward(
     batch, length, heads, dim = q_BTNH.shape
     num_keys, groups = k_BSKH.shape[1:3]
     pairs = pairs_of(kind, seen, length, num_keys)
-    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    wide = wide_of(q_BTNH.dtype)
     low = float(jnp.finfo(wide).min)
     zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, *jax.tree.leaves((sinks_N, seen))])
     num_rows = heads // groups * pairs.rows
@@ -232,6 +232,7 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
     k_BSX, v_BSX, dout_BTW = flat(k_BSKH), flat(v_BSKH), flat(dout_BTNH)
     delta_BNT = _products_of_rows(dout_BTNH, out_BTNH, pairs, wide)
     blocks, q_BTW = blocks_of(kind, seen, pairs, flat(q_BTNH))
+    low = float(jnp.finfo(wide).min)
     nothing_BKDH = zeros((batch, groups, pairs.columns, dim), wide)
 
     def body(state: Any, at: Block) -> Any:
@@ -251,7 +252,7 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
             if length % pairs.rows:  # rows of two blocks count once
                 mask = mask & is_own_C[None, None, None, :, None]
             s_BKMD = _products(kind, q_BKMH, k_BKDH)
-            p_BKMD = _over(mask, jnp.exp(s_BKMD - lse_BKM[..., None]), 0)
+            p_BKMD = jnp.exp(_over(mask, s_BKMD - lse_BKM[..., None], low))
             dv_BKDH = product("bkmd,bkmh->bkdh", p_BKMD.astype(v_BKDH.dtype), dout_BKMH)
             ds_BKMD = p_BKMD * (product("bkmh,bkdh->bkmd", dout_BKMH, v_BKDH) - delta_BKM[..., None])
             if kind.soft_cap is not None:

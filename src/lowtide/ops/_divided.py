@@ -1,8 +1,17 @@
-"""What each of several devices has of arrays that they divide."""
+"""What each of several devices has of arrays that they divide, and in which dtype sums are kept."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax.numpy as jnp
+
 from ..core import BATCH_AXES, divided_along
+
+
+def wide_of(dtype: Any) -> Any:
+    """Return float32, or float64 of numbers that have it."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def divided_sizes(batch: int, heads: int) -> tuple[int, int]:

@@ -76,6 +76,8 @@ def pairs_of(kind: Kind, seen: Seen, num_queries: int, num_keys: int) -> Pairs:
                 continue
             found.append((row, own_row, min(own_column, num_keys - columns), own_column, is_first))
             is_first = False
+        if is_first:  # a row of the loop, in which nothing is seen
+            found.append((row, own_row, 0, 0, True))
     row, own_row, column, own_column, first = (np.asarray(each) for each in zip(*found, strict=True))
     return Pairs(rows, columns, row, own_row, column, own_column, first)
 

@@ -36,7 +36,7 @@ from ..core import (
 )
 from ..core._compat import laid_out_on_tpus, like_type, varied_alike
 from ..targets import busy_rows
-from ._divided import divided_sizes
+from ._divided import divided_sizes, wide_of
 
 _ROWS = {"cpu": 256, "gpu": 8192}
 """Rows of a tile at least: a GPU's hundred processors share a product's result, and fewer would leave some idle."""
@@ -178,7 +178,7 @@ def _backward(static: _Static, residuals: Any, cotangents: Tree) -> tuple[Any, A
         more, tile = vjp([jnp.zeros_like(out) if _is_zero(d) else _tile(d, start, size) for d, out in pairs])
         return jax.tree.map(lambda sum, one: sum + one.astype(sum.dtype), dleaves, more), _written(dx, tile, start)
 
-    dleaves = jax.tree.map(lambda leaf: zeros(leaf, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
+    dleaves = jax.tree.map(lambda leaf: zeros(leaf, wide_of(leaf.dtype)), trained)
     dx = jax.tree.map(lambda each: zeros(each, each.dtype), moving)
     if in_place:
         dx[0] = douts[0]

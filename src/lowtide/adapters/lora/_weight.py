@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ...core import StructureError, linear, rows, turned_product
+from ...core import OWN_NAMES, StructureError, linear, rows, turned_product
 from ._pieces import dropped, matmul, over_rows, row_squares, transposed
 
 
@@ -129,7 +129,7 @@ class LoRAWeight:
             return base + correction
         scale = over_rows(self._row_scale(x.dtype), base)
         if self.dropout_key is None:
-            return scale * (base + correction)
+            return scale * checkpoint_name(base + correction, f"{OWN_NAMES}lora_scaled")
         # As in PEFT, what is not seen is missing from the scaled part of the base's product, too.
         return base + (scale - 1) * linear(seen, self.weight) + scale * correction
 
@@ -141,7 +141,7 @@ class LoRAWeight:
         return lora_a, jnp.concatenate([self.lora_b, -self.start_b], axis=-1)
 
     def _corrected(self, x: Array, lora_a: Any, lora_b: Any) -> Array:
-        low_rank = checkpoint_name(linear(x, lora_a), "_lora_low")
+        low_rank = checkpoint_name(linear(x, lora_a), f"{OWN_NAMES}lora_low")
         low_rank = low_rank * self._factor(low_rank)
         if getattr(lora_b, "dtype", None) == low_rank.dtype and lora_b.ndim == 2:
             return turned_product(low_rank, lora_b)

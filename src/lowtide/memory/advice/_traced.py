@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ...core import format_bytes, leaf_bytes
+from ...core import format_bytes, is_own_name, leaf_bytes
 from ...jaxprs import bodies, consts_of, equations, fold, kind_of, opened, policy_names, saves_name, source_line, walk
 from .._owners import Owners
 from ._finding import Finding, of_leaf
@@ -51,13 +51,13 @@ def _names(jaxpr: Any) -> tuple[dict[str, int], list[tuple[Any, dict[str, bool]]
     """Return the bytes behind each name that is given, and each policy with the names that it knows."""
     tags, policies = dict[str, int](), dict[int, Any]()
     for equation, runs in with_runs(jaxpr):
-        if equation.primitive.name == "name" and not equation.params["name"].startswith("_"):  # a library's own
+        if equation.primitive.name == "name" and not is_own_name(equation.params["name"]):
             name = equation.params["name"]
             tags[name] = max(tags.get(name, 0), runs * sum(leaf_bytes(v.aval) for v in equation.outvars))
         elif "policy" in equation.params and equation.params["policy"] is not None:
             policies[id(equation.params["policy"])] = equation.params["policy"]
     known = [(policy, policy_names(policy)) for policy in policies.values()]
-    return tags, [(policy, names) for policy, names in known if not all(name.startswith("_") for name in names)]
+    return tags, [(policy, names) for policy, names in known if not names or not all(map(is_own_name, names))]
 
 
 def with_runs(jaxpr: Any) -> Iterator[tuple[Any, int]]:

@@ -151,7 +151,7 @@ class Program:
         block = self.stack.block
         if self.remat is not False:
             policy: Any = None if self.remat is True else self.remat
-            block = jax.checkpoint(recomputed(block), policy=policy, prevent_cse=False)
+            block = jax.checkpoint(recomputed(block) if self.remat is True else block, policy=policy, prevent_cse=False)
 
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
             layer, index = row

@@ -257,6 +257,7 @@ class _Reader:
 
 _HEAVY = {
     "dot_general",
+    "turned_product",
     "ragged_dot_general",
     "conv_general_dilated",
     "custom_call",
