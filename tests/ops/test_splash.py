@@ -177,6 +177,17 @@ def test_among_devices_the_kernel_is_where_a_mesh_says_who_has_what() -> None:
 
 
 @pytest.mark.tpu_aot
+def test_devices_that_divide_tokens_have_the_kernel_between_exchanges() -> None:
+    mesh = mesh_of("fsdp", "context")
+
+    def trained(*args: Any) -> Any:
+        with dividing(lambda h: h, mesh):
+            return GRADIENT(functools.partial(attend, segment_ids=jnp.zeros((4, 1024), int)))(*args)
+
+    assert num_kernels(trained, jax.NamedSharding(mesh, P("fsdp", "context"))) == 2
+
+
+@pytest.mark.tpu_aot
 def test_gradients_of_sinks_are_added_up_over_rows_of_all_devices() -> None:
     mesh = mesh_of("data", "tensor")
 
@@ -259,7 +270,8 @@ def test_a_step_of_adapters_has_the_kernel() -> None:
     config = LlamaConfig(**sizes, num_heads=8, num_kv_heads=4, head_dim=64)
     base = jax.eval_shape(lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), KEY)
     model = lt.lora.add(base, lt.lora.Config(rank=4, targets="layers/**/*_proj"), key=KEY)
-    batch = {name: jax.ShapeDtypeStruct((2, 2048), jnp.int32) for name in ("tokens", "labels")}
+    names = ("tokens", "labels", "segment_ids", "positions")
+    batch = {name: jax.ShapeDtypeStruct((2, 2048), jnp.int32) for name in names}
     step = lt.value_and_grad(functools.partial(loss, remat=True), wrt="**/lora_*", has_aux=True)
 
     def kernels(place: Any) -> set[str]:
@@ -269,8 +281,8 @@ def test_a_step_of_adapters_has_the_kernel() -> None:
         return set(re.findall(r'kernel_name = "(splash_\w+?)"', text))
 
     assert kernels(jax.sharding.SingleDeviceSharding(tpus()[0])) == {
-        "splash_mha_fwd_residuals",
-        "splash_mha_dkv_no_residuals",
+        "splash_mha_fwd_segmented_residuals",
+        "splash_mha_dkv_segmented_no_residuals",
     }
     assert kernels(jax.NamedSharding(mesh_of("data", "tensor"), P())) == set()
 
