@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -176,6 +177,17 @@ def test_among_devices_the_kernel_is_where_a_mesh_says_who_has_what() -> None:
 
 
 @pytest.mark.tpu_aot
+def test_devices_that_divide_tokens_have_the_kernel_between_exchanges() -> None:
+    mesh = mesh_of("fsdp", "context")
+
+    def trained(*args: Any) -> Any:
+        with dividing(lambda h: h, mesh):
+            return GRADIENT(functools.partial(attend, segment_ids=jnp.zeros((4, 1024), int)))(*args)
+
+    assert num_kernels(trained, jax.NamedSharding(mesh, P("fsdp", "context"))) == 2
+
+
+@pytest.mark.tpu_aot
 def test_gradients_of_sinks_are_added_up_over_rows_of_all_devices() -> None:
     mesh = mesh_of("data", "tensor")
 
@@ -252,14 +264,27 @@ def test_arithmetic_counts_once_and_whole_programs_for_other_targets_have_no_ker
     assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
-def lora_step(length: int) -> tuple[Any, Any]:
-    """Gradients of adapters, and what they are of."""
+@pytest.mark.tpu_aot
+def test_a_step_of_adapters_has_the_kernel() -> None:
     sizes = {"vocab_size": 256, "hidden_size": 512, "intermediate_size": 512, "num_layers": 2}
     config = LlamaConfig(**sizes, num_heads=8, num_kv_heads=4, head_dim=64)
     base = jax.eval_shape(lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), KEY)
     model = lt.lora.add(base, lt.lora.Config(rank=4, targets="layers/**/*_proj"), key=KEY)
-    batch = {name: jax.ShapeDtypeStruct((2, length), jnp.int32) for name in ("tokens", "labels")}
-    return lt.value_and_grad(functools.partial(loss, remat=True), wrt="**/lora_*", has_aux=True), (model, batch)
+    names = ("tokens", "labels", "segment_ids", "positions")
+    batch = {name: jax.ShapeDtypeStruct((2, 2048), jnp.int32) for name in names}
+    step = lt.value_and_grad(functools.partial(loss, remat=True), wrt="**/lora_*", has_aux=True)
+
+    def kernels(place: Any) -> set[str]:
+        held = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), (model, batch))
+        with jax.default_device(tpus()[0]):
+            text = jax.jit(step).lower(*held).as_text()
+        return set(re.findall(r'kernel_name = "(splash_\w+?)"', text))
+
+    assert kernels(jax.sharding.SingleDeviceSharding(tpus()[0])) == {
+        "splash_mha_fwd_segmented_residuals",
+        "splash_mha_dkv_segmented_no_residuals",
+    }
+    assert kernels(jax.NamedSharding(mesh_of("data", "tensor"), P())) == set()
 
 
 KEY = jax.random.key(0)
@@ -267,14 +292,18 @@ KEY = jax.random.key(0)
 
 @pytest.mark.tpu_aot
 @pytest.mark.slow
-@pytest.mark.usefixtures("own_programs")
-def test_a_step_of_adapters_with_the_kernel_takes_no_more_than_with_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, args = lora_step(2048)
-    found = []
-    for least in (1024, 10**9):
-        monkeypatch.setattr("lowtide.ops._attention.LEAST_TOKENS", least)
-        jax.clear_caches()
-        program = lt.memory.compile(step, *args, target="v5e:1x1")
-        assert ('custom_call_target="tpu_custom_call"' in program.compiled.as_text()) == (least == 1024)
-        found.append(program.report().device_bytes)
-    assert found[0] <= found[1]
+@pytest.mark.parametrize("target", ["v5e:1x1", "v5p:1x1x1"])
+def test_a_layer_takes_fewer_bytes_than_with_blocks(target: str) -> None:
+    def passes(implementation: Any) -> Any:
+        def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+            out, back = jax.vjp(functools.partial(lt.ops.attention, implementation=implementation), q, k, v)
+            return out, back(dout)
+
+        return both
+
+    def temporaries(implementation: Any) -> int:
+        args = [jax.ShapeDtypeStruct((4, 2048, heads, 128), jnp.bfloat16) for heads in (16, 4, 4, 16)]
+        report = lt.memory.analyze(passes(implementation), *args, target=target)
+        return report.device.temp_bytes
+
+    assert temporaries("splash") < 0.6 * temporaries("blocks")

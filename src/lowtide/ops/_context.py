@@ -60,7 +60,7 @@ def over_context(attend: Attend, q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, si
     arrays = {
         "window": sight.window if isinstance(sight.window, jax.Array) else None,
         "start": sight.start if isinstance(sight.start, jax.Array) else None,
-        "segments": sight.segments,
+        "segments": _distinct(sight.segments),
         "sinks": scores.sinks,
     }
 
@@ -89,6 +89,8 @@ def _exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight:
             for each in (q, _repeated(k, parts), _repeated(v, parts))
         )
         told = {name: each for name, each in arrays.items() if each is not None}
+        if "segments" in told:
+            told["segments"] = told["segments"][0], told["segments"][-1]
         sinks = {name: told.pop(name) for name in ("sinks",) if name in told}
         out = attend(q, k, v, dataclasses.replace(sight, **told), dataclasses.replace(scores, **sinks))
         return jax.lax.all_to_all(out, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
@@ -102,6 +104,11 @@ def _exchanged(attend: Attend, q: Array, k: Array, v: Array, arrays: Any, sight:
         check_vma=False,  # kernels do not say along which axes their results vary
     )
     return mapped(q, k, v, arrays)
+
+
+def _distinct(segments: tuple[Array, Array] | None) -> tuple[Array, ...] | None:
+    """Leave out those of keys where they are those of queries, as a kernel may have to know."""
+    return segments[:1] if segments is not None and segments[0] is segments[1] else segments
 
 
 def _repeated(x_BSKH: Array, parts: int) -> Array:
