@@ -95,7 +95,7 @@ def all_scores() -> Generator[None]:
     from lowtide.ops import _attention
 
     chosen = _attention._best
-    _attention._best = lambda *_: ("xla", "the ladder's first rows")
+    _attention._best = lambda *_: "xla"
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import pytest
 from jax import P
 from jax.sharding import AxisType
 
-from lowtide.core import turned_product
+from lowtide.core import linear, turned_product
 from lowtide.jaxprs import jaxpr_flops
 
 
@@ -81,3 +81,10 @@ def test_the_wide_operand_is_not_stored_anew() -> None:
 
     assert wide_first(plain) == 1 and wide_first(turned_product) == 0
     assert jaxpr_flops(jax.make_jaxpr(turned_product)(x, factor)) == 2 * 64 * 96 * 4
+
+
+def test_products_with_integers_are_what_they_are_without_a_cast() -> None:
+    x, weight = drawn((5, 4), (3, 4))
+    whole = jnp.round(weight).astype(jnp.int8)
+    np.testing.assert_array_equal(linear(x, whole), x @ whole.T.astype(x.dtype))
+    assert linear(jnp.ones((5, 4), jnp.int32), weight).shape == (5, 3)

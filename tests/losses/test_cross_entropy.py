@@ -211,3 +211,11 @@ def test_bad_input_is_refused_by_name():
         losses.chunked_cross_entropy(h, head, labels, chunk_size=0)
     with pytest.raises(ConfigError, match=r"reduction='avg'(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels, reduction="avg")
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("uint8", 256), ("uint8", 300), ("int8", 200), ("int16", 40000)])
+def test_labels_of_few_bits_are_those_of_many(dtype, size):
+    rng = np.random.default_rng(0)
+    h, head = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 8, 4), (size, 4)))
+    labels = jnp.asarray(rng.integers(0, 100, (2, 8)), jnp.int32)
+    np.testing.assert_allclose(LOSS(h, head, labels.astype(dtype)), LOSS(h, head, labels), rtol=1e-6)

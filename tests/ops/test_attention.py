@@ -113,6 +113,8 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
         (None, {"window": 0}, r"window(.|\n)*an integer of at least 1"),
         (None, {"window": 2.5}, r"window(.|\n)*an integer of at least 1"),
         (None, {"soft_cap": float("inf")}, r"soft_cap is a positive number"),
+        (None, {"scale": np.ones(2)}, r"scale is one number\n(.|\n)*float64\[2\]"),
+        (None, {"scale": "0.5"}, r"scale is one number"),
         (None, {"window": 2, "causal": False}, r"window is of causal attention"),
         (None, {"soft_cap": 0.0}, r"soft_cap is a positive number"),
         (None, {"sinks": np.ones(3)}, r"one score for each query head"),
@@ -134,3 +136,17 @@ def test_dtypes_that_differ_or_are_no_numbers_of_attention() -> None:
         arrays = [ones(2, 4, 2, 8, dtype=dtype) for dtype in dtypes]
         with pytest.raises(ConfigError, match=r"one floating-point dtype(.|\n)*hint:"):
             lt.ops.attention(*arrays)
+
+
+def test_a_scale_may_be_learned() -> None:
+    q, k, v = (jnp.asarray(drawn(seed, 1, 70, 2, 8), jnp.float32) for seed in range(3))
+
+    def loss(scale: Any) -> Any:
+        return jnp.sum(lt.ops.attention(q, k, v, scale=scale) ** 2)
+
+    value, slope = jax.jit(jax.value_and_grad(loss))(jnp.float32(0.3))
+    np.testing.assert_allclose(value, loss(0.3), rtol=1e-5)
+    np.testing.assert_allclose(slope, (loss(0.301) - loss(0.299)) / 0.002, rtol=2e-2)
+    with jax.enable_x64(True):
+        out = lt.ops.attention(q, k, v, scale=1 / np.sqrt(8), soft_cap=np.float64(3))
+    assert out.dtype == jnp.float32

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import re
 import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..core import ConfigError, is_count, traced_device
 from ..core._compat import has_cudnn
 from ._blocks import attend_in_blocks
 from ._context import over_context
+from ._divided import wide_of
 from ._scores import attend_with_scores
 from ._sight import Implementation, Scores, Sight
 from ._splash import LEAST_TOKENS, attend_with_splash, refusal
@@ -100,10 +103,11 @@ def attention(
         Language Models with Attention Sinks" (arXiv:2309.17453).
     """
     _check(q, k, v, causal, window, soft_cap, sinks)
+    _check_scale(scale)
     segments = _segments(q, k, segment_ids)
     sight = Sight(causal=causal, window=window, segments=segments)
     if isinstance(scale, jax.Array):  # it may be traced, or learned
-        q, scale = q * scale.astype(q.dtype), 1.0
+        q, scale = (q.astype(wide_of(q.dtype)) * scale).astype(q.dtype), 1.0
     scores = Scores(
         q.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap), sinks
     )
@@ -205,8 +209,8 @@ def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
         return f"{dtype}"
     if head_dim > 128 or head_dim % 8:
         return f"heads of {head_dim}"
-    # A GPU that is not here, compiled for without the library: XLA's operations stand in, which keep the scores of a
-    # layer, so a report counts more bytes for attention than cuDNN needs.
+    # A GPU that is not here, compiled for without the library: blocks of XLA's operations stand in, and a report counts
+    # their bytes.
     return "" if has_cudnn() else "no cuDNN in this process"
 
 
@@ -224,6 +228,17 @@ def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array, Array] | Non
             hint="one number for each token: its document in the row",
         )
     return both
+
+
+def _check_scale(scale: Any) -> None:
+    is_array = isinstance(scale, jax.Array | np.ndarray)
+    if scale is not None and not (scale.shape == () if is_array else isinstance(scale, numbers.Real)):
+        raise ConfigError(
+            "attention: scale is one number",
+            expected="a number, or an array without axes",
+            got=f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale),
+            hint="multiply the queries by what differs between heads, and pass scale=1.0",
+        )
 
 
 def _check(
