@@ -13,6 +13,7 @@ import pytest
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, SelectionError
+from lowtide.jaxprs import jaxpr_flops
 from lowtide.models._config_file import config_from_hf, config_to_hf
 
 from .kinds import KINDS
@@ -143,3 +144,20 @@ def test_switches_that_contradict_each_other_are_refused(changes: dict[str, Any]
 def test_impossible_mixtures_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=rf"{message}(.|\n)*hint:"):
         models.Experts(**{"num_experts": 4, "num_experts_per_token": 2, "intermediate_size": 8, **changes})
+
+
+def test_layers_that_do_not_run_again_compute_no_product_twice() -> None:
+    model, tokens = models.init(KINDS["llama"], key=jax.random.key(0)), jnp.zeros((2, 32), jnp.int32)
+    flops: dict[bool, int] = {}
+    for dora in (False, True):
+        adapted = lt.lora.add(
+            model, lt.lora.Config(rank=2, targets="layers/**/*_proj", dora=dora), key=jax.random.key(1)
+        )
+        trainable, frozen = lt.partition(adapted, "**/lora_*")
+
+        def gradients(trainable: Any, frozen: Any = frozen) -> Any:
+            batch = {"tokens": tokens, "labels": tokens}
+            return jax.grad(lambda part: models.loss(lt.combine(part, frozen), batch)[0])(trainable)
+
+        flops[dora] = jaxpr_flops(jax.make_jaxpr(gradients)(trainable))
+    assert flops[True] < 1.15 * flops[False]

@@ -305,3 +305,12 @@ def test_a_checkpoint_around_the_scan_offloads_every_layer() -> None:
 def test_bytes_on_a_gpu() -> None:
     assert temporaries(checkpoint(block, offload=["up"], prevent_cse=False), "h100")[1] == UP_BYTES
     assert temporaries(checkpoint(block, save=["up"], prevent_cse=False), "h100")[1] == 0
+
+
+def test_a_name_with_an_underscore_is_a_users() -> None:
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(checkpoint_name(x @ w, "_mine")))
+
+    x, w = jnp.ones((3, 4)), jnp.ones((4, 5))
+    kept = checkpoint(fn, save=["_mine"])
+    np.testing.assert_allclose(jax.grad(kept)(x, w), jax.grad(fn)(x, w), rtol=1e-6)
