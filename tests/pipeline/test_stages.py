@@ -234,7 +234,7 @@ def test_what_is_held_is_what_is_compiled_with_fsdp() -> None:
     """A program without it, of one stage a rank, that recomputes, is below."""
     _, _, report, memory = compiled(SMALL, "v-min", "v5p:2x2x2", num_ranks=4, length=512, remat=False)
     assert_is_there(report, memory)
-    assert report.other_bytes is not None and report.other_bytes < 0.25 * memory.device_bytes
+    assert report.other_bytes is not None and report.other_bytes < 64 * 2**20  # code, and one layer
 
 
 @pytest.mark.tpu_aot

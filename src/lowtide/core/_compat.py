@@ -339,7 +339,8 @@ def splash_backward(
     """Return the gradients of queries, keys and values by the same kernel.
 
     Args:
-        arrays_NTH: queries as `splash_forward` takes them, its two results, and the result's cotangent.
+        arrays_NTH: queries as `splash_forward` takes them, the cotangent of its result, the logarithms that it gave,
+            and the products of results and cotangents, added up over each row, [N, T].
         keys_KSH: keys and values.
         segments: as `splash_forward` takes them, and the others, too.
         causal: likewise.
@@ -351,23 +352,32 @@ def splash_backward(
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
 
-    (q_NTH, out_NTH, lse_NT, dout_NTH), (k_KSH, v_KSH) = arrays_NTH, keys_KSH
+    (q_NTH, dout_NTH, lse_NT, delta_NT), (k_KSH, v_KSH) = arrays_NTH, keys_KSH
     tables, by_keys, mask_function = _splash_tables(q_NTH.shape[1], k_KSH.shape[1], causal, window, block, is_fused)
     ids = None if segments is None else kernel.SegmentIds(*segments)
-    gradients = kernel._splash_attention_bwd(  # pyright: ignore[reportPrivateUsage]
-        save_residuals=False,
-        mask_value=kernel.DEFAULT_MASK_VALUE,
-        is_mqa=False,
-        block_sizes=_splash_blocks(block, is_fused),
-        residual_checkpoint_name=None,
-        mask_function=mask_function,
-        attn_logits_soft_cap=soft_cap,
-        interpret=interpret,
-        # Sinks are in the sums: only their own gradient would need them.
-        res=(q_NTH, k_KSH, v_KSH, ids, None, out_NTH, lse_NT, None if is_fused else tables, by_keys),
-        do=dout_NTH,
+    sizes = _splash_blocks(block, is_fused)
+    # Sinks are in the sums: only their own gradient would need them.
+    arrays = (q_NTH, k_KSH, v_KSH, ids, None, lse_NT, dout_NTH, delta_NT)
+    options: dict[str, Any] = {
+        "is_mqa": False,
+        "mask_value": kernel.DEFAULT_MASK_VALUE,
+        "mask_function": mask_function,
+        "attn_logits_soft_cap": soft_cap,
+        "interpret": interpret,
+        **{name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")},
+    }
+    dq, dk, dv = kernel._splash_attention_bwd_dkv(  # pyright: ignore[reportPrivateUsage]
+        *arrays,
+        bq=block,
+        bkv=block,
+        bkv_compute=sizes.block_kv_dkv_compute,
+        use_fused_bwd_kernel=is_fused,
+        mask_info=by_keys,
+        **options,
     )
-    return gradients[3:6]
+    if not is_fused:
+        dq = kernel._splash_attention_bwd_dq(*arrays, bq=block, bkv=block, mask_info=tables, **options)  # pyright: ignore[reportPrivateUsage]
+    return dq, dk, dv
 
 
 def _splash_blocks(block: int, is_fused: bool) -> Any:

@@ -34,7 +34,7 @@ from jaxtyping import Array
 from ..core import kept, traced_device, without_explicit_axes
 from ..core._compat import like_type, varied_alike
 from ._divided import divided_sizes, wide_of
-from ._pairs import LEAST_ROWS, Block, Kind, Pairs, Seen, blocks_of, mask_of, pairs_of
+from ._pairs import LEAST_ROWS, Block, Kind, Seen, blocks_of, mask_of, pairs_of
 from ._sight import Scores, Sight
 
 # One block of scores in float32 on one device: what a GPU's or a TPU's products need to be busy, and what a CPU's cache
@@ -230,7 +230,7 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
     product = functools.partial(jnp.einsum, preferred_element_type=wide)
     zeros = functools.partial(like_type, [q_BTNH, k_BSKH, v_BSKH, dout_BTNH, *jax.tree.leaves((sinks_N, seen))])
     k_BSX, v_BSX, dout_BTW = flat(k_BSKH), flat(v_BSKH), flat(dout_BTNH)
-    delta_BNT = _products_of_rows(dout_BTNH, out_BTNH, pairs, wide)
+    delta_BNT = products_of_rows(dout_BTNH, out_BTNH, pairs.rows)
     blocks, q_BTW = blocks_of(kind, seen, pairs, flat(q_BTNH))
     low = float(jnp.finfo(wide).min)
     nothing_BKDH = zeros((batch, groups, pairs.columns, dim), wide)
@@ -276,21 +276,22 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
     (_, dq_BTW, *totals), _ = jax.lax.scan(body, state, blocks)
     dk_BSKH, dv_BSKH = (total.astype(k_BSKH.dtype).reshape(k_BSKH.shape) for total in totals)
     dq_BTNH = dq_BTW.reshape(q_BTNH.shape)
-    return dq_BTNH, dk_BSKH, dv_BSKH, _of_sinks(sinks_N, lse_BNT, delta_BNT)
+    return dq_BTNH, dk_BSKH, dv_BSKH, of_sinks(sinks_N, lse_BNT, delta_BNT)
 
 
-def _products_of_rows(x_BTNH: Array, y_BTNH: Array, pairs: Pairs, wide: Any) -> Array:
+def products_of_rows(x_BTNH: Array, y_BTNH: Array, rows: int) -> Array:
     """Multiply numbers of each row and add them up, [B, N, T]: of all rows at once XLA would hold a wide copy."""
     batch, length, heads, dim = x_BTNH.shape
-    both = flat(x_BTNH), flat(y_BTNH)
+    both, wide = (flat(x_BTNH), flat(y_BTNH)), wide_of(x_BTNH.dtype)
+    starts = np.append(np.arange(0, length - rows, rows), length - rows)
 
     def body(found_BNT: Array, start: Array) -> tuple[Array, None]:
-        x_BCW, y_BCW = (jax.lax.dynamic_slice_in_dim(each, start, pairs.rows, axis=1).astype(wide) for each in both)
-        found_BNC = jnp.sum((x_BCW * y_BCW).reshape(batch, pairs.rows, heads, dim), axis=-1).swapaxes(1, 2)
+        x_BCW, y_BCW = (jax.lax.dynamic_slice_in_dim(each, start, rows, axis=1).astype(wide) for each in both)
+        found_BNC = jnp.sum((x_BCW * y_BCW).reshape(batch, rows, heads, dim), axis=-1).swapaxes(1, 2)
         return jax.lax.dynamic_update_slice_in_dim(found_BNT, found_BNC, start, axis=2), None
 
     zeros = like_type(both, (batch, heads, length), wide)
-    return jax.lax.scan(body, zeros, jnp.asarray(np.unique(pairs.row_P), jnp.int32))[0]
+    return jax.lax.scan(body, zeros, jnp.asarray(starts, jnp.int32))[0]
 
 
 def _added(total_BSX: Array, more_BKDH: Array, start: Array) -> Array:
@@ -299,7 +300,7 @@ def _added(total_BSX: Array, more_BKDH: Array, start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(total_BSX, old_BDX + more_BDX, start, axis=1)
 
 
-def _of_sinks(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
+def of_sinks(sinks_N: Array | None, lse_BNT: Array, delta_BNT: Array) -> Array | None:
     """Return the gradient of sinks: each takes its share from all values of a row."""
     if sinks_N is None:
         return None

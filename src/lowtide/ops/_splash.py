@@ -9,7 +9,7 @@ The kernel writes each row's sum 128 times and reads heads before tokens. Some h
 are put so, and gradients take the place of what they are of, as in `_blocks`: nothing grows with the batch.
 
 Shapes: B batch, T queries, S keys, N query heads, K key/value heads, G = N / K, H head, W = N H, X = K H, C of the K
-heads in a step, M = G C.
+heads in a step, M of the query heads in a step (G C, or some of one G).
 
 Deviations and limits: the queries are multiplied by their scale before, in their own dtype. A row that sees nothing
 would see everything, so keys with other segments than queries are left to blocks. Derivatives of gradients are those of
@@ -102,7 +102,8 @@ def attend_by(kernel: Kernel, q: Array, k: Array, v: Array, sight: Sight, scores
     """Attend with a kernel of these sizes."""
     seen = Seen(None, None, *(sight.segments or (None, None)))
     window: Any = None if isinstance(sight.window, int) and sight.window >= k.shape[1] else sight.window
-    kind = Kind(sight.causal, window, scores.scale, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
+    kind = Kind(sight.causal, window, 1.0, scores.soft_cap, _blocks.block_size(q.shape, k.shape[1]))
+    q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
     return _attend((kernel, kind), q, k, v, scores.sinks, seen)
 
 
@@ -215,19 +216,23 @@ def _warn_of_another_kernel(said: str) -> None:
 class _Steps(NamedTuple):
     """How a pass goes over rows of the batch and heads."""
 
+    heads: int
+    """Query heads of a step."""
     groups: int
     """Key/value heads of a step."""
     row_P: Array
-    group_P: Array
+    head_P: Array
 
 
-def _steps(q_BTNH: Array, k_BSKH: Array) -> _Steps:
+def _steps(q_BTNH: Array, k_BSKH: Array, *, whole_groups: bool) -> _Steps:
+    """Choose as many heads as have room for their sums; of one group some, where it may be cut."""
     batch, length, heads, _ = q_BTNH.shape
-    num_groups = k_BSKH.shape[2]
-    most = _STEP_BYTES // (_SUM_BYTES * length * (heads // num_groups))
-    groups = max(count for count in range(1, num_groups + 1) if not num_groups % count and count <= max(1, most))
-    row_P, group_P = jnp.meshgrid(jnp.arange(batch), jnp.arange(0, num_groups, groups), indexing="ij")
-    return _Steps(groups, row_P.ravel(), group_P.ravel())
+    shared = heads // k_BSKH.shape[2]
+    most = max(_STEP_BYTES // (_SUM_BYTES * length), shared if whole_groups else 1)
+    fitting = [count for count in range(1, heads + 1) if not heads % count and count <= most]
+    count = max(count for count in fitting if not count % shared or (not shared % count and not whole_groups))
+    row_P, head_P = jnp.meshgrid(jnp.arange(batch), jnp.arange(0, heads, count), indexing="ij")
+    return _Steps(count, max(1, count // shared), row_P.ravel(), head_P.ravel())
 
 
 def _heads_of(x_BTW: Array, row: Array, head: Array, count: int, dim: int) -> Array:
@@ -248,10 +253,6 @@ def _options(how: tuple[Kernel, Kind]) -> dict[str, Any]:
     return {**told, "block": kernel.block, "interpret": kernel.interpret}
 
 
-def _scaled(x: Array, scale: float) -> Array:
-    return (x.astype(jnp.float32) * scale).astype(x.dtype)
-
-
 def _segments_of(seen: Seen, row: Array) -> tuple[Array, Array] | None:
     if seen.of_queries is None or seen.of_keys is None:
         return None
@@ -262,16 +263,15 @@ def _forward(
     how: tuple[Kernel, Kind], q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sinks_N: Array | None, seen: Seen
 ) -> tuple[Array, Array]:
     """Return the result, and the logarithm of each row's sum of exponentials, [B, N, T]."""
-    _, kind = how
     batch, length, heads, dim = q_BTNH.shape
-    steps, shared = _steps(q_BTNH, k_BSKH), heads // k_BSKH.shape[2]
+    steps, shared = _steps(q_BTNH, k_BSKH, whole_groups=False), heads // k_BSKH.shape[2]
     q_BTW, k_BSX, v_BSX = (_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH))
-    count = shared * steps.groups
+    count = steps.heads
 
     def body(state: tuple[Array, Array], at: tuple[Array, Array]) -> Any:
-        (out_BTW, lse_BNT), (row, group) = state, at
-        head = group * shared
-        q_MTH = _scaled(_heads_of(q_BTW, row, head, count, dim), kind.scale)
+        (out_BTW, lse_BNT), (row, head) = state, at
+        group = head // shared
+        q_MTH = _heads_of(q_BTW, row, head, count, dim)
         k_CSH, v_CSH = (_heads_of(each, row, group, steps.groups, dim) for each in (k_BSX, v_BSX))
         sinks_M = None if sinks_N is None else jax.lax.dynamic_slice_in_dim(sinks_N, head, count)
         out_MTH, lse_MT = splash_forward(q_MTH, k_CSH, v_CSH, _segments_of(seen, row), sinks_M, **_options(how))
@@ -279,41 +279,33 @@ def _forward(
         return (_with_heads(out_BTW, out_MTH, row, head), lse_BNT), None
 
     empty = jnp.zeros(q_BTW.shape, q_BTW.dtype), jnp.zeros((batch, heads, length), jnp.float32)
-    (out_BTW, lse_BNT), _ = jax.lax.scan(body, empty, (steps.row_P, steps.group_P))
+    (out_BTW, lse_BNT), _ = jax.lax.scan(body, empty, (steps.row_P, steps.head_P))
     return out_BTW.reshape(q_BTNH.shape), lse_BNT
 
 
 def _gradients(how: tuple[Kernel, Kind], residuals: Any, dout_BTNH: Array) -> Any:
     """Return those of queries, keys, values and sinks."""
     q_BTNH, k_BSKH, v_BSKH, sinks_N, seen, out_BTNH, lse_BNT = residuals
-    kernel, kind = how
     heads, dim = q_BTNH.shape[2:]
-    steps, shared = _steps(q_BTNH, k_BSKH), heads // k_BSKH.shape[2]
-    out_BTW, dout_BTW = _blocks.flat(out_BTNH), _blocks.flat(dout_BTNH)
-    count = shared * steps.groups
+    steps, shared = _steps(q_BTNH, k_BSKH, whole_groups=True), heads // k_BSKH.shape[2]
+    dout_BTW, delta_BNT = _blocks.flat(dout_BTNH), _blocks.products_of_rows(dout_BTNH, out_BTNH, how[0].block)
 
     def body(state: Any, at: tuple[Array, Array]) -> Any:
         # Queries, keys and values are read before their gradients take their place.
-        (dq_BTW, dk_BSX, dv_BSX, dsinks_N), (row, group) = state, at
-        head = group * shared
-        q_MTH = _scaled(_heads_of(dq_BTW, row, head, count, dim), kind.scale)
-        out_MTH, dout_MTH = (_heads_of(each, row, head, count, dim) for each in (out_BTW, dout_BTW))
+        (dq_BTW, dk_BSX, dv_BSX), (row, head) = state, at
+        group = head // shared
+        q_MTH, dout_MTH = (_heads_of(each, row, head, steps.heads, dim) for each in (dq_BTW, dout_BTW))
         k_CSH, v_CSH = (_heads_of(each, row, group, steps.groups, dim) for each in (dk_BSX, dv_BSX))
-        lse_MT = jax.lax.dynamic_slice(lse_BNT, (row, head, 0), (1, count, lse_BNT.shape[2]))[0]
-        arrays = q_MTH, out_MTH, lse_MT, dout_MTH
-        ids = _segments_of(seen, row)
-        dq, dk, dv = splash_backward(arrays, (k_CSH, v_CSH), ids, **_options(how), is_fused=kernel.is_fused)
-        dq_BTW = _with_heads(dq_BTW, _scaled(dq, kind.scale), row, head)
+        lse_MT, delta_MT = (
+            jax.lax.dynamic_slice(each, (row, head, 0), (1, steps.heads, each.shape[2]))[0]
+            for each in (lse_BNT, delta_BNT)
+        )
+        arrays, ids = (q_MTH, dout_MTH, lse_MT, delta_MT), _segments_of(seen, row)
+        dq, dk, dv = splash_backward(arrays, (k_CSH, v_CSH), ids, **_options(how), is_fused=how[0].is_fused)
         dk_BSX, dv_BSX = _with_heads(dk_BSX, dk, row, group), _with_heads(dv_BSX, dv, row, group)
-        if sinks_N is not None:
-            delta_MT = jnp.sum(out_MTH.astype(jnp.float32) * dout_MTH.astype(jnp.float32), axis=-1)
-            sinks_M = jax.lax.dynamic_slice_in_dim(sinks_N.astype(jnp.float32), head, count)
-            more_M = -jnp.sum(jnp.exp(sinks_M[:, None] - lse_MT) * delta_MT, axis=-1)
-            old_M = jax.lax.dynamic_slice_in_dim(dsinks_N, head, count)
-            dsinks_N = jax.lax.dynamic_update_slice_in_dim(dsinks_N, old_M + more_M, head, axis=0)
-        return (dq_BTW, dk_BSX, dv_BSX, dsinks_N), None
+        return (_with_heads(dq_BTW, dq, row, head), dk_BSX, dv_BSX), None
 
-    first = (*(_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH)), jnp.zeros((heads,), jnp.float32))
-    (dq_BTW, dk_BSX, dv_BSX, dsinks_N), _ = jax.lax.scan(body, first, (steps.row_P, steps.group_P))
+    first = tuple(_blocks.flat(each) for each in (q_BTNH, k_BSKH, v_BSKH))
+    (dq_BTW, dk_BSX, dv_BSX), _ = jax.lax.scan(body, first, (steps.row_P, steps.head_P))
     dq, dk, dv = dq_BTW.reshape(q_BTNH.shape), dk_BSX.reshape(k_BSKH.shape), dv_BSX.reshape(v_BSKH.shape)
-    return dq, dk, dv, None if sinks_N is None else dsinks_N.astype(sinks_N.dtype)
+    return dq, dk, dv, _blocks.of_sinks(sinks_N, lse_BNT, delta_BNT)
