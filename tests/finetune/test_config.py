@@ -1,6 +1,7 @@
 import json
 import os
 import pathlib
+import typing
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,6 +68,9 @@ def test_the_method_full_is_the_setting_full():
             r"param_dtype: with full the parameters(.|\n)*hint:.*compute_dtype",
         ),
         ({"full": True, "remat": False}, r"remat = false contradicts full(.|\n)*hint: leave remat out"),
+        ({"tile_tokens": 64, "remat": False}, r"tile_tokens is of blocks that(.|\n)*hint: leave tile_tokens out"),
+        ({"tile_tokens": 0}, r"tile_tokens(.|\n)*at least 1"),
+        ({"attention": "flash"}, r"attention(.|\n)*cudnn, splash, blocks, xla"),
         ({"offload": ["activations"], "remat": False}, r"remat = false contradicts activations(.|\n)*hint:"),
         ({"clip_mode": "layer"}, r"clip_mode is for full-parameter tuning(.|\n)*hint:.*--full"),
         ({"full": True, "clip_mode": "global"}, r"clip_mode is out of range(.|\n)*hint:"),
@@ -266,3 +270,8 @@ def test_damaged_files_of_a_run_are_named(tmp_path):
         check_same_run(tmp_path, FinetuneConfig(), "a")
     (tmp_path / "metrics.jsonl").write_text('[1]\n{"step": 1}\n\n3\n')
     assert read_records(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_attention_has_the_names_of_its_implementations():
+    names = [FinetuneConfig(attention=name).attention for name in ("auto", *typing.get_args(lt.ops.Implementation))]
+    assert len(set(names)) == 5

@@ -4,6 +4,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from lowtide import lora, losses, value_and_grad
@@ -57,6 +58,26 @@ def test_value_and_gradients_equal_the_dense_loss(chunk_size, reduction):
     for one, other in zip(grads, want_grads, strict=True):
         np.testing.assert_allclose(one, 3 * other, rtol=2e-5, atol=1e-5)
     np.testing.assert_allclose(alone, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("soft_cap", "z_loss"), [(2.0, 0.0), (None, 1e-2), (3.0, 1e-2)])
+def test_logits_are_capped_and_held_near_one_partition(soft_cap, z_loss):
+    h, head, labels = _case()
+
+    def dense(h, head):
+        logits = h @ head.T
+        logits = logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
+        one = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+        one = one + z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+        return jnp.sum(jnp.where(labels == -100, 0, one)) / jnp.sum(labels != -100)
+
+    options = {"chunk_size": 4, "soft_cap": soft_cap, "z_loss": z_loss}
+    ours = jax.value_and_grad(lambda *a: losses.chunked_cross_entropy(*a, labels, **options), argnums=(0, 1))
+    for one, other in zip(*(jax.tree.leaves(jax.jit(f)(h, head)) for f in (ours, DENSE(dense))), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6)
+
+
+DENSE = functools.partial(jax.value_and_grad, argnums=(0, 1))
 
 
 def test_half_precision_inputs_reduce_in_float32():
@@ -211,6 +232,9 @@ def test_bad_input_is_refused_by_name():
         losses.chunked_cross_entropy(h, head, labels, chunk_size=0)
     with pytest.raises(ConfigError, match=r"reduction='avg'(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels, reduction="avg")
+    for option in ({"soft_cap": 0.0}, {"z_loss": -1e-4}, {"z_loss": float("nan")}, {"z_loss": "1e-4"}):
+        with pytest.raises(ConfigError, match=rf"{next(iter(option))} has to be(.|\n)*hint:"):
+            losses.chunked_cross_entropy(h, head, labels, **option)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("uint8", 256), ("uint8", 300), ("int8", 200), ("int16", 40000)])

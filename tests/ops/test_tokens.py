@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,7 @@ from jax.sharding import AxisType
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import is_recomputed, recomputed
+from lowtide.core import ConfigError, is_recomputed, recomputed
 from lowtide.jaxprs import equations
 from lowtide.ops import _tokens, over_tokens
 
@@ -188,6 +189,34 @@ def test_decoders_of_every_kind_have_the_gradients_of_all_tokens_at_once(
     again = gradients(True)
     assert traced
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), again, kept)
+
+
+def test_a_decoder_has_the_tiles_and_the_attention_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_layers": 2}
+    config = models.LlamaConfig(**sizes, num_heads=2, num_kv_heads=1, head_dim=8)
+    model = models.init(config, key=jax.random.key(0))
+    batch = {name: jnp.ones((2, 96), jnp.int32) for name in ("tokens", "labels")}
+    step = jax.value_and_grad(lambda model, batch: models.loss(model, batch, remat=True)[0])
+
+    def shapes(model: Any) -> set[tuple[int, ...]]:
+        return {var.aval.shape for eqn in equations(jax.make_jaxpr(step)(model, batch)) for var in eqn.outvars}
+
+    asked = dataclasses.replace(model, tile_tokens=64)
+    assert (2, 96, 32) in shapes(model) and (2, 32, 32) not in shapes(model)  # what the MLP makes
+    assert (2, 32, 32) in shapes(asked) and (2, 96, 32) not in shapes(asked)
+    scores = dataclasses.replace(model, attention="xla")
+    named = ["attn_out" in str(jax.make_jaxpr(step)(each, batch)) for each in (scores, model)]
+    assert named == [False, True]  # all scores at once, blocks
+    want = jax.jit(step)(model, batch)
+    for other in (asked, scores):
+        for one, same in zip(jax.tree.leaves(jax.jit(step)(other, batch)), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(one, same, rtol=1e-4, atol=1e-6)
+    for field, value in (("tile_tokens", 0), ("tile_tokens", 2.0), ("attention", "flash")):
+        with pytest.raises(ConfigError, match=rf"{value!r}(.|\n)*hint:"):
+            step(dataclasses.replace(model, **{field: value}), batch)
+    with pytest.raises(ConfigError, match=r"cuDNN's kernel cannot(.|\n)*hint:"):
+        step(dataclasses.replace(model, attention="cudnn"), batch)
 
 
 def _seen(traced: list[bool], fn: Any) -> Any:

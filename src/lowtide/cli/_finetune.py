@@ -295,7 +295,7 @@ def _attention(base: Any) -> str:
 
     config = base.config
     told: dict[str, Any] = {"soft_cap": config.attention_soft_cap, "has_sinks": config.attention_sinks}
-    found = attention_implementation(base.compute_dtype, config.head_dim, **told)
+    found = base.attention or attention_implementation(base.compute_dtype, config.head_dim, **told)
     return {"cudnn": "cuDNN's kernel", "blocks": "blocks of queries and keys"}.get(found, found)
 
 

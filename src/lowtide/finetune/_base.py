@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ def open_base(
     host: Where | None = None,
     sharding: Callable[[str, Any], jax.sharding.Sharding] | None = None,
     quantize: str | Mapping[str, str] | None = None,
+    attention: str = "auto",
+    tile_tokens: int | None = None,
 ) -> tuple[models.Decoder, Tokenizer]:
     """Read a model and its tokenizer.
 
@@ -36,6 +39,8 @@ def open_base(
         host: as in `lowtide.models.load`.
         sharding: as in `lowtide.models.load`.
         quantize: as in `lowtide.models.load`.
+        attention: as in `FinetuneConfig`.
+        tile_tokens: likewise.
 
     Returns:
         The model and the tokenizer. Whoever makes data of them gives `vocab_size` the model's
@@ -64,7 +69,13 @@ def open_base(
             hint="tokenizer and weights are of different models",
         )
     model = models.load(directory, dtype=stored, compute_dtype=compute, host=host, sharding=sharding, quantize=quantize)
-    return model, words
+    return chosen(model, attention, tile_tokens), words
+
+
+def chosen(model: models.Decoder, attention: str, tile_tokens: int | None) -> models.Decoder:
+    """Return a model that is computed as a `FinetuneConfig` says."""
+    implementation: Any = None if attention == "auto" else attention
+    return dataclasses.replace(model, attention=implementation, tile_tokens=tile_tokens)
 
 
 def formats(config: FinetuneConfig) -> dict[str, str] | None:

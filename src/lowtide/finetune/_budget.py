@@ -22,7 +22,7 @@ from ..memory import MemoryReport, Target, analyze
 from ..offload import to_host
 from ..train import analyze_step
 from ._adapters import adapted, loss_of
-from ._base import dtypes, formats, refuse_for_quantized
+from ._base import chosen, dtypes, formats, refuse_for_quantized
 from ._config import FinetuneConfig, flag_of
 from ._offloaded import full_step, is_hosted, optimizer
 from ._recipe import learning_rate
@@ -337,7 +337,9 @@ def _base(config: FinetuneConfig) -> models.Decoder:
     """Make the shapes of the base as it will be loaded."""
     directory = _directory(config)
     stored, compute = dtypes("float32" if config.full else config.param_dtype, config.compute_dtype)
-    base = models.load_shapes(directory, dtype=stored, compute_dtype=compute)
+    base = chosen(
+        models.load_shapes(directory, dtype=stored, compute_dtype=compute), config.attention, config.tile_tokens
+    )
     for glob, form in (formats(config) or {}).items():
         base = quant.quantize(base, glob, form)
     hosted = is_hosted(config)

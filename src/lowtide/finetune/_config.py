@@ -22,6 +22,7 @@ from ..core import ConfigError
 from ._foreign import setting_of
 from .data._words import LOSS_ON, PACKINGS, TOO_LONG
 
+_ATTENTION = ("auto", "cudnn", "splash", "blocks", "xla")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
@@ -37,6 +38,7 @@ FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FORMATS = (*FOUR_BITS, "int8", "fp8")
 _COUNTS = (
     *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
+    "tile_tokens",
     *("max_to_keep", "early_stopping_patience"),
 )
 _FALLING = ("cosine", "linear", "warmup_stable_decay")
@@ -66,6 +68,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         f"one of {', '.join(_FORMATS)}, or nothing",
     ),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
+    (("attention",), lambda word: word in _ATTENTION, f"one of {', '.join(_ATTENTION)}"),
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
     (("too_long",), lambda word: word in TOO_LONG, f"one of {', '.join(TOO_LONG)}"),
     (("loss_on",), lambda word: word in LOSS_ON, f"one of {', '.join(LOSS_ON)}"),
@@ -186,6 +189,12 @@ class FinetuneConfig:
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
     remat: bool = True
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
+    tile_tokens: int | None = None
+    """Tokens of a tile of a recomputed block, of all rows of a batch; by default what keeps the device busy. Fewer take
+    fewer bytes, and on a GPU more time."""
+    attention: str = "auto"
+    """Who computes attention: cudnn, splash (on a TPU), blocks (of XLA's operations), xla (all scores at once), or
+    auto, what the device has."""
     eval_every: int = 100
     """Steps between held-out evaluations; the first and the last step are always evaluated."""
     held_out_fraction: float = 0.1
@@ -405,6 +414,13 @@ def _check_combination(config: FinetuneConfig) -> None:
                 hint="4 bits are a quarter of bfloat16's bytes: leave parameters out of offload, or take int8",
             )
     recomputing = ["full"] * config.full + [w for w in config.offload or () if w in ("activations", "parameters")]
+    if not config.remat and config.tile_tokens is not None:
+        raise ConfigError(
+            "tile_tokens is of blocks that are computed again in the backward pass, and remat = false has none",
+            expected="remat = true",
+            got=f"remat = false, tile_tokens = {config.tile_tokens}",
+            hint="leave tile_tokens out",
+        )
     if not config.remat and recomputing:
         raise ConfigError(
             f"remat = false contradicts {recomputing[0]}, which computes each block again in the backward pass",

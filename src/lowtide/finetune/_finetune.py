@@ -418,6 +418,8 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
         host=is_hosted(config),
         sharding=sharding,
         quantize=formats(config),
+        attention=config.attention,
+        tile_tokens=config.tile_tokens,
     )
 
 

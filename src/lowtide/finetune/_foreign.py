@@ -39,6 +39,8 @@ _OURS = {
     "compute_dtype": "bf16 fp16 mixed_precision",
     "remat": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
     "use_gradient_checkpointing",
+    "attention": "attn_implementation attn_impl flash_attention use_flash_attention",
+    "tile_tokens": "tiled_mlp tiled_mlp_num_shards",
     "offload": "enable_activation_offloading optimizer_in_bwd cpu_offload offload_optimizer",
     "eval_every": "eval_steps eval_interval run_val_every_n_steps evaluation_strategy eval_strategy val_check_interval",
     "held_out_fraction": "val_set_size test_size validation_split val_fraction",

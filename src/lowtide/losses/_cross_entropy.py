@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,15 @@ _LOGIT_BYTES = 2**28
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
 
 
+class _Options(NamedTuple):
+    """What is the same for all chunks."""
+
+    chunk: int
+    ignore_index: int
+    soft_cap: float | None
+    z_loss: float
+
+
 def chunked_cross_entropy(
     h: Float[Array, "*B T D"],
     head: Array | LinearWeight,
@@ -51,6 +60,7 @@ def chunked_cross_entropy(
     chunk_size: int | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     soft_cap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Float[Array, ""]:
     """Softmax cross-entropy of ``h @ head.T`` with integer labels, in chunks.
 
@@ -64,13 +74,15 @@ def chunked_cross_entropy(
             every sequence. None: 1024, and 512 where those have more than 256 MiB of logits.
         reduction: ``"mean"`` over the positions that are not ignored (0 when all are), or ``"sum"``.
         soft_cap: logits are squashed into this range, ``soft_cap * tanh(logits / soft_cap)``; None leaves them.
+        z_loss: what the square of each position's log-partition, ``logsumexp(logits)``, is multiplied by and added
+            with; 1e-4 is common, which keeps logits from drifting.
 
     Returns:
         The loss, a float32 scalar. Logits are formed and reduced in float32.
 
     Raises:
         StructureError: when shapes or dtypes do not fit.
-        ConfigError: for an unknown reduction or a chunk size below 1.
+        ConfigError: for an unknown reduction, a chunk size below 1, a `soft_cap` or a `z_loss` that is none.
 
     Memory:
         Logits of one chunk in float32 (``chunk_size * V * 4`` bytes, a small multiple of it in the gradient) instead
@@ -85,8 +97,10 @@ def chunked_cross_entropy(
 
     References:
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
+        Chowdhery et al., "PaLM", arXiv:2204.02311, section 5 (`z_loss`).
     """
-    _check(h, head, labels, chunk_size, reduction, soft_cap)
+    _check(h, head, labels, chunk_size, reduction)
+    _check_logits(soft_cap, z_loss)
     if chunk_size is None:
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
     num_sequences = max(1, labels.size // labels.shape[-1])
@@ -94,10 +108,11 @@ def chunked_cross_entropy(
     chunk = min(labels.shape[-1] // parts, max(1, chunk_size // (num_sequences * parts)))
     if isinstance(head, RunningGradient):
         chunk = max(1, chunk // 2)  # its backward pass holds a chunk's logits twice
-        total: Array = _running_cross_entropy((ignore_index, chunk, soft_cap), h, head, labels)  # pyright: ignore[reportAssignmentType]
+        options = _Options(chunk, ignore_index, soft_cap, float(z_loss))
+        total: Array = _running_cross_entropy(options, h, head, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)
-        static = treedef, ignore_index, chunk, soft_cap
+        static = treedef, _Options(chunk, ignore_index, soft_cap, float(z_loss))
 
         def own(leaves: Any, tokens: Any) -> Array:
             each: Array = _sum_cross_entropy(static, tokens[0], tuple(leaves), tokens[1])  # pyright: ignore[reportAssignmentType]
@@ -114,18 +129,14 @@ def chunked_cross_entropy(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum_cross_entropy(
-    static: tuple[Any, int, int, float | None], h: Array, leaves: tuple[Array, ...], labels: Array
-) -> Array:
-    treedef, ignore_index, chunk, soft_cap = static
-    return _sum_of_chunks(h, treedef.unflatten(leaves), labels, ignore_index, chunk, soft_cap)
+def _sum_cross_entropy(static: tuple[Any, _Options], h: Array, leaves: tuple[Array, ...], labels: Array) -> Array:
+    treedef, options = static
+    return _sum_of_chunks(options, h, treedef.unflatten(leaves), labels)
 
 
-def _forward(
-    static: tuple[Any, int, int, float | None], h: Any, leaves: tuple[Any, ...], labels: Any
-) -> tuple[Array, Any]:
+def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labels: Any) -> tuple[Array, Any]:
     """Compute the sum, and its gradients for inputs that are being differentiated, scaled later by the cotangent."""
-    treedef, ignore_index, chunk, soft_cap = static
+    treedef, options = static
     wants_h, trained = h.perturbed, tuple(leaf.value if leaf.perturbed else None for leaf in leaves)
     h, leaves, labels = h.value, tuple(leaf.value for leaf in leaves), labels.value
 
@@ -135,7 +146,7 @@ def _forward(
 
         def loss(h_BCD: Array, trained: tuple[Array | None, ...]) -> Array:
             head = treedef.unflatten([old if new is None else new for old, new in zip(leaves, trained, strict=True)])
-            return _chunk_loss(h_BCD, head, labels_BC, ignore_index, soft_cap)
+            return _chunk_loss(options, h_BCD, head, labels_BC)
 
         if wants_h:
             value, (grad_h, grads) = jax.value_and_grad(loss, argnums=(0, 1))(h_BCD, trained)
@@ -146,11 +157,11 @@ def _forward(
 
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
     carry = (jnp.float32(0), jnp.zeros_like(h) if wants_h else None, zeros)
-    total, dh, dleaves = _over_chunks(labels.shape[-1], chunk, body, carry)
+    total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, carry)
     return total, (dh, dleaves, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, shape=(0,)), trained))
 
 
-def _backward(static: tuple[Any, int, int, float | None], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
+def _backward(static: tuple[Any, _Options], residuals: Any, cotangent: Any) -> tuple[Any, Any, None]:
     dh, dleaves, dtypes = residuals
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         cotangent = jnp.float32(0)
@@ -164,21 +175,16 @@ _sum_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _running_cross_entropy(
-    static: tuple[int, int, float | None], h: Array, head: RunningGradient, labels: Array
-) -> Array:
+def _running_cross_entropy(options: _Options, h: Array, head: RunningGradient, labels: Array) -> Array:
     """Compute the sum for a `RunningGradient` head: its gradient starts from `total`, and waits for the scale."""
-    return _sum_of_chunks(h, head.weight, labels, *static)
+    return _sum_of_chunks(options, h, head.weight, labels)
 
 
-def _running_forward(static: tuple[int, int, float | None], h: Array, head: RunningGradient, labels: Array) -> Any:
-    return _running_cross_entropy(static, h, head, labels), (h, head, labels)
+def _running_forward(options: _Options, h: Array, head: RunningGradient, labels: Array) -> Any:
+    return _running_cross_entropy(options, h, head, labels), (h, head, labels)
 
 
-def _running_backward(
-    static: tuple[int, int, float | None], residuals: Any, cotangent: Array
-) -> tuple[Array, RunningGradient, None]:
-    ignore_index, chunk, soft_cap = static
+def _running_backward(options: _Options, residuals: Any, cotangent: Array) -> tuple[Array, RunningGradient, None]:
     h, head, labels = residuals
     h, cotangent = if_active(head.active, h), if_active(head.active, cotangent)
 
@@ -186,36 +192,36 @@ def _running_backward(
         dh, total = carry
 
         def loss(h_BCD: Array, weight: Array) -> Array:
-            return _chunk_loss(h_BCD, weight, _slice(labels, start, size, -1), ignore_index, soft_cap)
+            return _chunk_loss(options, h_BCD, weight, _slice(labels, start, size, -1))
 
         _, vjp = jax.vjp(loss, _slice(h, start, size, -2), head.weight)
         grad_h, grad = vjp(cotangent)
         dh = jax.lax.dynamic_update_slice_in_dim(dh, grad_h.astype(dh.dtype), start, axis=dh.ndim - 2)
         return dh, add_running(total, grad.astype(total.dtype))
 
-    dh, total = _over_chunks(labels.shape[-1], chunk, body, (jnp.zeros_like(h), head.total))
+    dh, total = _over_chunks(labels.shape[-1], options.chunk, body, (jnp.zeros_like(h), head.total))
     return dh, RunningGradient(total, None, None), None
 
 
 _running_cross_entropy.defvjp(_running_forward, _running_backward)
 
 
-def _sum_of_chunks(h: Array, head: Any, labels: Array, ignore_index: int, chunk: int, soft_cap: float | None) -> Array:
+def _sum_of_chunks(options: _Options, h: Array, head: Any, labels: Array) -> Array:
     def body(start: Any, size: int, total: Array) -> Array:
         h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
-        return total + _chunk_loss(h_BCD, head, labels_BC, ignore_index, soft_cap)
+        return total + _chunk_loss(options, h_BCD, head, labels_BC)
 
-    return _over_chunks(labels.shape[-1], chunk, body, jnp.float32(0))
+    return _over_chunks(labels.shape[-1], options.chunk, body, jnp.float32(0))
 
 
-def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, soft_cap: float | None) -> Array:
+def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) -> Array:
     if isinstance(head, LinearWeight):
         logits_BCV = linear(h_BCD, head).astype(jnp.float32)
     else:
         logits_BCV = _logits(h_BCD, head.astype(h_BCD.dtype))
-    if soft_cap is not None:
-        logits_BCV = soft_cap * jnp.tanh(logits_BCV / soft_cap)
-    keep_BC = labels_BC != ignore_index
+    if options.soft_cap is not None:
+        logits_BCV = options.soft_cap * jnp.tanh(logits_BCV / options.soft_cap)
+    keep_BC = labels_BC != options.ignore_index
     if labels_BC.dtype.itemsize < 4:  # which may not count all classes
         labels_BC = labels_BC.astype(jnp.int32)
     # Not looked up: the gradient of that is scattered into an array of the logits' size, in float32.
@@ -225,7 +231,11 @@ def _chunk_loss(h_BCD: Array, head: Any, labels_BC: Array, ignore_index: int, so
     )
     gold_BC = jnp.sum(jnp.where(is_gold_BCV, logits_BCV, 0.0), axis=-1)
     gold_BC = jnp.where((labels_BC >= 0) & (labels_BC < vocabulary), gold_BC, jnp.nan)
-    return jnp.sum(jnp.where(keep_BC, jax.nn.logsumexp(logits_BCV, axis=-1) - gold_BC, 0.0))
+    partition_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    loss_BC = partition_BC - gold_BC
+    if options.z_loss:
+        loss_BC = loss_BC + options.z_loss * jnp.square(partition_BC)
+    return jnp.sum(jnp.where(keep_BC, loss_BC, 0.0))
 
 
 @jax.custom_vjp
@@ -283,7 +293,16 @@ def _vocabulary(h: Array, head: Any) -> int:
     return jax.eval_shape(lambda token: linear(token, head), token).shape[-1]
 
 
-def _check(h: Array, head: Any, labels: Array, chunk_size: int | None, reduction: str, soft_cap: float | None) -> None:
+def _check_logits(soft_cap: Any, z_loss: Any) -> None:
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
+    if not (isinstance(z_loss, int | float) and 0 <= z_loss < math.inf):
+        raise ConfigError(
+            "z_loss has to be a number of at least 0", got=repr(z_loss), hint="0 adds nothing, 1e-4 is usual"
+        )
+
+
+def _check(h: Array, head: Any, labels: Array, chunk_size: int | None, reduction: str) -> None:
     if not isinstance(head, LinearWeight) and (head.ndim != 2 or head.shape[1] != h.shape[-1]):
         raise StructureError(
             "activations and head do not fit together",
@@ -300,8 +319,6 @@ def _check(h: Array, head: Any, labels: Array, chunk_size: int | None, reduction
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
     if (chunk_size is not None and chunk_size < 1) or reduction not in ("mean", "sum"):
         raise ConfigError(
             "chunked_cross_entropy got an unusable option",

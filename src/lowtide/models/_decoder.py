@@ -27,9 +27,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..core import OWN_NAMES, LayerStack, StructureError, Tree, is_recomputed, linear, rows
+from ..core import OWN_NAMES, ConfigError, LayerStack, StructureError, Tree, is_recomputed, linear, rows
 from ..losses import chunked_cross_entropy
-from ..ops import Scores, Sight, attend, over_tokens
+from ..ops import Implementation, Scores, Sight, attend, over_tokens
 from ._config import DecoderConfig
 from ._experts import balance_loss, mixture
 from ._rope import document_lengths, rotary, rotate
@@ -68,7 +68,7 @@ class Routed(NamedTuple):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["outer", "layers"],
-    meta_fields=["config", "compute_dtype"],
+    meta_fields=["config", "compute_dtype", "attention", "tile_tokens"],
 )
 @dataclasses.dataclass(frozen=True)
 class Decoder:
@@ -85,6 +85,11 @@ class Decoder:
     """Sizes and constants (static)."""
     compute_dtype: str = "float32"
     """Dtype of activations and of products (static); norms, rotary angles, softmax and loss use float32."""
+    attention: Implementation | None = None
+    """Who computes attention but in generation, as in `lowtide.ops.attention` (static); None: what the target has."""
+    tile_tokens: int | None = None
+    """Tokens of a tile of a layer that is computed again (static); None: what the target needs to be busy. Fewer take
+    fewer bytes, and on a GPU more time."""
 
     @property
     def stack(self) -> LayerStack:
@@ -103,7 +108,7 @@ class Decoder:
                 got=f"a tuple of {len(self.layers)}",
                 hint="generate alone takes what lowtide.models.unstack returns; keep the stacked decoder for the rest",
             )
-        return stack_of(self.config, self.compute_dtype)
+        return stack_of(self.config, self.compute_dtype, Choices(self.attention, self.tile_tokens))
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
@@ -294,10 +299,27 @@ def without_windows(layers: Tree) -> Tree:
     return {**layers, "attn": {name: leaf for name, leaf in layers["attn"].items() if name != "window"}}
 
 
+class Choices(NamedTuple):
+    """How a layer is computed, where the target does not choose."""
+
+    attention: Implementation | None = None
+    tile_tokens: int | None = None
+
+
+OF_TARGET = Choices()
+
+
 @functools.cache
-def stack_of(config: DecoderConfig, compute_dtype: str) -> LayerStack:
+def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TARGET) -> LayerStack:
     """Return the three functions of decoders of this kind."""
     dtype = jnp.dtype(compute_dtype)
+    if not (choices.tile_tokens is None or (type(choices.tile_tokens) is int and choices.tile_tokens > 0)):
+        raise ConfigError(
+            "tile_tokens is no number of tokens",
+            expected="an integer of at least 1, or None",
+            got=repr(choices.tile_tokens),
+            hint="leave it out for what keeps the target busy",
+        )
     experts = config.experts
     routed = experts if experts is not None and experts.router_loss_coef > 0 else None
 
@@ -317,7 +339,7 @@ def stack_of(config: DecoderConfig, compute_dtype: str) -> LayerStack:
             positions = jnp.arange(h_BTD.shape[1])[None]
         segments = batch.get("segment_ids")
         sees = None if segments is None else (segments, segments)
-        h_BTD, routing, _ = layer_forward(layer, h_BTD, positions, Sight(segments=sees), config)
+        h_BTD, routing, _ = layer_forward(layer, h_BTD, positions, Sight(segments=sees), config, choices=choices)
         return h_BTD if routed is None else _routed(h, h_BTD, routing, segments)
 
     def last(outer: Tree, h: Any, batch: Tree) -> tuple[Array, dict[str, Array]]:
@@ -389,6 +411,7 @@ def layer_forward(
     sight: Sight,
     config: DecoderConfig,
     store: Callable[[Array, Array], tuple[Array, Array]] = lambda k, v: (k, v),
+    choices: Choices = OF_TARGET,
 ) -> tuple[Array, tuple[Array, Array] | None, tuple[Array, Array]]:
     """One layer: attention, then the MLP or the mixture.
 
@@ -403,6 +426,7 @@ def layer_forward(
         config: sizes and switches.
         store: takes the keys and values of these tokens [B, T, K, H] and returns those to attend to [B, S, K, H], such
             as a cache with these in it.
+        choices: of the user.
 
     Returns:
         The residual stream, what routers are judged by (None without experts), and what `store` returned.
@@ -419,10 +443,9 @@ def layer_forward(
         experts, chosen, wide = config.experts, 1, config.intermediate_size
         if experts is not None:
             chosen, wide = experts.num_experts_per_token, experts.num_experts_per_token * experts.intermediate_size
-        project = functools.partial(over_tokens, project, width=config.num_heads * config.head_dim)
-        finish = functools.partial(
-            over_tokens, finish, width=wide, share=chosen / experts.num_experts if experts else 1
-        )
+        tiled = functools.partial(over_tokens, size=choices.tile_tokens)
+        project = functools.partial(tiled, project, width=config.num_heads * config.head_dim)
+        finish = functools.partial(tiled, finish, width=wide, share=chosen / experts.num_experts if experts else 1)
     else:
         # Norms, gates and rotations are computed again from what products made: less to write, and to read.
         project = jax.checkpoint(project, policy=_KEPT, prevent_cse=False)
@@ -432,7 +455,7 @@ def layer_forward(
     keys, values = store(k_BTKH, v_BTKH)
     scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
     scores = Scores(scale, config.attention_soft_cap, attn["sinks"]["weight"] if config.attention_sinks else None)
-    out_BTNH = attend(q_BTNH, keys, values, sight, scores)
+    out_BTNH = attend(q_BTNH, keys, values, sight, scores, choices.attention)
     h_BTD, routing = finish(after, (h_BTD, out_BTNH.reshape(q_BTW.shape)))
     return h_BTD, routing, (keys, values)
 

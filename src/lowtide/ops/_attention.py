@@ -111,6 +111,13 @@ def attention(
     scores = Scores(
         q.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap), sinks
     )
+    return attend(q, k, v, sight, scores, implementation)
+
+
+def attend(
+    q: Array, k: Array, v: Array, sight: Sight, scores: Scores, implementation: Implementation | None = None
+) -> Array:
+    """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: no implementation is called {implementation!r}",
@@ -133,11 +140,6 @@ def attention(
             hint='leave implementation out, or take "blocks"',
         )
     return over_context(functools.partial(_attend_by, implementation), q, k, v, sight, scores)
-
-
-def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, sight: Sight, scores: Scores) -> Array:
-    """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
-    return over_context(functools.partial(_attend_by, None), q_BTNH, k_BSKH, v_BSKH, sight, scores)
 
 
 def _attend_by(

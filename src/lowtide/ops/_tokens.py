@@ -49,7 +49,9 @@ _NUM_WIDE = 4
 """How many arrays of the full width live at once: of a gated MLP two, and their cotangents."""
 
 
-def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, width: int, share: float = 1) -> Tree:
+def over_tokens(
+    fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, width: int, share: float = 1, size: int | None = None
+) -> Tree:
     """Compute ``fn(params, x)`` tile by tile, where that saves bytes.
 
     Few tiles are written out. Of many there is a loop, which costs a copy of the weights of its own: XLA reads a
@@ -63,6 +65,8 @@ def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, widt
         x: of the tokens, arrays [B or 1, T, ...], of which the first is of activations [B, T, D].
         width: numbers of the widest array that it makes of a token.
         share: the part of tokens that a weight is multiplied by, of experts.
+        size: tokens of a tile, of all rows together; None: as many as keep the chip busy, and no tiles where they
+            would save little.
 
     Returns:
         What `fn` returns of all tokens.
@@ -77,14 +81,18 @@ def over_tokens(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, *, widt
     if token_parts(arrays[0].shape[1], arrays) > 1:
 
         def own(params: Tree, x: Tree) -> Tree:
-            return over_tokens(fn, _of_tile(params, jax.lax.axis_index(CONTEXT)), x, width=width, share=share)
+            params = _of_tile(params, jax.lax.axis_index(CONTEXT))
+            return over_tokens(fn, params, x, width=width, share=share, size=size)
 
         return on_own_tokens(own, params, x)
-    size = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
-    if size >= arrays[0].shape[1]:
+    if size is None:
+        tile = tile_size(arrays[0].shape, width * arrays[0].dtype.itemsize, params, share)
+    else:
+        tile = max(1, size // divided_sizes(arrays[0].shape[0], 1)[0])
+    if tile >= arrays[0].shape[1]:
         return fn(params, x)
     leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
-    return _over_tiles(_Static(fn, treedef, structure, size), leaves, arrays)
+    return _over_tiles(_Static(fn, treedef, structure, tile), leaves, arrays)
 
 
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
