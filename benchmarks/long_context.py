@@ -1,6 +1,6 @@
 """Bytes of one step over one sequence, from 4,096 to 131,072 tokens, and what each technique takes off. Never run.
 
-    python benchmarks/long_context.py [--part lengths] [--part ladder] [--picture docs/images/long_context.png]
+    python benchmarks/long_context.py [--part lengths] [--part ladder] [--part kernel] [--picture FILE]
 
 `lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters
 each layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and
@@ -9,8 +9,12 @@ queries (whose gradient takes their place), the cotangent of attention's result,
 float32. What enters the layers is beside it, on the host.
 
 `ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p: from all scores, all logits and
-everything kept, a technique more in each row. FLOPs are counted on the traced program, and bytes accessed are XLA's
-own, which counts what is in a loop once.
+everything kept, a technique more in each row. FLOPs are counted on the traced program, bytes accessed on the compiled
+one, what is in a loop as often as it runs.
+
+`kernel`: attention alone, forward and backward, one row of 32 heads of 128 with 8 of keys, compiled for one v5e: by the
+kernel for TPUs, the default there, and by blocks of XLA's operations. What the kernel reads again is counted from the
+blocks that it visits: keys and values in the forward pass, and either them or what belongs to queries in the backward.
 """
 
 from __future__ import annotations
@@ -122,7 +126,8 @@ def ladder(target: str) -> list[dict[str, Any]]:
         print(
             f"{row['step']:32} {format_bytes(row['device_bytes']):>10} on the device, "
             f"{format_bytes(row['host_bytes']):>8} on the host, {row['flops'] / 1e12:.1f} TFLOP "
-            f"({row['flops'] / rows[0]['flops']:.2f} x)",
+            f"({row['flops'] / rows[0]['flops']:.2f} x), {row['bytes_accessed'] / 1e9:.0f} GB moved "
+            f"({row['bytes_accessed'] / rows[0]['bytes_accessed']:.2f} x)",
             flush=True,
         )
     return rows
@@ -151,6 +156,7 @@ def _step(
         begin = time.perf_counter()
         report = analyze_step(model, fn, optax.adamw(1e-4), "**/lora_*", batch, target=target)
         seconds = time.perf_counter() - begin
+        program = lt.memory.compile(gradients, trainable, frozen, batch, target=goal)
         with jax.default_device(goal.devices()[0]):
             flops = jaxpr_flops(jax.make_jaxpr(gradients)(trainable, frozen, batch))
     return {
@@ -159,8 +165,40 @@ def _step(
         "host_bytes": report.host_bytes,
         "temp_bytes": report.device.temp_bytes,
         "flops": flops,
+        "bytes_accessed": program.bytes_accessed,
         "compile_seconds": seconds,
     }
+
+
+# --- kernel --------------------------------------------------------------------------------------------------------
+
+
+def kernel(target: str) -> list[dict[str, Any]]:
+    """A row for each length, with what both move."""
+    heads, shared, dim = 32, 8, 128
+    rows: list[dict[str, Any]] = []
+    for length in (2048, 8192, 32768):
+        shapes = [jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (heads, shared, shared, heads)]
+        row: dict[str, Any] = {"tokens": length}
+        for name in ("splash", "blocks"):
+
+            def both(q: Any, k: Any, v: Any, dout: Any, name: Any = name) -> Any:
+                out, pullback = jax.vjp(partial(lt.ops.attention, implementation=name), q, k, v)
+                return out, pullback(dout)
+
+            program = lt.memory.compile(both, *shapes, target=target)
+            row[f"{name}_bytes_accessed"] = program.bytes_accessed
+            row[f"{name}_temp_bytes"] = program.report().device.temp_bytes
+        block = 512 if length < 4096 else 1024
+        visited = (length // block) * (length // block + 1) // 2
+        row["splash_read_again_bytes"] = 3 * heads * visited * 2 * block * dim * 2
+        rows.append(row)
+        total = row["splash_bytes_accessed"] + row["splash_read_again_bytes"]
+        print(
+            f"{length:>8,} tokens: kernel {total / 1e9:.2f} GB, blocks {row['blocks_bytes_accessed'] / 1e9:.2f}",
+            flush=True,
+        )
+    return rows
 
 
 # --- picture and files ---------------------------------------------------------------------------------------------
@@ -181,7 +219,7 @@ def draw(rows: list[dict[str, Any]], path: Path, target: str) -> None:
     if usable is not None:
         axes.axhline(usable / 2**30, color="#e76f51", linewidth=1)
         axes.text(tokens[0], usable / 2**30, f"usable memory of a {target.partition(':')[0]}", va="bottom")
-    axes.set_xlabel("tokens of one sequence (thousands of 1,024)")
+    axes.set_xlabel("tokens of one sequence, in 1,024")
     axes.set_ylabel("GiB, compiled ahead of time")
     axes.set_ylim(0)
     axes.spines[["top", "right"]].set_visible(False)
@@ -193,13 +231,14 @@ def draw(rows: list[dict[str, Any]], path: Path, target: str) -> None:
 PARTS: dict[str, tuple[Callable[[str], list[dict[str, Any]]], str]] = {
     "lengths": (lengths, "v5e:1x1"),
     "ladder": (ladder, "v5p:1x1x1"),
+    "kernel": (kernel, "v5e:1x1"),
 }
 
 
 def main() -> None:
     """Compile, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="default: both")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="default: all")
     parser.add_argument("--picture", type=Path, help="also draw the lengths (needs the report extra)")
     options = parser.parse_args()
     for part in options.part or PARTS:

@@ -23,6 +23,7 @@ from ._heap import HOST_COLOR as HOST_COLOR
 from ._heap import Segment as Segment
 from ._heap import peak_position as peak_position
 from ._heap import segments as segments
+from ._traffic import Traffic as Traffic
 
 __all__ = [
     "ArgumentLeaf",
@@ -32,6 +33,7 @@ __all__ = [
     "Graph",
     "HOST_COLOR",
     "Segment",
+    "Traffic",
     "Value",
     "aliased",
     "aliased_in",

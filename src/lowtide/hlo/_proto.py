@@ -50,6 +50,7 @@ _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
         "opcode": (2, _TEXT),
         "shape": (3, "Shape"),
         "metadata": (7, "Metadata"),
+        "literal": (8, "Literal"),
         "parameter_number": (9, _INT),
         "tuple_index": (13, _INT),
         "custom_call_target": (28, _TEXT),
@@ -57,6 +58,7 @@ _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
         "operand_ids": (36, [_INT]),
         "called_computation_ids": (38, [_INT]),
     },
+    "Literal": {"s32s": (4, [_INT]), "s64s": (5, [_INT]), "u32s": (6, [_INT])},
     "Metadata": {"op_name": (2, _TEXT), "stack_frame_id": (15, _INT)},
     "Shape": {
         "element_type": (2, _INT),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..hlo import CompiledProgram, compile_program
+from ..hlo import CompiledProgram, Traffic, compile_program
 from ..report import MemoryReport
 from ..targets import Target
 from ._analyze import Role, examine
@@ -22,6 +22,18 @@ class Program(CompiledProgram):
         >>> program.report(roles={"params": 0}).by_role["params"]
         64
     """
+
+    @property
+    def bytes_accessed(self) -> int:
+        """Bytes that a call moves to and from a device's memory, loops counted as often as they run.
+
+        A kernel counts with its operands and results once. Over the chip's bandwidth it is a time that no schedule of
+        this program beats.
+
+        Raises:
+            StructureError: for a loop that ends when the data say so.
+        """
+        return Traffic(self.hlo.module).total()
 
     def report(self, roles: Mapping[str, Role] | None = None) -> MemoryReport:
         """Report the bytes of the program and their owners.

@@ -1,0 +1,66 @@
+"""Bytes that compiled programs move, beside what their operations have to read and write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import lowtide as lt
+from lowtide.core import StructureError
+
+LAYERS, TOKENS, WIDTH = 12, 64, 256
+WEIGHT, ROWS = WIDTH * WIDTH * 4, TOKENS * WIDTH * 4
+
+
+def shape(*sizes: int) -> Any:
+    return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+
+def moved(fn: Any, *args: Any, target: str = "cpu") -> int:
+    return lt.memory.compile(fn, *args, target=target).bytes_accessed
+
+
+def layers(weights: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, weights)[0]
+
+
+def test_operands_and_results_count_once() -> None:
+    assert moved(lambda x, w: x @ w, shape(TOKENS, WIDTH), shape(WIDTH, WIDTH)) == 2 * ROWS + WEIGHT
+    assert moved(lambda x: jnp.sin(x) * 2 + 1, shape(TOKENS, WIDTH)) == 2 * ROWS
+
+
+def test_a_loop_counts_as_often_as_it_runs_and_reads_what_it_slices() -> None:
+    one, all_of_them = (moved(layers, shape(n, WIDTH, WIDTH), shape(TOKENS, WIDTH)) for n in (LAYERS, 2 * LAYERS))
+    more = (all_of_them - one) / LAYERS
+    assert WEIGHT + 2 * ROWS <= more <= 3 * WEIGHT + 5 * ROWS  # a CPU copies the slice, and the carry
+
+
+def test_an_update_in_place_counts_with_what_it_writes() -> None:
+    def filled(x: Any) -> Any:
+        def body(i: Any, x: Any) -> Any:
+            return jax.lax.dynamic_update_slice_in_dim(x, jnp.full((1, WIDTH), i, jnp.float32), i, axis=0)
+
+        return jax.lax.fori_loop(0, 1000, body, x)
+
+    assert moved(filled, shape(1000, WIDTH)) < 4 * 1000 * WIDTH * 4
+
+
+def test_of_branches_the_dearest_counts() -> None:
+    def either(x: Any) -> Any:
+        return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ x) @ x, lambda x: x, x)
+
+    assert moved(either, shape(WIDTH, WIDTH)) >= 6 * WEIGHT
+
+
+def test_a_loop_that_the_data_end_is_refused() -> None:
+    with pytest.raises(StructureError, match=r"how often does the loop(.|\n)*hint:"):
+        moved(lambda x: jax.lax.while_loop(lambda x: jnp.all(x < x[::-1]), lambda x: x * 2, x), shape(8))
+
+
+@pytest.mark.tpu_aot
+def test_what_a_tpu_keeps_on_the_chip_is_not_counted() -> None:
+    found = moved(layers, shape(LAYERS, WIDTH, WIDTH), shape(TOKENS, WIDTH), target="v5e:1x1")
+    assert LAYERS * WEIGHT <= found < LAYERS * (WEIGHT + 2 * ROWS)
