@@ -187,6 +187,8 @@ def test_a_host_that_is_too_small_is_named():
     small = dataclasses.replace(report, device=SpaceBytes(temp_bytes=1024**4), host=SpaceBytes())
     (said,) = _shortages(FinetuneConfig(offload=("optimizer",)), small)
     assert said.endswith("or --offload parameters,activations")
+    (said,) = _shortages(FinetuneConfig(), small, ("activations",))  # of a pipeline
+    assert said.endswith("or --offload activations")
 
 
 def test_contradicting_flags_are_named(finetune):

@@ -10,6 +10,7 @@ import pytest
 
 from lowtide.cli import _distributed, main
 from lowtide.core import ConfigError
+from lowtide.finetune import Finetune, FinetuneConfig
 
 
 def losses(out: Path) -> list[float]:
@@ -36,6 +37,9 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
     assert begun[:3] == pytest.approx(plain[:3], abs=1e-5)
     resumed = finetune("begun", "--resume", "--steps", "4")
     assert resumed[-3:] == pytest.approx(plain[-3:], abs=1e-5)
+    moved = finetune("moved", *small, "--steps", "4", "--pipeline", "2", "--offload", "activations")
+    assert "host activations" in " ".join(capfd.readouterr().out.split())
+    assert moved == pytest.approx(plain, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,7 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
         (["--pipeline", "3"], "hint: --pipeline 4"),
         (["--pipeline", "16"], "hint: --pipeline 8"),
         (["--pipeline", "4", "--full"], "leave --distributed and --pipeline"),
+        (["--pipeline", "4", "--offload", "activations,optimizer"], "devices but activations got: offload = optimizer"),
         (["--pipeline", "2", "--batch-size", "3"], "a multiple of 4 (fsdp 4)"),
         (["--pipeline", "2", "--lora-dropout", "0.1"], "lora_dropout: the loss of a pipeline takes no random key"),
         (["--pipeline", "2", "--process-id", "0"], "add --distributed"),
@@ -57,6 +62,14 @@ def test_stages_that_cannot_be_are_refused_before_anything_is_written(
     assert main(["finetune", "--out", str(tmp_path / "run"), *flags]) == 2
     assert said in " ".join(capfd.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def test_activations_of_devices_without_stages_stay_on_them(tmp_path: Path) -> None:
+    rules = _distributed._rules({"data": 8}, "data=8")
+    with pytest.raises(
+        ConfigError, match=r"(?s)cannot be shared.*got: offload = activations.*hint: .*with --pipeline "
+    ):
+        Finetune(FinetuneConfig(offload=("activations",)), tmp_path / "run", sharding=rules)
 
 
 @pytest.mark.parametrize(

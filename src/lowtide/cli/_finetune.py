@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -286,7 +287,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
             f"[bold yellow]warning[/] --seq-len {config.seq_len} is longer than the "
             f"{base.config.max_position_embeddings} positions the model was made for"
         )
-    for problem in _shortages(config, table.ours, is_shared=job.trainer.sharding is not None):
+    for problem in _shortages(config, table.ours, _movable(job.trainer)):
         console.print(f"[bold yellow]warning[/] {problem}")
 
 
@@ -345,14 +346,24 @@ def _on_the_host(report: Any) -> str:
     return f", {format_bytes(report.host_bytes)} on the host (pinned{of})"
 
 
-def _shortages(config: Any, report: Any, *, is_shared: bool = False) -> list[str]:
+_WORDS = ("parameters", "optimizer", "activations")
+
+
+def _movable(trainer: Any) -> Sequence[str]:
+    """Which words of ``--offload`` there are for the devices of a run."""
+    if trainer.sharding is None:
+        return _WORDS
+    return () if trainer.stages is None else ("activations",)
+
+
+def _shortages(config: Any, report: Any, words: Sequence[str] = _WORDS) -> list[str]:
     """Say what to do when the device, or its host, is too small."""
     found: list[str] = []
     if report.margin_bytes is not None and report.margin_bytes < 0:
-        rest = [word for word in ("parameters", "optimizer", "activations") if word not in (config.offload or ())]
+        rest = [word for word in words if word not in (config.offload or ())]
         found.append(
             "this does not fit: lower --batch-size or --seq-len, raise num_microbatches"
-            + (f", or --offload {','.join(rest)}" if rest and not config.full and not is_shared else "")
+            + (f", or --offload {','.join(rest)}" if rest and not config.full else "")
         )
     if report.host_bytes and report.host_margin_bytes is not None and report.host_margin_bytes < 0:
         found.append(

@@ -42,7 +42,7 @@ from ._base import formats, open_base, refuse_for_quantized
 from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
-from ._offloaded import full_step, hidden, is_hosted, is_weight, optimizer
+from ._offloaded import full_step, hidden, inputs_place, is_hosted, is_weight, optimizer
 from ._page import keep_for_report, write_report
 from ._recipe import learning_rate, trackers, watchers, with_steps
 from ._runs import (
@@ -91,14 +91,8 @@ class Finetune:
         on_tokenise: Callable[[int, int], None] | None = None,
         sharding: ShardingRules | None = None,
     ) -> None:
-        if sharding is not None and (config.full or config.offload):
-            raise ConfigError(
-                "what is in host memory cannot be shared among devices yet",
-                expected="adapters, with everything on the devices",
-                got="full" if config.full else f"offload = {', '.join(config.offload or ())}",
-                hint="leave --distributed and --pipeline, or --full and --offload out",
-            )
         if sharding is not None:
+            _refuse_on_host(config, sharding)
             refuse_eva(config)
         if sharding is not None and STAGE in sharding.mesh.shape:
             refuse_dropout(config)
@@ -399,13 +393,35 @@ class Finetune:
         return self.tokenizer.decode(prompt.tolist()), self.tokenizer.decode(tokens[len(prompt) :].tolist())
 
 
+def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:
+    """Raise for what cannot be in host memory where devices share the work."""
+    is_pipeline = STAGE in sharding.mesh.shape
+    refused = [word for word in config.offload or () if word != "activations" or not is_pipeline]
+    if config.full or refused:
+        raise ConfigError(
+            "what is in host memory cannot be shared among devices yet",
+            expected="adapters, with everything on the devices" + " but activations" * is_pipeline,
+            got="full" if config.full else f"offload = {', '.join(refused)}",
+            hint="leave --distributed and --pipeline, or --full and --offload out"
+            + ("" if is_pipeline else "; with --pipeline activations can be offloaded"),
+        )
+
+
 def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:
     """Divide the layers among ranks; of microbatches there are as many as said, or as rows."""
     num_parts = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
     number = config.num_microbatches if config.num_microbatches > 1 else max(config.batch_size // num_parts, 1)
     made = schedule(num_stages=sharding.mesh.shape[STAGE], num_microbatches=number)
-    mesh, axes = sharding.mesh, sharding.batch_axes
-    return value_and_grad(stack, made, mesh=mesh, wrt=_WRT, weight=_num_targets, remat=config.remat, batch_axes=axes)
+    return value_and_grad(
+        stack,
+        made,
+        mesh=sharding.mesh,
+        wrt=_WRT,
+        weight=_num_targets,
+        remat=config.remat,
+        batch_axes=sharding.batch_axes,
+        inputs=inputs_place(config),
+    )
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:

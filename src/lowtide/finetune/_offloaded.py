@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,7 @@ def places(config: FinetuneConfig) -> dict[str, str]:
     return {name: "host" if hosted else "device" for name, hosted in on_host.items()}
 
 
-def inputs_place(config: FinetuneConfig) -> str:
+def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
     """Where what enters each block waits for the backward pass of adapters."""
     return "host" if "activations" in (config.offload or ()) else "device"
 

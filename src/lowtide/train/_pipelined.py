@@ -52,7 +52,7 @@ class PipelineStep:
 
     remedies = (
         "a schedule of more microbatches, or of one that keeps less (v-half, v-min); "
-        "remat=True of lt.pipeline.value_and_grad, lt.offload.optimizer(tx), or a larger budget"
+        "remat=True or inputs='host' of lt.pipeline.value_and_grad, lt.offload.optimizer(tx), or a larger budget"
     )
 
     def __init__(

@@ -94,7 +94,7 @@ def _tell(before: StageReport, after: StageReport) -> None:
             f"the pipeline keeps {format_bytes(after.waiting_bytes)} between passes instead of "
             f"{format_bytes(before.waiting_bytes)}, for which the device has no room: it takes "
             f"{after.time_over_ideal:.2f} of the ideal time instead of {before.time_over_ideal:.2f}\n"
-            "hint: smaller microbatches, more stages, or remat=True of lt.pipeline.value_and_grad",
+            "hint: smaller microbatches, more stages, remat=True or inputs='host' of lt.pipeline.value_and_grad",
             UserWarning,
             stacklevel=2,
         )

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from ...core import BATCH_AXES, CONTEXT, ConfigError, LayerStack, StructureError, is_count
+from ...core import BATCH_AXES, CONTEXT, ConfigError, LayerStack, StructureError, check_choice, is_count
 from ...jaxprs import Kind, bodies, equations, kind_of, source_line, walk
 from ..schedules import Schedule, tables
 
@@ -78,6 +78,23 @@ def refuse_useless_limit(schedule: Schedule, memory_limit: int | None) -> None:
             expected='lt.pipeline.schedule("auto", ...) without costs and without a memory_limit of its own',
             got=repr(schedule),
             hint="say either: lt.pipeline.schedule(..., memory_limit=) counts in what a stage keeps of one microbatch",
+        )
+
+
+def refuse_other_inputs(inputs: str, remat: Any) -> None:
+    """Raise for a place that blocks' inputs cannot wait in, or where they would not be what waits."""
+    check_choice(
+        f"unknown place {inputs!r} for what enters each block",
+        inputs,
+        ("device", "host"),
+        'inputs="host" keeps it in host memory until the backward pass',
+    )
+    if inputs == "host" and remat is False:
+        raise ConfigError(
+            'inputs="host" contradicts remat=False, by which all that blocks compute waits on the device',
+            expected="blocks that are recomputed from their inputs",
+            got="remat=False",
+            hint="remat=True, or a policy of jax.checkpoint; of that what it saves stays on the device",
         )
 
 

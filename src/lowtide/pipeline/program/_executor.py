@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ...core import LayerStack, ScheduleError, StackShapes, Tree, combine, format_bytes, recomputed
+from ...core import LayerStack, ScheduleError, StackShapes, Tree, combine, format_bytes
 from ...jaxprs import jaxpr_flops, make_jaxpr
 from ..schedules import Costs, Schedule, Tables, simulate, tables
 from ..split import Pass, PassFlops, Rows, TracedSplit, at, put, shape_of, trace_split
@@ -36,6 +36,7 @@ from ._checks import refuse_collectives, refuse_undivided_calls
 from ._inplace import InPlace, empty_buffer
 from ._layout import Layout
 from ._permutes import permuting_nothing, without_permutes
+from ._recomputing import recomputing
 
 State = dict[str, Any]
 Came = dict[str, list[Any]]
@@ -64,6 +65,8 @@ class Program:
     memory_limit: int | None
     """Bytes that what waits may take, of all devices of a rank, where the schedule says no limit."""
     remat: bool | Callable[..., bool]
+    inputs_on_host: bool
+    """Whether what enters each block waits for the backward pass in host memory."""
     batch_axes: tuple[str, ...]
     """Along which axes of the mesh the rows of a microbatch are divided."""
     platform: str
@@ -148,10 +151,7 @@ class Program:
 
     def blocks(self, layers: Tree, h: Any, batch: Tree, count: Any) -> Any:
         """Run the blocks of a stage, of which only `count` are there."""
-        block = self.stack.block
-        if self.remat is not False:
-            policy: Any = None if self.remat is True else self.remat
-            block = jax.checkpoint(recomputed(block) if self.remat is True else block, policy=policy, prevent_cse=False)
+        block = recomputing(self.stack.block, self.remat, inputs_on_host=self.inputs_on_host)
 
         def body(h: Any, row: tuple[Tree, Any]) -> tuple[Any, None]:
             layer, index = row
@@ -418,7 +418,7 @@ class _Run(_Forward):
             "memory_limit is less than what waits in any schedule that was found",
             expected=f"about {format_bytes(min(sizes))}, of all devices of a rank" if sizes else "more",
             got=format_bytes(limit),
-            hint="raise it, or have smaller microbatches, more stages or remat=True",
+            hint='raise it, or have smaller microbatches, more stages, remat=True or inputs="host"',
         )
 
     def _most_residuals(self) -> float:

@@ -71,9 +71,11 @@ class InPlace:
         ]
 
     def left_bytes(self, made: Pass, last: Pass) -> int:
-        """Return the bytes on the device that one pass of a microbatch leaves and another one frees."""
-        chosen = (one for one in self.residuals if (one.made, one.last, one.is_on_host) == (made, last, False))
-        return sum(one.num_bytes for one in chosen)
+        """Return the bytes that one pass of a microbatch leaves and another one frees.
+
+        Those on the host count, too: of a schedule that takes them for nothing they grow with the microbatches.
+        """
+        return sum(one.num_bytes for one in self.residuals if (one.made, one.last) == (made, last))
 
     def forward(
         self, buffers: Buffers, cell: dict[str, Any], weights: Tree, hoisted: Any, x: Tree, *extras: Tree

@@ -8,7 +8,7 @@ import functools
 import math
 import traceback
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from ...memory import MemoryReport
 from ..schedules import Schedule
 from ._checks import (
     explained,
+    refuse_other_inputs,
     refuse_other_mesh,
     refuse_other_stages,
     refuse_useless_limit,
@@ -61,6 +62,7 @@ def value_and_grad(
     arranged: bool = False,
     batch_axes: Sequence[str] | None = None,
     memory_limit: int | str | None = None,
+    inputs: Literal["device", "host"] = "device",
 ) -> Pipeline:
     """Make a pipelined loss with its gradients, as one compiled program.
 
@@ -87,6 +89,8 @@ def value_and_grad(
             fullest rank needs. By default what forward passes of twice as many microbatches as ranks less one leave,
             beside messages and what an input pass leaves to a weight pass right after it; a `lowtide.Trainer` chooses
             by what its device has left.
+        inputs: where what enters each block waits for its microbatch's backward pass, if blocks are recomputed:
+            ``"host"`` takes it off the device. Of `h`, scalars, vectors, integers and random keys stay there.
 
     Returns:
         The function: ``(loss, metrics), (outer_grads, layer_grads) = pipeline(outer, layers, batch)``. It has its
@@ -94,13 +98,14 @@ def value_and_grad(
 
     Raises:
         ConfigError: for an axis that the mesh does not have, explicit axes, a schedule of another number of ranks, or
-            an argument of another type.
+            an argument of another type; for an unknown `inputs`, or those on the host beside ``remat=False``.
         ScheduleError: for stages that are not on neighbouring ranks.
         StructureError: when `stack` is no `LayerStack`.
 
     Memory:
         On each device: its layers, the outer leaves, gradients of both (float32 at least), the batch, and what the
         schedule keeps between passes: of GPipe and looped BFS all microbatches, of the others no more for more of them.
+        With ``inputs="host"`` less by what enters blocks, which its host then has.
 
     Examples:
         >>> from lowtide.pipeline import schedule
@@ -126,12 +131,13 @@ def value_and_grad(
     refuse_wrong_types(stack, schedule, mesh, axis, weight, remat, layers_per_stage, batch_axes, memory_limit)
     refuse_other_mesh(schedule, mesh, axis, batch_axes)
     refuse_other_stages(schedule, layers_per_stage)
+    refuse_other_inputs(inputs, remat)
     warn_of_waiting_forever(mesh, axis)
     axes = tuple(one for one in BATCH_AXES if one in mesh.shape and one != axis)
     axes = axes if batch_axes is None else tuple(batch_axes)
     limit = None if memory_limit is None else parse_bytes(memory_limit)
     refuse_useless_limit(schedule, limit)
-    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit)
+    return Pipeline(stack, schedule, mesh, axis, wrt, weight, remat, layers_per_stage, arranged, axes, limit, inputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # jax.jit tells pipelines apart by identity
@@ -160,6 +166,8 @@ class Pipeline:
     """Along which the rows of microbatches are divided."""
     memory_limit: int | None = None
     """What may wait on each device, in bytes."""
+    inputs: str = "device"
+    """Where what enters each block waits: ``device`` or ``host``."""
 
     def within(self, memory_limit: int) -> Pipeline:
         """Return the pipeline with another limit of what may wait on each device, in bytes.
@@ -190,7 +198,7 @@ class Pipeline:
             ConfigError: for `layers_per_stage` that are not of this model.
             SelectionError: when `wrt` selects nothing, or a leaf that has no gradient.
             StructureError: for leaves that are no arrays, when the batch does not split, also along `batch_axes`, or
-                when a function of the stack returns what it should not.
+                when a function of the stack returns what it should not, or nothing that `inputs` could move.
         """
         plan, trainable, frozen = self._prepared(outer, layers)
         check_differentiable(trainable)
@@ -382,6 +390,7 @@ class Pipeline:
             batch=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batches),
             memory_limit=None if self.memory_limit is None else self.memory_limit * self._num_parts,
             remat=self.remat,
+            inputs_on_host=self.inputs == "host",
             batch_axes=self.batch_axes,
             platform=_platform(self.mesh),
         )

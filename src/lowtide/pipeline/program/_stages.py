@@ -62,7 +62,7 @@ class StageReport:
     """Room for their gradients."""
     buffers: Mapping[str, int]
     """The buffers for what passes leave to later ones, by the pass that leaves it, dtype and shape of an entry; with
-    ``host/`` those in host memory, for what a policy offloads."""
+    ``host/`` those in host memory: blocks' inputs that wait there, and what a policy offloads."""
     message_bytes: int
     """The buffer for activations and cotangents of other ranks; with the others it is what waits."""
     hoisted_bytes: int

@@ -8,7 +8,8 @@ rather than that the tokens' cotangents wait for it, and an activation's derivat
 
 Matrix products and their like are not put off or brought forward for bytes: those that only weight gradients need are
 the weight pass, those that the forward pass does not need (recomputation) wait for the backward pass. What reads only
-the batch, or changes only the view of a weight, costs little and is made in each pass that reads it.
+the batch, or changes only the view of a weight, costs little and is made in each pass that reads it; a copy out of the
+host's memory is, too, since one that waited would be what was offloaded, on the device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ._graph import TO_HOST, Atom, Carry, Graph, Loop, Op, Value
+from ._graph import TO_DEVICE, TO_HOST, Atom, Carry, Graph, Loop, Op, Value
 
 
 class Pass(enum.IntEnum):
@@ -137,8 +138,12 @@ class Reach:
 
     def _operation(self, op: Op) -> None:
         reads = [atom for atom in op.reads if isinstance(atom, Value)]
-        is_light = not (op.is_heavy or op.has_effects) and not any(value.stack for value in op.results)
+        is_own = not op.has_effects and not any(value.stack for value in op.results)
+        is_light = is_own and not op.is_heavy
         is_view = op.name in _VIEWS and all(value in self.of_weights for value in reads)
+        if is_own and op.name == TO_DEVICE:  # kept, it would wait on the device again
+            self.free.update(dict.fromkeys(op.results, op))
+            return
         if is_light and (is_view or all(value in self.of_batch or self._is_constant(value) for value in reads)):
             for value in op.results:
                 self.free[value] = op

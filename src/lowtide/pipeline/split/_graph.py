@@ -190,7 +190,7 @@ def lift(items: list[Op | Loop], given: set[Value]) -> None:
     items[:] = lifted
 
 
-TO_HOST = "to_host"
+TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 
 class _Reader:
@@ -287,9 +287,17 @@ def _has_effects(eqn: Any) -> bool:
 
 
 def _name(eqn: Any) -> str:
-    """Of the operation; `TO_HOST` for a copy into the host's memory."""
-    spaces = {getattr(var.aval, "memory_space", None) for var in eqn.outvars}
-    return TO_HOST if eqn.primitive.name == "device_put" and spaces <= {jax.memory.Space.Host} else eqn.primitive.name
+    """Of the operation; `TO_HOST` for a copy into the host's memory, `TO_DEVICE` for one out of it."""
+    if eqn.primitive.name != "device_put":
+        return eqn.primitive.name
+    before, after = ({_is_on_host(var) for var in variables} for variables in (eqn.invars, eqn.outvars))
+    if after == {True}:
+        return TO_HOST
+    return TO_DEVICE if (before, after) == ({True}, {False}) else eqn.primitive.name
+
+
+def _is_on_host(var: Any) -> bool:
+    return getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def _has_shardings(eqn: Any) -> bool:

@@ -1,0 +1,69 @@
+"""A block whose backward pass computes it again, from an input that may wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ...core import OWN_NAMES, StructureError, Tree, recomputed
+
+Block = Callable[[Tree, Any, Tree], Any]
+_INPUT = f"{OWN_NAMES}block_input"
+
+
+def recomputing(block: Block, remat: bool | Callable[..., bool], *, inputs_on_host: bool) -> Block:
+    """Make a block of which the backward pass computes what `remat` says again.
+
+    Args:
+        block: of a stack.
+        remat: as in `LayerStack.hidden`.
+        inputs_on_host: whether what enters it waits for that in host memory.
+
+    Raises:
+        StructureError: when it is traced, if nothing of what enters it can.
+    """
+    if remat is False:
+        return block
+    policy = None if remat is True else remat
+    block = recomputed(block) if remat is True else block
+    if not inputs_on_host:
+        return jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+    def named(layer: Tree, h: Any, batch: Tree) -> Any:
+        if not any(map(_can_wait_on_host, jax.tree.leaves(h))):
+            raise StructureError(
+                'inputs="host": nothing that enters a block can wait there',
+                expected="a floating-point array of at least two axes in h",
+                got=str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", h)),
+                hint='inputs="device"',
+            )
+        h = jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT) if _can_wait_on_host(leaf) else leaf, h)
+        return block(layer, h, batch)
+
+    return jax.checkpoint(named, policy=_offloading(policy), prevent_cse=False)
+
+
+def _can_wait_on_host(leaf: Any) -> bool:
+    """Whether it is an array of rows. Of vectors in half precision a TPU cuts no single one on the host."""
+    return leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _offloading(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a policy that moves a block's input to the host, and says of all else what another one does."""
+    moving = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def decide(primitive: Any, *args: Any, **params: Any) -> Any:
+        if policy is None or params.get("name") == _INPUT:
+            return moving(primitive, *args, **params)
+        return policy(primitive, *args, **params)
+
+    return decide
