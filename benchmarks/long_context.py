@@ -117,7 +117,7 @@ def ladder(target: str) -> list[dict[str, Any]]:
     rows = [
         _step("all scores, all logits", target, dense_loss, all_scores),
         _step("+ loss in chunks", target, partial(loss, remat=False), all_scores),
-        _step("+ attention in blocks", target, partial(loss, remat=False)),
+        _step("+ attention by the kernel", target, partial(loss, remat=False)),
         _step("+ layers run again, in tiles", target, partial(loss, remat=True)),
         _step("+ layers' inputs on the host", target, partial(offloaded_loss, remat=True, inputs="host")),
         _step("+ base in nf4", target, partial(offloaded_loss, remat=True, inputs="host"), base="nf4"),
