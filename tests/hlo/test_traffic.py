@@ -64,3 +64,30 @@ def test_a_loop_that_the_data_end_is_refused() -> None:
 def test_what_a_tpu_keeps_on_the_chip_is_not_counted() -> None:
     found = moved(layers, shape(LAYERS, WIDTH, WIDTH), shape(TOKENS, WIDTH), target="v5e:1x1")
     assert LAYERS * WEIGHT <= found < LAYERS * (WEIGHT + 2 * ROWS)
+
+
+@pytest.mark.tpu_aot
+def test_a_tpu_reads_the_operands_of_a_product() -> None:
+    size = 8192  # more than the chip has room for
+    found = moved(lambda x, w: (x @ w).astype(jnp.bfloat16), shape(size, size), shape(size, size), target="v5e:1x1")
+    assert found == pytest.approx((4 + 4 + 2) * size**2, rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot)])
+def test_slices_of_what_is_converted_count_as_slices(target: str) -> None:
+    def total(codes: Any) -> Any:
+        def body(i: Any, sum: Any) -> Any:
+            return sum + jax.lax.dynamic_index_in_dim(codes, i, keepdims=False).astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, 500, body, jnp.zeros(WIDTH))
+
+    codes = jax.ShapeDtypeStruct((500, WIDTH), jnp.int8)
+    assert 500 * WIDTH <= moved(total, codes, target=target) < 500 * WIDTH * 16
+
+
+def test_a_bound_that_a_loop_carries_is_found() -> None:
+    def hidden(x: Any) -> Any:
+        count = jax.lax.optimization_barrier(jnp.int32(100))
+        return jax.lax.while_loop(lambda c: c[0] < count, lambda c: (c[0] + 1, jnp.sin(c[1])), (jnp.int32(0), x))[1]
+
+    assert moved(hidden, shape(TOKENS, WIDTH)) >= 100 * 2 * ROWS

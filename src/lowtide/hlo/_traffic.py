@@ -23,6 +23,9 @@ _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota", "partition-id"),
     *("replica-id", "optimization-barrier", "opt-barrier", "domain", "add-dependency", "async-update"),
 }
+_SAME = {"bitcast", "copy", "convert", "reshape"}
+"""What makes another form of the same numbers, inside of a fusion."""
+_FORWARDED = {"bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "opt-barrier", "optimization-barrier"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
@@ -38,6 +41,16 @@ class Traffic:
         self._instructions = {one.id: one for computation in module.computations for one in computation.instructions}
         self._entry: int = module.entry_computation_id
         self._users: dict[int, list[Any]] = {}
+        # The result of a fusion inside of a fusion is that fusion.
+        inside = {
+            at for one in self._instructions.values() if one.opcode == "fusion" for at in one.called_computation_ids
+        }
+        self._nested = {
+            self._computations[one.called_computation_ids[0]].root_id: one.id
+            for at in inside
+            for one in self._computations[at].instructions
+            if one.opcode == "fusion"
+        }
         for one in self._instructions.values():
             for at in one.operand_ids:
                 self._users.setdefault(at, []).append(one)
@@ -79,22 +92,29 @@ class Traffic:
         return read + sum(self._written(root) for root in self._roots(computation))
 
     def _read(self, parameter: Any) -> int:
-        """Bytes of an operand that a fusion reads."""
+        """Bytes of an operand that a fusion reads: of what it only slices, converted or not, the slices."""
+        whole = size(parameter.shape)
         parts, reached = 0, [(parameter.id, user) for user in self._users.get(parameter.id, [])]
         while reached:
             at, user = reached.pop()
-            if user.opcode == "bitcast":
-                reached += [(user.id, each) for each in self._users.get(user.id, [])]
-            elif user.opcode == "fusion":
-                inner = self._computations[user.called_computation_ids[0]].instructions
+            if user.opcode == "fusion":
+                inner = self._computations[user.called_computation_ids[0]]
                 named = [n for n, operand in enumerate(user.operand_ids) if operand == at]
-                own = [one for one in inner if one.opcode == "parameter" and one.parameter_number in named]
-                reached += [(one.id, each) for one in own for each in self._users.get(one.id, [])]
+                own = [one for one in inner.instructions if one.opcode == "parameter" and one.parameter_number in named]
+                reached += [pair for one in own for pair in self._users_of(one.id)]
+            elif user.opcode in _SAME:
+                reached += self._users_of(user.id)
             elif user.opcode in _SLICES and user.operand_ids[0] == at:
-                parts += size(user.shape)
+                parts += math.prod(user.shape.dimensions) * whole // max(math.prod(parameter.shape.dimensions), 1)
             elif not (user.opcode == "dynamic-update-slice" and user.operand_ids[0] == at):
-                return size(parameter.shape)
-        return min(parts, size(parameter.shape))
+                return whole
+        return min(parts, whole)
+
+    def _users_of(self, at: int) -> list[tuple[int, Any]]:
+        """Return what uses a value; of the result of a fusion inside of another, what uses that fusion."""
+        while (outer := self._nested.get(at)) is not None:
+            at = outer
+        return [(at, user) for user in self._users.get(at, [])]
 
     def _roots(self, computation: Any) -> Iterator[Any]:
         root = self._instructions[computation.root_id]
@@ -102,8 +122,10 @@ class Traffic:
 
     def _written(self, root: Any) -> int:
         inner = root
-        while inner.opcode in ("bitcast", "copy"):
-            inner = self._instructions[inner.operand_ids[0]]
+        while inner.opcode in _SAME or inner.opcode == "fusion":
+            is_fusion = inner.opcode == "fusion"
+            at = self._computations[inner.called_computation_ids[0]].root_id if is_fusion else inner.operand_ids[0]
+            inner = self._instructions[at]
         if inner.opcode != "dynamic-update-slice":
             return size(root.shape)
         return size(self._instructions[inner.operand_ids[1]].shape)
@@ -116,6 +138,7 @@ class Traffic:
                 reached += one.called_computation_ids
                 if one.opcode == "constant":
                     numbers += [*one.literal.s32s, *one.literal.s64s, *one.literal.u32s]
+        numbers = numbers or self._carried(loop, condition)
         if not numbers:
             raise StructureError(
                 f"how often does the loop {loop.name} run?",
@@ -124,6 +147,18 @@ class Traffic:
                 hint="its bytes cannot be counted ahead of time",
             )
         return max(numbers)
+
+    def _carried(self, loop: Any, condition: int) -> list[int]:
+        """Read the bound that a loop carries along: the entries of what it begins with that its condition reads."""
+        begin = self._instructions[loop.operand_ids[0]]
+        numbers: list[int] = []
+        for one in self._computations[condition].instructions:
+            if one.opcode == "get-tuple-element" and begin.opcode == "tuple":
+                found = self._instructions[begin.operand_ids[one.tuple_index]]
+                while found.opcode in _FORWARDED and found.operand_ids:
+                    found = self._instructions[found.operand_ids[0]]
+                numbers += [*found.literal.s32s, *found.literal.s64s, *found.literal.u32s]
+        return numbers
 
 
 def size(shape: Any) -> int:
