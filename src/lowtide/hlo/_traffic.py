@@ -155,8 +155,10 @@ class Traffic:
         for one in self._computations[condition].instructions:
             if one.opcode == "get-tuple-element" and begin.opcode == "tuple":
                 found = self._instructions[begin.operand_ids[one.tuple_index]]
-                while found.opcode in _FORWARDED and found.operand_ids:
-                    found = self._instructions[found.operand_ids[0]]
+                while found.opcode in _FORWARDED:
+                    below = self._instructions[found.operand_ids[0]]
+                    is_entry = found.opcode == "get-tuple-element" and below.opcode == "tuple"
+                    found = self._instructions[below.operand_ids[found.tuple_index]] if is_entry else below
                 numbers += [*found.literal.s32s, *found.literal.s64s, *found.literal.u32s]
         return numbers
 
