@@ -55,9 +55,35 @@ def test_of_branches_the_dearest_counts() -> None:
     assert moved(either, shape(WIDTH, WIDTH)) >= 6 * WEIGHT
 
 
-def test_a_loop_that_the_data_end_is_refused() -> None:
-    with pytest.raises(StructureError, match=r"how often does the loop(.|\n)*hint:"):
-        moved(lambda x: jax.lax.while_loop(lambda x: jnp.all(x < x[::-1]), lambda x: x * 2, x), shape(8))
+@pytest.mark.parametrize("target", ["cpu", pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot)])
+def test_a_loop_that_the_data_end_is_refused(target: str) -> None:
+    counted = jax.ShapeDtypeStruct((), jnp.int32)
+    loops: list[Any] = [
+        (lambda x: jax.lax.while_loop(lambda x: jnp.all(x < x[::-1]), lambda x: x * 2, x), shape(8)),
+        (lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) < 100000, lambda x: x * 2, x), shape(8)),
+        (lambda x: jax.lax.while_loop(lambda x: jnp.sum(x) % 7 != 3, lambda x: x + 1, x), shape(8)),
+        (lambda n, x: jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x), x), counted, shape(8)),
+    ]
+    for fn, *args in loops:
+        with pytest.raises(StructureError, match=r"how often does the loop(.|\n)*hint:"):
+            moved(fn, *args, target=target)
+
+
+@pytest.mark.parametrize("target", ["cpu", pytest.param("v5e:1x1", marks=pytest.mark.tpu_aot)])
+@pytest.mark.parametrize(("first", "step"), [(0, 1), (990, 1), (0, 100)])
+def test_a_loop_runs_from_its_first_number_in_its_steps(first: int, step: int, target: str) -> None:
+    def run(x: Any) -> Any:
+        def body(state: Any) -> Any:
+            return state[0] + step, jnp.sin(state[1])
+
+        return jax.lax.while_loop(lambda state: state[0] < 1000, body, (jnp.int32(first), x))[1]
+
+    trips, rows = len(range(first, 1000, step)), 4096 * 8192 * 4  # more than a chip has room for
+    assert trips * 2 * rows <= moved(run, shape(4096, 8192), target=target) <= (trips + 2) * 2 * rows
+
+
+def test_a_cast_alone_reads_its_operand() -> None:
+    assert moved(lambda x: x.astype(jnp.bfloat16), shape(TOKENS, WIDTH)) == ROWS + ROWS // 2
 
 
 @pytest.mark.tpu_aot

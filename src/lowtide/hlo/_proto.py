@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core import StructureError
 
-_INT, _TEXT, _BOOL = "int", "text", "bool"
+_INT, _TEXT, _BOOL, _BYTES = "int", "text", "bool", "bytes"
 
 # message -> field -> (number, type); a list is a repeated field, any other text the name of a message.
 _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
@@ -57,6 +57,8 @@ _SCHEMA: dict[str, dict[str, tuple[int, str | list[str]]]] = {
         "id": (35, _INT),
         "operand_ids": (36, [_INT]),
         "called_computation_ids": (38, [_INT]),
+        "backend_config": (43, _BYTES),
+        "comparison_direction": (63, _TEXT),
     },
     "Literal": {"s32s": (4, [_INT]), "s64s": (5, [_INT]), "u32s": (6, [_INT])},
     "Metadata": {"op_name": (2, _TEXT), "stack_frame_id": (15, _INT)},
@@ -169,7 +171,12 @@ def _message_class() -> Any:
     package = "lowtide.hlo"
     file = descriptor_pb2.FileDescriptorProto(name="lowtide_hlo.proto", package=package, syntax="proto3")
     field_type = descriptor_pb2.FieldDescriptorProto
-    scalars = {_INT: field_type.TYPE_INT64, _TEXT: field_type.TYPE_STRING, _BOOL: field_type.TYPE_BOOL}
+    scalars = {
+        _INT: field_type.TYPE_INT64,
+        _TEXT: field_type.TYPE_STRING,
+        _BOOL: field_type.TYPE_BOOL,
+        _BYTES: field_type.TYPE_BYTES,
+    }
     for name, fields in _SCHEMA.items():
         message: Any = file.message_type.add(name=name)
         for field_name, (number, kind) in fields.items():

@@ -10,9 +10,9 @@ GPU save some of what is counted.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from ..core import StructureError
@@ -25,7 +25,8 @@ _FREE = {
 }
 _SAME = {"bitcast", "copy", "convert", "reshape"}
 """What makes another form of the same numbers, inside of a fusion."""
-_FORWARDED = {"bitcast", "copy", "copy-done", "copy-start", "get-tuple-element", "opt-barrier", "optimization-barrier"}
+_BARRIERS = ("opt-barrier", "optimization-barrier")
+_FORWARDED = {"bitcast", "copy", "copy-done", "copy-start", "reshape", *_BARRIERS}
 _SLICES = {"dynamic-slice", "slice", "gather"}
 
 
@@ -41,19 +42,15 @@ class Traffic:
         self._instructions = {one.id: one for computation in module.computations for one in computation.instructions}
         self._entry: int = module.entry_computation_id
         self._users: dict[int, list[Any]] = {}
-        # The result of a fusion inside of a fusion is that fusion.
-        inside = {
-            at for one in self._instructions.values() if one.opcode == "fusion" for at in one.called_computation_ids
-        }
-        self._nested = {
-            self._computations[one.called_computation_ids[0]].root_id: one.id
-            for at in inside
-            for one in self._computations[at].instructions
-            if one.opcode == "fusion"
-        }
+        self._known: dict[int, int] = {}
+        self._callers: dict[int, Any] = {}
+        """Of the computation of a fusion, that fusion."""
         for one in self._instructions.values():
             for at in one.operand_ids:
                 self._users.setdefault(at, []).append(one)
+            if one.opcode == "fusion":
+                self._callers[one.called_computation_ids[0]] = one
+        self._owners = {one.id: each.id for each in module.computations for one in each.instructions}
 
     def total(self) -> int:
         """Return what the whole program moves.
@@ -63,16 +60,18 @@ class Traffic:
         """
         return self._of(self._entry)
 
-    @functools.cache  # noqa: B019
     def _of(self, computation: int) -> int:
-        return sum(self._moved(one) for one in self._computations[computation].instructions)
+        if computation not in self._known:
+            instructions = self._computations[computation].instructions
+            self._known[computation] = sum(map(self._moved, instructions))
+        return self._known[computation]
 
     def _moved(self, one: Any) -> int:
         called = list(one.called_computation_ids)
         if one.opcode in _FREE or one.opcode.endswith("-done"):
             return 0
         if one.opcode == "while":
-            return self._trips(one, called[1]) * self._of(called[0])
+            return self._trips(one) * self._of(called[0])
         if one.opcode == "conditional":
             return max(self._of(each) for each in called)
         if one.opcode in ("call", "async-start"):
@@ -88,79 +87,109 @@ class Traffic:
         return size(one.shape) + sum(size(self._instructions[at].shape) for at in one.operand_ids)
 
     def _fused(self, computation: Any) -> int:
-        read = sum(self._read(one) for one in computation.instructions if one.opcode == "parameter")
-        return read + sum(self._written(root) for root in self._roots(computation))
+        root = self._instructions[computation.root_id]
+        roots = list(root.operand_ids) if root.opcode == "tuple" else [root.id]
+        read = sum(self._read(one, roots) for one in computation.instructions if one.opcode == "parameter")
+        return read + sum(self._written(at) for at in roots)
 
-    def _read(self, parameter: Any) -> int:
+    def _read(self, parameter: Any, roots: Sequence[int]) -> int:
         """Bytes of an operand that a fusion reads: of what it only slices, converted or not, the slices."""
-        whole = size(parameter.shape)
-        parts, reached = 0, [(parameter.id, user) for user in self._users.get(parameter.id, [])]
+        whole, parts, reached = size(parameter.shape), 0, [parameter.id]
         while reached:
-            at, user = reached.pop()
-            if user.opcode == "fusion":
-                inner = self._computations[user.called_computation_ids[0]]
-                named = [n for n, operand in enumerate(user.operand_ids) if operand == at]
-                own = [one for one in inner.instructions if one.opcode == "parameter" and one.parameter_number in named]
-                reached += [pair for one in own for pair in self._users_of(one.id)]
-            elif user.opcode in _SAME:
-                reached += self._users_of(user.id)
-            elif user.opcode in _SLICES and user.operand_ids[0] == at:
-                parts += math.prod(user.shape.dimensions) * whole // max(math.prod(parameter.shape.dimensions), 1)
-            elif not (user.opcode == "dynamic-update-slice" and user.operand_ids[0] == at):
+            at = self._outermost(reached.pop(), parameter)
+            if at in roots:
                 return whole
+            for user in self._users.get(at, []):
+                if user.opcode == "fusion":
+                    inner = self._computations[user.called_computation_ids[0]].instructions
+                    named = [n for n, operand in enumerate(user.operand_ids) if operand == at]
+                    reached += [one.id for one in inner if one.opcode == "parameter" and one.parameter_number in named]
+                elif user.opcode in _SAME:
+                    reached.append(user.id)
+                elif user.opcode in _SLICES and user.operand_ids[0] == at:
+                    parts += math.prod(user.shape.dimensions) * whole // max(math.prod(parameter.shape.dimensions), 1)
+                elif not (user.opcode == "dynamic-update-slice" and user.operand_ids[0] == at):
+                    return whole
         return min(parts, whole)
 
-    def _users_of(self, at: int) -> list[tuple[int, Any]]:
-        """Return what uses a value; of the result of a fusion inside of another, what uses that fusion."""
-        while (outer := self._nested.get(at)) is not None:
-            at = outer
-        return [(at, user) for user in self._users.get(at, [])]
+    def _outermost(self, at: int, parameter: Any) -> int:
+        """Return the fusion whose result a value is, as long as that is inside of the parameter's fusion."""
+        while (own := self._owners[at]) != self._owners[parameter.id] and self._computations[own].root_id == at:
+            at = self._callers[own].id
+        return at
 
-    def _roots(self, computation: Any) -> Iterator[Any]:
-        root = self._instructions[computation.root_id]
-        yield from (self._instructions[at] for at in root.operand_ids) if root.opcode == "tuple" else [root]
-
-    def _written(self, root: Any) -> int:
-        inner = root
+    def _written(self, at: int) -> int:
+        inner = root = self._instructions[at]
         while inner.opcode in _SAME or inner.opcode == "fusion":
             is_fusion = inner.opcode == "fusion"
-            at = self._computations[inner.called_computation_ids[0]].root_id if is_fusion else inner.operand_ids[0]
-            inner = self._instructions[at]
+            below = self._computations[inner.called_computation_ids[0]].root_id if is_fusion else inner.operand_ids[0]
+            inner = self._instructions[below]
         if inner.opcode != "dynamic-update-slice":
             return size(root.shape)
         return size(self._instructions[inner.operand_ids[1]].shape)
 
-    def _trips(self, loop: Any, condition: int) -> int:
-        """Read the bound that a loop's counter, which begins at 0, is compared with."""
-        reached, numbers = [condition], list[int]()
-        while reached:
-            for one in self._computations[reached.pop()].instructions:
-                reached += one.called_computation_ids
-                if one.opcode == "constant":
-                    numbers += [*one.literal.s32s, *one.literal.s64s, *one.literal.u32s]
-        numbers = numbers or self._carried(loop, condition)
-        if not numbers:
-            raise StructureError(
-                f"how often does the loop {loop.name} run?",
-                expected="a number in its condition, as of jax.lax.scan and fori_loop",
-                got="a loop that ends when the data say so",
-                hint="its bytes cannot be counted ahead of time",
-            )
-        return max(numbers)
+    def _trips(self, loop: Any) -> int:
+        """Return how often a loop runs whose counter begins, steps and ends at constants."""
+        if (told := re.search(rb'"known_trip_count":\{"n":"(\d+)"', loop.backend_config)) is not None:
+            return int(told[1])
+        body, condition = (self._computations[at] for at in loop.called_computation_ids)
+        begin, after = self._instructions[loop.operand_ids[0]], self._instructions[body.root_id]
+        compared = self._origin(condition.root_id)
+        if compared.opcode == "compare" and compared.comparison_direction == "LT" and begin.opcode == "tuple":
+            counter, bound = map(self._origin, compared.operand_ids)
+            if counter.opcode == "get-tuple-element" and after.opcode == "tuple":
+                index = counter.tuple_index
+                if bound.opcode == "get-tuple-element" and self._is_kept(after, bound.tuple_index):
+                    bound = self._origin(begin.operand_ids[bound.tuple_index])
+                first, last = _number(self._origin(begin.operand_ids[index])), _number(bound)
+                step = self._step(self._origin(after.operand_ids[index]), index)
+                if first is not None and last is not None and step:
+                    return max(0, -(-(last - first) // step))
+        raise StructureError(
+            f"how often does the loop {loop.name} run?",
+            expected="a number that the program says, as of jax.lax.scan and fori_loop",
+            got="a loop that ends when the data say so",
+            hint="its bytes cannot be counted ahead of time",
+        )
 
-    def _carried(self, loop: Any, condition: int) -> list[int]:
-        """Read the bound that a loop carries along: the entries of what it begins with that its condition reads."""
-        begin = self._instructions[loop.operand_ids[0]]
-        numbers: list[int] = []
-        for one in self._computations[condition].instructions:
-            if one.opcode == "get-tuple-element" and begin.opcode == "tuple":
-                found = self._instructions[begin.operand_ids[one.tuple_index]]
-                while found.opcode in _FORWARDED:
-                    below = self._instructions[found.operand_ids[0]]
-                    is_entry = found.opcode == "get-tuple-element" and below.opcode == "tuple"
-                    found = self._instructions[below.operand_ids[found.tuple_index]] if is_entry else below
-                numbers += [*found.literal.s32s, *found.literal.s64s, *found.literal.u32s]
-        return numbers
+    def _is_kept(self, after: Any, index: int) -> bool:
+        """Whether a loop's body leaves an entry as it is."""
+        same = self._origin(after.operand_ids[index])
+        return same.opcode == "get-tuple-element" and same.tuple_index == index
+
+    def _step(self, added: Any, index: int) -> int | None:
+        """Return what a counter grows by."""
+        if added.opcode != "add":
+            return None
+        terms = list(map(self._origin, added.operand_ids))
+        is_own = [one.opcode == "get-tuple-element" and one.tuple_index == index for one in terms]
+        return _number(terms[is_own.index(False)]) if sorted(is_own) == [False, True] else None
+
+    def _origin(self, at: int) -> Any:
+        """Follow a scalar to the operation that made it, into fusions and out of them."""
+        one = self._instructions[at]
+        while True:
+            below = self._instructions[one.operand_ids[0]] if one.operand_ids else None
+            if one.opcode == "fusion":
+                one = self._instructions[self._computations[one.called_computation_ids[0]].root_id]
+            elif one.opcode == "parameter" and (caller := self._callers.get(self._owners[one.id])) is not None:
+                one = self._instructions[caller.operand_ids[one.parameter_number]]
+            elif one.opcode == "get-tuple-element" and below is not None and below.opcode in ("tuple", *_BARRIERS):
+                inside = below if below.opcode == "tuple" else self._instructions[below.operand_ids[0]]
+                if inside.opcode != "tuple":
+                    return one
+                one = self._instructions[inside.operand_ids[one.tuple_index]]
+            elif one.opcode in _FORWARDED and below is not None:
+                one = below
+            else:
+                return one
+
+
+def _number(one: Any) -> int | None:
+    """Return the integer that a constant is; a zero is not written down."""
+    if one.opcode != "constant":
+        return None
+    return next(iter([*one.literal.s32s, *one.literal.s64s, *one.literal.u32s]), 0)
 
 
 def size(shape: Any) -> int:
