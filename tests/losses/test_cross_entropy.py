@@ -218,6 +218,21 @@ def test_axes_of_the_mesh_may_be_explicit(axes, argnums):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+def test_a_loss_inside_of_a_shard_map_has_the_gradients_of_the_whole():
+    h, head, labels = _case()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    specs = (jax.P("data"), jax.P(), jax.P("data"))
+
+    def local(h, head, labels):
+        return jax.lax.psum(losses.chunked_cross_entropy(h, head, labels, reduction="sum", chunk_size=4), "data")
+
+    ours = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())
+    dense = functools.partial(losses.chunked_cross_entropy, reduction="sum")
+    both = [jax.jit(jax.value_and_grad(each, argnums=(0, 1)))(h, head, labels) for each in (ours, dense)]
+    for one, other in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-5)
+
+
 def test_bad_input_is_refused_by_name():
     h, head, labels = _case()
     with pytest.raises(StructureError, match=r"activations and labels do not fit(.|\n)*hint:"):

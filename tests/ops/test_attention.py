@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -118,6 +119,11 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
         (None, {"window": 2, "causal": False}, r"window is of causal attention"),
         (None, {"soft_cap": 0.0}, r"soft_cap is a positive number"),
         (None, {"sinks": np.ones(3)}, r"one score for each query head"),
+        (None, {"sinks": [1.0, 2.0]}, r"one score for each query head\n(.|\n)*list"),
+        (None, {"sinks": np.ones(4, np.int32)}, r"one score for each query head\n(.|\n)*int32"),
+        (None, {"soft_cap": "2"}, r"soft_cap is a positive number"),
+        (None, {"scale": float("nan")}, r"scale is a finite number"),
+        (None, {"scale": np.complex64(1j)}, r"scale is (one|a finite) number"),
         (None, {"segment_ids": np.ones((2, 5), np.int32)}, r"segment_ids do not fit"),
         (None, {"segment_ids": np.ones((2, 4), np.float32)}, r"segment_ids do not fit"),
         (None, {"segment_ids": [1, 1, 2, 2]}, r"segment_ids do not fit"),
@@ -136,6 +142,34 @@ def test_dtypes_that_differ_or_are_no_numbers_of_attention() -> None:
         arrays = [ones(2, 4, 2, 8, dtype=dtype) for dtype in dtypes]
         with pytest.raises(ConfigError, match=r"one floating-point dtype(.|\n)*hint:"):
             lt.ops.attention(*arrays)
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 2.0}, {"window": 3}], ids=str)
+def test_float64_is_computed_in_float64(options: dict[str, Any]) -> None:
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 70, 2, 8))) for i in range(3))
+        outs = [lt.ops.attention(q, k, v, implementation=name, **options) for name in ("xla", "blocks")]  # pyright: ignore
+        assert outs[0].dtype == jnp.float64
+        np.testing.assert_allclose(*outs, rtol=1e-12, atol=1e-13)
+
+
+def test_small_cotangents_of_half_precision_are_kept() -> None:
+    q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 512, 2, 16)), jnp.float16) for i in range(3))
+
+    def gradient(x: Any, dtype: Any) -> Any:
+        inputs = [each.astype(dtype) for each in (x, k, v)]
+        out, vjp = jax.vjp(functools.partial(lt.ops.attention, implementation="blocks"), *inputs)
+        return np.asarray(vjp(jnp.full(out.shape, 1e-4, dtype))[0], np.float64)
+
+    want, found = gradient(q, jnp.float32), gradient(q, jnp.float16)
+    assert np.linalg.norm(found - want) < 5e-3 * np.linalg.norm(want)
+
+
+def test_a_window_that_is_not_causal_is_the_same_to_all() -> None:
+    q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 70, 2, 8)), jnp.float32) for i in range(3))
+    sight, scores = lt.ops.Sight(window=3, causal=False), lt.ops.Scores(0.3)
+    outs = [lt.ops.attend(q, k, v, sight, scores, name) for name in ("xla", "blocks")]  # pyright: ignore
+    np.testing.assert_allclose(*outs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_scale_may_be_learned() -> None:

@@ -212,11 +212,26 @@ def test_a_decoder_has_the_tiles_and_the_attention_that_are_asked_for(monkeypatc
     for other in (asked, scores):
         for one, same in zip(jax.tree.leaves(jax.jit(step)(other, batch)), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(one, same, rtol=1e-4, atol=1e-6)
-    for field, value in (("tile_tokens", 0), ("tile_tokens", 2.0), ("attention", "flash")):
+    for field, value in (("tile_tokens", 0), ("tile_tokens", 2.0), ("tile_tokens", True), ("attention", "flash")):
         with pytest.raises(ConfigError, match=rf"{value!r}(.|\n)*hint:"):
             step(dataclasses.replace(model, **{field: value}), batch)
     with pytest.raises(ConfigError, match=r"cuDNN's kernel cannot(.|\n)*hint:"):
         step(dataclasses.replace(model, attention="cudnn"), batch)
+
+
+def test_sizes_and_arrays_that_are_none_are_refused() -> None:
+    h, positions = given(12)
+    for size in (0, -5, 2.5, True, "3"):
+        with pytest.raises(ConfigError, match=rf"size is a number(.|\n)*{size!r}(.|\n)*hint:"):
+            over_tokens(mlp, PARAMS, (h, positions), width=WIDTH, size=size)  # pyright: ignore[reportArgumentType]
+    for x in ((), (jnp.ones(3),), (h, jnp.ones(12))):
+        with pytest.raises(ConfigError, match=r"rows and tokens(.|\n)*hint:"):
+            over_tokens(mlp, PARAMS, x, width=WIDTH)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        args = jax.device_put((h, positions), jax.NamedSharding(mesh, P()))
+        with pytest.raises(ConfigError, match=r"explicit axes(.|\n)*hint:"):
+            over_tokens(mlp, jax.device_put(PARAMS, jax.NamedSharding(mesh, P())), args, width=WIDTH, size=4)
 
 
 def _seen(traced: list[bool], fn: Any) -> Any:

@@ -263,7 +263,7 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         f"{data.num_train_tokens:,} tokens to train on, {data.num_held_out_tokens:,} held out",
         **_data_report.described(data.report, config),
         **_how(config, table, experts=base.config.experts is not None and not _has_adapted_experts(job)),
-        "attention": _attention(base),
+        "attention": _attention(base, config),
         "steps": f"{job.resumed_at or 0} of {config.num_steps} done, {config.batch_size} × {config.seq_len} tokens each"
         + (f", in {config.num_microbatches} microbatches" if config.num_microbatches > 1 else "")
         + _at_the_end(config),
@@ -291,13 +291,26 @@ def _print_plan(console: Console, job: Any, table: Any) -> None:
         console.print(f"[bold yellow]warning[/] {problem}")
 
 
-def _attention(base: Any) -> str:
-    from ..ops import attention_implementation
+_ATTENTION = {
+    "cudnn": "cuDNN's kernel",
+    "splash": "JAX's splash attention kernel",
+    "blocks": "blocks of queries and keys",
+    "xla": "all scores at once",
+}
 
-    config = base.config
-    told: dict[str, Any] = {"soft_cap": config.attention_soft_cap, "has_sinks": config.attention_sinks}
-    found = base.attention or attention_implementation(base.compute_dtype, config.head_dim, **told)
-    return {"cudnn": "cuDNN's kernel", "blocks": "blocks of queries and keys"}.get(found, found)
+
+def _attention(base: Any, config: Any) -> str:
+    """Say who computes attention."""
+    import jax.numpy as jnp
+
+    from ..ops import Sight, attention_implementation
+
+    kind, ids = base.config, jnp.zeros((1, 1), jnp.int32)
+    windows = jnp.int32(1) if isinstance(kind.windows, tuple) else kind.windows  # traced, where layers differ
+    told: dict[str, Any] = {"soft_cap": kind.attention_soft_cap, "has_sinks": kind.attention_sinks}
+    told["sight"] = Sight(window=windows, segments=(ids, ids) if config.is_packed else None)
+    chosen = attention_implementation(base.compute_dtype, kind.head_dim, num_tokens=config.seq_len, **told)
+    return _ATTENTION[base.attention or chosen]
 
 
 def _pipeline(stages: Any) -> dict[str, str]:

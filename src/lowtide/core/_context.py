@@ -40,13 +40,16 @@ def on_own_tokens(
         axis: which.
         out_axis: which axis of the results the devices divide.
     """
-    mapped = jax.shard_map(
-        fn,
-        mesh=divided_mesh(),
-        in_specs=(jax.P(), _along(axis)),
-        out_specs=_along(out_axis),
-        axis_names={CONTEXT},
-        check_vma=False,
+    # Outside of `jax.jit` JAX maps over all axes of a mesh or none (0.10.2).
+    mapped = jax.jit(
+        jax.shard_map(
+            fn,
+            mesh=divided_mesh(),
+            in_specs=(jax.P(), _along(axis)),
+            out_specs=_along(out_axis),
+            axis_names={CONTEXT},
+            check_vma=False,
+        )
     )
     return mapped(whole, tokens)
 

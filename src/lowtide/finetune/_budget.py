@@ -347,8 +347,7 @@ def _base(config: FinetuneConfig) -> models.Decoder:
 
 
 def _batch(config: FinetuneConfig) -> Tree:
-    is_plain = config.packing == "contiguous" or (config.packing == "auto" and config.data is None)
-    names = ("tokens", "labels", *(() if is_plain else ("segment_ids", "positions")))
+    names = ("tokens", "labels", *(("segment_ids", "positions") if config.is_packed else ()))
     return {name: jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32) for name in names}
 
 

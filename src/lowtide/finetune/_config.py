@@ -190,7 +190,7 @@ class FinetuneConfig:
     remat: bool = True
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
     tile_tokens: int | None = None
-    """Tokens of a tile of a recomputed block, of all rows of a batch; by default what keeps the device busy. Fewer take
+    """Tokens of a tile of a recomputed block, of one device's rows; by default what keeps the device busy. Fewer take
     fewer bytes, and on a GPU more time."""
     attention: str = "auto"
     """Who computes attention: cudnn, splash (on a TPU), blocks (of XLA's operations), xla (all scores at once), or
@@ -254,6 +254,11 @@ class FinetuneConfig:
             from .data import parse_columns
 
             parse_columns(self.columns)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows have documents that do not see each other; of texts that are looked at, it may turn out not."""
+        return self.packing != "contiguous" and (self.packing != "auto" or self.data is not None)
 
     @property
     def adapter_text(self) -> str:

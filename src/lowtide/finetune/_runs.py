@@ -257,7 +257,8 @@ def _looked_at(out: Path, look: Callable[[], bool]) -> bool:
 
 def _deciding(config: FinetuneConfig) -> dict[str, Any]:
     """Return the settings that decide what a run's losses are; paths are not among them, since files may be moved."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE}
+    dropped = ("tile_tokens",) if config.lora_dropout and config.tile_tokens else ()  # each tile drops others
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name not in _FREE or name in dropped}
     return json.loads(json.dumps({**values, "schedule_steps": config.schedule_steps or config.num_steps}))
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ from ..core import (
     on_own_tokens,
     token_parts,
 )
+from ..core._compat import like_type, varied_alike
 
 _Carry = Any
 
@@ -112,6 +114,7 @@ def chunked_cross_entropy(
         total: Array = _running_cross_entropy(options, h, head, labels)  # pyright: ignore[reportAssignmentType]
     else:
         leaves, treedef = jax.tree.flatten(head)
+        h, leaves, labels = varied_alike((h, leaves, labels))
         static = treedef, _Options(chunk, ignore_index, soft_cap, float(z_loss))
 
         def own(leaves: Any, tokens: Any) -> Array:
@@ -155,8 +158,13 @@ def _forward(static: tuple[Any, _Options], h: Any, leaves: tuple[Any, ...], labe
             value, grads = jax.value_and_grad(functools.partial(loss, h_BCD))(trained)
         return total + value, dh, jax.tree.map(lambda acc, grad: acc + grad.astype(acc.dtype), dleaves, grads)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
-    carry = (jnp.float32(0), jnp.zeros_like(h) if wants_h else None, zeros)
+    given = (h, *leaves, labels)
+    zeros = jax.tree.map(lambda leaf: like_type(given, leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), trained)
+    carry = (
+        like_type(given, (), jnp.float32),
+        varied_alike((jnp.zeros_like(h), *given))[0] if wants_h else None,
+        zeros,
+    )
     total, dh, dleaves = _over_chunks(labels.shape[-1], options.chunk, body, carry)
     return total, (dh, dleaves, jax.tree.map(lambda leaf: jnp.zeros_like(leaf, shape=(0,)), trained))
 
@@ -211,7 +219,8 @@ def _sum_of_chunks(options: _Options, h: Array, head: Any, labels: Array) -> Arr
         h_BCD, labels_BC = _slice(h, start, size, -2), _slice(labels, start, size, -1)
         return total + _chunk_loss(options, h_BCD, head, labels_BC)
 
-    return _over_chunks(labels.shape[-1], options.chunk, body, jnp.float32(0))
+    given = (h, *jax.tree.leaves(head), labels)
+    return _over_chunks(labels.shape[-1], options.chunk, body, like_type(given, (), jnp.float32))
 
 
 def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) -> Array:
@@ -294,9 +303,9 @@ def _vocabulary(h: Array, head: Any) -> int:
 
 
 def _check_logits(soft_cap: Any, z_loss: Any) -> None:
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
+    if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and 0 < float(soft_cap) < math.inf):
         raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
-    if not (isinstance(z_loss, int | float) and 0 <= z_loss < math.inf):
+    if not (isinstance(z_loss, numbers.Real) and 0 <= float(z_loss) < math.inf):
         raise ConfigError(
             "z_loss has to be a number of at least 0", got=repr(z_loss), hint="0 adds nothing, 1e-4 is usual"
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..core import OWN_NAMES, ConfigError, LayerStack, StructureError, Tree, is_recomputed, linear, rows
+from ..core import OWN_NAMES, ConfigError, LayerStack, StructureError, Tree, is_count, is_recomputed, linear, rows
 from ..losses import chunked_cross_entropy
 from ..ops import Implementation, Scores, Sight, attend, over_tokens
 from ._config import DecoderConfig
@@ -88,8 +89,8 @@ class Decoder:
     attention: Implementation | None = None
     """Who computes attention but in generation, as in `lowtide.ops.attention` (static); None: what the target has."""
     tile_tokens: int | None = None
-    """Tokens of a tile of a layer that is computed again (static); None: what the target needs to be busy. Fewer take
-    fewer bytes, and on a GPU more time."""
+    """Tokens of a tile of a layer that is computed again, of one device's rows (static); None: what the target needs to
+    be busy. Fewer take fewer bytes, and on a GPU more time."""
 
     @property
     def stack(self) -> LayerStack:
@@ -108,7 +109,9 @@ class Decoder:
                 got=f"a tuple of {len(self.layers)}",
                 hint="generate alone takes what lowtide.models.unstack returns; keep the stacked decoder for the rest",
             )
-        return stack_of(self.config, self.compute_dtype, Choices(self.attention, self.tile_tokens))
+        choices = Choices(self.attention, self.tile_tokens)
+        _check_choices(choices)
+        return stack_of(self.config, self.compute_dtype, choices)
 
     def external_name(self, path: str) -> str:
         """Return the Hugging Face module of a tree path, with the text ``{layer}`` for the index of a stacked layer.
@@ -309,17 +312,27 @@ class Choices(NamedTuple):
 OF_TARGET = Choices()
 
 
-@functools.cache
-def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TARGET) -> LayerStack:
-    """Return the three functions of decoders of this kind."""
-    dtype = jnp.dtype(compute_dtype)
-    if not (choices.tile_tokens is None or (type(choices.tile_tokens) is int and choices.tile_tokens > 0)):
+def _check_choices(choices: Choices) -> None:
+    known, attention = typing.get_args(Implementation), typing.cast(Any, choices.attention)
+    if not (attention is None or (isinstance(attention, str) and attention in known)):
         raise ConfigError(
-            "tile_tokens is no number of tokens",
+            f"attention={attention!r} of a decoder is no implementation",
+            expected=f"{', '.join(map(repr, known))} or None",
+            hint="leave it out for what the target has",
+        )
+    if not (choices.tile_tokens is None or is_count(choices.tile_tokens, 1)):
+        raise ConfigError(
+            "tile_tokens of a decoder is no number of tokens",
             expected="an integer of at least 1, or None",
             got=repr(choices.tile_tokens),
             hint="leave it out for what keeps the target busy",
         )
+
+
+@functools.cache
+def stack_of(config: DecoderConfig, compute_dtype: str, choices: Choices = OF_TARGET) -> LayerStack:
+    """Return the three functions of decoders of this kind."""
+    dtype = jnp.dtype(compute_dtype)
     experts = config.experts
     routed = experts if experts is not None and experts.router_loss_coef > 0 else None
 

@@ -99,8 +99,8 @@ def generate(
         NonFiniteError: without `hidden`, when logits are not finite.
 
     Memory:
-        A cache of one row (`cache_bytes`), logits of one position, and one layer's attention scores over the prompt.
-        With `hidden` no cache, and one layer's scores over P + num_tokens positions.
+        A cache of one row (`cache_bytes`), logits of one position, and one layer's activations of the prompt. With
+        `hidden` no cache, and activations of P + num_tokens positions.
     """
     if prompt.shape[0] < 1 or num_tokens < 0 or temperature < 0:
         raise ConfigError(
@@ -153,7 +153,7 @@ def generate_batch(
 
     Memory:
         The keys and values of a batch, `cache_bytes`, of prompt and answer rounded up by at most a quarter; logits
-        [B, V] in float32, and one layer's attention scores over the longest prompt. Nothing grows with the number of
+        [B, V] in float32, and one layer's activations of the longest prompt. Nothing grows with the number of
         prompts. On a GPU a layer's weights are copied at each step; with `unstack` they are not. Where the rotary
         scaling is `longrope` or `dynamic`, activations and keys and values once more, of all columns: texts beyond the
         length of pretraining are read again, with `longrope` once, with `dynamic` for each token.

@@ -148,10 +148,6 @@ def _attend_by(
     named = implementation is not None
     if implementation is None:
         implementation = _best(q, k, sight, scores)
-        if implementation == "cudnn" and not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS:
-            implementation = "blocks"
-        if implementation == "blocks" and q.shape[1] < _LEAST_IN_BLOCKS:
-            implementation = "xla"
     if implementation == "splash":
         return attend_with_splash(q, k, v, sight, scores, named=named)
     if implementation == "blocks":
@@ -160,9 +156,15 @@ def _attend_by(
 
 
 def attention_implementation(
-    dtype: Any, head_dim: int, *, soft_cap: float | None = None, has_sinks: bool = False, num_tokens: int | None = None
+    dtype: Any,
+    head_dim: int,
+    *,
+    soft_cap: float | None = None,
+    has_sinks: bool = False,
+    num_tokens: int | None = None,
+    sight: Sight | None = None,
 ) -> Implementation:
-    """Return what computes attention of ordinary rows on the device that a program is traced for.
+    """Return what computes attention on the device that a program is traced for.
 
     Args:
         dtype: of queries.
@@ -170,9 +172,10 @@ def attention_implementation(
         soft_cap: as in `attention`.
         has_sinks: whether there are any.
         num_tokens: T; None: as many as a kernel wants.
+        sight: which keys a query sees; None: those before it and itself.
 
     Returns:
-        Its name. Few queries, and on a GPU long packed rows, are computed otherwise: see `attention`.
+        Its name. Among several devices blocks take the place of the kernel for TPUs where no mesh is known.
 
     Examples:
         >>> attention_implementation(jnp.float32, 64)
@@ -180,15 +183,18 @@ def attention_implementation(
     """
     scores = Scores(1.0, soft_cap, jnp.zeros(1) if has_sinks else None)
     x: Any = jax.ShapeDtypeStruct((1, num_tokens or LEAST_TOKENS, 1, head_dim), dtype)
-    return _best(x, x, Sight(), scores)
+    return _best(x, x, sight or Sight(), scores)
 
 
 def _best(q: Array, k: Array, sight: Sight, scores: Scores) -> Implementation:
     """Return the kernel that the target has, where it can compute this."""
-    if not _not_by_cudnn(q.dtype, q.shape[-1], scores):
+    is_masked = not sight.is_static and q.shape[1] >= _LEAST_MASK_IN_BLOCKS
+    if not is_masked and not _not_by_cudnn(q.dtype, q.shape[-1], scores):
         return "cudnn"
     is_long = min(q.shape[1], k.shape[1]) >= LEAST_TOKENS
-    return "splash" if is_long and not _not_by_splash(q, k, sight, scores) else "blocks"
+    if is_long and not _not_by_splash(q, k, sight, scores):
+        return "splash"
+    return "xla" if q.shape[1] < _LEAST_IN_BLOCKS else "blocks"
 
 
 def _not_by_splash(q: Array, k: Array, sight: Sight, scores: Scores) -> str:
@@ -241,6 +247,12 @@ def _check_scale(scale: Any) -> None:
             got=f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale),
             hint="multiply the queries by what differs between heads, and pass scale=1.0",
         )
+    if scale is not None and not (jnp.issubdtype(scale.dtype, jnp.floating) if is_array else math.isfinite(scale)):
+        raise ConfigError(
+            "attention: scale is a finite number",
+            got=repr(scale),
+            hint="leave it out for the usual one, head ** -0.5",
+        )
 
 
 def _check(
@@ -263,10 +275,10 @@ def _check(
             got=got,
             hint="key/value heads that queries share are not repeated",
         )
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (*_HALF, jnp.float32, jnp.float64):
         raise ConfigError(
             "attention: queries, keys and values are of one floating-point dtype",
-            expected="bfloat16, float16 or float32 three times",
+            expected="bfloat16, float16, float32 or float64 three times",
             got=got,
             hint="cast them: x.astype(q.dtype)",
         )
@@ -284,12 +296,13 @@ def _check(
             got=f"causal={causal}, window={window}",
             hint="leave window out for all keys",
         )
-    if soft_cap is not None and not 0 < soft_cap < math.inf:
-        raise ConfigError("attention: soft_cap is a positive number", got=soft_cap, hint="leave it out for none")
-    if sinks is not None and tuple(sinks.shape) != (heads,):
+    if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and 0 < soft_cap < math.inf):
+        raise ConfigError("attention: soft_cap is a positive number", got=repr(soft_cap), hint="leave it out for none")
+    shape, dtype = getattr(sinks, "shape", None), getattr(sinks, "dtype", None)
+    if sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
         raise ConfigError(
             "attention: sinks are one score for each query head",
-            expected=f"[{heads}]",
-            got=list(sinks.shape),
+            expected=f"an array [{heads}] of floating-point numbers",
+            got=type(sinks).__name__ if dtype is None else f"{dtype}{list(sinks.shape)}",
             hint="leave them out for none",
         )

@@ -257,7 +257,9 @@ def gradients(kind: Kind, residuals: Any, dout_BTNH: Array) -> Any:
             ds_BKMD = p_BKMD * (product("bkmh,bkdh->bkmd", dout_BKMH, v_BKDH) - delta_BKM[..., None])
             if kind.soft_cap is not None:
                 ds_BKMD = ds_BKMD * (1 - jnp.square(s_BKMD / kind.soft_cap))
-            ds_BKMD = (ds_BKMD * kind.scale).astype(q_BKMH.dtype)
+            ds_BKMD = ds_BKMD * kind.scale
+            if q_BKMH.dtype != jnp.float16:  # whose range these gradients leave
+                ds_BKMD = ds_BKMD.astype(q_BKMH.dtype)
             dk_BKDH = product("bkmd,bkmh->bkdh", ds_BKMD, q_BKMH)
             return dq_BKMH + product("bkmd,bkdh->bkmh", ds_BKMD, k_BKDH), dk_BKDH, dv_BKDH
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ._divided import wide_of
 from ._sight import Scores, Sight
 
 
@@ -21,7 +22,8 @@ def attend_with_scores(
 ) -> Array:
     """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
-    if scores.is_plain and sight.is_static and sight.start == 0:
+    is_narrow = q_BTNH.dtype.itemsize <= 4  # JAX's own computes in float32
+    if scores.is_plain and is_narrow and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
         window: Any = sight.window
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -33,7 +35,7 @@ def attend_with_scores(
             implementation=implementation,
         )
     mask = sight.mask(length, num_keys)
-    if not scores.is_plain:
+    if not (scores.is_plain and is_narrow):
         return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask, scores)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation
@@ -47,12 +49,13 @@ def _attend_by_scores(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask: Array, 
     groups = q_BKMH.shape[:4]
     q_BKMH = q_BKMH.reshape(*groups[:2], -1, dim)
     k_BKSH, v_BKSH = jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2)
-    s_BKMS = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scores.scale
+    wide = wide_of(q_BTNH.dtype)
+    s_BKMS = jnp.einsum("bkmh,bksh->bkms", q_BKMH, k_BKSH, preferred_element_type=wide) * scores.scale
     s_BKGTS = s_BKMS.reshape(*groups, -1)
     if scores.soft_cap is not None:
         s_BKGTS = scores.soft_cap * jnp.tanh(s_BKGTS / scores.soft_cap)
     # Finite: a row may see nothing.
-    s_BKGTS = jnp.where(mask[:, :, None], s_BKGTS, jnp.finfo(jnp.float32).min)
+    s_BKGTS = jnp.where(mask[:, :, None], s_BKGTS, jnp.finfo(wide).min)
     p_BKGTS = _shares(s_BKGTS, scores.sinks).astype(v_BSKH.dtype)
     out_BKMH = jnp.einsum("bkms,bksh->bkmh", p_BKGTS.reshape(s_BKMS.shape), v_BKSH)
     return out_BKMH.reshape(*groups, dim).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, dim)
@@ -62,7 +65,7 @@ def _shares(s_BKGTS: Array, sinks: Array | None) -> Array:
     """Softmax of scores; a sink is a key more without a value."""
     if sinks is None:
         return jax.nn.softmax(s_BKGTS, axis=-1)  # keeps its result alone for the backward pass
-    sinks = sinks.astype(jnp.float32).reshape(1, *s_BKGTS.shape[1:3], 1, 1)
+    sinks = sinks.astype(s_BKGTS.dtype).reshape(1, *s_BKGTS.shape[1:3], 1, 1)
     highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(s_BKGTS, axis=-1, keepdims=True), sinks))
     p_BKGTS = jnp.exp(s_BKGTS - highest)
     return p_BKGTS / (jnp.sum(p_BKGTS, axis=-1, keepdims=True) + jnp.exp(sinks - highest))

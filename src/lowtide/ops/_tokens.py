@@ -25,9 +25,11 @@ from jaxtyping import Array
 
 from ..core import (
     CONTEXT,
+    ConfigError,
     LinearWeight,
     Tree,
     explicit_mesh,
+    is_count,
     is_key,
     on_own_tokens,
     token_parts,
@@ -65,17 +67,22 @@ def over_tokens(
         x: of the tokens, arrays [B or 1, T, ...], of which the first is of activations [B, T, D].
         width: numbers of the widest array that it makes of a token.
         share: the part of tokens that a weight is multiplied by, of experts.
-        size: tokens of a tile, of all rows together; None: as many as keep the chip busy, and no tiles where they
-            would save little.
+        size: tokens of a tile, of all rows of one device together; None: as many as keep the chip busy, and no tiles
+            where they would save little, or on a mesh with explicit axes.
 
     Returns:
         What `fn` returns of all tokens.
+
+    Raises:
+        ConfigError: for a `size` that is no number of tokens, or on a mesh with explicit axes, for arrays without
+            tokens, and where `fn` closes over what is traced.
 
     Memory:
         Of several tiles for the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many
         tokens as keep a chip's products busy, or more.
     """
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
+    _check(arrays, leaves, size)
     if explicit_mesh((leaves, arrays)) is not None:  # whose arrays of zeros would say how they are divided
         return fn(params, x)
     if token_parts(arrays[0].shape[1], arrays) > 1:
@@ -93,6 +100,31 @@ def over_tokens(
         return fn(params, x)
     leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
     return _over_tiles(_Static(fn, treedef, structure, tile), leaves, arrays)
+
+
+def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> None:
+    if not arrays or any(getattr(each, "ndim", 0) < 2 for each in arrays):
+        raise ConfigError(
+            "over_tokens: x are arrays with rows and tokens as their first two axes",
+            expected="[B, T, ...]",
+            got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in arrays) or "no array",
+            hint="what has no tokens belongs into params",
+        )
+    if size is None:
+        return
+    if not is_count(size, 1):
+        raise ConfigError(
+            "over_tokens: size is a number of tokens",
+            expected="an integer of at least 1",
+            got=repr(size),
+            hint="leave it out for what keeps the target busy",
+        )
+    if explicit_mesh((leaves, arrays)) is not None:
+        raise ConfigError(
+            "over_tokens: there are no tiles on a mesh with explicit axes",
+            got=f"size={size}",
+            hint="leave size out, or make the mesh with jax.sharding.AxisType.Auto",
+        )
 
 
 def tile_size(shape: tuple[int, ...], width_bytes: int, params: Tree, share: float = 1) -> int:
