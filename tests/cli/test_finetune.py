@@ -386,7 +386,7 @@ def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
         "modules_to_save": "outer/{norm,embed}",
         "bias": "all",
     }
-    words |= {"lora_init": "pissa"}
+    words |= {"lora_init": "pissa", "attention": "blocks"}
     words |= {"schedule": "linear", "num_epochs": "0.5", "warmup_ratio": "0.5", "track": "wandb,trackio"}
     needs = {
         "clip_mode": {"full": True},
