@@ -247,6 +247,11 @@ def test_bad_input_is_refused_by_name():
         losses.chunked_cross_entropy(h, head, labels, chunk_size=0)
     with pytest.raises(ConfigError, match=r"reduction='avg'(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels, reduction="avg")
+    for option in ({"ignore_index": None}, {"ignore_index": 1.5}):
+        with pytest.raises(ConfigError, match=r"ignore_index is an integer(.|\n)*hint:"):
+            losses.chunked_cross_entropy(h, head, labels, **option)
+    with pytest.raises(ConfigError, match=r"chunk_size=2.5(.|\n)*hint:"):
+        losses.chunked_cross_entropy(h, head, labels, chunk_size=2.5)
     for option in ({"soft_cap": 0.0}, {"z_loss": -1e-4}, {"z_loss": float("nan")}, {"z_loss": "1e-4"}):
         with pytest.raises(ConfigError, match=rf"{next(iter(option))} has to be(.|\n)*hint:"):
             losses.chunked_cross_entropy(h, head, labels, **option)

@@ -153,6 +153,13 @@ def test_float64_is_computed_in_float64(options: dict[str, Any]) -> None:
         np.testing.assert_allclose(*outs, rtol=1e-12, atol=1e-13)
 
 
+def test_few_tokens_of_float16_are_computed_by_a_compiled_program() -> None:
+    q = jnp.asarray(np.random.default_rng(0).normal(size=(1, 30, 2, 8)), jnp.float16)
+    found = jax.jit(lt.ops.attention)(q, q, q)
+    want = lt.ops.attention(*[q.astype(jnp.float32)] * 3)
+    np.testing.assert_allclose(found, want, atol=2e-3)
+
+
 def test_small_cotangents_of_half_precision_are_kept() -> None:
     q, k, v = (jnp.asarray(np.random.default_rng(i).normal(size=(1, 512, 2, 16)), jnp.float16) for i in range(3))
 

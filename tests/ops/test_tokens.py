@@ -224,7 +224,9 @@ def test_sizes_and_arrays_that_are_none_are_refused() -> None:
     for size in (0, -5, 2.5, True, "3"):
         with pytest.raises(ConfigError, match=rf"size is a number(.|\n)*{size!r}(.|\n)*hint:"):
             over_tokens(mlp, PARAMS, (h, positions), width=WIDTH, size=size)  # pyright: ignore[reportArgumentType]
-    for x in ((), (jnp.ones(3),), (h, jnp.ones(12))):
+    with pytest.raises(ConfigError, match=r"of each token by itself(.|\n)*hint:"):
+        over_tokens(lambda _, x: jnp.mean(x[0], axis=1), {}, (h,), width=WIDTH)
+    for x in ((), (jnp.ones(3),), (h, jnp.ones(12)), (h, jnp.ones((2, 13))), (h, jnp.ones((3, 12))), (h[:0],)):
         with pytest.raises(ConfigError, match=r"rows and tokens(.|\n)*hint:"):
             over_tokens(mlp, PARAMS, x, width=WIDTH)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])

@@ -31,6 +31,7 @@ from ..core import (
     StructureError,
     add_running,
     if_active,
+    is_count,
     linear,
     on_own_tokens,
     token_parts,
@@ -101,7 +102,7 @@ def chunked_cross_entropy(
         Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", arXiv:2410.10989, section 3.2.
         Chowdhery et al., "PaLM", arXiv:2204.02311, section 5 (`z_loss`).
     """
-    _check(h, head, labels, chunk_size, reduction)
+    _check(h, head, labels, chunk_size, reduction, ignore_index)
     _check_logits(soft_cap, z_loss)
     if chunk_size is None:
         chunk_size = _MOST_CHUNK if 4 * _MOST_CHUNK * _vocabulary(h, head) <= _LOGIT_BYTES else _LEAST_CHUNK
@@ -311,7 +312,7 @@ def _check_logits(soft_cap: Any, z_loss: Any) -> None:
         )
 
 
-def _check(h: Array, head: Any, labels: Array, chunk_size: int | None, reduction: str) -> None:
+def _check(h: Array, head: Any, labels: Array, chunk_size: Any, reduction: str, ignore_index: Any) -> None:
     if not isinstance(head, LinearWeight) and (head.ndim != 2 or head.shape[1] != h.shape[-1]):
         raise StructureError(
             "activations and head do not fit together",
@@ -328,7 +329,13 @@ def _check(h: Array, head: Any, labels: Array, chunk_size: int | None, reduction
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
-    if (chunk_size is not None and chunk_size < 1) or reduction not in ("mean", "sum"):
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise ConfigError(
+            "ignore_index is an integer",
+            got=repr(ignore_index),
+            hint="take one that is no label, where no position is ignored",
+        )
+    if (chunk_size is not None and not is_count(chunk_size, 1)) or reduction not in ("mean", "sum"):
         raise ConfigError(
             "chunked_cross_entropy got an unusable option",
             expected='chunk_size >= 1, reduction "mean" or "sum"',

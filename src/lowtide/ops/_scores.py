@@ -22,8 +22,9 @@ def attend_with_scores(
 ) -> Array:
     """Attend; shapes [B, T, N, H], [B, S, K, H] twice, to [B, T, N, H]."""
     length, num_keys = q_BTNH.shape[1], k_BSKH.shape[1]
-    is_narrow = q_BTNH.dtype.itemsize <= 4  # JAX's own computes in float32
-    if scores.is_plain and is_narrow and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
+    # JAX's own computes float64 in float32, and no float16 on a CPU.
+    is_taken = scores.is_plain and (implementation == "cudnn" or q_BTNH.dtype in (jnp.bfloat16, jnp.float32))
+    if is_taken and sight.is_static and sight.start == 0 and (sight.causal or not sight.window):
         window: Any = sight.window
         return jax.nn.dot_product_attention(
             q_BTNH,
@@ -35,7 +36,7 @@ def attend_with_scores(
             implementation=implementation,
         )
     mask = sight.mask(length, num_keys)
-    if not (scores.is_plain and is_narrow):
+    if not is_taken:
         return _attend_by_scores(q_BTNH, k_BSKH, v_BSKH, mask, scores)
     return jax.nn.dot_product_attention(
         q_BTNH, k_BSKH, v_BSKH, mask=mask, scale=scores.scale, implementation=implementation

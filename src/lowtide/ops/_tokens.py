@@ -7,7 +7,7 @@ of rows go over tiles of their own.
 
 Shapes: B batch, T tokens, t tokens of a tile.
 
-Deviations and limits: reverse mode only (`jax.custom_vjp`); weights are read once for each tile.
+Deviations and limits: reverse mode only where there are tiles (`jax.custom_vjp`); weights are read once for each tile.
 
 Source: Bekman et al., "Arctic Long Sequence Training" (arXiv:2506.13996), section 3.1, tiled MLP.
 """
@@ -63,7 +63,7 @@ def over_tokens(
     Args:
         fn: of parameters and arrays [B or 1, t, ...], to arrays [B, t, ...], each token by itself; it closes over
             nothing that is traced.
-        params: what it reads beside tokens. Random keys among them are made others for each tile.
+        params: what it reads beside tokens. Random keys among them (of `jax.random.key`) are made others for each tile.
         x: of the tokens, arrays [B or 1, T, ...], of which the first is of activations [B, T, D].
         width: numbers of the widest array that it makes of a token.
         share: the part of tokens that a weight is multiplied by, of experts.
@@ -103,10 +103,12 @@ def over_tokens(
 
 
 def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> None:
-    if not arrays or any(getattr(each, "ndim", 0) < 2 for each in arrays):
+    shapes: list[tuple[int, ...]] = [tuple(getattr(each, "shape", ())) for each in arrays]
+    rows, *tokens = (*shapes[0][:2], 0)[:2] if shapes else (0, 0)
+    if not rows or tokens == [0] or any(list(shape[1:2]) != tokens or shape[0] not in (1, rows) for shape in shapes):
         raise ConfigError(
             "over_tokens: x are arrays with rows and tokens as their first two axes",
-            expected="[B, T, ...]",
+            expected="[B, T, ...], or [1, T, ...] after the first, none of them empty",
             got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in arrays) or "no array",
             hint="what has no tokens belongs into params",
         )
@@ -124,6 +126,16 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
             "over_tokens: there are no tiles on a mesh with explicit axes",
             got=f"size={size}",
             hint="leave size out, or make the mesh with jax.sharding.AxisType.Auto",
+        )
+
+
+def _check_results(results: Sequence[Any], length: int) -> None:
+    if any(len(each.shape) < 2 or each.shape[1] != length for each in results):
+        raise ConfigError(
+            "over_tokens: the function returns arrays of each token by itself",
+            expected=f"[B, {length}, ...]",
+            got=", ".join(str(each.shape) for each in results),
+            hint="add up over tokens outside of it",
         )
 
 
@@ -177,6 +189,7 @@ def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) 
 
 def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
     shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, x), leaves, x)
+    _check_results(jax.tree.leaves(shapes), x[0].shape[1])
     results = jax.tree.map(lambda like: like_type([*x, *leaves], like.shape, like.dtype), shapes)
     held = _held(static, leaves, x)
 
