@@ -240,8 +240,8 @@ def _refuse_other_config(saved: FinetuneConfig, asked: FinetuneConfig, values: M
             f"{out}: --resume with another configuration",
             expected=", ".join(f"{name} = {was!r}" for name, (was, _) in differing.items()),
             got=", ".join(f"{name} = {now!r}" for name, (_, now) in differing.items()),
-            hint=f"leave them out to continue as {out / CONFIG} says, or start another run with another --out; only "
-            "--steps may be more",
+            hint=f"leave them out to continue as {out / CONFIG} says, where what changes bytes but no losses may be "
+            "edited, or start another run with another --out; only --steps may be more",
         )
 
 
