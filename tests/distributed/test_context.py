@@ -18,7 +18,7 @@ from jax import P
 from jax.sharding import AxisType
 
 import lowtide as lt
-from lowtide.core import ConfigError, DataError, dividing, map_with_paths
+from lowtide.core import ConfigError, DataError, SelectionError, dividing, map_with_paths
 from lowtide.losses import _cross_entropy
 from lowtide.models import DecoderConfig, Experts
 from lowtide.ops import _blocks, _pairs, _tokens, attention
@@ -263,6 +263,15 @@ def test_mistakes_have_errors_of_their_own() -> None:
     step = lt.offload.layerwise_step(decoder().stack, optax.sgd(0.1))
     with pytest.raises(ConfigError, match=r"(?s)layerwise step cannot divide the tokens.*'context': 8.*hint:"):
         lt.Trainer(decoder(), lt.models.loss, step, sharding=rules)
+
+
+def test_leaves_and_sizes_that_divide_nothing_are_refused() -> None:
+    rules = ShardingRules(mesh=make_mesh(context=8), context_leaves="words")
+    for place in (rules.batch, rules.batch_shapes):
+        with pytest.raises(SelectionError, match=r"context_leaves 'words' selects no leaf(.|\n)*tokens(.|\n)*hint:"):
+            place({"tokens": np.zeros((2, 16), np.int32)})
+    with pytest.raises(ConfigError, match=r"make_mesh: context is a number(.|\n)*'4'(.|\n)*hint:"):
+        make_mesh(context="4")  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow

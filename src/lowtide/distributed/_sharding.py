@@ -32,6 +32,7 @@ from ..core import (
     Tree,
     canonical,
     is_array_like,
+    is_count,
     is_key,
     leaves_with_paths,
     map_with_paths,
@@ -89,6 +90,14 @@ def make_mesh(
     given = {STAGE: stage, "data": data, "fsdp": rest if fsdp is None else fsdp, "expert": expert, CONTEXT: context}
     given |= {"tensor": tensor}
     sizes = {name: size for name, size in given.items() if size is not None}
+    for name, size in sizes.items():
+        if not is_count(size, -1):
+            raise ConfigError(
+                f"make_mesh: {name} is a number of devices",
+                expected="an integer of at least 1, or -1 for what is left",
+                got=repr(size),
+                hint=f"make_mesh({name}=2)",
+            )
     free = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(free) == 1 and known > 0 and len(devices) % known == 0:
@@ -336,6 +345,7 @@ class ShardingRules:
         Raises:
             DataError: when the number of rows cannot be divided.
         """
+        self._check_tokens(batch)
 
         def one(path: str, leaf: Any) -> Any:
             shape, sharding = self._whole(path, leaf, num_microbatches)
@@ -359,6 +369,7 @@ class ShardingRules:
         Raises:
             DataError: when the number of rows cannot be divided.
         """
+        self._check_tokens(batch)
 
         def one(path: str, leaf: Any) -> Any:
             shape, sharding = self._whole(path, leaf, num_microbatches)
@@ -427,6 +438,16 @@ class ShardingRules:
 
     def _placed(self, *spec: Any) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, jax.P(*spec))
+
+    def _check_tokens(self, batch: Tree) -> None:
+        leaves = {path: np.shape(leaf) for path, leaf in leaves_with_paths(batch)}
+        if self.num_context_shards > 1 and not any(self._tokens(*pair) for pair in leaves.items()):
+            raise SelectionError(
+                f"context_leaves {self.context_leaves!r} selects no leaf of the batch with tokens in its second axis",
+                expected=f"a regular expression of paths, some of them to be divided by {CONTEXT}",
+                got=", ".join(f"{path} {list(shape)}" for path, shape in leaves.items()),
+                hint="leave it out where all leaves have tokens there, or make a mesh without context",
+            )
 
     def _tokens(self, path: str, shape: tuple[int, ...]) -> list[str]:
         """Say how the second axis of a batch's leaf is divided, if it is."""
