@@ -91,7 +91,7 @@ def make_mesh(
     given |= {"tensor": tensor}
     sizes = {name: size for name, size in given.items() if size is not None}
     for name, size in sizes.items():
-        if not is_count(size, -1):
+        if not is_count(size, -(2**31)):
             raise ConfigError(
                 f"make_mesh: {name} is a number of devices",
                 expected="an integer of at least 1, or -1 for what is left",
