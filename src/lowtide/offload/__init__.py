@@ -4,12 +4,16 @@ from ._checkpoint import checkpoint as checkpoint
 from ._names import Name as Name
 from ._names import Names as Names
 from ._names import names as names
+from ._optimizer import explicit_shardings as explicit_shardings
+from ._optimizer import num_devices as num_devices
 from ._optimizer import optimizer as optimizer
 from ._optimizer import state_shardings as state_shardings
+from ._optimizer import without_explicit_axes as without_explicit_axes
 from ._place import memory_kinds as memory_kinds
 from ._place import to_device as to_device
 from ._place import to_host as to_host
 from ._scan import scan as scan
+from ._streaming import stream as stream
 from ._tag import tag as tag
 from ._verify import Placement as Placement
 from ._verify import verify as verify
@@ -26,14 +30,18 @@ __all__ = [
     "Names",
     "Placement",
     "checkpoint",
+    "explicit_shardings",
     "layerwise_step",
     "memory_kinds",
     "names",
+    "num_devices",
     "optimizer",
     "scan",
     "state_shardings",
+    "stream",
     "tag",
     "to_device",
     "to_host",
     "verify",
+    "without_explicit_axes",
 ]

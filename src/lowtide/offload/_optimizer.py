@@ -225,7 +225,7 @@ class _Offloaded:
             return updates, jax.tree.map(lambda leaf, old: put(leaf, memory_space(old)), new, state)
         self._refuse_transformed(args)
         declared = {len(jax.tree.leaves(grads)) + at for at in chosen}
-        prevented = _ON_MESH if shardings is None and _num_devices(args) > 1 else None
+        prevented = _ON_MESH if shardings is None and num_devices(args) > 1 else None
 
         def streamed(*args: Any, shardings: Tree = shardings) -> tuple[Tree, Tree]:
             return stream(
@@ -240,7 +240,7 @@ class _Offloaded:
                 on_fallback=self._warn_once,
             )
 
-        return _without_explicit_axes(streamed, args, replaces(*args), shardings)
+        return without_explicit_axes(streamed, args, replaces(*args), shardings)
 
     def _refuse_transformed(self, args: Tree) -> None:
         """Raise where JAX would run the loops over blocks in a way that mixes memories, or not at all."""
@@ -317,7 +317,9 @@ class _Offloaded:
 
     def _shardings(self, grads: Tree, state: Tree, params: Tree, arrays: Tree) -> Tree:
         if self.shardings is None:
-            return None if _num_devices((grads, state, params)) == 1 else _explicit((grads, state, params, arrays))
+            return (
+                None if num_devices((grads, state, params)) == 1 else explicit_shardings((grads, state, params, arrays))
+            )
         of_leaf = _by_suffix(self.shardings, grads)
         return tuple(
             jax.tree.unflatten(jax.tree.structure(tree), [of_leaf(*pair) for pair in leaves_with_paths(tree)])
@@ -366,18 +368,27 @@ def _refuse_branch() -> None:
         )
 
 
-def _num_devices(tree: Tree) -> int:
-    """How many devices the mesh has that traced leaves are on; a single one where they have none.
+def num_devices(tree: Tree) -> int:
+    """Count the devices of the mesh that leaves are on; a single one where they have none.
 
-    Axes inside of a `jax.shard_map` over them do not count: a leaf is a shard there.
+    Args:
+        tree: arrays, traced or not. Axes inside of a `jax.shard_map` over them do not count: a leaf is a shard there.
+
+    Examples:
+        >>> num_devices({"w": jnp.ones(2)})
+        1
     """
     meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(tree) if is_array_like(leaf)]
     sizes = (math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes) for mesh in meshes)
     return max(sizes, default=1)
 
 
-def _explicit(tree: Tree) -> Tree:
-    """Return the shardings of traced leaves whose mesh has explicit axes (they are in the type); else None."""
+def explicit_shardings(tree: Tree) -> Tree:
+    """Return the shardings of traced leaves whose mesh has explicit axes (they are in the type); else None.
+
+    Args:
+        tree: arrays, traced or not.
+    """
     leaves, structure = jax.tree.flatten(tree)
     types = [jax.typeof(leaf).sharding if is_array_like(leaf) else None for leaf in leaves]
     known = [None if type_ is None or type_.mesh.empty else type_ for type_ in types]
@@ -385,7 +396,7 @@ def _explicit(tree: Tree) -> Tree:
     return structure.unflatten(known) if is_known else None
 
 
-def _without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
+def without_explicit_axes(run: Callable[..., Tree], args: Sequence[Tree], like: Tree, shardings: Tree) -> Tree:
     """Call a function where no sharding is part of a type: the operations of an update are run on blocks and shards.
 
     Args:
@@ -477,6 +488,20 @@ def _by_suffix(shardings: Tree, params: Tree) -> Any:
             shape, sharding = known.get("/".join(segments[at:]), (None, None))
             if shape == getattr(leaf, "shape", ()):
                 return sharding
+        for at in range(len(segments)):  # an array of a node that stands where a parameter's leaf would
+            shape, sharding = known.get("/".join(segments[at:-1]), (None, None))
+            if shape and (found := _of_part(leaf, shape, sharding)):
+                return found
         return None
 
     return of_leaf
+
+
+def _of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
+    """Return the sharding of codes in the shape of a parameter, or of scales of blocks of its last axis; else None."""
+    if leaf.shape == shape:
+        return sharding
+    if leaf.shape[:-1] != shape[:-1] or not leaf.ndim or not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    spec = (*sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+    return jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec[:-1], None))

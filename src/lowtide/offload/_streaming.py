@@ -14,6 +14,7 @@ and the loops then run on each device's own shard. Rows that do not fill a block
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import math
@@ -35,6 +36,8 @@ from ._separable import Group, Program, separate, trace
 # block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column
 # statistics) then binds no group together.
 _SMALL_PART = 64
+_is_traced = contextvars.ContextVar("is_traced", default=False)
+"""Whether a function is being taken apart; loops of its own would hide what it does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,11 @@ def plan(
     """
     leaves, structure = jax.tree.flatten(tuple(args))
     on_host = large_on_host(leaves, chunk_bytes, declared)
-    program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
+    token = _is_traced.set(True)
+    try:
+        program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
+    finally:
+        _is_traced.reset(token)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
     refuse_other_structure(treedef, expected)
@@ -158,10 +165,14 @@ def stream(
     Raises:
         StructureError: when the result has not the structure that `replaces` names.
 
+    Inside of a function that is streamed itself, this calls `fn`: the loops are those around it.
+
     Memory:
         Donated host leaves are updated in place. The device holds about two blocks; a group that cannot be cut is on
         the device as a whole while it is updated, one group after the other.
     """
+    if _is_traced.get():
+        return fn(*args)
     names = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
     placed = _flat_shardings(shardings, args)
