@@ -5,6 +5,7 @@ from . import memory as memory
 from . import models as models
 from . import offload as offload
 from . import ops as ops
+from . import optim as optim
 from . import pipeline as pipeline
 from . import train as train
 from .adapters import adapted as adapted

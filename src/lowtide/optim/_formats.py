@@ -1,0 +1,131 @@
+"""How numbers of an optimizer's state are stored: codes of 8 bits for what is divided by a scale of its block.
+
+Every format makes codes of numbers between -1 and 1, or between 0 and 1 where none is negative, and numbers of codes.
+Both are arithmetic of single elements without a table, so that XLA fuses them with the update: looking up is slow on a
+TPU, and a search through a table of 256 would be a loop.
+
+Of the dynamic map, level i of 7 has 2 ** i numbers (twice as many without negative ones) at even distances between a
+tenth of ``10 ** (i - 6)`` and the whole; 0 and 1 are beside them. So of a code's distance from that of 0 the highest
+bit is the level, and what is left the place in it.
+
+Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
+its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32, which a TPU's lanes of
+128 do not hold apart without copies).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+_LEVELS = 7
+_POWERS = tuple(10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS))
+_MOST_FP8 = 448.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StateFormat:
+    """One way to store numbers of a state."""
+
+    name: str
+    """What users call it."""
+    block: int
+    """Neighbours along the last axis that share a scale."""
+    codes: Any
+    """Dtype of the codes."""
+    encode: Callable[[Array, bool], Array]
+    """Codes of float32 numbers in [-1, 1]; or, where the second argument says that none is negative, in [0, 1]."""
+    decode: Callable[[Array, bool], Array]
+    """Float32 numbers of codes."""
+
+
+def _encode_dynamic(x: Array, is_positive: bool) -> Array:
+    most, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
+    # Between two levels, as between all numbers, the nearer one: from halfway between the neighbours at the border.
+    borders = [(_first(level, size) + _last(level - 1, size)) / 2 for level in range(1, _LEVELS)]
+    level = _number_below(most, borders)
+    count = jnp.left_shift(size, level)
+    tenths = most * _by_level(level, [1 / power for power in _POWERS])
+    place = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
+    distance = count + jnp.clip(place, 0, count - 1) - (size - 1)
+    distance = jnp.where(most < _first(0, size) / 2, 0, distance)
+    largest = 255 if is_positive else 128
+    distance = jnp.where(most >= (1 + _last(_LEVELS - 1, size)) / 2, largest, distance)
+    if not is_positive:
+        distance = 127 + jnp.where(x < 0, -jnp.minimum(distance, 127), distance)
+    return distance.astype(jnp.uint8)
+
+
+def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
+    signed = codes.astype(jnp.int32) - (0 if is_positive else 127)
+    distance, largest = jnp.abs(signed), 255 if is_positive else 128
+    place = jnp.maximum(distance + 1 if is_positive else distance, 1)  # with its level as the highest bit
+    bits = 31 - jax.lax.clz(place)
+    count = jnp.left_shift(1, bits)
+    level = bits - 1 if is_positive else bits
+    tenths = 0.1 + 0.9 * ((place - count).astype(jnp.float32) + 0.5) / count.astype(jnp.float32)
+    found = tenths * _by_level(level, list(_POWERS))
+    found = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, found))
+    return jnp.where(signed < 0, -found, found)
+
+
+def _number_below(x: Array, borders: list[float]) -> Array:
+    found = jnp.zeros(x.shape, jnp.int32)
+    for border in borders:
+        found = found + (x >= border).astype(jnp.int32)
+    return found
+
+
+def _by_level(level: Array, values: list[float]) -> Array:
+    found = jnp.full(level.shape, values[0], jnp.float32)
+    for at, value in enumerate(values[1:], 1):
+        found = jnp.where(level >= at, jnp.float32(value), found)
+    return found
+
+
+def _first(level: int, size: int) -> float:
+    return _POWERS[level] * (0.1 + 0.45 / (size << level))
+
+
+def _last(level: int, size: int) -> float:
+    return _POWERS[level] * (1 - 0.45 / (size << level))
+
+
+def _encode_companded(x: Array, is_positive: bool) -> Array:
+    if is_positive:
+        return jnp.round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.uint8)
+    return (jnp.round(127 * 2 * x / (1 + jnp.abs(x))).astype(jnp.int32) + 127).astype(jnp.uint8)
+
+
+def _decode_companded(codes: Array, is_positive: bool) -> Array:
+    if is_positive:
+        return jnp.square(codes.astype(jnp.float32) / 255)
+    y = (codes.astype(jnp.float32) - 127) / 127
+    return y / (2 - jnp.abs(y))
+
+
+def _encode_fp8(x: Array, is_positive: bool) -> Array:
+    # Roots of second moments: else one would be 0, and divide, where the first moment of the same number is not.
+    x = jnp.sqrt(jnp.clip(x, 0, 1)) if is_positive else x
+    return (x * _MOST_FP8).astype(jnp.float8_e4m3fn)
+
+
+def _decode_fp8(codes: Array, is_positive: bool) -> Array:
+    x = codes.astype(jnp.float32) / _MOST_FP8
+    return jnp.square(x) if is_positive else x
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        StateFormat(name="8bit", block=256, codes=jnp.uint8, encode=_encode_dynamic, decode=_decode_dynamic),
+        StateFormat(name="companded", block=128, codes=jnp.uint8, encode=_encode_companded, decode=_decode_companded),
+        StateFormat(name="fp8", block=256, codes=jnp.float8_e4m3fn, encode=_encode_fp8, decode=_decode_fp8),
+    )
+}
+"""By name; ``bfloat16`` is a dtype, and needs no scales."""

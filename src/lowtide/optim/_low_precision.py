@@ -1,0 +1,335 @@
+"""Optimizer state in few bits, for any Optax optimizer.
+
+The wrapped transformation sees its state in float32; what is stored between two steps is packed. XLA computes a state's
+numbers from its codes inside of the update, so that no float32 copy of it exists.
+
+Limits: a number that an update changes by less than half of the distance between two codes stays as it is; bfloat16
+rounds at random, so that of many such changes the right part happens. Blocks are of neighbours along the last axis: a
+mesh that divides that axis should leave whole blocks to each device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from ..core import (
+    ConfigError,
+    PlacementWarning,
+    SelectionError,
+    StructureError,
+    Tree,
+    is_array_like,
+    leaves_with_paths,
+    map_with_paths,
+    memory_space,
+    traced_device,
+)
+from ..offload import explicit_shardings, num_devices, state_shardings, stream, without_explicit_axes
+from ._formats import FORMATS
+from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
+
+_POSITIVE = {
+    (state, name)
+    for state, names in (
+        (optax.ScaleByAdamState, ("nu",)),
+        (optax.ScaleByAmsgradState, ("nu", "nu_max")),
+        (optax.ScaleByBeliefState, ("nu",)),
+        (optax.ScaleByRmsState, ("nu",)),
+        (optax.ScaleByRStdDevState, ("nu",)),
+        (optax.ScaleByRssState, ("sum_of_squares",)),
+        (optax.ScaleByAdaDeltaState, ("e_g", "e_x")),
+    )
+    for name in names
+}
+"""What is a mean or sum of squares; of others nothing is known (SM3 calls its momentum nu), and they keep a sign."""
+_BLOCK_BYTES = 2**25
+LEAST_SIZE = 4096
+"""Leaves of fewer numbers stay as they are, as with bitsandbytes."""
+
+
+class LowPrecisionState(NamedTuple):
+    """The state of `low_precision`."""
+
+    step: Int[Array, ""]
+    """Steps so far, which random rounding depends on."""
+    inner: Tree
+    """The state of the wrapped transformation, with a `PackedArray` in the place of each array in few bits."""
+
+
+def low_precision(
+    tx: optax.GradientTransformation,
+    format: str | Mapping[str, str] = "8bit",
+    *,
+    match: str = r".*/(mu|nu|nu_max|trace)/.*",
+    least_size: int = LEAST_SIZE,
+    seed: int = 0,
+    shardings: Tree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Store an optimizer's state in 8 bits, or in bfloat16.
+
+    Args:
+        tx: any Optax transformation; chains and wrappers go inside.
+        format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
+            (e4m3, blocks of 256) or ``bfloat16`` (rounded at random); or a mapping of regular expressions on paths to
+            these, which takes the place of `match`, and of which the first that matches holds.
+        match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
+            whole path, which is also tried between slashes (``/0/mu/``). Of what it selects, floating-point arrays
+            are packed.
+        least_size: leaves of fewer numbers stay as they are.
+        seed: of random rounding.
+        shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
+            `lowtide.offload.optimizer`. With it each device updates its own shard block by block.
+
+    Returns:
+        A transformation whose state holds packed leaves; its updates are those of `tx` for the state that was stored.
+        Call it under `jax.jit` with the state donated. Wrappers that leave the state as it is in some steps, such as
+        `optax.MultiSteps`, stay outside where they can: what stays is not unpacked then.
+
+    Raises:
+        ConfigError: for a `tx`, format, regular expression or size that cannot be used.
+        SelectionError: from ``init``, when no leaf of the state is selected.
+        StructureError: from ``update``, for a state of another transformation, or `shardings` of other structure.
+
+    Warns:
+        PlacementWarning: from ``update``, when it is traced for a mesh without `shardings`, but for GPUs and bfloat16.
+
+    Memory:
+        About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``) or 2 (``bfloat16``) for each number of the state. The
+        update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a mesh
+        with `shardings` alone.
+
+    Examples:
+        >>> tx = low_precision(optax.adam(1e-3))
+        >>> state = tx.init({"w": jnp.ones((64, 64))})
+        >>> state.inner[0].mu["w"].codes.dtype.name
+        'uint8'
+
+    References:
+        Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
+    """
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise ConfigError(
+            "the optimizer is no gradient transformation",
+            expected="an optax.GradientTransformation",
+            got=repr(tx),
+            hint="optax.adamw(1e-4) makes one",
+        )
+    formats = {match: format} if isinstance(format, str) else dict(format)
+    patterns = [(_pattern(each), _checked(form)) for each, form in formats.items()]
+    if type(least_size) is not int or least_size < 1:
+        raise ConfigError(
+            "least_size is no number of elements",
+            expected="an integer of at least 1",
+            got=repr(least_size),
+            hint=f"leave it out for {LEAST_SIZE}",
+        )
+    made = _LowPrecision(optax.with_extra_args_support(tx), patterns, least_size, seed, shardings)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LowPrecision:
+    """The two functions of the transformation that `low_precision` returns."""
+
+    tx: optax.GradientTransformationExtraArgs
+    patterns: Sequence[tuple[re.Pattern[str], str]]
+    least_size: int
+    seed: int
+    shardings: Tree
+
+    def init(self, params: Tree) -> LowPrecisionState:
+        state = self.tx.init(params)
+        if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
+            raise ConfigError(
+                "the optimizer is wrapped by lt.optim.low_precision already",
+                expected="the optimizer, such as optax.adamw(1e-4)",
+                hint="wrap it once; `format` can be a mapping of regular expressions to formats",
+            )
+        paths = [path for path, _ in leaves_with_paths(state)]
+        if not any(map(self._format_of, paths)):
+            raise SelectionError(
+                "low_precision selects nothing of the optimizer's state",
+                expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
+                got=", ".join(paths[:8]) or "a state without arrays",
+                hint="match is a regular expression on such paths",
+            )
+        return self._stored(state, jnp.zeros((), jnp.int32), ())
+
+    def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
+        _refuse_other(state)
+        return _in_blocks(self._whole, updates, state, params, extra, self._placed)
+
+    def _placed(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
+        """Return how arguments are sharded, where somebody said so."""
+        if self.shardings is None:
+            return None
+        like = grads if params is None else params
+        if jax.tree.structure(like) != jax.tree.structure(self.shardings):
+            raise StructureError(
+                "shardings has not the structure of the parameters",
+                expected=jax.tree.structure(like),
+                got=jax.tree.structure(self.shardings),
+                hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
+            )
+        structs = jax.tree.map(
+            lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of), like, self.shardings
+        )
+        of_state = state_shardings(optax.GradientTransformation(self.init, self.tx.update), structs)
+        return self.shardings, of_state, None if params is None else self.shardings, dict.fromkeys(arrays)
+
+    def _whole(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
+        def run(given: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree]:
+            grads, state, params = given
+            return self.tx.update(grads, jax.tree.map(_dense, state.inner, is_leaf=is_packed), params, **extra)
+
+        given, scales = (updates, state, params), list[Any]()
+        if traced_device().platform == "gpu":
+            # First the scales alone, then all again: each half is one kernel, and no float32 state lies between them.
+            _, new = run(jax.lax.optimization_barrier(given))
+            old, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
+            scales = [_scales(*pair) for pair in zip(old, structure.flatten_up_to(new), strict=True)]
+            scales, given = jax.lax.optimization_barrier((scales, given))
+        updates, new = run(given)
+        return updates, self._stored(new, state.step + 1, scales)
+
+    def _stored(self, state: Tree, step: Any, scales: Sequence[Any]) -> LowPrecisionState:
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        numbers, positive = itertools.count(), iter(_are_positive(state))
+
+        def one(path: str, leaf: Any) -> Any:
+            number, is_positive, form = next(numbers), next(positive), self._format_of(path)
+            if form is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
+                return leaf
+            if leaf.size < self.least_size:
+                return leaf
+            if form == BFLOAT16:
+                return PackedArray.rounded(leaf, jax.random.bits(jax.random.fold_in(key, number), dtype=jnp.uint32))
+            known = scales[number] if scales else None
+            return PackedArray.of(leaf, form, is_positive=is_positive, scales=known)
+
+        return LowPrecisionState(step, map_with_paths(one, state))
+
+    def _format_of(self, path: str) -> str | None:
+        names = path, f"/{path}/"
+        return next((form for pattern, form in self.patterns if any(map(pattern.fullmatch, names))), None)
+
+
+def _in_blocks(
+    whole: Callable[..., Any],
+    grads: Tree,
+    state: LowPrecisionState,
+    params: Tree,
+    extra: Any,
+    placed: Callable[..., Any],
+) -> Any:
+    """Update block by block of rows, so that float32 numbers of a block exist at a time: XLA fuses no more of it."""
+    held, structure = jax.tree.flatten(extra)
+    arrays = {at: leaf for at, leaf in enumerate(held) if is_array_like(leaf)}
+    args = grads, state, params, arrays
+
+    def run(grads: Tree, state: Any, params: Tree, arrays: dict[int, Any]) -> Any:
+        return whole(grads, state, params, structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(held)]))
+
+    leaves = jax.tree.leaves(state, is_leaf=is_packed)
+    packed = [leaf for leaf in leaves if is_packed(leaf) and leaf.scales is not None]  # bfloat16 XLA fuses by itself
+    is_on_host = any(memory_space(leaf.codes) == jax.memory.Space.Host for leaf in packed)
+    if not packed or is_on_host or traced_device().platform == "gpu":
+        return run(*args)
+    shardings = placed(*args)
+    if num_devices(args) > 1 and shardings is None:
+        shardings = explicit_shardings(args)
+    if num_devices(args) > 1 and shardings is None:
+        warnings.warn(
+            "low_precision: the update runs as a whole, with float32 temporaries, because it is on a mesh of several "
+            "devices and nobody said how its leaves are sharded\n"
+            "hint: low_precision(tx, shardings=jax.tree.map(lambda p: p.sharding, params))",
+            PlacementWarning,
+            stacklevel=4,
+        )
+        return run(*args)
+    before, codes = len(jax.tree.leaves(grads)), {id(leaf.codes) for leaf in packed}
+    declared = [before + at for at, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in codes]
+    is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
+
+    def replaces(grads: Tree, state: Any, params: Tree, arrays: Any) -> Any:
+        return grads if is_like_grads else params, state
+
+    def streamed(*args: Any, shardings: Any = shardings) -> Any:
+        return stream(
+            run,
+            args,
+            replaces,
+            chunk_bytes=_BLOCK_BYTES,
+            declared=declared,
+            shardings=shardings,
+            on_fallback=lambda *_: None,
+        )
+
+    return without_explicit_axes(streamed, args, replaces(*args), shardings)
+
+
+def _dense(node: Any) -> Any:
+    return node.dense() if is_packed(node) else node
+
+
+def _scales(old: Any, new: Any) -> Any:
+    is_scaled = is_packed(old) and old.scales is not None
+    return scales_of(new, old.format) if is_scaled else None
+
+
+def _pattern(text: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"match is no regular expression: {error}", got=text, hint='globs are other: "mu/*" is r".*/mu/.*" here'
+        ) from error
+
+
+def _checked(form: Any) -> str:
+    names = (*FORMATS, BFLOAT16)
+    if form not in names:
+        raise ConfigError(
+            f"no format of a state is called {form!r}", expected=f"one of {', '.join(names)}", hint='"8bit" is usual'
+        )
+    return form
+
+
+def _are_positive(state: Tree) -> list[bool]:
+    """Whether each leaf of a state, in order, is one of second moments and the like."""
+    found = list[bool]()
+
+    def below(tree: Any, is_one: bool) -> None:
+        for leaf in jax.tree.leaves(tree, is_leaf=_is_named):
+            if not _is_named(leaf):
+                found.append(is_one)
+                continue
+            for name in leaf._fields:
+                below(getattr(leaf, name), is_one or (type(leaf), name) in _POSITIVE)
+
+    below(state, False)
+    return found
+
+
+def _is_named(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _refuse_other(state: Any) -> None:
+    if not isinstance(state, LowPrecisionState):
+        raise StructureError(
+            "the state is none of lt.optim.low_precision",
+            expected="what its init returns, or a checkpoint of that",
+            got=type(state).__name__,
+            hint="a float32 state cannot go on in few bits: begin with tx.init(params)",
+        )

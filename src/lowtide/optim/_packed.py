@@ -1,0 +1,136 @@
+"""The node that stands where an array of an optimizer's state stood: codes of its shape, and scales of blocks.
+
+Shapes: leading axes and the last, of n numbers; the scales have one for each block of neighbours along the last axis,
+so that what slices or divides other axes does the same to both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._formats import FORMATS
+
+BFLOAT16 = "bfloat16"
+_INFINITY, _NAN = 0x7F800000, 0x7FC00000
+"""As float32 has them."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["format", "is_positive", "dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class PackedArray:
+    """An array of an optimizer's state in few bits; a pytree node of two arrays.
+
+    Examples:
+        >>> packed = PackedArray.of(jnp.array([[0.5, -1.0, 0.25]]), "8bit")
+        >>> packed.codes.dtype.name, packed.scales.tolist()
+        ('uint8', [[-1.0]])
+        >>> packed.dense().round(2).tolist()
+        [[0.5, -1.0, 0.25]]
+    """
+
+    codes: Any
+    """In the shape of the array."""
+    scales: Any
+    """Float32, [..., blocks]: of each block the number farthest from 0; None of numbers in bfloat16."""
+    format: str
+    """One of `FORMATS`, or ``bfloat16`` (static)."""
+    is_positive: bool = False
+    """Whether no number is negative, as of second moments (static)."""
+    dtype: str = "float32"
+    """Of the array (static)."""
+
+    @classmethod
+    def of(
+        cls, x: Float[Array, "*axes n"], format: str, *, is_positive: bool = False, scales: Any = None
+    ) -> PackedArray:
+        """Store an array.
+
+        Args:
+            x: floating-point numbers, of one axis at least.
+            format: one of `FORMATS`.
+            is_positive: whether no number is negative; this is not checked.
+            scales: what `scales_of` says of these numbers, if it is known.
+
+        Returns:
+            The node. Of a block with NaN or an infinity nothing is kept: its scale is NaN, and so is all of it.
+        """
+        form = FORMATS[format]
+        scales = scales_of(x, format) if scales is None else scales
+        spread = _spread(jnp.where(scales == 0, 1, scales), form.block, x.shape[-1])
+        return cls(form.encode(x.astype(jnp.float32) / spread, is_positive), scales, format, is_positive, x.dtype.name)
+
+    @classmethod
+    def rounded(cls, x: Float[Array, "*axes"], key: Array) -> PackedArray:
+        """Store an array in bfloat16, each number rounded up as often as it is nearer to what is above it.
+
+        Args:
+            x: floating-point numbers.
+            key: a random uint32; the same key rounds the same number the same way.
+        """
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        # Of the number itself and the key, not of its place: so a block of an array is rounded like all of it.
+        near = jax.lax.bitcast_convert_type((bits + (_mixed(bits ^ key) >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
+        return cls(jnp.where(jnp.isfinite(x), near, x).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the array."""
+        return self.codes.shape
+
+    def dense(self) -> Float[Array, "*axes n"]:
+        """Return the array."""
+        if self.scales is None:
+            return self.codes.astype(self.dtype)
+        form = FORMATS[self.format]
+        values = form.decode(self.codes, self.is_positive) * _spread(self.scales, form.block, self.codes.shape[-1])
+        return values.astype(self.dtype)
+
+
+def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*axes blocks"]:
+    """Return the number of each block that is farthest from 0, float32; NaN where one is not finite.
+
+    It has its sign: divided by it, it is 1, which has a code where -1 has none. So what is stored is stored again
+    without any change. Compared are bits, magnitudes with the sign behind them: where XLA compares floating-point
+    numbers on a CPU, a NaN may be lost (jax 0.10.2).
+    """
+    bits = jax.lax.bitcast_convert_type(_blocks(x.astype(jnp.float32), FORMATS[format].block), jnp.uint32)
+    most = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
+    magnitude, sign = most >> 1, (1 - (most & 1)) << 31
+    found = jnp.where(magnitude >= _INFINITY, jnp.uint32(_NAN), magnitude | sign)
+    return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def is_packed(node: Any) -> bool:
+    """Whether a node of a state is in few bits."""
+    return isinstance(node, PackedArray)
+
+
+def _mixed(x: Array) -> Array:
+    """Mix the bits of integers, MurmurHash3's finalizer (Appleby, public domain), twice."""
+    for _ in range(2):
+        x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+        x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+        x = (x ^ (x >> 16)) + jnp.uint32(0x9E3779B9)
+    return x
+
+
+def _blocks(x: Array, block: int) -> Array:
+    """Cut the last axis; what is missing of the last block is 0."""
+    missing = -x.shape[-1] % block
+    if missing:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return x.reshape(*x.shape[:-1], -1, block)
+
+
+def _spread(scales: Array, block: int, size: int) -> Array:
+    """Repeat each scale for the numbers of its block."""
+    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block))
+    return wide.reshape(*scales.shape[:-1], -1)[..., :size]

@@ -1,0 +1,386 @@
+"""The wrapper: every optimizer of Optax, the places where it may stand, leaves of every kind, meshes and the host."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lowtide import offload
+from lowtide.core import ConfigError, PlacementWarning, SelectionError, StructureError
+from lowtide.optim import PackedArray, _low_precision, low_precision
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "optimizer_table.py"
+_spec = importlib.util.spec_from_file_location("optimizer_table", SCRIPT)
+assert _spec is not None and _spec.loader is not None
+optimizer_table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(optimizer_table)
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:optax")
+FORMATS = ("8bit", "companded", "fp8", "bfloat16")
+UNSELECTED = {
+    "adadelta",
+    "adafactor",
+    "adafactor (momentum)",
+    "adagrad",
+    "adan",
+    "fromage",
+    "lbfgs",
+    "noisy_sgd",
+    "optimistic_gradient_descent",
+    "polyak_sgd",
+    "rprop",
+    "sgd",
+    "sign_sgd",
+    "signum",
+    "contrib.cocob",
+    "contrib.dadapt_adamw",
+    "contrib.madgrad",
+    "contrib.prodigy",
+    "contrib.simplified_ademamix",
+}
+"""Whose state the default selects nothing of: it has other names, or there is none."""
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+def loss(params: Any) -> jax.Array:
+    w = params["w"].astype(jnp.float32)
+    return jnp.mean((jnp.tanh(normal(1, 32, 24) @ w + params["b"]) - jnp.tanh(normal(2, 32, 200))) ** 2)
+
+
+PARAMS = {"w": normal(0, 24, 200) / 5, "b": jnp.zeros((1, 200))}
+
+
+def trained(tx: Any, steps: int = 30, params: Any = PARAMS, **extra: Any) -> tuple[float, Any, Any]:
+    tx = optax.with_extra_args_support(tx)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        updates, state = tx.update(jax.grad(loss)(params), state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(steps):
+        params, state = step(params, state)
+    return float(loss(params)), params, state
+
+
+def packed(state: Any) -> list[PackedArray]:
+    def is_packed(leaf: Any) -> bool:
+        return isinstance(leaf, PackedArray)
+
+    return [leaf for leaf in jax.tree.leaves(state, is_leaf=is_packed) if is_packed(leaf)]
+
+
+def same(a: Any, b: Any) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+# Optimizers.
+
+
+@pytest.mark.parametrize("name", optimizer_table.OPTIMIZERS)
+def test_every_optimizer_trains_as_in_float32_or_is_refused(name: str) -> None:
+    tx, extra = optimizer_table.OPTIMIZERS[name](), optimizer_table.extra_arguments(name)
+    wrapped = low_precision(tx, least_size=1)
+    if name in UNSELECTED:
+        with pytest.raises(SelectionError, match=r"(?s)low_precision selects nothing.*hint: match is a regular"):
+            wrapped.init(PARAMS)
+        return
+    before = float(loss(PARAMS))
+    want, _, _ = trained(tx, 10, **extra)
+    got, _, state = trained(wrapped, 10, **extra)
+    assert packed(state)
+    assert abs(got - want) < 0.05 * abs(before - want) + 1e-3, (before, want, got)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_trains(form: str) -> None:
+    want, _, _ = trained(optax.adamw(1e-2))
+    got, _, state = trained(low_precision(optax.adamw(1e-2), form))
+    assert {leaf.format for leaf in packed(state)} == {form}
+    assert abs(got - want) < 0.05 * abs(float(loss(PARAMS)) - want)
+
+
+def test_signs_are_kept_where_numbers_may_be_negative() -> None:
+    """SM3 calls its momentum nu; of types that are not Optax's nothing is known."""
+
+    class Own(NamedTuple):
+        nu: Any
+
+    own = optax.GradientTransformation(
+        lambda params: Own(jax.tree.map(jnp.zeros_like, params)), lambda grads, state, params=None: (grads, Own(grads))
+    )
+    grads = {"w": normal(5, 24, 200)}
+    for tx in (optax.sm3(1e-2), own):
+        wrapped = low_precision(tx, least_size=1)
+        _, state = wrapped.update(grads, wrapped.init(grads), grads)
+        nu = packed(state.inner)[-1]
+        assert not nu.is_positive
+        assert float(nu.dense().min()) < 0
+    adam = low_precision(optax.adam(1e-2)).init(PARAMS).inner[0]
+    assert (adam.mu["w"].is_positive, adam.nu["w"].is_positive) == (False, True)
+
+
+def test_a_parameter_of_a_tuple_with_names_is_part_of_what_it_is_of() -> None:
+    class Layer(NamedTuple):
+        mu: Any
+        nu: Any
+
+    state = low_precision(optax.adam(1e-2)).init(Layer(jnp.ones((64, 64)), jnp.ones((64, 64))))
+    assert [leaf.is_positive for leaf in packed(state)] == [False, False, True, True]
+
+
+# Where it may stand.
+
+
+def outside(kind: str, tx: Any) -> Any:
+    return {
+        "chain": lambda: optax.chain(optax.clip_by_global_norm(1.0), tx),
+        "MultiSteps": lambda: optax.MultiSteps(tx, 2).gradient_transformation(),
+        "apply_if_finite": lambda: optax.apply_if_finite(tx, 3),
+        "masked": lambda: optax.masked(tx, {"w": True, "b": False}),
+        "partition": lambda: optax.partition({"a": tx, "b": optax.set_to_zero()}, {"w": "a", "b": "b"}),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["chain", "MultiSteps", "apply_if_finite", "masked", "partition"])
+def test_other_transformations_may_be_around_it_or_inside(kind: str) -> None:
+    want, _, _ = trained(outside(kind, optax.adamw(1e-2)), 12)
+    around, _, state = trained(outside(kind, low_precision(optax.adamw(1e-2))), 12)
+    inside, _, other = trained(low_precision(outside(kind, optax.adamw(1e-2))), 12)
+    assert len(packed(state)) == len(packed(other)) == 2
+    assert abs(around - want) < 2e-3
+    assert abs(inside - want) < 2e-3
+
+
+def test_hyperparameters_may_be_injected() -> None:
+    tx = optax.inject_hyperparams(lambda learning_rate: low_precision(optax.adamw(learning_rate)))(1e-2)
+    want, _, _ = trained(optax.adamw(1e-2), 12)
+    got, _, state = trained(tx, 12)
+    assert abs(got - want) < 2e-3
+    assert float(state.hyperparams["learning_rate"]) == pytest.approx(1e-2)
+
+
+def test_eagerly_donated_and_in_a_branch_values_are_the_same() -> None:
+    tx = low_precision(optax.adamw(1e-2))
+    state, grads = tx.init(PARAMS), jax.grad(loss)(PARAMS)
+    want = jax.jit(tx.update)(grads, state, PARAMS)
+    branch = jax.jit(
+        lambda go, g, s, p: jax.lax.cond(go, lambda: tx.update(g, s, p), lambda: (jax.tree.map(jnp.zeros_like, g), s))
+    )
+    for got in (tx.update(grads, state, PARAMS), branch(True, grads, state, PARAMS)):
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=1e-5, atol=1)
+    assert same(branch(False, grads, state, PARAMS)[1], state)
+    donated = jax.jit(tx.update, donate_argnums=(0, 1))(grads, state, PARAMS)
+    assert all(leaf.codes.is_deleted() for leaf in packed(state))
+    assert same(donated, want)
+
+
+def test_under_vmap_each_has_its_own_state() -> None:
+    tx = low_precision(optax.adamw(1e-2))
+    params = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)
+    states = jax.vmap(tx.init)(params)
+    got, _ = jax.jit(jax.vmap(tx.update))(params, states, params)
+    for at in range(3):
+        one = jax.tree.map(lambda p: p[at], params)  # noqa: B023
+        want, _ = jax.jit(tx.update)(one, tx.init(one), one)
+        np.testing.assert_allclose(got["w"][at], want["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["8bit", "bfloat16"])
+def test_steps_are_the_same_again_and_after_going_on(form: str) -> None:
+    tx = low_precision(optax.adamw(1e-2), form)
+    _, params, state = trained(tx, 6)
+    _, again, other = trained(tx, 6)
+    assert same((params, state), (again, other))
+    step = jax.jit(lambda g, s, p: tx.update(g, s, p))
+    held = jax.tree.map(np.asarray, state)
+    assert same(step(PARAMS, state, params), step(PARAMS, jax.tree.map(jnp.asarray, held), params))
+
+
+# Leaves.
+
+
+def test_leaves_of_every_kind() -> None:
+    params = {
+        "bf16": normal(0, 32, 256).astype(jnp.bfloat16),
+        "vector": normal(1, 5000),
+        "odd": normal(2, 7, 900),
+        "scalar": jnp.float32(0.5),
+        "empty": jnp.zeros((0, 512)),
+        "small": normal(3, 8),
+    }
+    tx, plain = low_precision(optax.adamw(1e-2)), optax.adamw(1e-2)
+    grads = jax.tree.map(lambda p: jnp.sin(3 * p), params)
+    state, other = tx.init(params), plain.init(params)
+    assert {leaf.shape for leaf in packed(state)} == {(32, 256), (5000,), (7, 900)}
+    for _ in range(3):
+        updates, state = jax.jit(tx.update)(grads, state, params)
+        want, other = jax.jit(plain.update)(grads, other, params)
+    assert jax.tree.map(lambda u: (u.shape, u.dtype), updates) == jax.tree.map(lambda u: (u.shape, u.dtype), want)
+    assert state.inner[0].mu["bf16"].dense().dtype == jnp.bfloat16
+    for path, got in updates.items():
+        if got.size:
+            error = jnp.abs(got.astype(jnp.float32) - want[path].astype(jnp.float32))
+            assert float(error.mean()) < 5e-4, path
+    assert float(jnp.abs(updates["small"] - want["small"]).max()) == 0
+
+
+def test_integers_of_a_state_stay() -> None:
+    tx = optax.GradientTransformation(
+        lambda params: {"mu": {"w": jnp.zeros((64, 64), jnp.int32), "x": jnp.zeros((64, 64))}},
+        lambda grads, state, params=None: (grads, jax.tree.map(lambda leaf: leaf + 1, state)),
+    )
+    wrapped = low_precision(tx)
+    _, state = wrapped.update({"w": jnp.ones(3)}, wrapped.init({"w": jnp.ones(3)}))
+    assert state.inner["mu"]["w"].dtype == jnp.int32
+    assert isinstance(state.inner["mu"]["x"], PackedArray)
+
+
+def test_a_gradient_that_is_not_finite_spoils_its_block_alone() -> None:
+    tx = low_precision(optax.adam(1e-2))
+    params = {"w": normal(0, 16, 512)}
+    grads = {"w": params["w"].at[3, 300].set(jnp.nan)}
+    _, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    for leaf in packed(state):
+        is_nan = np.isnan(leaf.dense())
+        assert is_nan[3, 256:].all()
+        assert is_nan.sum() == 256
+
+
+def test_paths_choose_formats() -> None:
+    tx = low_precision(optax.adam(1e-2), {r".*/mu/.*": "bfloat16", r".*/nu/.*": "8bit"})
+    state = tx.init(PARAMS)
+    assert state.inner[0].mu["w"].format == "bfloat16"
+    assert state.inner[0].nu["w"].format == "8bit"
+
+
+# In blocks, on a mesh, and on the host.
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_in_blocks_the_state_is_that_of_the_whole(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"w": normal(0, 128, 1024), "v": normal(1, 3, 64, 256)}
+    tx = low_precision(optax.adamw(1e-2), form)
+    state = tx.init(params)
+    _, state = jax.jit(tx.update)(params, state, params)
+    grads = jax.tree.map(jnp.sin, params)
+    monkeypatch.setattr(_low_precision, "_BLOCK_BYTES", 64 * 1024)
+    update = jax.jit(lambda *args: tx.update(*args))
+    in_blocks = update(grads, state, params)
+    if form != "bfloat16":
+        assert "while" in update.lower(grads, state, params).as_text()
+    monkeypatch.setattr(_low_precision, "_in_blocks", lambda whole, g, s, p, extra, _: whole(g, s, p, extra))
+    whole = jax.jit(lambda *args: tx.update(*args))(grads, state, params)
+    assert jax.tree.structure(in_blocks) == jax.tree.structure(whole)
+    np.testing.assert_allclose(in_blocks[0]["w"], whole[0]["w"], rtol=2e-6)
+    for a, b in zip(packed(in_blocks[1]), packed(whole[1]), strict=True):
+        # The compiler may round a product otherwise in a loop: a number between two codes gets the other one then.
+        assert float(jnp.mean(a.codes.astype(jnp.float32) == b.codes.astype(jnp.float32))) > 0.999
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")])
+def test_on_a_mesh_values_are_those_of_one_device(spec: tuple[Any, ...]) -> None:
+    params = {"w": normal(0, 64, 2048), "b": normal(1, 8)}
+    grads = jax.tree.map(jnp.sin, params)
+    plain = low_precision(optax.adamw(1e-2))
+    want = jax.jit(plain.update)(grads, plain.init(params), params)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    places = {
+        "w": jax.sharding.NamedSharding(mesh, jax.P(*spec)),
+        "b": jax.sharding.NamedSharding(mesh, jax.P()),
+    }
+    grads, params = jax.device_put((grads, params), (places, places))
+    tx = low_precision(optax.adamw(1e-2), shardings=places)
+    of_state = offload.state_shardings(tx, params)
+    mu = of_state.inner[0].mu["w"]
+    assert mu.codes.spec == jax.P(*spec)
+    assert mu.scales.spec == jax.P(spec[0], None)
+    state = jax.jit(tx.init, out_shardings=of_state)(params)
+    with pytest.warns(PlacementWarning, match=r"(?s)runs as a whole.*hint: low_precision\(tx, shardings="):
+        as_a_whole = jax.jit(plain.update)(grads, state, params)
+    np.testing.assert_allclose(as_a_whole[0]["w"], want[0]["w"], rtol=2e-6)
+    got = jax.jit(tx.update, out_shardings=(places, of_state))(grads, state, params)
+    np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=2e-6)
+    for a, b in zip(packed(got[1]), packed(want[1]), strict=True):
+        assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
+        np.testing.assert_allclose(a.scales, b.scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["8bit", "bfloat16"])
+@pytest.mark.parametrize("mode", ["streamed", "whole"])
+def test_what_is_packed_may_wait_on_the_host(form: str, mode: str) -> None:
+    params = {"w": normal(0, 512, 2048)}
+    inner = low_precision(optax.adamw(1e-2), form)
+    tx = offload.optimizer(inner, match=r".*/codes", mode=mode, chunk_bytes=512 * 1024)
+    grads = jax.tree.map(jnp.sin, params)
+    state, want = tx.init(params), inner.init(params)
+    assert {leaf.codes.sharding.memory_kind for leaf in packed(state)} == {"pinned_host"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlacementWarning)
+        for _ in range(2):
+            updates, state = jax.jit(tx.update, donate_argnums=1)(grads, state, params)
+            expected, want = jax.jit(inner.update)(grads, want, params)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-4, atol=1e-6)
+    assert {leaf.codes.sharding.memory_kind for leaf in packed(state)} == {"pinned_host"}
+    for a, b in zip(packed(state), packed(want), strict=True):
+        assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
+
+
+# What cannot be.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tx": None}, r"(?s)the optimizer is no gradient transformation.*hint: optax.adamw"),
+        ({"format": "3bit"}, r"(?s)no format of a state is called '3bit'.*one of 8bit, .*bfloat16.*hint"),
+        ({"match": "("}, r"(?s)match is no regular expression.*hint: globs are other"),
+        ({"format": {7: "8bit"}}, r"(?s)match is no regular expression.*hint: globs are other"),
+        ({"least_size": 0}, r"(?s)least_size is no number of elements.*hint: leave it out for 4096"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        low_precision(**{"tx": optax.adam(1e-2), **arguments})
+
+
+def test_wrapping_twice_and_states_of_others_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)wrapped by lt\.optim\.low_precision already.*hint: wrap it once"):
+        low_precision(low_precision(optax.adam(1e-2))).init(PARAMS)
+    plain = optax.adam(1e-2)
+    with pytest.raises(StructureError, match=r"(?s)the state is none of lt\.optim.*hint: a float32 state"):
+        low_precision(plain).update(PARAMS, plain.init(PARAMS), PARAMS)
+    other = low_precision(plain, shardings={"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])})
+    with pytest.raises(StructureError, match=r"(?s)shardings has not the structure.*hint: jax.tree.map"):
+        other.update(PARAMS, other.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("spec", [("x", None), (None, "x")])
+def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded(spec: tuple[Any, ...]) -> None:
+    params, tx = {"w": normal(0, 64, 2048)}, low_precision(optax.adamw(1e-2))
+    want = jax.jit(tx.update)(params, tx.init(params), params)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.P(*spec)))
+        state = jax.jit(tx.init)(placed)
+        updates, state = jax.jit(tx.update)(placed, state, placed)
+    np.testing.assert_allclose(updates["w"], want[0]["w"], rtol=2e-6)
+    for a, b in zip(packed(state), packed(want[1]), strict=True):
+        assert a.codes.sharding.spec == jax.P(*spec)
+        assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
