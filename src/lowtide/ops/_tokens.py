@@ -75,7 +75,7 @@ def over_tokens(
 
     Raises:
         ConfigError: for a `size` that is no number of tokens, or on a mesh with explicit axes, for arrays without
-            tokens, and where `fn` closes over what is traced.
+            tokens, and for results without them.
 
     Memory:
         Of several tiles for the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many
