@@ -34,7 +34,14 @@ from ..core import (
     memory_space,
     traced_device,
 )
-from ..offload import explicit_shardings, num_devices, state_shardings, stream, without_explicit_axes
+from ..offload import (
+    check_transformation,
+    explicit_shardings,
+    num_devices,
+    state_shardings,
+    stream,
+    without_explicit_axes,
+)
 from ._formats import FORMATS
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
 
@@ -117,13 +124,7 @@ def low_precision(
     References:
         Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
     """
-    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        raise ConfigError(
-            "the optimizer is no gradient transformation",
-            expected="an optax.GradientTransformation",
-            got=repr(tx),
-            hint="optax.adamw(1e-4) makes one",
-        )
+    check_transformation(tx)
     formats = {match: format} if isinstance(format, str) else dict(format)
     patterns = [(_pattern(each), _checked(form)) for each, form in formats.items()]
     if type(least_size) is not int or least_size < 1:
