@@ -143,8 +143,9 @@ def test_arguments_that_one_process_refuses_are_an_error_in_the_other(tmp_path):
     assert logs[0].count("cannot go on without it") == 1
 
 
-def test_a_sigterm_in_the_last_step_ends_all_with_its_checkpoint(tmp_path):
-    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", at=6, how="terminate", every=1000, **SMALL))
+def test_a_sigterm_in_the_last_step_ends_all_with_its_checkpoint_and_none_as_failed_for_being_last(tmp_path):
+    options = {"at": 6, "how": "terminate", "every": 1000, "late": 1, **SMALL}
+    codes, logs = finish(start(tmp_path / "run", tmp_path / "checkpoints", **options))
     assert codes == [-15, -15], logs
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
 

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import jax
+
 T = TypeVar("T")
 
 _HELD = (signal.SIGTERM, signal.SIGINT)
@@ -124,7 +126,8 @@ class Terminated:
     """Whether SIGTERM has come, asked for between steps; a context manager.
 
     The machine is about to be taken away: the loop ends at the next step, saves, and lets the signal do what it would
-    have done.
+    have done. Processes that end together take leave of one another first, as at a normal end: JAX aborts one that
+    sees the first gone, which would then say that it had failed.
 
     Args:
         is_alone: whether this is the only process; several have to end together.
@@ -132,7 +135,7 @@ class Terminated:
 
     def __init__(self, *, is_alone: bool = True) -> None:
         self.has_come = False
-        self._is_last = False
+        self._is_last, self._is_common = False, False
         self._is_alone, self._waits = is_alone, False
         self._before: Any = None
 
@@ -143,7 +146,13 @@ class Terminated:
                 signal.signal(signal.SIGTERM, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        if kind is None and self._is_common and self._before == signal.SIG_DFL:
+            with contextlib.suppress(RuntimeError):  # of JAX, when another could not wait: this one ends all the same
+                jax.distributed.shutdown()
+        self._let_through()
+
+    def _let_through(self) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
@@ -151,8 +160,8 @@ class Terminated:
                 _raise(signal.SIGTERM)
 
     def come(self) -> None:
-        """Note that it has come to another process, with which this one ends."""
-        self.has_come = True
+        """Note that it has come to one of the processes, which all end at this step."""
+        self.has_come, self._is_common = True, not self._is_alone
 
     def last(self) -> None:
         """Only files are waited for from here on: a second signal ends that."""
@@ -182,7 +191,7 @@ class Terminated:
 
     def _note(self, *_: object) -> None:
         if (self._is_last or self._waits) and self.has_come:
-            self.__exit__()
+            self._let_through()
         self.has_come = True
         if self._waits and self._is_alone:
             self._waits = False
