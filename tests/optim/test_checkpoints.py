@@ -27,7 +27,7 @@ def trainer(tx: Any, folder: Path) -> lt.Trainer:
     return lt.Trainer(model, loss_fn, tx, checkpoint_dir=folder)
 
 
-@pytest.mark.parametrize("form", ["8bit", "companded", "fp8", "bfloat16"])
+@pytest.mark.parametrize("form", ["8bit", "companded", "fp8", "4bit", "bfloat16"])
 def test_a_trainer_goes_on_bit_for_bit(form: str, tmp_path: Path) -> None:
     tx = low_precision(optax.adamw(1e-2), form)
     whole = trainer(tx, tmp_path / "whole")

@@ -11,13 +11,13 @@ from lowtide.optim import PackedArray
 from lowtide.optim._formats import FORMATS
 
 
-def dynamic_map(is_positive: bool) -> np.ndarray:
+def dynamic_map(is_positive: bool, levels: int = 7) -> np.ndarray:
     """The map of Dettmers et al.: level i of 7 in even steps between a tenth of its power of ten and the whole."""
     numbers = [0.0, 1.0]
-    for level in range(7):
+    for level in range(levels):
         count = 2**level * (2 if is_positive else 1)
         edges = np.linspace(0.1, 1, count + 1)
-        middles = 10.0 ** (level - 6) * (edges[:-1] + edges[1:]) / 2
+        middles = 10.0 ** (level - levels + 1) * (edges[:-1] + edges[1:]) / 2
         numbers += [*middles, *([] if is_positive else -middles)]
     return np.sort(np.array(numbers))
 
@@ -27,6 +27,8 @@ TABLES = {
     ("8bit", True): dynamic_map(True),
     ("companded", False): (lambda y: y / (2 - np.abs(y)))(np.arange(-127, 128) / 127),
     ("companded", True): (np.arange(256) / 255) ** 2,
+    ("4bit", False): dynamic_map(False, levels=3),
+    ("4bit", True): np.arange(1, 17) / 16,
 }
 
 
@@ -56,13 +58,16 @@ def test_a_number_gets_the_nearest_code(name: str, is_positive: bool) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("is_positive", [False, True])
-def test_the_dynamic_map_is_that_of_bitsandbytes(is_positive: bool) -> None:
+@pytest.mark.parametrize(("name", "is_positive"), [("8bit", False), ("8bit", True), ("4bit", False)])
+def test_the_dynamic_map_is_that_of_bitsandbytes(name: str, is_positive: bool) -> None:
     torch = pytest.importorskip("torch")
     functional = pytest.importorskip("bitsandbytes.functional")
     table = functional.create_dynamic_map(signed=not is_positive)
-    form = FORMATS["8bit"]
-    got = np.asarray(form.decode(jnp.arange(256, dtype=jnp.uint8), is_positive))
+    if name == "4bit":  # as torchao makes it
+        padded = functional.create_dynamic_map(signed=True, max_exponent_bits=3, total_bits=4)
+        table = torch.unique(padded)  # it fills up to 256 with zeros
+    form = FORMATS[name]
+    got = np.asarray(form.decode(jnp.arange(len(table), dtype=jnp.uint8), is_positive))
     np.testing.assert_allclose(got, table.numpy(), rtol=2e-6, atol=1e-12)
     x = over_decades(1, (64, 256), is_positive)
     x /= np.abs(x).max(axis=1, keepdims=True)
@@ -73,14 +78,14 @@ def test_the_dynamic_map_is_that_of_bitsandbytes(is_positive: bool) -> None:
     assert np.abs(ours - theirs).max() <= 1
 
 
-LARGEST_ERROR = {"8bit": 0.00704, "companded": 0.0079, "fp8": 0.036}
+LARGEST_ERROR = {"8bit": 0.00704, "companded": 0.0079, "fp8": 0.036, "4bit": 0.1126}
 """Of a number, as a part of its block's largest: half of the widest distance between two codes, or the least code."""
-LARGEST_POSITIVE = {"8bit": 0.00353, "companded": 0.00393, "fp8": 0.07}
+LARGEST_POSITIVE = {"8bit": 0.00353, "companded": 0.00393, "fp8": 0.07, "4bit": 0.0626}
 
 
 @pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", [(300,), (2, 3, 256)])
+@pytest.mark.parametrize("shape", [(300,), (2, 3, 256), (3, 256 + 15), (5, 1024)])
 def test_what_is_stored_is_near_in_every_block(name: str, is_positive: bool, shape: tuple[int, ...]) -> None:
     x = np.random.default_rng(2).normal(size=shape).astype(np.float32)
     x = np.abs(x) if is_positive else x
@@ -128,12 +133,31 @@ def test_a_block_with_a_number_that_is_not_finite_is_nan_and_others_are_as_they_
     assert np.array_equal(got[1, :block], want[1, :block])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_short_axes_make_blocks_together(name: str) -> None:
+    kernel = np.random.default_rng(6).normal(size=(8, 40, 3, 3)).astype(np.float32)
+    packed = PackedArray.of(jnp.asarray(kernel), name)
+    rows = PackedArray.of(jnp.asarray(kernel.reshape(8, 360)), name)
+    assert packed.shape == kernel.shape and packed.row == (40, 3, 3)
+    assert np.array_equal(packed.scales, rows.scales)
+    assert np.array_equal(np.asarray(packed.dense()).reshape(8, 360), rows.dense())
+    alone = PackedArray.of(jnp.asarray(kernel[..., :1, 0]), name)
+    assert alone.shape == (8, 40, 1) and alone.scales.size == -(-320 // FORMATS[name].block)
+
+
+def test_two_codes_of_4_bits_are_a_byte() -> None:
+    for size in (1, 2, 255, 256, 257, 271, 512, 600):
+        packed = PackedArray.of(jnp.ones((3, size)), "4bit")
+        assert 3 * size / 2 <= packed.codes.nbytes <= 3 * (size + 1) / 2
+        assert packed.dense().shape == (3, size) and (packed.dense() == 1).all()
+
+
 def test_tiny_numbers_stay_finite() -> None:
     x = jnp.full((1, 256), 1e-42).at[0, 0].set(-1e-39)
     for name in FORMATS:
         got = np.asarray(PackedArray.of(x, name).dense())
         assert np.isfinite(got).all()
-        assert np.abs(got).max() <= 1.1e-39
+        assert np.abs(got).max() <= 1.1e-39, name
 
 
 def test_bfloat16_is_rounded_without_bias_and_by_the_key_alone() -> None:

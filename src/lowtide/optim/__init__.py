@@ -1,7 +1,8 @@
 """Optimizer state in few bits, in Optax's form."""
 
+from ._convert import converted as converted
 from ._low_precision import LowPrecisionState as LowPrecisionState
 from ._low_precision import low_precision as low_precision
 from ._packed import PackedArray as PackedArray
 
-__all__ = ["LowPrecisionState", "PackedArray", "low_precision"]
+__all__ = ["LowPrecisionState", "PackedArray", "converted", "low_precision"]

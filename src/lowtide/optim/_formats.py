@@ -1,4 +1,4 @@
-"""How numbers of an optimizer's state are stored: codes of 8 bits for what is divided by a scale of its block.
+"""How numbers of an optimizer's state are stored: codes of 8 or 4 bits for what is divided by a scale of its block.
 
 Every format makes codes of numbers between -1 and 1, or between 0 and 1 where none is negative, and numbers of codes.
 Both are arithmetic of single elements without a table, so that XLA fuses them with the update: looking up is slow on a
@@ -6,11 +6,12 @@ TPU, and a search through a table of 256 would be a loop.
 
 Of the dynamic map, level i of 7 has 2 ** i numbers (twice as many without negative ones) at even distances between a
 tenth of ``10 ** (i - 6)`` and the whole; 0 and 1 are beside them. So of a code's distance from that of 0 the highest
-bit is the level, and what is left the place in it.
+bit is the level, and what is left the place in it. That of 4 bits has 3 levels.
 
 Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
 its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32, which a TPU's lanes of
-128 do not hold apart without copies).
+128 do not hold apart without copies); Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv:2309.01507),
+for second moments in 4 bits, of which none is 0.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-_LEVELS = 7
-_POWERS = tuple(10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS))
 _MOST_FP8 = 448.0
 
 
@@ -35,43 +34,58 @@ class StateFormat:
     name: str
     """What users call it."""
     block: int
-    """Neighbours along the last axis that share a scale."""
+    """Neighbours that share a scale."""
     codes: Any
     """Dtype of the codes."""
     encode: Callable[[Array, bool], Array]
     """Codes of float32 numbers in [-1, 1]; or, where the second argument says that none is negative, in [0, 1]."""
     decode: Callable[[Array, bool], Array]
     """Float32 numbers of codes."""
+    per_byte: int = 1
+    """How many codes a byte holds."""
 
 
-def _encode_dynamic(x: Array, is_positive: bool) -> Array:
+def _powers(levels: int) -> list[float]:
+    return [10.0 ** (level - levels + 1) for level in range(levels)]
+
+
+def _encode_dynamic(x: Array, is_positive: bool, levels: int = 7) -> Array:
     most, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
+    first, last = _middles(levels, size)
     # Between two levels, as between all numbers, the nearer one: from halfway between the neighbours at the border.
-    borders = [(_first(level, size) + _last(level - 1, size)) / 2 for level in range(1, _LEVELS)]
-    level = _number_below(most, borders)
+    level = _number_below(most, [(above + below) / 2 for above, below in zip(first[1:], last[:-1], strict=True)])
     count = jnp.left_shift(size, level)
-    tenths = most * _by_level(level, [1 / power for power in _POWERS])
+    tenths = most * _by_level(level, [1 / power for power in _powers(levels)])
     place = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
     distance = count + jnp.clip(place, 0, count - 1) - (size - 1)
-    distance = jnp.where(most < _first(0, size) / 2, 0, distance)
-    largest = 255 if is_positive else 128
-    distance = jnp.where(most >= (1 + _last(_LEVELS - 1, size)) / 2, largest, distance)
+    distance = jnp.where(most < first[0] / 2, 0, distance)
+    largest = (size << levels) - (size - 1)
+    distance = jnp.where(most >= (1 + last[-1]) / 2, largest, distance)
     if not is_positive:
-        distance = 127 + jnp.where(x < 0, -jnp.minimum(distance, 127), distance)
+        middle = (1 << levels) - 1  # the largest has a sign of its own
+        distance = middle + jnp.where(x < 0, -jnp.minimum(distance, middle), distance)
     return distance.astype(jnp.uint8)
 
 
-def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
-    signed = codes.astype(jnp.int32) - (0 if is_positive else 127)
-    distance, largest = jnp.abs(signed), 255 if is_positive else 128
+def _decode_dynamic(codes: Array, is_positive: bool, levels: int = 7) -> Array:
+    size = 2 if is_positive else 1
+    signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << levels) - 1)
+    distance, largest = jnp.abs(signed), (size << levels) - (size - 1)
     place = jnp.maximum(distance + 1 if is_positive else distance, 1)  # with its level as the highest bit
     bits = 31 - jax.lax.clz(place)
     count = jnp.left_shift(1, bits)
     level = bits - 1 if is_positive else bits
     tenths = 0.1 + 0.9 * ((place - count).astype(jnp.float32) + 0.5) / count.astype(jnp.float32)
-    found = tenths * _by_level(level, list(_POWERS))
+    found = tenths * _by_level(level, _powers(levels))
     found = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, found))
     return jnp.where(signed < 0, -found, found)
+
+
+def _middles(levels: int, size: int) -> tuple[list[float], list[float]]:
+    """Return the first and the last number of each level."""
+    powers = _powers(levels)
+    first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(powers)]
+    return first, [power * (1 - 0.45 / (size << level)) for level, power in enumerate(powers)]
 
 
 def _number_below(x: Array, borders: list[float]) -> Array:
@@ -86,14 +100,6 @@ def _by_level(level: Array, values: list[float]) -> Array:
     for at, value in enumerate(values[1:], 1):
         found = jnp.where(level >= at, jnp.float32(value), found)
     return found
-
-
-def _first(level: int, size: int) -> float:
-    return _POWERS[level] * (0.1 + 0.45 / (size << level))
-
-
-def _last(level: int, size: int) -> float:
-    return _POWERS[level] * (1 - 0.45 / (size << level))
 
 
 def _encode_companded(x: Array, is_positive: bool) -> Array:
@@ -120,12 +126,23 @@ def _decode_fp8(codes: Array, is_positive: bool) -> Array:
     return jnp.square(x) if is_positive else x
 
 
+def _encode_4bit(x: Array, is_positive: bool) -> Array:
+    if is_positive:  # sixteenths without 0
+        return jnp.clip(jnp.round(16 * x) - 1, 0, 15).astype(jnp.uint8)
+    return _encode_dynamic(x, is_positive, levels=3)
+
+
+def _decode_4bit(codes: Array, is_positive: bool) -> Array:
+    return (codes.astype(jnp.float32) + 1) / 16 if is_positive else _decode_dynamic(codes, is_positive, levels=3)
+
+
 FORMATS = {
     each.name: each
     for each in (
         StateFormat(name="8bit", block=256, codes=jnp.uint8, encode=_encode_dynamic, decode=_decode_dynamic),
         StateFormat(name="companded", block=128, codes=jnp.uint8, encode=_encode_companded, decode=_decode_companded),
         StateFormat(name="fp8", block=256, codes=jnp.float8_e4m3fn, encode=_encode_fp8, decode=_decode_fp8),
+        StateFormat(name="4bit", block=128, codes=jnp.uint8, encode=_encode_4bit, decode=_decode_4bit, per_byte=2),
     )
 }
 """By name; ``bfloat16`` is a dtype, and needs no scales."""

@@ -1,11 +1,11 @@
-"""Optimizer state in few bits, for any Optax optimizer.
+"""Optimizer state in few bits, and weights in bfloat16 as if they were wider, for any Optax optimizer.
 
 The wrapped transformation sees its state in float32; what is stored between two steps is packed. XLA computes a state's
 numbers from its codes inside of the update, so that no float32 copy of it exists.
 
 Limits: a number that an update changes by less than half of the distance between two codes stays as it is; bfloat16
-rounds at random, so that of many such changes the right part happens. Blocks are of neighbours along the last axis: a
-mesh that divides that axis should leave whole blocks to each device.
+rounds at random, so that of many such changes the right part happens. Blocks are of neighbours along the last axes: a
+mesh that divides these should leave whole blocks to each device.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from ..offload import (
 )
 from ._formats import FORMATS
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
+from ._weights import WEIGHTS, first_rests, is_narrow, narrowed, widened
 
 _POSITIVE = {
     (state, name)
@@ -71,28 +72,38 @@ class LowPrecisionState(NamedTuple):
     """Steps so far, which random rounding depends on."""
     inner: Tree
     """The state of the wrapped transformation, with a `PackedArray` in the place of each array in few bits."""
+    rests: Tree = ()
+    """What parameters in bfloat16 lack of the numbers that they stand for, with None where nothing is kept; with
+    ``weights`` alone."""
 
 
 def low_precision(
     tx: optax.GradientTransformation,
-    format: str | Mapping[str, str] = "8bit",
+    format: str | Mapping[str, str] | None = "8bit",
     *,
+    weights: str | None = None,
     match: str = r".*/(mu|nu|nu_max|trace)/.*",
     least_size: int = LEAST_SIZE,
     seed: int = 0,
     shardings: Tree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Store an optimizer's state in 8 bits, or in bfloat16.
+    """Store an optimizer's state in 8 or 4 bits, or in bfloat16; update weights in bfloat16 as if they were wider.
 
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
-            (e4m3, blocks of 256) or ``bfloat16`` (rounded at random); or a mapping of regular expressions on paths to
-            these, which takes the place of `match`, and of which the first that matches holds.
+            (e4m3, blocks of 256), ``4bit`` (blocks of 128; second moments without 0) or ``bfloat16`` (rounded at
+            random); or a mapping of regular expressions on paths to these, which takes the place of `match`, and of
+            which the first that matches holds; or None, for `weights` alone.
+        weights: for parameters in bfloat16, which by themselves lose updates below a 256th of them: ``split`` keeps
+            what a weight lacks of the number that it stands for in 8 bits, in the place of a float32 copy; ``kahan`` in
+            bfloat16; ``stochastic`` keeps nothing, and rounds weights at random. The transformation then sees
+            parameters and gradients in float32, and updates are bfloat16: apply them with `optax.apply_updates`, and
+            change nothing in between.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
             whole path, which is also tried between slashes (``/0/mu/``). Of what it selects, floating-point arrays
             are packed.
-        least_size: leaves of fewer numbers stay as they are.
+        least_size: leaves of fewer numbers stay as they are (what their weights lack is float32).
         seed: of random rounding.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
             `lowtide.offload.optimizer`. With it each device updates its own shard block by block.
@@ -103,7 +114,8 @@ def low_precision(
         `optax.MultiSteps`, stay outside where they can: what stays is not unpacked then.
 
     Raises:
-        ConfigError: for a `tx`, format, regular expression or size that cannot be used.
+        ConfigError: for a `tx`, format, regular expression or size that cannot be used; from ``init`` for `weights`
+            without parameters in bfloat16, from ``update`` for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
         StructureError: from ``update``, for a state of another transformation, or `shardings` of other structure.
 
@@ -111,9 +123,11 @@ def low_precision(
         PlacementWarning: from ``update``, when it is traced for a mesh without `shardings`, but for GPUs and bfloat16.
 
     Memory:
-        About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``) or 2 (``bfloat16``) for each number of the state. The
-        update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a mesh
-        with `shardings` alone.
+        About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.53 (``4bit``) or 2 (``bfloat16``) for each number
+        of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.05
+        bytes a parameter with the weight, and 7.05 with its gradient in bfloat16.
+        The update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a
+        mesh with `shardings` alone. ``4bit`` is the exception: XLA fuses its codes less well
 
     Examples:
         >>> tx = low_precision(optax.adam(1e-3))
@@ -122,10 +136,12 @@ def low_precision(
         'uint8'
 
     References:
-        Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861).
+        Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861). FlashOptim
+        (arXiv:2602.23349), for ``split``.
     """
     check_transformation(tx)
-    formats = {match: format} if isinstance(format, str) else dict(format)
+    _check_weights(weights, format)
+    formats = {match: format} if isinstance(format, str) else dict(format or {})
     patterns = [(_pattern(each), _checked(form)) for each, form in formats.items()]
     if type(least_size) is not int or least_size < 1:
         raise ConfigError(
@@ -134,7 +150,7 @@ def low_precision(
             got=repr(least_size),
             hint=f"leave it out for {LEAST_SIZE}",
         )
-    made = _LowPrecision(optax.with_extra_args_support(tx), patterns, least_size, seed, shardings)
+    made = _LowPrecision(optax.with_extra_args_support(tx), patterns, weights, least_size, seed, shardings)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
 
@@ -144,12 +160,14 @@ class _LowPrecision:
 
     tx: optax.GradientTransformationExtraArgs
     patterns: Sequence[tuple[re.Pattern[str], str]]
+    weights: str | None
     least_size: int
     seed: int
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
-        state = self.tx.init(params)
+        rests = () if self.weights is None else first_rests(self.weights, params, self.least_size)
+        state = self.tx.init(params if self.weights is None else widened(params, rests))
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
             raise ConfigError(
                 "the optimizer is wrapped by lt.optim.low_precision already",
@@ -157,17 +175,32 @@ class _LowPrecision:
                 hint="wrap it once; `format` can be a mapping of regular expressions to formats",
             )
         paths = [path for path, _ in leaves_with_paths(state)]
-        if not any(map(self._format_of, paths)):
+        if self.patterns and not any(map(self._format_of, paths)):
             raise SelectionError(
                 "low_precision selects nothing of the optimizer's state",
                 expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
                 got=", ".join(paths[:8]) or "a state without arrays",
                 hint="match is a regular expression on such paths",
             )
-        return self._stored(state, jnp.zeros((), jnp.int32), ())
+        step = jnp.zeros((), jnp.int32)
+        numbers, positive = itertools.count(), iter(_are_positive(state))
+
+        def one(path: str, leaf: Any) -> Any:
+            key, is_positive, form = self._key(step, next(numbers)), next(positive), self._format_of(path)
+            if form is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
+                return leaf
+            if leaf.size < self.least_size:
+                return leaf
+            return (
+                PackedArray.rounded(leaf, key)
+                if form == BFLOAT16
+                else PackedArray.of(leaf, form, is_positive=is_positive)
+            )
+
+        return LowPrecisionState(step, map_with_paths(one, state), rests)
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
-        _refuse_other(state)
+        _refuse_other(state, self.weights, params)
         return _in_blocks(self._whole, updates, state, params, extra, self._placed)
 
     def _placed(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
@@ -189,36 +222,47 @@ class _LowPrecision:
         return self.shardings, of_state, None if params is None else self.shardings, dict.fromkeys(arrays)
 
     def _whole(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
-        def run(given: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree]:
+        def run(given: tuple[Tree, LowPrecisionState, Tree]) -> tuple[Tree, Tree, Tree]:
             grads, state, params = given
-            return self.tx.update(grads, jax.tree.map(_dense, state.inner, is_leaf=is_packed), params, **extra)
+            if self.weights is not None:
+                params = widened(params, state.rests)
+                grads = jax.tree.map(lambda g: g.astype(jnp.float32) if is_narrow(g) else g, grads)
+            dense = jax.tree.map(_dense, state.inner, is_leaf=is_packed)
+            return *self.tx.update(grads, dense, params, **extra), params
 
         given, scales = (updates, state, params), list[Any]()
         if traced_device().platform == "gpu":
             # First the scales alone, then all again: each half is one kernel, and no float32 state lies between them.
-            _, new = run(jax.lax.optimization_barrier(given))
-            old, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
-            scales = [_scales(*pair) for pair in zip(old, structure.flatten_up_to(new), strict=True)]
+            _, new, _ = run(jax.lax.optimization_barrier(given))
+            scales = [_scales(*pair) for pair in _paired(state.inner, new)]
             scales, given = jax.lax.optimization_barrier((scales, given))
-        updates, new = run(given)
-        return updates, self._stored(new, state.step + 1, scales)
+        updates, new, wide = run(given)
+        old, step = given[1], state.step + 1
+        made = LowPrecisionState(step, self._stored(new, old.inner, step, scales), old.rests)
+        if self.weights is None:
+            return updates, made
+        keys = [self._key(step, -1 - at) for at in range(len(jax.tree.leaves(params)))]
+        updates, rests = narrowed(given[2], wide, old.rests, updates, keys)
+        return updates, made._replace(rests=rests)
 
-    def _stored(self, state: Tree, step: Any, scales: Sequence[Any]) -> LowPrecisionState:
-        key = jax.random.fold_in(jax.random.key(self.seed), step)
-        numbers, positive = itertools.count(), iter(_are_positive(state))
+    def _stored(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
+        """Store a new state as the old one was."""
 
-        def one(path: str, leaf: Any) -> Any:
-            number, is_positive, form = next(numbers), next(positive), self._format_of(path)
-            if form is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
+        def one(number: int, was: Any, leaf: Any) -> Any:
+            if not is_packed(was):
                 return leaf
-            if leaf.size < self.least_size:
-                return leaf
-            if form == BFLOAT16:
-                return PackedArray.rounded(leaf, jax.random.bits(jax.random.fold_in(key, number), dtype=jnp.uint32))
+            if was.scales is None:
+                return PackedArray.rounded(leaf, self._key(step, number))
             known = scales[number] if scales else None
-            return PackedArray.of(leaf, form, is_positive=is_positive, scales=known)
+            return PackedArray.of(leaf, was.format, is_positive=was.is_positive, scales=known)
 
-        return LowPrecisionState(step, map_with_paths(one, state))
+        made = [one(number, *pair) for number, pair in enumerate(_paired(old, new))]
+        return jax.tree.structure(old, is_leaf=is_packed).unflatten(made)
+
+    def _key(self, step: Any, number: int) -> Any:
+        """Return a random uint32 of a step and a leaf: numbers from 0 are those of a state, below of parameters."""
+        key = jax.random.fold_in(jax.random.key(self.seed), step)
+        return jax.random.bits(jax.random.fold_in(key, jnp.int32(number).astype(jnp.uint32)), dtype=jnp.uint32)
 
     def _format_of(self, path: str) -> str | None:
         names = path, f"/{path}/"
@@ -242,8 +286,10 @@ def _in_blocks(
         return whole(grads, state, params, structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(held)]))
 
     leaves = jax.tree.leaves(state, is_leaf=is_packed)
-    packed = [leaf for leaf in leaves if is_packed(leaf) and leaf.scales is not None]  # bfloat16 XLA fuses by itself
-    is_on_host = any(memory_space(leaf.codes) == jax.memory.Space.Host for leaf in packed)
+    # What has no scales XLA fuses by itself, but with rests.
+    packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
+    packed += jax.tree.leaves(state.rests)
+    is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
     if not packed or is_on_host or traced_device().platform == "gpu":
         return run(*args)
     shardings = placed(*args)
@@ -258,7 +304,7 @@ def _in_blocks(
             stacklevel=4,
         )
         return run(*args)
-    before, codes = len(jax.tree.leaves(grads)), {id(leaf.codes) for leaf in packed}
+    before, codes = len(jax.tree.leaves(grads)), set(map(id, packed))
     declared = [before + at for at, leaf in enumerate(jax.tree.leaves(state)) if id(leaf) in codes]
     is_like_grads = params is None or jax.tree.structure(params) == jax.tree.structure(grads)
 
@@ -281,6 +327,20 @@ def _in_blocks(
 
 def _dense(node: Any) -> Any:
     return node.dense() if is_packed(node) else node
+
+
+def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
+    """Return the nodes of a stored state, each with what the update has made of it."""
+    nodes, structure = jax.tree.flatten(old, is_leaf=is_packed)
+    try:
+        return list(zip(nodes, structure.flatten_up_to(new), strict=True))
+    except ValueError as error:
+        raise StructureError(
+            "an update changes the structure of the optimizer's state",
+            expected=structure,
+            got=jax.tree.structure(new),
+            hint="lt.optim.low_precision takes transformations whose state keeps its structure",
+        ) from error
 
 
 def _scales(old: Any, new: Any) -> Any:
@@ -306,6 +366,21 @@ def _checked(form: Any) -> str:
     return form
 
 
+def _check_weights(weights: Any, format: Any) -> None:
+    if weights is not None and weights not in WEIGHTS:
+        raise ConfigError(
+            f"weights cannot be kept as {weights!r}",
+            expected=f"one of {', '.join(WEIGHTS)}, or None",
+            hint='"split" loses least for a byte',
+        )
+    if format is None and weights is None:
+        raise ConfigError(
+            "neither a format nor weights: the optimizer would stay as it is",
+            expected='format="8bit", weights="split" or both',
+            hint="leave format out for 8 bits",
+        )
+
+
 def _are_positive(state: Tree) -> list[bool]:
     """Whether each leaf of a state, in order, is one of second moments and the like."""
     found = list[bool]()
@@ -326,11 +401,27 @@ def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _refuse_other(state: Any) -> None:
+def _refuse_other(state: Any, weights: str | None, params: Tree) -> None:
     if not isinstance(state, LowPrecisionState):
         raise StructureError(
             "the state is none of lt.optim.low_precision",
             expected="what its init returns, or a checkpoint of that",
             got=type(state).__name__,
-            hint="a float32 state cannot go on in few bits: begin with tx.init(params)",
+            hint="lt.optim.converted makes one of a state of the optimizer that is wrapped",
+        )
+    if weights is None:
+        return
+    if params is None:
+        raise ConfigError(
+            f'an update with weights="{weights}" needs the parameters',
+            expected="tx.update(grads, state, params)",
+            got="no params",
+            hint="pass them as optax.adamw needs them, too",
+        )
+    if jax.tree.structure(params).num_leaves and state.rests == ():
+        raise StructureError(
+            f'weights="{weights}" finds nothing of the kind in the state',
+            expected="a state that this transformation has made",
+            got="one of low_precision without weights",
+            hint="lt.optim.converted makes one of the other",
         )

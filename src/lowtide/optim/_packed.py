@@ -1,18 +1,20 @@
-"""The node that stands where an array of an optimizer's state stood: codes of its shape, and scales of blocks.
+"""The node that stands where an array of an optimizer's state stood: codes, and scales of blocks of neighbours.
 
-Shapes: leading axes and the last, of n numbers; the scales have one for each block of neighbours along the last axis,
-so that what slices or divides other axes does the same to both.
+Blocks run along the last axis, or, where that is shorter than a block, along as many of the last axes as make one: the
+*row*. Codes of a byte have the array's shape, so that they are sharded like it; of smaller ones a row is packed. Scales
+have one number for each block of a row. So what slices or divides the axes before the row does the same to all of it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from ._formats import FORMATS
 
@@ -22,7 +24,9 @@ _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["format", "is_positive", "dtype"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["format", "row", "is_positive", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
 class PackedArray:
@@ -31,17 +35,19 @@ class PackedArray:
     Examples:
         >>> packed = PackedArray.of(jnp.array([[0.5, -1.0, 0.25]]), "8bit")
         >>> packed.codes.dtype.name, packed.scales.tolist()
-        ('uint8', [[-1.0]])
+        ('uint8', [-1.0])
         >>> packed.dense().round(2).tolist()
         [[0.5, -1.0, 0.25]]
     """
 
     codes: Any
-    """In the shape of the array."""
+    """In the shape of the array; of codes of 4 bits the row is packed, in bytes."""
     scales: Any
-    """Float32, [..., blocks]: of each block the number farthest from 0; None of numbers in bfloat16."""
+    """Float32, [..., blocks of a row]: of each block the number farthest from 0; None of numbers in bfloat16."""
     format: str
     """One of `FORMATS`, or ``bfloat16`` (static)."""
+    row: tuple[int, ...] = ()
+    """Sizes of the last axes that blocks run along; empty for bfloat16 (static)."""
     is_positive: bool = False
     """Whether no number is negative, as of second moments (static)."""
     dtype: str = "float32"
@@ -62,10 +68,14 @@ class PackedArray:
         Returns:
             The node. Of a block with NaN or an infinity nothing is kept: its scale is NaN, and so is all of it.
         """
-        form = FORMATS[format]
+        form, row = FORMATS[format], row_of(x.shape, format)
         scales = scales_of(x, format) if scales is None else scales
-        spread = _spread(jnp.where(scales == 0, 1, scales), form.block, x.shape[-1])
-        return cls(form.encode(x.astype(jnp.float32) / spread, is_positive), scales, format, is_positive, x.dtype.name)
+        codes = form.encode(
+            x.astype(jnp.float32) / _spread(jnp.where(scales == 0, 1, scales), form.block, row), is_positive
+        )
+        if form.per_byte == 2:
+            codes = _pairs(codes.reshape(*_before(x.shape, row), -1), 2 * form.block)
+        return cls(codes, scales, format, row, is_positive, x.dtype.name)
 
     @classmethod
     def rounded(cls, x: Float[Array, "*axes"], key: Array) -> PackedArray:
@@ -75,33 +85,46 @@ class PackedArray:
             x: floating-point numbers.
             key: a random uint32; the same key rounds the same number the same way.
         """
-        bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-        # Of the number itself and the key, not of its place: so a block of an array is rounded like all of it.
-        near = jax.lax.bitcast_convert_type((bits + (_mixed(bits ^ key) >> 16)) & jnp.uint32(0xFFFF0000), jnp.float32)
-        return cls(jnp.where(jnp.isfinite(x), near, x).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
+        return cls(round_at_random(x.astype(jnp.float32), key).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the array."""
-        return self.codes.shape
+        is_packed = self.row and FORMATS[self.format].per_byte > 1
+        return (*self.codes.shape[:-1], *self.row) if is_packed else self.codes.shape
 
     def dense(self) -> Float[Array, "*axes n"]:
         """Return the array."""
         if self.scales is None:
             return self.codes.astype(self.dtype)
-        form = FORMATS[self.format]
-        values = form.decode(self.codes, self.is_positive) * _spread(self.scales, form.block, self.codes.shape[-1])
-        return values.astype(self.dtype)
+        form, codes = FORMATS[self.format], self.codes
+        if form.per_byte == 2:
+            codes = _unpaired(codes, 2 * form.block, math.prod(self.row)).reshape(self.shape)
+        return (form.decode(codes, self.is_positive) * _spread(self.scales, form.block, self.row)).astype(self.dtype)
 
 
-def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*axes blocks"]:
+def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
+    """Return the sizes of the last axes that blocks run along: so many that a row is a block at least, if there are.
+
+    Args:
+        shape: of an array, one axis at least.
+        format: one of `FORMATS`.
+    """
+    at = len(shape) - 1
+    while at and math.prod(shape[at:]) < FORMATS[format].block:
+        at -= 1
+    return shape[at:]
+
+
+def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before blocks"]:
     """Return the number of each block that is farthest from 0, float32; NaN where one is not finite.
 
     It has its sign: divided by it, it is 1, which has a code where -1 has none. So what is stored is stored again
     without any change. Compared are bits, magnitudes with the sign behind them: where XLA compares floating-point
     numbers on a CPU, a NaN may be lost (jax 0.10.2).
     """
-    bits = jax.lax.bitcast_convert_type(_blocks(x.astype(jnp.float32), FORMATS[format].block), jnp.uint32)
+    rows = x.astype(jnp.float32).reshape(*_before(x.shape, row_of(x.shape, format)), -1)
+    bits = jax.lax.bitcast_convert_type(_blocks(rows, FORMATS[format].block), jnp.uint32)
     most = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
     magnitude, sign = most >> 1, (1 - (most & 1)) << 31
     found = jnp.where(magnitude >= _INFINITY, jnp.uint32(_NAN), magnitude | sign)
@@ -111,6 +134,21 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*axes bl
 def is_packed(node: Any) -> bool:
     """Whether a node of a state is in few bits."""
     return isinstance(node, PackedArray)
+
+
+def random_bits(x: Float[Array, "*axes"], key: Array) -> UInt32[Array, "*axes"]:
+    """Return random bits of float32 numbers and a key, a uint32; the same of the same number.
+
+    Of the number itself, not of its place: so a block of an array is rounded like all of it.
+    """
+    return _mixed(jax.lax.bitcast_convert_type(x, jnp.uint32) ^ key)
+
+
+def round_at_random(x: Float[Array, "*axes"], key: Array) -> Float[Array, "*axes"]:
+    """Round float32 numbers to such as bfloat16 has, each up as often as it is nearer to what is above it."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (random_bits(x, key) >> 16)
+    near = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), near, x)
 
 
 def _mixed(x: Array) -> Array:
@@ -130,7 +168,46 @@ def _blocks(x: Array, block: int) -> Array:
     return x.reshape(*x.shape[:-1], -1, block)
 
 
-def _spread(scales: Array, block: int, size: int) -> Array:
+def _before(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[: len(shape) - len(row)]
+
+
+def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     """Repeat each scale for the numbers of its block."""
-    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block))
-    return wide.reshape(*scales.shape[:-1], -1)[..., :size]
+    before = scales.shape[:-1]
+    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*before, -1)
+    return wide[..., : math.prod(row)].reshape(*before, *row)
+
+
+def _pairs(codes: Array, group: int) -> Array:
+    """Store two codes of 4 bits in a byte: the halves of each group, as a TPU's lanes are, and of what is left."""
+
+    def joined(codes: Array) -> Array:  # [..., 2, half]; as a sum, which XLA fuses with what computes the codes
+        return jnp.sum(codes << _shifts(codes.shape), axis=-2, dtype=jnp.uint8)
+
+    size, before, parts = codes.shape[-1], codes.shape[:-1], list[Array]()
+    if whole := size // group * group:
+        parts.append(joined(codes[..., :whole].reshape(*before, -1, 2, group // 2)).reshape(*before, -1))
+    if rest := size - whole:
+        left = jnp.pad(codes[..., whole:], [(0, 0)] * len(before) + [(0, rest % 2)])
+        parts.append(joined(left.reshape(*before, 2, -1)))
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def _unpaired(packed: Array, group: int, size: int) -> Array:
+    """Return the codes that `_pairs` stored, `size` of them in a row."""
+
+    def apart(packed: Array) -> Array:
+        shape = (*packed.shape[:-1], 2, packed.shape[-1])
+        return (jnp.broadcast_to(packed[..., None, :], shape) >> _shifts(shape)) & 15
+
+    before, half, parts = packed.shape[:-1], size // group * (group // 2), list[Array]()
+    if half:
+        parts.append(apart(packed[..., :half].reshape(*before, -1, group // 2)).reshape(*before, -1))
+    if rest := size % group:
+        parts.append(apart(packed[..., half:]).reshape(*before, -1)[..., :rest])
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+
+
+def _shifts(shape: tuple[int, ...]) -> Array:
+    return 4 * jax.lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 2)

@@ -1,0 +1,98 @@
+"""A state in one format from a state in another, to go on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ..core import StructureError, Tree
+from ..offload import check_transformation
+from ._low_precision import LowPrecisionState
+from ._packed import PackedArray, is_packed
+from ._weights import converted_rests
+
+
+def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tree:
+    """Return an optimizer's state, of any format, in that of another transformation, to go on with.
+
+    Args:
+        state: of `low_precision` around an optimizer, or of that optimizer alone, at any place in the state of others.
+        tx: the transformation to go on with: around the same optimizer, or that optimizer alone.
+        params: the parameters, as they are now.
+
+    Returns:
+        A state of `tx`. What weights lack is kept where both keep it.
+
+    Raises:
+        StructureError: when the states are not of the same optimizer.
+
+    Memory:
+        Both states, and float32 numbers of the new one; under `jax.jit` of a leaf at a time.
+
+    Examples:
+        >>> params = {"w": jnp.ones((64, 64))}
+        >>> plain = optax.adam(1e-3)
+        >>> state = converted(plain.init(params), low_precision(plain, "4bit"), params)
+        >>> state.inner[0].mu["w"].format
+        '4bit'
+    """
+    check_transformation(tx)
+    own = jax.tree.leaves(state, is_leaf=_is_stored)
+    steps, rests = ([each[at] for each in own if _is_stored(each)] for at in (0, 2))
+    dense = jax.tree.map(lambda node: _unwrapped(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
+    like, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
+
+    def one(node: Any, new: Any) -> Any:
+        if not _is_stored(node):
+            return _fitting(node, new)
+        step = steps[0] if steps else jnp.zeros((), jnp.int32)
+        key = jax.random.bits(jax.random.fold_in(jax.random.key(0), step), dtype=jnp.uint32)
+        inside, form = jax.tree.flatten(node.inner, is_leaf=is_packed)
+        pairs = zip(inside, form.flatten_up_to(new), strict=True)
+        made = [_packed_like(was, leaf, key) if is_packed(was) else _fitting(was, leaf) for was, leaf in pairs]
+        kept = () if node.rests == () else converted_rests(params, rests[0] if rests else (), node.rests)
+        return LowPrecisionState(jnp.asarray(step, jnp.int32), form.unflatten(made), kept)
+
+    try:
+        return structure.unflatten(map(one, like, structure.flatten_up_to(dense)))
+    except ValueError as error:
+        raise _other_optimizer(structure, jax.tree.structure(dense)) from error
+
+
+def _opened(node: Any) -> Any:
+    return node.dense() if is_packed(node) else node
+
+
+def _is_stored(node: Any) -> bool:
+    return isinstance(node, LowPrecisionState)
+
+
+def _unwrapped(node: LowPrecisionState) -> Tree:
+    return jax.tree.map(_opened, node.inner, is_leaf=is_packed)
+
+
+def _packed_like(was: PackedArray, leaf: Any, key: Any) -> PackedArray:
+    if was.shape != getattr(leaf, "shape", None):
+        raise _other_optimizer(was.shape, getattr(leaf, "shape", type(leaf).__name__))
+    leaf = jnp.asarray(leaf, was.dtype)
+    if was.scales is None:
+        return PackedArray.rounded(leaf, key)
+    return PackedArray.of(leaf, was.format, is_positive=was.is_positive)
+
+
+def _fitting(was: Any, leaf: Any) -> Any:
+    if jnp.shape(leaf) != was.shape:
+        raise _other_optimizer(was.shape, jnp.shape(leaf))
+    return leaf if leaf.dtype == was.dtype else jnp.asarray(leaf, was.dtype)
+
+
+def _other_optimizer(expected: Any, got: Any) -> StructureError:
+    return StructureError(
+        "the state is of another optimizer, or of other parameters",
+        expected=expected,
+        got=got,
+        hint="converted changes how a state is stored; what it is a state of has to be the same",
+    )
