@@ -64,11 +64,12 @@ def test_the_method_full_is_the_setting_full():
         ),
         ({"full": True, "targets": ["a"], "alpha": 1.0}, r"alpha is a setting(.|\n)*hint: leave out alpha, targets"),
         (
-            {"full": True, "param_dtype": "bfloat16"},
+            {"full": True, "param_dtype": "float16"},
             r"param_dtype: with full the parameters(.|\n)*hint:.*compute_dtype",
         ),
         ({"full": True, "remat": False}, r"remat = false contradicts full(.|\n)*hint: leave remat out"),
         ({"tile_tokens": 64, "remat": False}, r"tile_tokens is of blocks that(.|\n)*hint: leave tile_tokens out"),
+        ({"state_dtype": "8 bit"}, r"state_dtype(.|\n)*one of float32, bfloat16, 8bit, companded, fp8, 4bit"),
         ({"tile_tokens": 0}, r"tile_tokens(.|\n)*at least 1"),
         ({"attention": "flash"}, r"attention(.|\n)*cudnn, splash, blocks, xla"),
         ({"offload": ["activations"], "remat": False}, r"remat = false contradicts activations(.|\n)*hint:"),

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from lowtide.core import OutOfMemoryError
 from lowtide.memory import Remedy, analyze, explain_oom, remedies, target
+from lowtide.optim import low_precision
 
 GIB = 2**30
 
@@ -26,10 +27,10 @@ def shape(*dims: int, dtype: Any = jnp.float32, sharding: Any = None) -> jax.Sha
 
 
 def language_model(
-    vocab: int, width: int, layers: int, batch: int, length: int
+    vocab: int, width: int, layers: int, batch: int, length: int, tx: Any = None
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Adam over an embedding, a stack of blocks that keep everything, and a head with the whole logits."""
-    tx = optax.adam(1e-3)
+    tx = tx or optax.adam(1e-3)
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -73,6 +74,22 @@ def test_a_step_over_a_v5e_gets_remedies_that_compiling_confirms() -> None:
             assert remedy.saving_bytes == pytest.approx(report.device_bytes - after, rel=0.1)
             assert remedy.saving_bytes == remedy.compiled_bytes > 0
     assert "offload-optimizer" in found and found["offload-optimizer"].compiled_bytes is None
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.slow
+def test_state_in_few_bits_saves_what_it_says() -> None:
+    shapes = {"vocab": 8192, "width": 1024, "layers": 12, "batch": 1, "length": 128}
+    step, args = language_model(**shapes)
+    how: Any = {"target": "v5e", "roles": ROLES, "donate_argnums": (0, 1)}
+    before = analyze(step, *args, **how)
+    found = {remedy.kind: remedy for remedy in remedies(step, *args, **how, verify=False)}
+    told = found["low-precision-optimizer"]
+    assert "lowtide.optim.low_precision(tx): 1/0/mu/embed" in told.action
+    packed, args = language_model(**shapes, tx=low_precision(optax.adam(1e-3)))
+    saved = before.device_bytes - analyze(packed, *args, **how).device_bytes
+    assert told.saving_bytes == pytest.approx(saved, rel=0.1)  # an estimate leaves out a block in float32
+    assert "low-precision-optimizer" not in {remedy.kind for remedy in remedies(packed, *args, **how, verify=False)}
 
 
 def test_estimates_without_compiling() -> None:

@@ -117,6 +117,11 @@ def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
         )
 
 
+def trained_dtype(config: FinetuneConfig) -> str:
+    """Return the dtype that the model is loaded in: what trains is float32, as adapters are, unless it is said."""
+    return "float32" if config.full and config.param_dtype == "auto" else config.param_dtype
+
+
 def dtypes(param_dtype: str, compute_dtype: str) -> tuple[str, str]:
     """Say what ``auto`` is on the hardware at hand: of parameters on an accelerator still auto, as they are stored.
 

@@ -22,7 +22,7 @@ from ..memory import MemoryReport, Target, analyze
 from ..offload import to_host
 from ..train import analyze_step
 from ._adapters import adapted, loss_of
-from ._base import chosen, dtypes, formats, refuse_for_quantized
+from ._base import chosen, dtypes, formats, refuse_for_quantized, trained_dtype
 from ._config import FinetuneConfig, flag_of
 from ._offloaded import full_step, is_hosted, optimizer
 from ._recipe import learning_rate
@@ -32,7 +32,9 @@ _WRT = "**/lora_*"
 _LEAST_LENGTH = 32
 _REST = "activations and gradients"
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
-_PLACING = ("quantize", "quantize_embeddings", "offload")
+_PLACING = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
+_FEW_BITS = {"state_dtype": "8bit", "param_dtype": "bfloat16"}
+"""Of full-parameter tuning: five bytes a parameter, and its gradient."""
 """Of the settings that are tried those that change what stays on the device."""
 _NAMES_OF_FULL = ("weights and optimizer", "weights", "batch")
 
@@ -157,7 +159,7 @@ class _Kept:
 
 def _placing(config: FinetuneConfig) -> tuple[Any, ...]:
     words = [word for word in config.offload or () if word != "activations"]
-    return config.quantize, config.quantize_embeddings, frozenset(words)
+    return config.quantize, config.quantize_embeddings, frozenset(words), config.state_dtype, config.param_dtype
 
 
 def _kept(config: FinetuneConfig) -> dict[str, int]:
@@ -267,6 +269,10 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
         yield {"quantize": "nf4"}
     if not config.full and config.quantize_embeddings is None:
         yield {"quantize_embeddings": "int8"}
+    if config.full and config.state_dtype == "float32":
+        yield {"state_dtype": "8bit"}
+    if config.full and config.param_dtype != "bfloat16":
+        yield {**_FEW_BITS, **({"state_dtype": config.state_dtype} if config.state_dtype != "float32" else {})}
     if not config.remat:
         yield {"remat": True}
     if config.num_microbatches < config.batch_size:
@@ -283,6 +289,7 @@ def _together(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     change |= {} if config.remat else {"remat": True}
     if config.full:
         yield change
+        yield {**change, **_FEW_BITS}
         return
     few_bits = {"quantize_embeddings": config.quantize_embeddings or "int8"}
     on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "parameters", "optimizer")),)}
@@ -336,7 +343,7 @@ def _on_device(tree: Tree) -> list[Any]:
 def _base(config: FinetuneConfig) -> models.Decoder:
     """Make the shapes of the base as it will be loaded."""
     directory = _directory(config)
-    stored, compute = dtypes("float32" if config.full else config.param_dtype, config.compute_dtype)
+    stored, compute = dtypes(trained_dtype(config), config.compute_dtype)
     base = chosen(
         models.load_shapes(directory, dtype=stored, compute_dtype=compute), config.attention, config.tile_tokens
     )

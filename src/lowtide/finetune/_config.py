@@ -24,6 +24,7 @@ from .data._words import LOSS_ON, PACKINGS, TOO_LONG
 
 _ATTENTION = ("auto", "cudnn", "splash", "blocks", "xla")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_STATE_DTYPES = ("float32", "bfloat16", "8bit", "companded", "fp8", "4bit")
 _OFFLOADS = ("activations", "optimizer", "parameters")
 _CLIPS = ("exact", "previous", "layer")
 _SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt", "warmup_stable_decay")
@@ -67,6 +68,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         lambda word: word is None or word in _FORMATS,
         f"one of {', '.join(_FORMATS)}, or nothing",
     ),
+    (("state_dtype",), lambda word: word in _STATE_DTYPES, f"one of {', '.join(_STATE_DTYPES)}"),
     (("param_dtype", "compute_dtype"), lambda word: word in _DTYPES, f"one of {', '.join(_DTYPES)}"),
     (("attention",), lambda word: word in _ATTENTION, f"one of {', '.join(_ATTENTION)}"),
     (("packing",), lambda word: word in PACKINGS, f"one of {', '.join(PACKINGS)}"),
@@ -182,9 +184,13 @@ class FinetuneConfig:
     clip_mode: str = "exact"
     """With `full`, which norm that is: exact (of all gradients, by a second backward pass), previous (of the step
     before) or layer (of each layer by itself), as in `lowtide.offload.Clip`."""
+    state_dtype: str = "float32"
+    """What AdamW's moments are stored as: float32, bfloat16, 8bit (bitsandbytes' map, blocks of 256), companded (8 bits
+    of roots, blocks of 128), fp8 or 4bit."""
     param_dtype: str = "auto"
-    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. What trains is always
-    float32."""
+    """Dtype of the frozen base: auto (as stored; float32 on a CPU), float32, bfloat16 or float16. What trains is
+    float32; with `full` it may be bfloat16, with what each weight lacks of the number that it stands for kept beside it
+    in 8 bits."""
     compute_dtype: str = "auto"
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
     remat: bool = True
@@ -395,12 +401,12 @@ def _check_combination(config: FinetuneConfig) -> None:
         _check("rank", config.rank, False, "an even number, with lora_init = orthogonal")
     if config.full:
         _refuse_with_full(changed)
-        if config.param_dtype not in ("auto", "float32"):
+        if config.param_dtype == "float16":
             raise ConfigError(
                 "param_dtype: with full the parameters are what trains",
-                expected="float32, to which small updates still add something",
+                expected="float32, or bfloat16, which is updated as if it were wider",
                 got=config.param_dtype,
-                hint='leave param_dtype out; compute_dtype = "bfloat16" computes in half precision all the same',
+                hint='leave param_dtype out; compute_dtype = "float16" computes in half precision all the same',
             )
     elif config.clip_mode != "exact":
         raise ConfigError(

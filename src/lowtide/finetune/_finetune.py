@@ -38,7 +38,7 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._adapters import adapted, begun_with_data, loss_of, refuse_dropout, refuse_eva
-from ._base import formats, open_base, refuse_for_quantized
+from ._base import formats, open_base, refuse_for_quantized, trained_dtype
 from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
@@ -429,7 +429,7 @@ def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[model
     return open_base(
         directory,
         tokenizer=config.tokenizer,
-        param_dtype="float32" if config.full else config.param_dtype,  # what trains, as adapters do
+        param_dtype=trained_dtype(config),
         compute_dtype=config.compute_dtype,
         host=is_hosted(config),
         sharding=sharding,

@@ -36,6 +36,7 @@ _OURS = {
     "adam_epsilon": "eps epsilon adam_eps",
     "weight_decay": "wd",
     "param_dtype": "torch_dtype dtype model_dtype",
+    "state_dtype": "optim_bits optimizer_state_dtype adamw_8bit use_8bit_optimizer",
     "compute_dtype": "bf16 fp16 mixed_precision",
     "remat": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
     "use_gradient_checkpointing",

@@ -23,6 +23,7 @@ from .. import offload
 from ..adapters import lora
 from ..core import LayerStack, Tree, memory_space, recomputed
 from ..models import Decoder
+from ..optim import low_precision
 from ._config import FinetuneConfig
 from ._recipe import adamw
 
@@ -60,11 +61,18 @@ def inputs_place(config: FinetuneConfig) -> Literal["device", "host"]:
 
 
 def optimizer(config: FinetuneConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW with clipping, its moments where the configuration says."""
+    """AdamW with clipping, its moments where and in what the configuration says."""
     clip = optax.clip_by_global_norm(config.max_grad_norm) if config.max_grad_norm else optax.identity()
     faster = [lora.plus(config.loraplus_ratio)] if config.loraplus_ratio != 1 else []
-    tx = optax.chain(clip, adamw(config, schedule), *faster)
+    tx = _stored(config, optax.chain(clip, adamw(config, schedule), *faster))
     return offload.optimizer(tx) if "optimizer" in (config.offload or ()) else tx
+
+
+def _stored(config: FinetuneConfig, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Store an optimizer's state in `state_dtype`; with `full` in bfloat16 also what parameters lack of float32."""
+    form = None if config.state_dtype == "float32" else config.state_dtype
+    weights = "split" if config.full and config.param_dtype == "bfloat16" else None
+    return tx if form is weights is None else low_precision(tx, form, weights=weights)
 
 
 def full_step(
@@ -74,7 +82,7 @@ def full_step(
     mode: Any = config.clip_mode
     return offload.layerwise_step(
         stack,
-        adamw(config, schedule),
+        _stored(config, adamw(config, schedule)),
         wrt=is_weight,
         place=places(config),
         clip=offload.Clip(max_norm=config.max_grad_norm, mode=mode) if config.max_grad_norm else None,

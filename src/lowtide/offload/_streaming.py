@@ -14,12 +14,13 @@ and the loops then run on each device's own shard. Rows that do not fill a block
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ from ._separable import Group, Program, separate, trace
 # block at most: loops over them would save nothing, and what depends on them alone (Adafactor's row and column
 # statistics) then binds no group together.
 _SMALL_PART = 64
+_UNCUT_PART = 16
 _is_traced = contextvars.ContextVar("is_traced", default=False)
 """Whether a function is being taken apart; loops of its own would hide what it does."""
 
@@ -101,11 +103,8 @@ def plan(
     """
     leaves, structure = jax.tree.flatten(tuple(args))
     on_host = large_on_host(leaves, chunk_bytes, declared)
-    token = _is_traced.set(True)
-    try:
+    with taken_apart():
         program, treedef = trace(fn, jax.tree.map(_shape, tuple(args)), on_host)
-    finally:
-        _is_traced.reset(token)
     numbers: Any = structure.unflatten(range(len(leaves)))
     replaced, expected = jax.tree.flatten(replaces(*numbers))
     refuse_other_structure(treedef, expected)
@@ -118,6 +117,21 @@ def plan(
         groups=groups,
         passes=passes,
     )
+
+
+@contextlib.contextmanager
+def taken_apart() -> Generator[None]:
+    """Make `stream` call its function inside of the block, which is traced to see what it computes."""
+    token = _is_traced.set(True)
+    try:
+        yield
+    finally:
+        _is_traced.reset(token)
+
+
+def is_taken_apart() -> bool:
+    """Whether a function is traced to see what it computes: how it runs is decided by who does that."""
+    return _is_traced.get()
 
 
 def refuse_other_structure(got: Any, expected: Any) -> None:
@@ -171,7 +185,7 @@ def stream(
         Donated host leaves are updated in place. The device holds about two blocks; a group that cannot be cut is on
         the device as a whole while it is updated, one group after the other.
     """
-    if _is_traced.get():
+    if is_taken_apart():
         return fn(*args)
     names = [path for path, _ in leaves_with_paths(tuple(args))]
     leaves = [leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for leaf in jax.tree.leaves(tuple(args))]
@@ -244,7 +258,17 @@ def _warn(paths: list[str], reason: str) -> None:
 
 def large_on_host(leaves: Sequence[Any], chunk_bytes: int, declared: Collection[int]) -> list[int]:
     """Positions of the host leaves that are worth a loop, in order."""
-    on_host = [at for at, leaf in enumerate(leaves) if (at in declared or _space(leaf) is HOST) and leaf.ndim]
+    on_host = [
+        at
+        for at, leaf in enumerate(leaves)
+        if leaf.ndim and (at in declared or isinstance(leaf, Entry) or _space(leaf) is HOST)
+    ]
+    # What cannot be cut, such as scales of blocks, is moved at once where it is little beside the others: all of them
+    # would else be updated as a whole.
+    most = sum(leaf_bytes(leaves[at]) for at in on_host) // _UNCUT_PART
+    on_host = [
+        at for at in on_host if is_row_major(leaves[at].shape, leaves[at].dtype) or leaf_bytes(leaves[at]) > most
+    ]
     small, total = set[int](), 0
     for at in sorted(on_host, key=lambda at: leaf_bytes(leaves[at])):
         num_bytes = leaf_bytes(leaves[at])

@@ -37,6 +37,7 @@ from ..core import (
 from ..offload import (
     check_transformation,
     explicit_shardings,
+    is_taken_apart,
     num_devices,
     state_shardings,
     stream,
@@ -106,7 +107,8 @@ def low_precision(
         least_size: leaves of fewer numbers stay as they are (what their weights lack is float32).
         seed: of random rounding.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
-            `lowtide.offload.optimizer`. With it each device updates its own shard block by block.
+            `lowtide.offload.optimizer`. With it each device updates its own shard block by block. `lt.Trainer` says it
+            by itself.
 
     Returns:
         A transformation whose state holds packed leaves; its updates are those of `tx` for the state that was stored.
@@ -151,6 +153,20 @@ def low_precision(
             hint=f"leave it out for {LEAST_SIZE}",
         )
     made = _LowPrecision(optax.with_extra_args_support(tx), patterns, weights, least_size, seed, shardings)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
+
+
+def with_shardings(tx: optax.GradientTransformation, shardings: Tree) -> optax.GradientTransformation:
+    """Return a transformation that knows how parameters are sharded, if `low_precision` made it without.
+
+    Args:
+        tx: any Optax transformation; others are returned as they are.
+        shardings: as of `low_precision`.
+    """
+    made = getattr(tx.init, "__self__", None)
+    if not isinstance(made, _LowPrecision) or made.shardings is not None:
+        return tx
+    made = dataclasses.replace(made, shardings=shardings)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
 
@@ -231,7 +247,7 @@ class _LowPrecision:
             return *self.tx.update(grads, dense, params, **extra), params
 
         given, scales = (updates, state, params), list[Any]()
-        if traced_device().platform == "gpu":
+        if traced_device().platform == "gpu" and not is_taken_apart():
             # First the scales alone, then all again: each half is one kernel, and no float32 state lies between them.
             _, new, _ = run(jax.lax.optimization_barrier(given))
             scales = [_scales(*pair) for pair in _paired(state.inner, new)]

@@ -35,6 +35,7 @@ from ..core import (
     split_static,
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
+from ..optim import with_shardings
 from ._models import Pytree, keywords, parse_loss, sides, with_sides
 from ._precision import Precision
 from ._rates import recorded_rate
@@ -205,7 +206,10 @@ class WholeStep:
         """See `TrainingStep`."""
         trainable, mutable, frozen = self.split(model)
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
-        is_spread = any(isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable))
+        spreads = [isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable)]
+        is_spread = any(spreads)
+        if is_spread and all(spreads):
+            self._tx = with_shardings(self._tx, jax.tree.map(lambda leaf: leaf.sharding, trainable))
         places = state_shardings(self._tx, trainable) if is_spread else None
         opt_state = jax.jit(self._tx.init, out_shardings=places)(trainable)
         return TrainState(jnp.int32(0), trainable, opt_state, mutable), frozen

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,11 @@ from ._lint import lint_owners, logits
 _LOSS_CHUNKS = 8
 _COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
 """Roles of what a step computes of its batch."""
+_MOMENTS = re.compile(r"/(mu|nu|nu_max|trace)(/|$)")
+"""Paths of what `lowtide.optim.low_precision` stores in few bits."""
+_LEAST_SIZE = 4096
+_IN_EIGHT_BITS = 1 - (1 + 4 / 256) / 4
+"""What that saves of float32: scales of blocks are beside the codes."""
 _SHARE = 0.01
 """Remedies below this share of the device bytes are not worth a line."""
 
@@ -46,8 +52,8 @@ class Remedy:
     """
 
     kind: str
-    """``donate``, ``split-frozen``, ``offload-optimizer``, ``recompute``, ``chunk-loss``, ``shard``, ``smaller-batch``
-    or a rule of `lowtide.memory.lint`."""
+    """``donate``, ``split-frozen``, ``offload-optimizer``, ``low-precision-optimizer``, ``recompute``, ``chunk-loss``,
+    ``shard``, ``smaller-batch`` or a rule of `lowtide.memory.lint`."""
     action: str
     """What to do, in words."""
     estimated_bytes: int
@@ -280,8 +286,6 @@ def _from_findings(report: MemoryReport, findings: Sequence[Finding]) -> Iterabl
 
 def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     """State that the update replaces and neither pass computes with."""
-    if report.target.platform == "cpu":
-        return  # has no other memory
     flow = owners.dataflow
     state = {
         at
@@ -291,6 +295,19 @@ def _optimizer_state(report: MemoryReport, owners: Owners) -> Iterable[Remedy]:
     if not state or "backward" not in flow.phases.values():
         return
     paths = {owners.leaves[at].path for at in state}
+    moments = {path for path in paths if _MOMENTS.search(path)}
+
+    def packed(b: Buffer) -> float:
+        is_wide = b.phase == "argument" and b.path in moments and b.dtype == "f32" and math.prod(b.shape) >= _LEAST_SIZE
+        return _IN_EIGHT_BITS * is_wide
+
+    yield Remedy(
+        kind="low-precision-optimizer",
+        action=f"store {_roles_of(report, moments)} in 8 bits, lowtide.optim.low_precision(tx): {some(moments)}",
+        estimated_bytes=saving(report, packed),
+    )
+    if report.target.platform == "cpu":
+        return  # has no other memory
     staging = 2 * max(owners.leaves[at].num_bytes for at in state)
     estimate = saving(report, lambda b: float(b.phase == "argument" and b.path in paths)) - staging
     yield Remedy(

@@ -11,6 +11,7 @@ import optax
 
 from ...core import StructureError, Tree, leaves_with_paths
 from ...jaxprs import Kind, bodies, called, equations, fold, kind_of
+from .._streaming import taken_apart
 
 
 def refuse_coupled(tx: optax.GradientTransformation, params: Tree) -> None:
@@ -91,7 +92,8 @@ def _traced(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:
     def run(grads: Tree, state: Tree, params: Tree, value: Any) -> tuple[Tree, Tree]:
         return update(grads, state, params, value=value)
 
-    return jax.make_jaxpr(run)(params, state, params, value), state
+    with taken_apart():
+        return jax.make_jaxpr(run)(params, state, params, value), state
 
 
 def refuse_unusable(tx: optax.GradientTransformation, params: Tree) -> tuple[Any, Tree]:

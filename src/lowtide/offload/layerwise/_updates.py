@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...core import StructureError, Tree, memory_space
+from ...core import StructureError, Tree, memory_space, traced_device
 from .._platforms import HOST, later, read, write
 from .._streaming import Entry, stream
 from ._clip import scale
@@ -52,7 +52,15 @@ def update(
     def replaces(grads: Tree, opt: Tree, params: Tree, into: Tree, loss: Any, factor: Any, guard: Any) -> Any:
         return params if into is None else into, opt
 
-    return stream(apply, (grads, opt, params, into, jnp.asarray(loss), factor, guard), replaces, **options)
+    before = len(jax.tree.leaves(grads))
+    declared = [before + at for at, leaf in enumerate(jax.tree.leaves(opt)) if _is_narrow(leaf)]
+    args = grads, opt, params, into, jnp.asarray(loss), factor, guard
+    return stream(apply, args, replaces, declared=declared, **options)
+
+
+def _is_narrow(leaf: Any) -> bool:
+    """Whether a leaf of a state is of eight bits: of its numbers in float32 a block is enough, too."""
+    return leaf.ndim > 1 and leaf.dtype.itemsize == 1
 
 
 def _chosen(guard: Any, new: Any, old: Any) -> Any:
@@ -79,15 +87,18 @@ def update_layer(
     Returns:
         The stacked parameters and state, with layer i replaced in place.
     """
+    is_narrow = any(map(_is_narrow, jax.tree.leaves(opt)))
+    # The parameters, too, on a GPU; on a TPU XLA would keep a copy of all layers for who reads one later (compiled).
+    is_all_narrow = is_narrow and traced_device().platform == "gpu"
 
-    def entry(leaf: Any) -> Any:
-        return Entry(leaf, i) if memory_space(leaf) == HOST else read(leaf, i)
+    def entry(leaf: Any, is_in_place: bool) -> Any:
+        return Entry(leaf, i) if memory_space(leaf) == HOST or (is_in_place and leaf.ndim > 2) else read(leaf, i)
 
     at = i
 
     def back(stacked: Any, new: Any) -> Any:
         nonlocal at
-        if memory_space(stacked) == HOST:
+        if new.shape == stacked.shape:
             return new
         if (new.shape, new.dtype) != (stacked.shape[1:], stacked.dtype):
             raise StructureError(
@@ -100,6 +111,7 @@ def update_layer(
         at = later(i, written)  # new parameters come from the old state, which is overwritten after them
         return written
 
-    into, state = jax.tree.map(entry, layers), jax.tree.map(entry, opt)
+    into = jax.tree.map(functools.partial(entry, is_in_place=is_all_narrow), layers)
+    state = jax.tree.map(functools.partial(entry, is_in_place=is_narrow), opt)
     new, new_state = update(tx, grads, layer, state, loss, factor, into=into, **options)
     return jax.tree.map(back, layers, new), jax.tree.map(back, opt, new_state)
