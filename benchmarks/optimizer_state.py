@@ -1,21 +1,31 @@
-"""Optimizer state in few bits: bytes of the state, of an update's temporaries and traffic, and its time on a CPU.
+"""Optimizer state in few bits: bytes of state, temporaries and traffic, of whole steps, and time on a CPU.
 
-    python benchmarks/optimizer_state.py [--target v5e:1x1] [--target h100] [--json FILE]
+    python benchmarks/optimizer_state.py [--part update] [--part steps] [--part 8b] [--part cpu] [--json FILE]
 
-AdamW on one leaf of 8 x 2048 x 2048 float32 parameters with float32 gradients, the update and `optax.apply_updates`,
-all of them donated: with float32 state, and with `lowtide.optim.low_precision` in each of its formats.
-Bytes are a parameter's, compiled and never run; the traffic is what the compiler's program reads and writes, at least.
-Seconds are of 2 x 1024 x 1024 parameters on this machine's CPU, the median of `REPEATS` updates; they say what the
-arithmetic of a format costs there, and nothing of other chips.
+`update`: AdamW on one leaf of 8 x 2048 x 2048 parameters, the update and `optax.apply_updates`, all donated, compiled
+for a v5e and an H100: with float32 state, parameters and gradients, and with `lowtide.optim.low_precision` in each of
+its formats; and with parameters and gradients in bfloat16, of which the rest is kept in 8 bits (``+ split``). Bytes are
+a parameter's; the traffic is what the compiler's program reads and writes, at least.
+
+`steps`: whole training steps of a stack of 32 layers (1.07 B parameters, 16 tokens), everything on the device: a plain
+one, whose gradients are all there before the update, and `lowtide.offload.layerwise_step`.
+
+`8b`: full-parameter AdamW of Llama 3 8B's shapes on one v5e, 4,096 tokens, layers, state and activations on its host.
+
+`cpu`: CPU seconds of an update of 1024 x 1024 parameters on this machine, the median of 50; beside those of PyTorch's
+AdamW, and of bitsandbytes' and torchao's in 8 bits where they are installed; and how far parameters are from float32's
+after all of them. They say what the arithmetic of a format costs there, and nothing of other chips.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import time
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +33,31 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from _common import ROOT, header, write
 from rich.console import Console
 from rich.table import Table
 
+import lowtide as lt
 from lowtide.core import tree_bytes
 from lowtide.memory import compile
 from lowtide.optim import low_precision
 
 Tree = Any
-SHAPE, SMALL = (8, 2048, 2048), (2, 1024, 1024)
-FORMATS = ("float32", "8bit", "companded", "fp8", "bfloat16")
-REPEATS = 7
+SHAPE = (8, 2048, 2048)
+FORMATS = ("float32", "8bit", "companded", "fp8", "4bit", "bfloat16")
+SPLIT = "8bit + split"
+TARGETS = ("v5e:1x1", "h100")
+STEPS, RATE, DECAY = 50, 1e-3, 1e-2
 
 
 def optimizer(form: str) -> optax.GradientTransformation:
     """AdamW with its state in a format."""
-    adamw = optax.adamw(1e-4)
-    return adamw if form == "float32" else low_precision(adamw, form)
+    adamw = optax.adamw(RATE, weight_decay=DECAY)
+    if form == "float32":
+        return adamw
+    return low_precision(adamw, "8bit", weights="split") if form == SPLIT else low_precision(adamw, form)
 
 
 def step_of(tx: optax.GradientTransformation) -> Any:
@@ -56,69 +72,187 @@ def step_of(tx: optax.GradientTransformation) -> Any:
 
 def compiled(form: str, target: str) -> dict[str, Any]:
     """Bytes a parameter on a target."""
-    params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)}
+    params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16 if form == SPLIT else jnp.float32)}
     tx, size = optimizer(form), float(params["w"].size)
     state = jax.eval_shape(tx.init, params)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers")  # gradients: their place is for the updates
         program = compile(step_of(tx), params, state, params, target=target, donate_argnums=(0, 1, 2))
+        alone = compile(tx.update, params, state, params, target=target, donate_argnums=(0, 1))
     return {
         "format": form,
         "state_bytes": tree_bytes(state) / size,
         "temp_bytes": program.report().device.temp_bytes / size,
         "bytes_accessed": program.bytes_accessed / size,
+        "update_bytes_accessed": alone.bytes_accessed / size,
     }
 
 
-def timed(form: str) -> dict[str, Any]:
-    """Seconds of updates on this CPU."""
-    params = {"w": jax.random.normal(jax.random.key(0), SMALL)}
-    tx = optimizer(form)
-    step, state, grads = jax.jit(step_of(tx), donate_argnums=(1, 2)), tx.init(params), {"w": params["w"] / 100}
-    seconds = []
-    for _ in range(REPEATS + 1):
-        begin = time.perf_counter()
-        params, state = jax.block_until_ready(step(grads, state, params))
-        seconds.append(time.perf_counter() - begin)
-    return {"format": form, "seconds": statistics.median(seconds[1:]), "all_seconds": seconds[1:]}
+def update_rows() -> list[dict[str, Any]]:
+    """Of each target all formats."""
+    return [{"target": target, **compiled(form, target)} for target in TARGETS for form in (*FORMATS, SPLIT)]
 
 
-def table(title: str, rows: list[dict[str, Any]], columns: dict[str, str]) -> Table:
-    """Formats, one a line."""
+def step_rows() -> list[dict[str, Any]]:
+    """Whole steps, bytes a parameter."""
+    num_layers, width = 32, 2048
+    size = num_layers * 8 * width**2
+    model = lt.LayerStack(
+        first=lambda outer, batch: batch["x"],
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["up"]) @ layer["down"],
+        last=lambda outer, h, batch: (jnp.mean(h.astype(jnp.float32) ** 2), {}),
+    )
+    rows = []
+    for target in TARGETS:
+        place = jax.sharding.SingleDeviceSharding(lt.target(target).devices()[0])
+        for form in ("float32", SPLIT):
+            dtype, tx = jnp.float32 if form == "float32" else jnp.bfloat16, optimizer(form)
+            shapes = {"up": (num_layers, width, 4 * width), "down": (num_layers, 4 * width, width)}
+            layers = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=place) for name, shape in shapes.items()}
+            batch = {"x": jax.ShapeDtypeStruct((16, width), dtype)}
+
+            def plain(params: Tree, state: Tree, batch: Tree, tx: Any = tx) -> Tree:
+                grads = jax.grad(lambda params: model.apply({}, params, batch, remat=True)[0])(params)
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            state = jax.eval_shape(tx.init, layers)
+            report = compile(plain, layers, state, batch, target=target, donate_argnums=(0, 1)).report()
+            places = dict.fromkeys(("layers", "outer", "opt_state", "inputs"), "device")
+            step = lt.offload.layerwise_step(model, tx, place=places, chunk_bytes="16 MiB")
+            parts = compile(step, *step.init({}, layers), batch, target=target, donate_argnums=0).report()
+            for name, made in (("plain", report), ("layerwise", parts)):
+                rows.append(
+                    {
+                        "target": target,
+                        "step": name,
+                        "format": form,
+                        "device_bytes": made.device_bytes / size,
+                        "temp_bytes": made.device.temp_bytes / size,
+                    }
+                )
+    return rows
+
+
+def llama_rows() -> list[dict[str, Any]]:
+    """8 B on one v5e, by what stays on the device."""
+    from layerwise import HOST, LLAMA_8B
+
+    rows = []
+    for form in ("float32", SPLIT):
+        dtype = jnp.float32 if form == "float32" else jnp.bfloat16
+        for variant, places in (("embedding and head on the device", {}), ("everything on the host", HOST)):
+            model = jax.eval_shape(
+                lambda key, dtype=dtype: lt.models.init(LLAMA_8B, key=key, dtype=dtype, compute_dtype=jnp.bfloat16),
+                jax.random.key(0),
+            )
+            tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+            step = lt.offload.layerwise_step(model.stack, optimizer(form), place=places)
+            state, frozen = step.init(model.outer, model.layers)
+            batch = {"tokens": tokens, "labels": tokens}
+            report = lt.memory.analyze(step, state, frozen, batch, target="v5e", donate_argnums=0)
+            rows.append(
+                {
+                    "target": "v5e",
+                    "format": form,
+                    "variant": variant,
+                    "device_gib": report.device_bytes / 2**30,
+                    "host_gib": report.host_bytes / 2**30,
+                    "fits": report.fits,
+                }
+            )
+    return rows
+
+
+def cpu_rows() -> list[dict[str, Any]]:
+    """Updates on this machine, ours and others'."""
+    rng = np.random.default_rng(0)
+    begin = (rng.normal(size=(1024, 1024)) / 10).astype(np.float32)
+    grads = [(rng.normal(size=begin.shape) / 100).astype(np.float32) for _ in range(STEPS)]
+    made = {form: ours(form, begin, grads) for form in (*FORMATS, SPLIT)}
+    made |= theirs(begin, grads)
+    wide = made["float32"][0]
+    return [
+        {"target": "cpu", "format": name, "seconds": seconds, "mean_error": float(np.abs(params - wide).mean())}
+        for name, (params, seconds) in made.items()
+    ]
+
+
+def ours(form: str, begin: Any, grads: list[Any]) -> tuple[Any, float]:
+    """Parameters after all steps, and the CPU seconds of one."""
+    dtype = jnp.bfloat16 if form == SPLIT else jnp.float32
+    params, tx = {"w": jnp.asarray(begin, dtype)}, optimizer(form)
+    step, state, seconds = jax.jit(step_of(tx), donate_argnums=(1, 2)), tx.init(params), []
+    for grad in grads:
+        given = jax.block_until_ready({"w": jnp.asarray(grad, dtype)})
+        started = time.process_time()
+        params, state = jax.block_until_ready(step(given, state, params))
+        seconds.append(time.process_time() - started)
+    return np.asarray(params["w"], np.float32), statistics.median(seconds)
+
+
+def theirs(begin: Any, grads: list[Any]) -> dict[str, tuple[Any, float]]:
+    """The same of PyTorch's optimizers."""
+    found: dict[str, Any] = {}
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    found["torch.optim.AdamW"] = torch.optim.AdamW
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        import bitsandbytes
+
+        found["bitsandbytes AdamW8bit"] = bitsandbytes.optim.AdamW8bit
+    if importlib.util.find_spec("torchao") is not None:
+        import torchao.optim
+
+        found |= {"torchao AdamW8bit": torchao.optim.AdamW8bit, "torchao AdamW4bit": torchao.optim.AdamW4bit}
+    made = {}
+    for name, kind in found.items():
+        param, seconds = torch.nn.Parameter(torch.tensor(begin.copy())), []
+        tx = kind([param], lr=RATE, weight_decay=DECAY)
+        for grad in grads:
+            param.grad = torch.tensor(grad)
+            started = time.process_time()
+            tx.step()
+            seconds.append(time.process_time() - started)
+        made[name] = param.detach().numpy(), statistics.median(seconds)
+    return made
+
+
+PARTS = {"update": update_rows, "steps": step_rows, "8b": llama_rows, "cpu": cpu_rows}
+
+
+def table(title: str, rows: list[dict[str, Any]]) -> Table:
+    """All that rows say, one a line."""
     made = Table(title=title)
-    made.add_column("state")
-    for label in columns.values():
-        made.add_column(label, justify="right")
+    for name in rows[0]:
+        made.add_column(name.replace("_", " "), justify="right" if isinstance(rows[0][name], float) else "left")
     for row in rows:
-        made.add_row(row["format"], *(f"{row[name]:.3f}" for name in columns))
+        made.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     return made
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--target", action="append", help="of lowtide.memory.target; by default v5e:1x1, h100 and this CPU"
-    )
+    parser.add_argument("--part", action="append", choices=PARTS, help="default: all")
     parser.add_argument("--json", type=Path, help="one file for all, in place of benchmarks/results/")
     options = parser.parse_args()
-    console, results = Console(width=120), []
-    labels = {"state_bytes": "state", "temp_bytes": "temporaries", "bytes_accessed": "moved"}
-    for target in options.target or ["v5e:1x1", "h100"]:
-        rows = [compiled(form, target) for form in FORMATS]
-        console.print(table(f"AdamW on {target}: bytes a parameter, compiled", rows, labels))
-        about = header(f"python benchmarks/optimizer_state.py --target {target}")
-        results.append({**about, "label": "compiled", "target": target, "rows": rows})
-    if options.target is None:
-        rows = [timed(form) for form in FORMATS]
-        console.print(table("AdamW on this CPU: seconds an update", rows, {"seconds": "seconds"}))
-        about = header("python benchmarks/optimizer_state.py")
-        results.append({**about, "label": "measured", "target": "cpu", "cores": os.cpu_count(), "rows": rows})
+    console, results = Console(width=140), []
+    for part in options.part or PARTS:
+        rows = PARTS[part]()
+        console.print(table(part, rows))
+        about = header(f"python benchmarks/optimizer_state.py --part {part}")
+        if part == "cpu":
+            about |= {"cores": os.cpu_count()}
+            others = ("torch", "bitsandbytes", "torchao")
+            about["versions"] |= {name: metadata.version(name) for name in others if importlib.util.find_spec(name)}
+        results.append({**about, "label": "measured" if part == "cpu" else "compiled", "part": part, "rows": rows})
+        if options.json is None:
+            write(ROOT / "results" / f"optimizer_state-{part}.json", results[-1])
     if options.json is not None:
         write(options.json, {"results": results})
-        return
-    for result in results:
-        write(ROOT / "results" / f"optimizer_state-{result['target'].replace(':', '-')}.json", result)
 
 
 if __name__ == "__main__":

@@ -70,9 +70,8 @@ class PackedArray:
         """
         form, row = FORMATS[format], row_of(x.shape, format)
         scales = scales_of(x, format) if scales is None else scales
-        codes = form.encode(
-            x.astype(jnp.float32) / _spread(jnp.where(scales == 0, 1, scales), form.block, row), is_positive
-        )
+        spread = _spread(jnp.where(scales == 0, 1, scales), form.block, row)
+        codes = form.encode(x.astype(jnp.float32) / spread, is_positive)
         if form.per_byte == 2:
             codes = _pairs(codes.reshape(*_before(x.shape, row), -1), 2 * form.block)
         return cls(codes, scales, format, row, is_positive, x.dtype.name)
