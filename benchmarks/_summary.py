@@ -210,6 +210,25 @@ def offload(result: Result) -> list[Line]:
     return [Line("activations on the host over the device, 64k tokens", f"at most {OFFLOAD_AIM:.2f} ×"), *lines]
 
 
+def optimizer(result: Result) -> list[Line]:
+    """Updates with state in few bits."""
+    rows, lines = result.rows, list[Line]()
+    for name, row in rows.items():
+        base = rows.get("host-float32" if name.startswith("host-") else "float32", {})
+        if row is base or name == "float32":
+            continue
+        found, ratio = "", words.over(row, base)
+        if ratio is not None:
+            found = f"{ratio:.2f} × the time{words.mixed(row, base)}"
+            if (size_ratio := words.ratio(row, base, "predicted_bytes")) is not None:
+                found += f", {size_ratio:.2f} × the bytes"
+        elif row.get("out_of_memory"):
+            found = "runs out of memory"
+        if found or "failed" in row:
+            lines.append(Line(f"AdamW's update of 1.07 B, {name} over float32", "", found, None, "failed" in row))
+    return lines or [Line("AdamW's update with state in 8 bits over float32")]
+
+
 def layerwise(result: Result) -> list[Line]:
     """Every parameter of an 8B model."""
     rows, lines = result.rows, list[Line]()
@@ -287,6 +306,7 @@ PARTS: dict[str, tuple[Callable[[Result], list[Line]], str]] = {
     "attention": (attention, "attention_time.py"),
     "longest": (longest, "longest_sequence.py"),
     "offload": (offload, "offload_time.py"),
+    "optimizer": (optimizer, "optimizer_time.py"),
     "layerwise": (layerwise, "layerwise_time.py"),
     "trainer": (trainer, "trainer_time.py"),
     "pipeline": (pipeline, "pipeline_time.py"),

@@ -73,6 +73,7 @@ PARTS = (
     Part("attention", "attention_time.py", "one layer's attention from 4k to 128k tokens, cuDNN's beside blocks", 6),
     Part("longest", "longest_sequence.py", "QLoRA on 8B shapes: the longest sequence in 80 GB", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
+    Part("optimizer", "optimizer_time.py", "AdamW's update with state in 8 and 4 bits beside float32", 5),
     Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
     Part("trainer", "trainer_time.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),
     Part("pipeline", "pipeline_time.py", "a pipeline of one stage beside plain accumulation", 5),

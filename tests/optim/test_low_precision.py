@@ -295,11 +295,13 @@ def test_in_blocks_the_state_is_that_of_the_whole(form: str, monkeypatch: pytest
         assert float(jnp.mean(a.codes.astype(jnp.float32) == b.codes.astype(jnp.float32))) > 0.999
 
 
-@pytest.mark.parametrize("spec", [("x", None), (None, "x")])
-def test_on_a_mesh_values_are_those_of_one_device(spec: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    ("spec", "form"), [(("x", None), "8bit"), ((None, "x"), "8bit"), (("x", None), "4bit"), ((None, "x"), "4bit")]
+)
+def test_on_a_mesh_values_are_those_of_one_device(spec: tuple[Any, ...], form: str) -> None:
     params = {"w": normal(0, 64, 2048), "b": normal(1, 8)}
     grads = jax.tree.map(jnp.sin, params)
-    plain = low_precision(optax.adamw(1e-2))
+    plain = low_precision(optax.adamw(1e-2), form)
     want = jax.jit(plain.update)(grads, plain.init(params), params)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     places = {
@@ -307,7 +309,7 @@ def test_on_a_mesh_values_are_those_of_one_device(spec: tuple[Any, ...]) -> None
         "b": jax.sharding.NamedSharding(mesh, jax.P()),
     }
     grads, params = jax.device_put((grads, params), (places, places))
-    tx = low_precision(optax.adamw(1e-2), shardings=places)
+    tx = low_precision(optax.adamw(1e-2), form, shardings=places)
     of_state = offload.state_shardings(tx, params)
     mu = of_state.inner[0].mu["w"]
     assert mu.codes.spec == jax.P(*spec)

@@ -73,7 +73,7 @@ class PackedArray:
         spread = _spread(jnp.where(scales == 0, 1, scales), form.block, row)
         codes = form.encode(x.astype(jnp.float32) / spread, is_positive)
         if form.per_byte == 2:
-            codes = _pairs(codes.reshape(*_before(x.shape, row), -1), 2 * form.block)
+            codes = _pairs(codes.reshape(*_before(x.shape, row), -1))
         return cls(codes, scales, format, row, is_positive, x.dtype.name)
 
     @classmethod
@@ -98,7 +98,7 @@ class PackedArray:
             return self.codes.astype(self.dtype)
         form, codes = FORMATS[self.format], self.codes
         if form.per_byte == 2:
-            codes = _unpaired(codes, 2 * form.block, math.prod(self.row)).reshape(self.shape)
+            codes = _unpaired(codes, math.prod(self.row)).reshape(self.shape)
         return (form.decode(codes, self.is_positive) * _spread(self.scales, form.block, self.row)).astype(self.dtype)
 
 
@@ -178,35 +178,15 @@ def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     return wide[..., : math.prod(row)].reshape(*before, *row)
 
 
-def _pairs(codes: Array, group: int) -> Array:
-    """Store two codes of 4 bits in a byte: the halves of each group, as a TPU's lanes are, and of what is left."""
-
-    def joined(codes: Array) -> Array:  # [..., 2, half]; as a sum, which XLA fuses with what computes the codes
-        return jnp.sum(codes << _shifts(codes.shape), axis=-2, dtype=jnp.uint8)
-
-    size, before, parts = codes.shape[-1], codes.shape[:-1], list[Array]()
-    if whole := size // group * group:
-        parts.append(joined(codes[..., :whole].reshape(*before, -1, 2, group // 2)).reshape(*before, -1))
-    if rest := size - whole:
-        left = jnp.pad(codes[..., whole:], [(0, 0)] * len(before) + [(0, rest % 2)])
-        parts.append(joined(left.reshape(*before, 2, -1)))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+def _pairs(codes: Array) -> Array:
+    """Store two codes of 4 bits in a byte: of the first half of a row the lower bits, of the second the upper."""
+    half = -(-codes.shape[-1] // 2)
+    high = codes[..., half:]
+    if codes.shape[-1] % 2:
+        high = jnp.pad(high, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
+    return codes[..., :half] | (high << 4)
 
 
-def _unpaired(packed: Array, group: int, size: int) -> Array:
+def _unpaired(packed: Array, size: int) -> Array:
     """Return the codes that `_pairs` stored, `size` of them in a row."""
-
-    def apart(packed: Array) -> Array:
-        shape = (*packed.shape[:-1], 2, packed.shape[-1])
-        return (jnp.broadcast_to(packed[..., None, :], shape) >> _shifts(shape)) & 15
-
-    before, half, parts = packed.shape[:-1], size // group * (group // 2), list[Array]()
-    if half:
-        parts.append(apart(packed[..., :half].reshape(*before, -1, group // 2)).reshape(*before, -1))
-    if rest := size % group:
-        parts.append(apart(packed[..., half:]).reshape(*before, -1)[..., :rest])
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
-
-
-def _shifts(shape: tuple[int, ...]) -> Array:
-    return 4 * jax.lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 2)
+    return jnp.concatenate([packed & 15, (packed >> 4)[..., : size // 2]], axis=-1)
