@@ -152,10 +152,7 @@ def mixture(form: str, seed: int) -> float:
 
 def finetune(form: str, seed: int) -> float:
     """The main job of the README."""
-    if form == "split":
-        words = ["--full", "--state-dtype", "8bit", "--param-dtype", "bfloat16"]
-    else:
-        words = ["--state-dtype", form]
+    words = ["--state-dtype", form]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [sys.executable, "-m", "lowtide", "finetune", *words, "--seed", str(seed), "--sample-tokens", "0"]
@@ -258,12 +255,12 @@ def rows_of(part: str, forms: list[str], num_seeds: int, console: Console) -> It
     """Train one part in every format."""
     plain: list[float] = []
     for form in forms:
+        if part == "finetune" and form == "split":
+            continue  # its adapters are float32
         begin = time.perf_counter()
         losses = [PARTS[part](form, seed) for seed in range(num_seeds)]
         if form == "float32":
             plain = losses
-        elif part == "finetune" and form == "split":  # all parameters train: beside those in float32
-            continue
         ratio = [ours / theirs - 1 for ours, theirs in zip(losses, plain, strict=True)]
         mean = statistics.fmean(losses) / statistics.fmean(plain) - 1
         made = Row(part, form, losses, mean, max(ratio, key=abs), time.perf_counter() - begin)
@@ -281,11 +278,18 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(width=120)
     forms = ["float32", *(form for form in FORMATS[1:] if form in (options.format or FORMATS))]
-    rows = [row for part in options.part or PARTS for row in rows_of(part, forms, options.seeds, console)]
+    parts = options.part or list(PARTS)
+    kept = json.loads(options.json.read_text())["rows"] if options.json.is_file() else []
+    rows = [Row(**row) for row in kept if row["part"] not in parts]
+    command = " ".join(["python benchmarks/optimizer_training.py", *(f"--part {part}" for part in options.part or ())])
+    for part in parts:  # written after each: what is cut short loses the part that it is in
+        rows += rows_of(part, forms, options.seeds, console)
+        content = {"label": "measured", "cores": os.cpu_count(), "rows": [dataclasses.asdict(row) for row in rows]}
+        write(options.json, {**header(command), **content})
     table = Table(title="held-out loss, mean of seeds, and what it is apart from float32 state")
     for column in ("part", *forms):
         table.add_column(column, justify="left" if column == "part" else "right")
-    for part in options.part or PARTS:
+    for part in dict.fromkeys(row.part for row in rows):
         own = {row.format: row for row in rows if row.part == part}
         cells = [
             f"{statistics.fmean(own[form].losses):.4f} ({own[form].apart:+.2%})" if form in own else ""
@@ -293,16 +297,6 @@ def main() -> None:
         ]
         table.add_row(part, *cells)
     console.print(table)
-    command = " ".join(["python benchmarks/optimizer_training.py", *(f"--part {part}" for part in options.part or ())])
-    write(
-        options.json,
-        {
-            **header(command),
-            "label": "measured",
-            "cores": os.cpu_count(),
-            "rows": [dataclasses.asdict(row) for row in rows],
-        },
-    )
 
 
 if __name__ == "__main__":

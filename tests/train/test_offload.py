@@ -14,11 +14,12 @@ import pytest
 import lowtide as lt
 from lowtide import models
 from lowtide.core import ConfigError, NonFiniteError, StructureError, leaves_with_paths, tree_bytes
-from lowtide.finetune import Finetune, FinetuneConfig
+from lowtide.finetune import Finetune, FinetuneConfig, _offloaded
 from lowtide.finetune._finetune import _num_targets
 from lowtide.finetune._offloaded import full_step, inputs_place, is_hosted, loss, optimizer
 from lowtide.models import LlamaConfig
 from lowtide.offload import Clip, layerwise_step
+from lowtide.optim import PackedArray, low_precision
 from lowtide.train import Trainer, analyze_naive
 
 ALL = ("optimizer", "activations", "parameters")
@@ -90,6 +91,32 @@ def test_adapters_learn_the_same_wherever_the_bytes_are(finetune, shared, settin
     assert _on_host(job.trainer.frozen) == (stacks if "parameters" in words else set())
 
 
+@pytest.mark.slow
+def test_full_tuning_in_five_bytes_learns_nearly_what_float32_does(finetune, monkeypatch):
+    monkeypatch.setattr(_offloaded, "low_precision", partial(low_precision, least_size=64))
+    plain, job = _fit(finetune("wide", full=True)), finetune(full=True, state_dtype="8bit", param_dtype="bfloat16")
+    state = job.trainer.state.opt_state["layers"]
+    assert {leaf.codes.dtype.name for leaf in jax.tree.leaves(state, is_leaf=_is_packed) if _is_packed(leaf)} == {
+        "uint8"
+    }
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.rests)} == {"int8", "float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(job.trainer.state.trainable)} == {"bfloat16"}
+    np.testing.assert_allclose(_fit(job), plain, rtol=0.01)
+
+
+def _is_packed(leaf):
+    return isinstance(leaf, PackedArray)
+
+
+def test_settings_store_the_state_of_adapters_in_few_bits():
+    params = {"lora_a": jax.ShapeDtypeStruct((2, 64, 64), "float32")}
+    for form in ("bfloat16", "8bit", "4bit"):
+        tx = optimizer(FinetuneConfig(state_dtype=form), optax.constant_schedule(1e-3))
+        state = jax.eval_shape(tx.init, params)
+        formats = {leaf.format for leaf in jax.tree.leaves(state, is_leaf=_is_packed) if _is_packed(leaf)}
+        assert formats == {form}
+
+
 @pytest.mark.parametrize(
     ("offload", "hosted"),
     [
@@ -114,8 +141,12 @@ def test_full_tuning_learns_what_plain_adamw_learns(finetune, shared, compilatio
 
 @pytest.mark.parametrize(
     "settings",
-    [pytest.param({"full": True}, marks=pytest.mark.slow), {"offload": ("optimizer", "parameters")}],
-    ids=["full", "adapters"],
+    [
+        pytest.param({"full": True}, marks=pytest.mark.slow),
+        {"offload": ("optimizer", "parameters")},
+        pytest.param({"full": True, "state_dtype": "8bit", "param_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+    ids=["full", "adapters", "few-bits"],
 )
 def test_a_restored_state_is_where_it_was_and_goes_on_bit_for_bit(finetune, tmp_path, settings):
     whole = finetune("whole", **settings)
