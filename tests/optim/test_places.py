@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import lowtide as lt
+from lowtide.core import SelectionError
 from lowtide.memory import compile
 from lowtide.memory import target as chips
 from lowtide.optim import LowPrecisionState, PackedArray, converted, low_precision
@@ -76,6 +77,20 @@ def test_a_layerwise_step_is_the_plain_one(form: Any, weights: Any, place: str) 
     for mine, theirs in zip(*map(jax.tree.leaves, (ours, params)), strict=True):
         apart = np.abs(np.asarray(mine, np.float32) - np.asarray(theirs, np.float32)).mean()
         assert apart < (0.02 if form != "4bit" else 0.05) * moved, (apart, moved)
+
+
+def test_a_layerwise_step_takes_it_for_some_leaves() -> None:
+    model, outer, layers = stack()
+    layers = {**layers, **{name: layers[name].astype(jnp.bfloat16) for name in ("up", "down")}}
+    tx = low_precision(optax.adamw(1e-2), weights="split", match=r".*/mu/layers/.*")
+    step = lt.offload.layerwise_step(model, tx)
+    state, frozen = step.init(outer, layers)
+    assert isinstance(state.layers_opt.inner[0].mu["layers"]["up"], PackedArray)
+    state, metrics = jax.jit(step, donate_argnums=0)(state, frozen, batches()[0])
+    assert np.isfinite(metrics["loss"])
+    nothing = lt.offload.layerwise_step(model, low_precision(optax.adamw(1e-2), match="mu"))
+    with pytest.raises(SelectionError, match="selects nothing"):
+        nothing.init(*stack()[1:])
 
 
 @pytest.mark.slow

@@ -179,6 +179,7 @@ def test_in_blocks_weights_are_those_of_the_whole(kind: str, monkeypatch: pytest
     [
         ({"weights": "float32"}, r"(?s)weights cannot be kept as 'float32'.*split, kahan, stochastic"),
         ({"format": None}, r"(?s)neither a format nor weights.*hint:"),
+        ({"format": {}}, r"(?s)neither a format nor weights.*hint:"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(arguments: dict[str, Any], message: str) -> None:
@@ -193,7 +194,9 @@ def test_weights_need_parameters_in_bfloat16_at_init_and_at_all_in_an_update() -
         tx.init({"w": jnp.ones((64, 128))})
     with pytest.raises(ConfigError, match=r"(?s)needs the parameters.*hint:"):
         tx.update(params, tx.init(params))
-    with pytest.raises(StructureError, match=r"(?s)finds nothing of the kind.*lt\.optim\.converted"):
+    with pytest.raises(
+        StructureError, match=r"(?s)none of this.*beside the weights int8.*got: nothing.*lt\.optim\.converted"
+    ):
         tx.update(params, low_precision(optax.adamw(1e-2)).init(params), params)
 
 

@@ -33,8 +33,6 @@ _LEAST_LENGTH = 32
 _REST = "activations and gradients"
 _NAMES = {"frozen": "base", "trainable": "adapters", "optimizer": "optimizer", "batch": "batch"}
 _PLACING = ("quantize", "quantize_embeddings", "offload", "state_dtype", "param_dtype")
-_FEW_BITS = {"state_dtype": "8bit", "param_dtype": "bfloat16"}
-"""Of full-parameter tuning: five bytes a parameter, and its gradient."""
 """Of the settings that are tried those that change what stays on the device."""
 _NAMES_OF_FULL = ("weights and optimizer", "weights", "batch")
 
@@ -272,7 +270,7 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     if config.full and config.state_dtype == "float32":
         yield {"state_dtype": "8bit"}
     if config.full and config.param_dtype != "bfloat16":
-        yield {**_FEW_BITS, **({"state_dtype": config.state_dtype} if config.state_dtype != "float32" else {})}
+        yield _few_bits(config)
     if not config.remat:
         yield {"remat": True}
     if config.num_microbatches < config.batch_size:
@@ -283,13 +281,19 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
             yield change if config.remat else {**change, "remat": True}
 
 
+def _few_bits(config: FinetuneConfig) -> dict[str, Any]:
+    """Return the change to five bytes a parameter of full-parameter tuning, or fewer where they were asked for."""
+    form = "8bit" if config.state_dtype == "float32" else config.state_dtype
+    return {"state_dtype": form, "param_dtype": "bfloat16"}
+
+
 def _together(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
     """Yield changes to one sequence of the least length, in few bits, then with the rest in the host's memory."""
     change = _smaller(config, "batch_size", 1) | {"seq_len": min(config.seq_len, _LEAST_LENGTH)}
     change |= {} if config.remat else {"remat": True}
     if config.full:
         yield change
-        yield {**change, **_FEW_BITS}
+        yield {**change, **_few_bits(config)}
         return
     few_bits = {"quantize_embeddings": config.quantize_embeddings or "int8"}
     on_host = {"offload": (*dict.fromkeys((*(config.offload or ()), "parameters", "optimizer")),)}

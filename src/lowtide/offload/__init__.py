@@ -14,6 +14,7 @@ from ._place import memory_kinds as memory_kinds
 from ._place import to_device as to_device
 from ._place import to_host as to_host
 from ._scan import scan as scan
+from ._streaming import is_part as is_part
 from ._streaming import is_taken_apart as is_taken_apart
 from ._streaming import stream as stream
 from ._tag import tag as tag
@@ -34,6 +35,7 @@ __all__ = [
     "check_transformation",
     "checkpoint",
     "explicit_shardings",
+    "is_part",
     "is_taken_apart",
     "layerwise_step",
     "memory_kinds",

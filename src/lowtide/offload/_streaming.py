@@ -41,6 +41,8 @@ _UNCUT_PART = 16
 _is_traced = contextvars.ContextVar("is_traced", default=False)
 """Whether a function is being taken apart; loops of its own would hide what it does."""
 
+_is_part = contextvars.ContextVar("is_part", default=False)
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -127,6 +129,21 @@ def taken_apart() -> Generator[None]:
         yield
     finally:
         _is_traced.reset(token)
+
+
+@contextlib.contextmanager
+def of_a_part() -> Generator[None]:
+    """Tell transformations inside of the block that they see a part of the parameters."""
+    token = _is_part.set(True)
+    try:
+        yield
+    finally:
+        _is_part.reset(token)
+
+
+def is_part() -> bool:
+    """Whether a transformation sees a part of the parameters: that it selects nothing there is no error."""
+    return _is_part.get()
 
 
 def is_taken_apart() -> bool:

@@ -33,6 +33,7 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         Both states, and float32 numbers of the new one; under `jax.jit` of a leaf at a time.
 
     Examples:
+        >>> from lowtide.optim import low_precision
         >>> params = {"w": jnp.ones((64, 64))}
         >>> plain = optax.adam(1e-3)
         >>> state = converted(plain.init(params), low_precision(plain, "4bit"), params)
@@ -40,20 +41,20 @@ def converted(state: Tree, tx: optax.GradientTransformation, params: Tree) -> Tr
         '4bit'
     """
     check_transformation(tx)
-    own = jax.tree.leaves(state, is_leaf=_is_stored)
-    steps, rests = ([each[at] for each in own if _is_stored(each)] for at in (0, 2))
+    olds = iter([each for each in jax.tree.leaves(state, is_leaf=_is_stored) if _is_stored(each)])
     dense = jax.tree.map(lambda node: _unwrapped(node) if _is_stored(node) else node, state, is_leaf=_is_stored)
     like, structure = jax.tree.flatten(jax.eval_shape(tx.init, params), is_leaf=_is_stored)
 
     def one(node: Any, new: Any) -> Any:
         if not _is_stored(node):
             return _fitting(node, new)
-        step = steps[0] if steps else jnp.zeros((), jnp.int32)
+        old = next(olds, LowPrecisionState(jnp.zeros((), jnp.int32), ()))
+        step = old.step
         key = jax.random.bits(jax.random.fold_in(jax.random.key(0), step), dtype=jnp.uint32)
         inside, form = jax.tree.flatten(node.inner, is_leaf=is_packed)
         pairs = zip(inside, form.flatten_up_to(new), strict=True)
         made = [_packed_like(was, leaf, key) if is_packed(was) else _fitting(was, leaf) for was, leaf in pairs]
-        kept = () if node.rests == () else converted_rests(params, rests[0] if rests else (), node.rests)
+        kept = converted_rests(params, old.rests, node.rests) if node.has_rests else ()
         return LowPrecisionState(jnp.asarray(step, jnp.int32), form.unflatten(made), kept)
 
     try:

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 _MOST_FP8 = 448.0
+_LEAST_FP8 = 2.0**-9 / _MOST_FP8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ def _encode_dynamic(x: Array, is_positive: bool, levels: int = 7) -> Array:
     tenths = most * _by_level(level, [1 / power for power in _powers(levels)])
     place = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
     distance = count + jnp.clip(place, 0, count - 1) - (size - 1)
-    distance = jnp.where(most < first[0] / 2, 0, distance)
+    distance = jnp.where(most < first[0] / 2, _least(most) if is_positive else 0, distance)
     largest = (size << levels) - (size - 1)
     distance = jnp.where(most >= (1 + last[-1]) / 2, largest, distance)
     if not is_positive:
@@ -79,6 +80,11 @@ def _decode_dynamic(codes: Array, is_positive: bool, levels: int = 7) -> Array:
     found = tenths * _by_level(level, _powers(levels))
     found = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, found))
     return jnp.where(signed < 0, -found, found)
+
+
+def _least(x: Array) -> Array:
+    """Return the least code of second moments: one that is stored as 0 divides, where the first moment may not be 0."""
+    return (x > 0).astype(jnp.int32)
 
 
 def _middles(levels: int, size: int) -> tuple[list[float], list[float]]:
@@ -104,7 +110,7 @@ def _by_level(level: Array, values: list[float]) -> Array:
 
 def _encode_companded(x: Array, is_positive: bool) -> Array:
     if is_positive:
-        return jnp.round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.uint8)
+        return jnp.maximum(jnp.round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _least(x)).astype(jnp.uint8)
     return (jnp.round(127 * 2 * x / (1 + jnp.abs(x))).astype(jnp.int32) + 127).astype(jnp.uint8)
 
 
@@ -116,8 +122,8 @@ def _decode_companded(codes: Array, is_positive: bool) -> Array:
 
 
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
-    # Roots of second moments: else one would be 0, and divide, where the first moment of the same number is not.
-    x = jnp.sqrt(jnp.clip(x, 0, 1)) if is_positive else x
+    # Roots of second moments have fewer magnitudes.
+    x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _LEAST_FP8 * _least(x)) if is_positive else x
     return (x * _MOST_FP8).astype(jnp.float8_e4m3fn)
 
 

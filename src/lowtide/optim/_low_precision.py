@@ -32,11 +32,14 @@ from ..core import (
     leaves_with_paths,
     map_with_paths,
     memory_space,
+    path_str,
     traced_device,
 )
+from ..core._compat import varying_axes
 from ..offload import (
     check_transformation,
     explicit_shardings,
+    is_part,
     is_taken_apart,
     num_devices,
     state_shardings,
@@ -45,7 +48,7 @@ from ..offload import (
 )
 from ._formats import FORMATS
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
-from ._weights import WEIGHTS, first_rests, is_narrow, narrowed, widened
+from ._weights import WEIGHTS, first_rests, is_narrow, narrowed, refuse_wide, widened
 
 _POSITIVE = {
     (state, name)
@@ -54,7 +57,6 @@ _POSITIVE = {
         (optax.ScaleByAmsgradState, ("nu", "nu_max")),
         (optax.ScaleByBeliefState, ("nu",)),
         (optax.ScaleByRmsState, ("nu",)),
-        (optax.ScaleByRStdDevState, ("nu",)),
         (optax.ScaleByRssState, ("sum_of_squares",)),
         (optax.ScaleByAdaDeltaState, ("e_g", "e_x")),
     )
@@ -74,8 +76,13 @@ class LowPrecisionState(NamedTuple):
     inner: Tree
     """The state of the wrapped transformation, with a `PackedArray` in the place of each array in few bits."""
     rests: Tree = ()
-    """What parameters in bfloat16 lack of the numbers that they stand for, with None where nothing is kept; with
-    ``weights`` alone."""
+    """What parameters in bfloat16 lack of the numbers that they stand for, with None where nothing is kept; an empty
+    tuple without ``weights``."""
+
+    @property
+    def has_rests(self) -> bool:
+        """Whether it was made with ``weights``."""
+        return not (isinstance(self.rests, tuple) and not self.rests)
 
 
 def low_precision(
@@ -108,7 +115,7 @@ def low_precision(
         seed: of random rounding.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
             `lowtide.offload.optimizer`. With it each device updates its own shard block by block. `lt.Trainer` says it
-            by itself.
+            by itself, where this is the outermost transformation.
 
     Returns:
         A transformation whose state holds packed leaves; its updates are those of `tx` for the state that was stored.
@@ -126,10 +133,11 @@ def low_precision(
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.53 (``4bit``) or 2 (``bfloat16``) for each number
-        of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.05
-        bytes a parameter with the weight, and 7.05 with its gradient in bfloat16.
+        of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.03
+        bytes a parameter with the weight, and 7.03 with its gradient in bfloat16.
         The update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a
-        mesh with `shardings` alone. ``4bit`` is the exception: XLA fuses its codes less well
+        mesh with `shardings` alone. Of ``4bit`` XLA keeps codes of eight bits of a block (of all, on a
+        GPU: up to 3 bytes a parameter).
 
     Examples:
         >>> tx = low_precision(optax.adam(1e-3))
@@ -182,7 +190,9 @@ class _LowPrecision:
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
-        rests = () if self.weights is None else first_rests(self.weights, params, self.least_size)
+        rests = self._rests(params)
+        if self.weights is not None and not is_part():
+            refuse_wide(self.weights, params)
         state = self.tx.init(params if self.weights is None else widened(params, rests))
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
             raise ConfigError(
@@ -191,7 +201,7 @@ class _LowPrecision:
                 hint="wrap it once; `format` can be a mapping of regular expressions to formats",
             )
         paths = [path for path, _ in leaves_with_paths(state)]
-        if self.patterns and not any(map(self._format_of, paths)):
+        if self.patterns and jax.tree.leaves(params) and not is_part() and not any(map(self._format_of, paths)):
             raise SelectionError(
                 "low_precision selects nothing of the optimizer's state",
                 expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
@@ -203,6 +213,12 @@ class _LowPrecision:
 
         def one(path: str, leaf: Any) -> Any:
             key, is_positive, form = self._key(step, next(numbers)), next(positive), self._format_of(path)
+            if is_positive is None and form is not None:
+                raise ConfigError(
+                    "the optimizer takes the difference of two moments, which cannot be rounded by themselves",
+                    got=f"{path}, of optax.rmsprop(centered=True) or another with ScaleByRStdDevState",
+                    hint="leave centered out, or keep this state in float32",
+                )
             if form is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
                 return leaf
             if leaf.size < self.least_size:
@@ -216,8 +232,30 @@ class _LowPrecision:
         return LowPrecisionState(step, map_with_paths(one, state), rests)
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
-        _refuse_other(state, self.weights, params)
+        self._refuse_other(state, params)
         return _in_blocks(self._whole, updates, state, params, extra, self._placed)
+
+    def _rests(self, params: Tree) -> Tree:
+        return () if self.weights is None else first_rests(self.weights, params, self.least_size)
+
+    def _refuse_other(self, state: Any, params: Tree) -> None:
+        """Raise for a state that this transformation has not made: it would go on as it is, whatever was asked for."""
+        if not isinstance(state, LowPrecisionState):
+            raise _other_state("what its init returns, or a checkpoint of that", type(state).__name__)
+        if self.weights is not None and params is None:
+            raise ConfigError(
+                f'an update with weights="{self.weights}" needs the parameters',
+                expected="tx.update(grads, state, params)",
+                got="no params",
+                hint="pass them as optax.adamw needs them, too",
+            )
+        expected = jax.eval_shape(self._rests, params) if self.weights else ()
+        if (said := _dtypes(expected)) != (found := _dtypes(state.rests)):
+            raise _other_state(f"beside the weights {said}", found)
+        nodes, _ = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=is_packed)
+        for keys, node in nodes:
+            if is_packed(node) and (form := self._format_of(path_str(keys))) not in (node.format, None):
+                raise _other_state(f"{path_str(keys)} in {form}", node.format)
 
     def _placed(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
         """Return how arguments are sharded, where somebody said so."""
@@ -306,7 +344,9 @@ def _in_blocks(
     packed = [leaf.codes for leaf in leaves if is_packed(leaf) and leaf.scales is not None]
     packed += jax.tree.leaves(state.rests)
     is_on_host = any(memory_space(leaf) == jax.memory.Space.Host for leaf in packed)
-    if not packed or is_on_host or traced_device().platform == "gpu":
+    # Inside of a shard_map what varies over its axes meets what does not: nothing of this is written for that.
+    is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(args) if is_array_like(leaf))
+    if not packed or is_on_host or is_varying or traced_device().platform == "gpu":
         return run(*args)
     shardings = placed(*args)
     if num_devices(args) > 1 and shardings is None:
@@ -389,7 +429,7 @@ def _check_weights(weights: Any, format: Any) -> None:
             expected=f"one of {', '.join(WEIGHTS)}, or None",
             hint='"split" loses least for a byte',
         )
-    if format is None and weights is None:
+    if not format and weights is None:
         raise ConfigError(
             "neither a format nor weights: the optimizer would stay as it is",
             expected='format="8bit", weights="split" or both',
@@ -397,17 +437,19 @@ def _check_weights(weights: Any, format: Any) -> None:
         )
 
 
-def _are_positive(state: Tree) -> list[bool]:
-    """Whether each leaf of a state, in order, is one of second moments and the like."""
-    found = list[bool]()
+def _are_positive(state: Tree) -> list[bool | None]:
+    """Whether each leaf of a state, in order, is one of second moments and the like; None where no format is near."""
+    found = list[bool | None]()
 
-    def below(tree: Any, is_one: bool) -> None:
+    def below(tree: Any, is_one: bool | None) -> None:
         for leaf in jax.tree.leaves(tree, is_leaf=_is_named):
             if not _is_named(leaf):
                 found.append(is_one)
                 continue
             for name in leaf._fields:
-                below(getattr(leaf, name), is_one or (type(leaf), name) in _POSITIVE)
+                part = getattr(leaf, name)
+                is_difference = isinstance(leaf, optax.ScaleByRStdDevState) and name in ("mu", "nu")
+                below(part, None if is_difference or is_one is None else is_one or (type(leaf), name) in _POSITIVE)
 
     below(state, False)
     return found
@@ -417,27 +459,15 @@ def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def _refuse_other(state: Any, weights: str | None, params: Tree) -> None:
-    if not isinstance(state, LowPrecisionState):
-        raise StructureError(
-            "the state is none of lt.optim.low_precision",
-            expected="what its init returns, or a checkpoint of that",
-            got=type(state).__name__,
-            hint="lt.optim.converted makes one of a state of the optimizer that is wrapped",
-        )
-    if weights is None:
-        return
-    if params is None:
-        raise ConfigError(
-            f'an update with weights="{weights}" needs the parameters',
-            expected="tx.update(grads, state, params)",
-            got="no params",
-            hint="pass them as optax.adamw needs them, too",
-        )
-    if jax.tree.structure(params).num_leaves and state.rests == ():
-        raise StructureError(
-            f'weights="{weights}" finds nothing of the kind in the state',
-            expected="a state that this transformation has made",
-            got="one of low_precision without weights",
-            hint="lt.optim.converted makes one of the other",
-        )
+def _other_state(expected: str, got: str) -> StructureError:
+    return StructureError(
+        "the state is none of this lt.optim.low_precision",
+        expected=expected,
+        got=got,
+        hint="lt.optim.converted makes one of a state in another format, or of the optimizer that is wrapped",
+    )
+
+
+def _dtypes(rests: Tree) -> str:
+    """Say what is kept, to compare."""
+    return ", ".join(leaf.dtype.name for leaf in jax.tree.leaves(rests)) or "nothing"

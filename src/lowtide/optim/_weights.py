@@ -31,7 +31,7 @@ _to_bfloat16 = functools.partial(jax.lax.reduce_precision, exponent_bits=8, mant
 
 def is_narrow(leaf: Any) -> bool:
     """Whether a parameter is one that this is for."""
-    return leaf.dtype == jnp.bfloat16
+    return jnp.result_type(leaf) == jnp.bfloat16
 
 
 def first_rests(kind: str, params: Tree, least_size: int) -> Tree:
@@ -41,24 +41,35 @@ def first_rests(kind: str, params: Tree, least_size: int) -> Tree:
         kind: one of `WEIGHTS`.
         params: the parameters.
         least_size: leaves of fewer numbers keep the whole rest, in float32.
-
-    Raises:
-        ConfigError: when no parameter is in bfloat16.
     """
-    leaves, structure = jax.tree.flatten(params)
-    if not any(map(is_narrow, leaves)):
-        raise ConfigError(
-            f'weights="{kind}" is for parameters in bfloat16, and there are none',
-            got=", ".join(sorted({leaf.dtype.name for leaf in leaves})) or "no parameters",
-            hint="cast the parameters to bfloat16, or leave weights out",
-        )
     dtypes = {SPLIT: jnp.int8, KAHAN: jnp.bfloat16, STOCHASTIC: None}
 
     def one(leaf: Any) -> Any:
+        if not is_narrow(leaf):
+            return None
         dtype = dtypes[kind] if leaf.size >= least_size else jnp.float32
-        return jnp.zeros_like(leaf, dtype) if is_narrow(leaf) and dtype is not None else None
+        return None if dtype is None else jnp.zeros_like(leaf, dtype)
 
-    return structure.unflatten(map(one, leaves))
+    return jax.tree.map(one, params)
+
+
+def refuse_wide(kind: str, params: Tree) -> None:
+    """Raise when no parameter is in bfloat16.
+
+    Args:
+        kind: one of `WEIGHTS`.
+        params: the parameters.
+
+    Raises:
+        ConfigError: with the dtypes that there are.
+    """
+    leaves = jax.tree.leaves(params)
+    if leaves and not any(map(is_narrow, leaves)):
+        raise ConfigError(
+            f'weights="{kind}" is for parameters in bfloat16, and there are none',
+            got=", ".join(sorted({jnp.result_type(leaf).name for leaf in leaves})),
+            hint="cast the parameters to bfloat16, or leave weights out",
+        )
 
 
 def widened(params: Tree, rests: Tree) -> Tree:
@@ -90,8 +101,10 @@ def converted_rests(params: Tree, old: Tree, like: Tree) -> Tree:
     known = structure.flatten_up_to(old) if jax.tree.leaves(old) else [None] * len(leaves)
 
     def one(leaf: Any, rest: Any, new: Any) -> Any:
-        if new is None or rest is None:
-            return None if new is None else jnp.zeros(new.shape, new.dtype)
+        if not hasattr(new, "dtype"):
+            return new  # None, or what stands where another transformation has the parameter
+        if not hasattr(rest, "dtype"):
+            return jnp.zeros(new.shape, new.dtype)
         lacks = widened(leaf, rest) - leaf.astype(jnp.float32)
         if new.dtype == jnp.int8:
             lacks = jnp.round(lacks / _half_distance(leaf.astype(jnp.float32)) * _MOST)

@@ -208,7 +208,8 @@ class WholeStep:
         # jit gives the optimizer's state buffers of its own, also where init returns the parameters themselves.
         spreads = [isinstance(spread(leaf), jax.sharding.NamedSharding) for leaf in jax.tree.leaves(trainable)]
         is_spread = any(spreads)
-        if is_spread and all(spreads):
+        meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(trainable)] if all(spreads) else []
+        if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):  # which say it themselves
             self._tx = with_shardings(self._tx, jax.tree.map(lambda leaf: leaf.sharding, trainable))
         places = state_shardings(self._tx, trainable) if is_spread else None
         opt_state = jax.jit(self._tx.init, out_shardings=places)(trainable)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ...core import Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
+from ...core import LowtideError, Tree, leaf_bytes, leaves_with_paths, num_layers, on_host
 from .._optimizer import replicated, state_shardings
 from .._place import to_device, to_host
 from .._platforms import DEVICE, SPACES, buffer, put, read, write
+from .._streaming import of_a_part
 
 
 @functools.partial(
@@ -53,11 +54,15 @@ def under(tx: optax.GradientTransformation, name: str) -> optax.GradientTransfor
     """
     inner: Any = optax.with_extra_args_support(tx)
 
+    def init(params: Tree) -> Tree:
+        with of_a_part():
+            return inner.init({name: params})
+
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         updates, state = inner.update({name: updates}, state, {name: params}, **extra)
         return updates[name], state
 
-    return optax.GradientTransformationExtraArgs(lambda params: inner.init({name: params}), update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def moves(leaf: Any, *, stacked: bool) -> bool:
@@ -99,6 +104,7 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
         return jax.tree.map(lambda x: put(x, space) if moves(x, stacked=False) else x, made)
 
     count = num_layers(layers)
+    _refuse_nothing(tx, outer, layers)
     return LayerwiseState(
         step=_zero(layers, jnp.int32),
         outer=outer,
@@ -107,6 +113,16 @@ def initial_state(tx: optax.GradientTransformation, outer: Tree, layers: Tree, o
         layers_opt=_made(make_layers, layers),
         grad_norm=_zero(layers, jnp.result_type(float)),
     )
+
+
+def _refuse_nothing(tx: optax.GradientTransformation, outer: Tree, layers: Tree) -> None:
+    """Let the optimizer say that it selects nothing of all parameters; of a part that is no error."""
+    try:
+        jax.eval_shape(lambda outer, layers: tx.init({"outer": outer, "layers": read(layers, 0)}), outer, layers)
+    except LowtideError:
+        raise
+    except Exception:  # noqa: S110, BLE001 -- labels or masks that fit parts alone
+        pass
 
 
 def _made(make: Callable[[Tree], Tree], params: Tree) -> Tree:
