@@ -226,7 +226,7 @@ class _LowPrecision:
             return (
                 PackedArray.rounded(leaf, key)
                 if form == BFLOAT16
-                else PackedArray.of(leaf, form, is_positive=is_positive)
+                else PackedArray.of(leaf, form, is_positive=bool(is_positive))
             )
 
         return LowPrecisionState(step, map_with_paths(one, state), rests)
