@@ -125,7 +125,7 @@ def test_a_whole_step_has_seven_bytes_a_parameter_and_a_layerwise_one_five(targe
     state, frozen = step.init({}, layers)
     parts = compile(step, state, frozen, batch, target=target, donate_argnums=0).report()
     assert parts.device_bytes / size <= 5.2
-    assert parts.device.temp_bytes <= 4 * size / num_layers  # a layer in float32
+    assert parts.device.temp_bytes <= 5 * size / num_layers  # gradient and slices of a layer, and blocks in float32
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
