@@ -136,8 +136,8 @@ def low_precision(
         of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.03
         bytes a parameter with the weight, and 7.03 with its gradient in bfloat16.
         The update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a
-        mesh with `shardings` alone. Of ``4bit`` XLA keeps codes of eight bits of a block (of all, on a
-        GPU: up to 3 bytes a parameter).
+        mesh with `shardings` alone. With ``4bit`` XLA keeps
+        other arrays beside it, of up to about 3 bytes a parameter (compiled, v5e and H100), and moves more.
 
     Examples:
         >>> tx = low_precision(optax.adam(1e-3))
