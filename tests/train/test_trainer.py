@@ -77,6 +77,28 @@ def test_frozen_numpy_arrays_are_moved_to_the_device_once():
     assert trainer.frozen["base"] is before
 
 
+@pytest.mark.parametrize("num_devices", [0, 1, 2])
+def test_frozen_codes_of_4_bits_train_wherever_they_were_put(num_devices):
+    """JAX 0.10 refuses them on a device that somebody chose."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
+    model = {"codes": jnp.arange(-8, 8).astype(jnp.int4), "scale": jnp.ones(16)}
+    want = {"scale": jnp.ones(16)}
+
+    def loss_fn(model, batch):
+        return jnp.mean((batch @ (model["codes"].astype(jnp.float32) * model["scale"]) - 1) ** 2)
+
+    for _ in range(3):
+        grads = jax.grad(lambda part: loss_fn({**model, **part}, x))(want)  # noqa: B023
+        want = {"scale": want["scale"] - 1e-3 * grads["scale"]}
+    if num_devices:
+        mesh = jax.make_mesh((num_devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        model = jax.device_put(model, jax.sharding.NamedSharding(mesh, jax.P("x" if num_devices > 1 else None)))
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P()))
+    trainer = Trainer(model, loss_fn, optax.sgd(1e-3), wrt="scale")
+    trainer.fit([x] * 3, num_steps=3)
+    np.testing.assert_allclose(np.asarray(trainer.model["scale"]), np.asarray(want["scale"]), rtol=1e-5)
+
+
 def test_the_step_returns_only_what_changed_and_reuses_every_donated_buffer():
     trainer = Trainer(_model(), _loss, optax.adam(0.1), wrt="lora_*")
     report = trainer.memory(_data()[0])

@@ -6,6 +6,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 |---|---|---|---|---|
 | `debug_info.arg_names` of a traced jaxpr | yes | yes | yes | a public list of the arguments that `jit` kept |
 | `jax.stages.Lowered._lowering.compile_args` | yes | yes | yes | the same |
+| `jax.stages.Compiled._executable._xla_in_layouts` | yes | not needed | not needed | JAX 0.11 |
 | `jax._src.config.remat3` | yes | yes | yes | its primitives in `jax.extend` |
 | `jax._src.compiler.compile_or_get_cached` | yes | yes | yes | a public event with the program that is compiled |
 | `jax._src.compilation_cache.is_cache_used` | yes | yes | yes | a public way to compile once without the cache |
@@ -598,6 +599,28 @@ def kept_arguments(lowered: Any, num_leaves: int) -> list[int] | None:
     except (AttributeError, KeyError, TypeError):
         return None
     return [at for at in kept if at >= 0]
+
+
+def called(compiled: Any, *args: Any) -> Any:
+    """Call a compiled program, with arrays of less than a byte that were put on a device, too.
+
+    JAX 0.10 writes the bits of an element into the layout of the program's argument and not into the array's, compares
+    the two, and refuses an int4 array by jax.device_put, on a mesh or from a checkpoint.
+
+    Args:
+        compiled: a `jax.stages.Compiled`.
+        args: its arguments.
+    """
+    executable = compiled._executable
+    layouts = getattr(executable, "_xla_in_layouts", None) or []
+    compared = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
+    if compared == layouts:
+        return compiled(*args)
+    executable._xla_in_layouts = compared  # None is compared with nothing
+    try:
+        return compiled(*args)
+    finally:
+        executable._xla_in_layouts = layouts
 
 
 @contextlib.contextmanager

@@ -42,8 +42,6 @@ class StateFormat:
     """Codes of float32 numbers in [-1, 1]; or, where the second argument says that none is negative, in [0, 1]."""
     decode: Callable[[Array, bool], Array]
     """Float32 numbers of codes."""
-    per_byte: int = 1
-    """How many codes a byte holds."""
 
 
 def _powers(levels: int) -> list[float]:
@@ -134,12 +132,15 @@ def _decode_fp8(codes: Array, is_positive: bool) -> Array:
 
 def _encode_4bit(x: Array, is_positive: bool) -> Array:
     if is_positive:  # sixteenths without 0
-        return jnp.clip(jnp.round(16 * x) - 1, 0, 15).astype(jnp.uint8)
-    return _encode_dynamic(x, is_positive, levels=3)
+        codes = jnp.clip(jnp.round(16 * x) - 1, 0, 15).astype(jnp.int32)
+    else:
+        codes = _encode_dynamic(x, is_positive, levels=3).astype(jnp.int32)
+    return (codes - 8).astype(jnp.int4)  # unsigned numbers of 4 bits cannot be stored in checkpoints
 
 
 def _decode_4bit(codes: Array, is_positive: bool) -> Array:
-    return (codes.astype(jnp.float32) + 1) / 16 if is_positive else _decode_dynamic(codes, is_positive, levels=3)
+    found = codes.astype(jnp.int32) + 8
+    return (found + 1).astype(jnp.float32) / 16 if is_positive else _decode_dynamic(found, is_positive, levels=3)
 
 
 FORMATS = {
@@ -148,7 +149,7 @@ FORMATS = {
         StateFormat(name="8bit", block=256, codes=jnp.uint8, encode=_encode_dynamic, decode=_decode_dynamic),
         StateFormat(name="companded", block=128, codes=jnp.uint8, encode=_encode_companded, decode=_decode_companded),
         StateFormat(name="fp8", block=256, codes=jnp.float8_e4m3fn, encode=_encode_fp8, decode=_decode_fp8),
-        StateFormat(name="4bit", block=128, codes=jnp.uint8, encode=_encode_4bit, decode=_decode_4bit, per_byte=2),
+        StateFormat(name="4bit", block=128, codes=jnp.int4, encode=_encode_4bit, decode=_decode_4bit),
     )
 }
 """By name; ``bfloat16`` is a dtype, and needs no scales."""

@@ -1,8 +1,9 @@
 """The node that stands where an array of an optimizer's state stood: codes, and scales of blocks of neighbours.
 
 Blocks run along the last axis, or, where that is shorter than a block, along as many of the last axes as make one: the
-*row*. Codes of a byte have the array's shape, so that they are sharded like it; of smaller ones a row is packed. Scales
-have one number for each block of a row. So what slices or divides the axes before the row does the same to all of it.
+*row*. Codes have the array's shape, so that they are sharded like it; those of 4 bits are int4, of which devices have
+two in a byte. Scales have one number for each block of a row. So what slices or divides the axes before the row does
+the same to all of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class PackedArray:
     """
 
     codes: Any
-    """In the shape of the array; of codes of 4 bits the row is packed, in bytes."""
+    """In the shape of the array."""
     scales: Any
     """Float32, [..., blocks of a row]: of each block the number farthest from 0; None of numbers in bfloat16."""
     format: str
@@ -72,8 +73,6 @@ class PackedArray:
         scales = scales_of(x, format) if scales is None else scales
         spread = _spread(jnp.where(scales == 0, 1, scales), form.block, row)
         codes = form.encode(x.astype(jnp.float32) / spread, is_positive)
-        if form.per_byte == 2:
-            codes = _pairs(codes.reshape(*_before(x.shape, row), -1))
         return cls(codes, scales, format, row, is_positive, x.dtype.name)
 
     @classmethod
@@ -89,17 +88,16 @@ class PackedArray:
     @property
     def shape(self) -> tuple[int, ...]:
         """That of the array."""
-        is_packed = self.row and FORMATS[self.format].per_byte > 1
-        return (*self.codes.shape[:-1], *self.row) if is_packed else self.codes.shape
+        return self.codes.shape
 
     def dense(self) -> Float[Array, "*axes n"]:
         """Return the array."""
         if self.scales is None:
             return self.codes.astype(self.dtype)
-        form, codes = FORMATS[self.format], self.codes
-        if form.per_byte == 2:
-            codes = _unpaired(codes, math.prod(self.row)).reshape(self.shape)
-        return (form.decode(codes, self.is_positive) * _spread(self.scales, form.block, self.row)).astype(self.dtype)
+        form = FORMATS[self.format]
+        return (form.decode(self.codes, self.is_positive) * _spread(self.scales, form.block, self.row)).astype(
+            self.dtype
+        )
 
 
 def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
@@ -176,17 +174,3 @@ def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     before = scales.shape[:-1]
     wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*before, -1)
     return wide[..., : math.prod(row)].reshape(*before, *row)
-
-
-def _pairs(codes: Array) -> Array:
-    """Store two codes of 4 bits in a byte: of the first half of a row the lower bits, of the second the upper."""
-    half = -(-codes.shape[-1] // 2)
-    high = codes[..., half:]
-    if codes.shape[-1] % 2:
-        high = jnp.pad(high, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
-    return codes[..., :half] | (high << 4)
-
-
-def _unpaired(packed: Array, size: int) -> Array:
-    """Return the codes that `_pairs` stored, `size` of them in a row."""
-    return jnp.concatenate([packed & 15, (packed >> 4)[..., : size // 2]], axis=-1)

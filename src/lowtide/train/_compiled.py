@@ -24,6 +24,7 @@ from ..core import (
     numbers,
     parse_bytes,
 )
+from ..core._compat import called
 from ..distributed import Processes, ShardingRules, abstract
 from ..memory import (
     MemoryReport,
@@ -151,7 +152,7 @@ class CompiledStep:
         compiled = self.compile(on_device)
         self._refuse_large(compiled, batch)
         with undisturbed():
-            trainable, opt_state, mutable, step, metrics = compiled(*self._arguments(on_device))
+            trainable, opt_state, mutable, step, metrics = called(compiled, *self._arguments(on_device))
             self._live.set(TrainState(step, trainable, opt_state, mutable))
             sent(metrics)
         return self._processes.in_turn(metrics)
