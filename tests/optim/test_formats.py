@@ -13,13 +13,13 @@ from lowtide.optim import PackedArray
 from lowtide.optim._formats import FORMATS
 
 
-def dynamic_map(is_positive: bool, levels: int = 7) -> np.ndarray:
+def dynamic_map(is_positive: bool) -> np.ndarray:
     """The map of Dettmers et al.: level i of 7 in even steps between a tenth of its power of ten and the whole."""
     numbers = [0.0, 1.0]
-    for level in range(levels):
+    for level in range(7):
         count = 2**level * (2 if is_positive else 1)
         edges = np.linspace(0.1, 1, count + 1)
-        middles = 10.0 ** (level - levels + 1) * (edges[:-1] + edges[1:]) / 2
+        middles = 10.0 ** (level - 6) * (edges[:-1] + edges[1:]) / 2
         numbers += [*middles, *([] if is_positive else -middles)]
     return np.sort(np.array(numbers))
 
@@ -29,13 +29,9 @@ TABLES = {
     ("8bit", True): dynamic_map(True),
     ("companded", False): (lambda y: y / (2 - np.abs(y)))(np.arange(-127, 128) / 127),
     ("companded", True): (np.arange(256) / 255) ** 2,
-    ("4bit", False): dynamic_map(False, levels=3),
-    ("4bit", True): np.arange(1, 17) / 16,
+    ("4bit", False): (lambda y: y / (3 - 2 * np.abs(y)))(np.arange(-7, 8) / 7),
+    ("4bit", True): (np.arange(1, 17) / 16) ** 2,
 }
-
-
-def least_code(name: str) -> int:
-    return -8 if FORMATS[name].codes == jnp.int4 else 0
 
 
 def over_decades(seed: int, shape: tuple[int, ...], is_positive: bool) -> np.ndarray:
@@ -47,18 +43,18 @@ def over_decades(seed: int, shape: tuple[int, ...], is_positive: bool) -> np.nda
 @pytest.mark.parametrize(("name", "is_positive"), TABLES)
 def test_every_code_has_the_number_of_the_definition_and_back(name: str, is_positive: bool) -> None:
     table, form = TABLES[name, is_positive], FORMATS[name]
-    codes = (jnp.arange(len(table)) + least_code(name)).astype(form.codes)
+    codes = (jnp.arange(len(table)) - (len(table) // 2 if name == "4bit" else 0)).astype(form.codes)
     got = np.asarray(form.decode(codes, is_positive))
     np.testing.assert_allclose(got, table, rtol=5e-7, atol=1e-12)
     assert np.array_equal(np.asarray(form.encode(jnp.asarray(got), is_positive)), np.asarray(codes))
 
 
-@pytest.mark.parametrize(("name", "is_positive"), [key for key in TABLES if key[0] != "companded"])
+@pytest.mark.parametrize(("name", "is_positive"), [key for key in TABLES if key[0] == "8bit"])
 def test_a_number_gets_the_nearest_code(name: str, is_positive: bool) -> None:
     table, form = TABLES[name, is_positive], FORMATS[name]
     x = over_decades(0, (50_000,), is_positive)
     x = x[x >= table[1]] if is_positive and table[0] == 0 else x  # below none is 0: see the next test
-    got = table[np.asarray(form.encode(jnp.asarray(x), is_positive)).astype(int) - least_code(name)]
+    got = table[np.asarray(form.encode(jnp.asarray(x), is_positive)).astype(int)]
     nearest = table[np.abs(x[:, None] - table).argmin(axis=1)]
     # At a tie in float32 either neighbour is the nearest.
     np.testing.assert_allclose(np.abs(x - got), np.abs(x - nearest), rtol=1e-4, atol=1e-9)
@@ -73,30 +69,27 @@ def test_no_second_moment_becomes_0(name: str) -> None:
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize(("name", "is_positive"), [("8bit", False), ("8bit", True), ("4bit", False)])
+@pytest.mark.parametrize(("name", "is_positive"), [("8bit", False), ("8bit", True)])
 def test_the_dynamic_map_is_that_of_bitsandbytes(name: str, is_positive: bool) -> None:
     torch = pytest.importorskip("torch")
     functional = pytest.importorskip("bitsandbytes.functional")
     table = functional.create_dynamic_map(signed=not is_positive)
-    if name == "4bit":  # as torchao makes it
-        padded = functional.create_dynamic_map(signed=True, max_exponent_bits=3, total_bits=4)
-        table = torch.unique(padded)  # it fills up to 256 with zeros
     form = FORMATS[name]
-    got = np.asarray(form.decode((jnp.arange(len(table)) + least_code(name)).astype(form.codes), is_positive))
+    got = np.asarray(form.decode(jnp.arange(len(table), dtype=jnp.uint8), is_positive))
     np.testing.assert_allclose(got, table.numpy(), rtol=2e-6, atol=1e-12)
     x = over_decades(1, (64, 256), is_positive)
     x /= np.abs(x).max(axis=1, keepdims=True)
     # Its kernel for CPUs with AVX-512 is not exact; the nearest of its table is what it stands for.
     theirs = torch.bucketize(torch.tensor(x), (table[1:] + table[:-1]) / 2).numpy()
     theirs = np.maximum(theirs, x > 0) if is_positive else theirs  # of which none is 0 here
-    ours = np.asarray(form.encode(jnp.asarray(x), is_positive)).astype(int) - least_code(name)
+    ours = np.asarray(form.encode(jnp.asarray(x), is_positive)).astype(int)
     assert (ours != theirs).mean() < 1e-3  # ties in float32
     assert np.abs(ours - theirs).max() <= 1
 
 
-LARGEST_ERROR = {"8bit": 0.00704, "companded": 0.0079, "fp8": 0.036, "4bit": 0.1126}
+LARGEST_ERROR = {"8bit": 0.00704, "companded": 0.0079, "fp8": 0.036, "4bit": 0.1876}
 """Of a number, as a part of its block's largest: half of the widest distance between two codes, or the least code."""
-LARGEST_POSITIVE = {"8bit": 0.00353, "companded": 0.00393, "fp8": 0.07, "4bit": 0.0626}
+LARGEST_POSITIVE = {"8bit": 0.00353, "companded": 0.00393, "fp8": 0.07, "4bit": 0.0617}
 
 
 @pytest.mark.parametrize("is_positive", [False, True])

@@ -6,12 +6,15 @@ TPU, and a search through a table of 256 would be a loop.
 
 Of the dynamic map, level i of 7 has 2 ** i numbers (twice as many without negative ones) at even distances between a
 tenth of ``10 ** (i - 6)`` and the whole; 0 and 1 are beside them. So of a code's distance from that of 0 the highest
-bit is the level, and what is left the place in it. That of 4 bits has 3 levels.
+bit is the level, and what is left the place in it.
+
+In 4 bits there are too few codes for that: with three levels of it, and second moments in sixteenths, as torchao has
+them, convolutions ended 3.0 % above the held-out loss of float32, companded 0.5 % (benchmarks/LOG.md).
 
 Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
 its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32, which a TPU's lanes of
 128 do not hold apart without copies); Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv:2309.01507),
-for second moments in 4 bits, of which none is 0.
+for second moments in 4 bits, of which none is 0 (in sixteenths there, of roots here).
 """
 
 from __future__ import annotations
@@ -44,38 +47,38 @@ class StateFormat:
     """Float32 numbers of codes."""
 
 
-def _powers(levels: int) -> list[float]:
-    return [10.0 ** (level - levels + 1) for level in range(levels)]
+_LEVELS = 7
+_POWERS = [10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS)]
 
 
-def _encode_dynamic(x: Array, is_positive: bool, levels: int = 7) -> Array:
+def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     most, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
-    first, last = _middles(levels, size)
+    first, last = _middles(size)
     # Between two levels, as between all numbers, the nearer one: from halfway between the neighbours at the border.
     level = _number_below(most, [(above + below) / 2 for above, below in zip(first[1:], last[:-1], strict=True)])
     count = jnp.left_shift(size, level)
-    tenths = most * _by_level(level, [1 / power for power in _powers(levels)])
+    tenths = most * _by_level(level, [1 / power for power in _POWERS])
     place = jnp.floor((tenths - 0.1) / 0.9 * count.astype(jnp.float32)).astype(jnp.int32)
     distance = count + jnp.clip(place, 0, count - 1) - (size - 1)
     distance = jnp.where(most < first[0] / 2, _least(most) if is_positive else 0, distance)
-    largest = (size << levels) - (size - 1)
+    largest = (size << _LEVELS) - (size - 1)
     distance = jnp.where(most >= (1 + last[-1]) / 2, largest, distance)
     if not is_positive:
-        middle = (1 << levels) - 1  # the largest has a sign of its own
+        middle = (1 << _LEVELS) - 1  # the largest has a sign of its own
         distance = middle + jnp.where(x < 0, -jnp.minimum(distance, middle), distance)
     return distance.astype(jnp.uint8)
 
 
-def _decode_dynamic(codes: Array, is_positive: bool, levels: int = 7) -> Array:
+def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
     size = 2 if is_positive else 1
-    signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << levels) - 1)
-    distance, largest = jnp.abs(signed), (size << levels) - (size - 1)
+    signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << _LEVELS) - 1)
+    distance, largest = jnp.abs(signed), (size << _LEVELS) - (size - 1)
     place = jnp.maximum(distance + 1 if is_positive else distance, 1)  # with its level as the highest bit
     bits = 31 - jax.lax.clz(place)
     count = jnp.left_shift(1, bits)
     level = bits - 1 if is_positive else bits
     tenths = 0.1 + 0.9 * ((place - count).astype(jnp.float32) + 0.5) / count.astype(jnp.float32)
-    found = tenths * _by_level(level, _powers(levels))
+    found = tenths * _by_level(level, _POWERS)
     found = jnp.where(distance == 0, 0.0, jnp.where(distance >= largest, 1.0, found))
     return jnp.where(signed < 0, -found, found)
 
@@ -85,9 +88,9 @@ def _least(x: Array) -> Array:
     return (x > 0).astype(jnp.int32)
 
 
-def _middles(levels: int, size: int) -> tuple[list[float], list[float]]:
+def _middles(size: int) -> tuple[list[float], list[float]]:
     """Return the first and the last number of each level."""
-    powers = _powers(levels)
+    powers = _POWERS
     first = [power * (0.1 + 0.45 / (size << level)) for level, power in enumerate(powers)]
     return first, [power * (1 - 0.45 / (size << level)) for level, power in enumerate(powers)]
 
@@ -109,14 +112,23 @@ def _by_level(level: Array, values: list[float]) -> Array:
 def _encode_companded(x: Array, is_positive: bool) -> Array:
     if is_positive:
         return jnp.maximum(jnp.round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _least(x)).astype(jnp.uint8)
-    return (jnp.round(127 * 2 * x / (1 + jnp.abs(x))).astype(jnp.int32) + 127).astype(jnp.uint8)
+    return (jnp.round(127 * _companded(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
 
 
 def _decode_companded(codes: Array, is_positive: bool) -> Array:
     if is_positive:
         return jnp.square(codes.astype(jnp.float32) / 255)
-    y = (codes.astype(jnp.float32) - 127) / 127
-    return y / (2 - jnp.abs(y))
+    return _expanded((codes.astype(jnp.float32) - 127) / 127, 1)
+
+
+def _companded(x: Array, by: int) -> Array:
+    """Spread numbers near 0, where most are: the slope is ``1 + by`` there."""
+    return (1 + by) * x / (1 + by * jnp.abs(x))
+
+
+def _expanded(y: Array, by: int) -> Array:
+    """Return the numbers that `_companded` has spread."""
+    return y / (1 + by - by * jnp.abs(y))
 
 
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
@@ -131,16 +143,16 @@ def _decode_fp8(codes: Array, is_positive: bool) -> Array:
 
 
 def _encode_4bit(x: Array, is_positive: bool) -> Array:
-    if is_positive:  # sixteenths without 0
-        codes = jnp.clip(jnp.round(16 * x) - 1, 0, 15).astype(jnp.int32)
+    if is_positive:  # sixteenths of roots, without 0
+        codes = jnp.clip(jnp.round(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
     else:
-        codes = _encode_dynamic(x, is_positive, levels=3).astype(jnp.int32)
-    return (codes - 8).astype(jnp.int4)  # unsigned numbers of 4 bits cannot be stored in checkpoints
+        codes = jnp.round(7 * _companded(x, 2))
+    return codes.astype(jnp.int32).astype(jnp.int4)  # unsigned numbers of 4 bits cannot be stored in checkpoints
 
 
 def _decode_4bit(codes: Array, is_positive: bool) -> Array:
-    found = codes.astype(jnp.int32) + 8
-    return (found + 1).astype(jnp.float32) / 16 if is_positive else _decode_dynamic(found, is_positive, levels=3)
+    found = codes.astype(jnp.int32).astype(jnp.float32)
+    return jnp.square((found + 9) / 16) if is_positive else _expanded(found / 7, 2)
 
 
 FORMATS = {
