@@ -108,6 +108,26 @@ def test_what_is_stored_is_near_in_every_block(name: str, is_positive: bool, sha
 
 
 @pytest.mark.parametrize("is_positive", [False, True])
+@pytest.mark.parametrize("name", ["8bit", "companded"])
+def test_arrays_come_back_as_flashoptim_asks_of_them(name: str, is_positive: bool) -> None:
+    """Shapes, scales and bounds are those of its own test of a round trip; the squared errors are its paper's."""
+    kinds = {"random": (1.0, 1.0), "small": (0.01, 0.01), "mixed": (0.1, 2.0)}
+    for shape in ((1, 5), (1, 12), (1, 16), (1, 17), (1, 32), (17, 32), (1024, 16)):
+        for kind, (first, last) in kinds.items():
+            rng = np.random.default_rng([*shape, len(kind)])
+            x = rng.random(shape) if kind == "small" else rng.normal(size=shape)
+            half = max(1, shape[0] // 2)
+            x[:half] *= first
+            x[half:] *= last
+            x = (np.abs(x) if is_positive else x).astype(np.float32)
+            got = np.asarray(PackedArray.of(jnp.asarray(x), name, is_positive=is_positive).dense())
+            case = f"{shape} {kind}"
+            assert (x * got).sum() / np.sqrt((x**2).sum() * (got**2).sum()) > 0.9999, case
+            assert np.abs(x - got).mean() <= 1.6 * np.abs(x).max() / 255, case
+            assert ((x - got) ** 2).sum() / (x**2).sum() <= (1e-4 if is_positive else 5e-4), case
+
+
+@pytest.mark.parametrize("is_positive", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_stored_again_does_not_change(name: str, is_positive: bool) -> None:
     x = over_decades(3, (16, 300), is_positive)
