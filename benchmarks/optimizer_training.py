@@ -249,9 +249,11 @@ class Row:
     most_apart: float
     """Of the seed that is farthest from its own in float32."""
     seconds: float
+    commit: str
+    """With which it was trained: rows of other parts and formats are kept."""
 
 
-def rows_of(part: str, forms: list[str], num_seeds: int, console: Console) -> Iterator[Row]:
+def rows_of(part: str, forms: list[str], num_seeds: int, commit: str, console: Console) -> Iterator[Row]:
     """Train one part in every format."""
     plain: list[float] = []
     for form in forms:
@@ -263,7 +265,7 @@ def rows_of(part: str, forms: list[str], num_seeds: int, console: Console) -> It
             plain = losses
         ratio = [ours / theirs - 1 for ours, theirs in zip(losses, plain, strict=True)]
         mean = statistics.fmean(losses) / statistics.fmean(plain) - 1
-        made = Row(part, form, losses, mean, max(ratio, key=abs), time.perf_counter() - begin)
+        made = Row(part, form, losses, mean, max(ratio, key=abs), time.perf_counter() - begin, commit)
         console.print(f"{part:13} {form:10} {statistics.fmean(losses):.4f}  {mean:+.2%}  {made.seconds:.0f} s")
         yield made
 
@@ -280,13 +282,15 @@ def main() -> None:
     forms = ["float32", *(form for form in FORMATS[1:] if form in (options.format or FORMATS))]
     parts = options.part or list(PARTS)
     kept = json.loads(options.json.read_text())["rows"] if options.json.is_file() else []
-    rows = [Row(**row) for row in kept if row["part"] not in parts]
+    rows = [Row(**row) for row in kept if row["part"] not in parts or row["format"] not in forms]
     command = " ".join(["python benchmarks/optimizer_training.py", *(f"--part {part}" for part in options.part or ())])
     for part in parts:  # written after each: what is cut short loses the part that it is in
-        rows += rows_of(part, forms, options.seeds, console)
+        rows += rows_of(part, forms, options.seeds, header(command)["commit"], console)
+        rows.sort(key=lambda row: (list(PARTS).index(row.part), FORMATS.index(row.format)))
         content = {"label": "measured", "cores": os.cpu_count(), "rows": [dataclasses.asdict(row) for row in rows]}
         write(options.json, {**header(command), **content})
     table = Table(title="held-out loss, mean of seeds, and what it is apart from float32 state")
+    forms = [form for form in FORMATS if any(row.format == form for row in rows)]
     for column in ("part", *forms):
         table.add_column(column, justify="left" if column == "part" else "right")
     for part in dict.fromkeys(row.part for row in rows):

@@ -100,9 +100,9 @@ def low_precision(
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
-            (e4m3, blocks of 256), ``4bit`` (blocks of 128; second moments without 0) or ``bfloat16`` (rounded at
-            random); or a mapping of regular expressions on paths to these, which takes the place of `match`, and of
-            which the first that matches holds; or None, for `weights` alone.
+            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 128; second moments without 0) or ``bfloat16``
+            (rounded at random); or a mapping of regular expressions on paths to these, which takes the place of `match`,
+            and of which the first that matches holds; or None, for `weights` alone.
         weights: for parameters in bfloat16, which by themselves lose updates below a 256th of them: ``split`` keeps
             what a weight lacks of the number that it stands for in 8 bits, in the place of a float32 copy; ``kahan`` in
             bfloat16; ``stochastic`` keeps nothing, and rounds weights at random. The transformation then sees
@@ -136,8 +136,7 @@ def low_precision(
         of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.03
         bytes a parameter with the weight, and 7.03 with its gradient in bfloat16.
         The update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a
-        mesh with `shardings` alone. With ``4bit`` XLA keeps
-        other arrays beside it, of up to about 3 bytes a parameter (compiled, v5e and H100), and moves more.
+        mesh with `shardings` alone.
 
     Examples:
         >>> tx = low_precision(optax.adam(1e-3))
