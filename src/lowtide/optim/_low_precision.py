@@ -100,9 +100,9 @@ def low_precision(
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
-            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 128; second moments without 0) or ``bfloat16``
-            (rounded at random); or a mapping of regular expressions on paths to these, which takes the place of `match`,
-            and of which the first that matches holds; or None, for `weights` alone.
+            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 128; no second moment is 0) or ``bfloat16``
+            (rounded at random); or a mapping of regular expressions on paths to these, which takes the place of
+            `match`, and of which the first that matches holds; or None, for `weights` alone.
         weights: for parameters in bfloat16, which by themselves lose updates below a 256th of them: ``split`` keeps
             what a weight lacks of the number that it stands for in 8 bits, in the place of a float32 copy; ``kahan`` in
             bfloat16; ``stochastic`` keeps nothing, and rounds weights at random. The transformation then sees
