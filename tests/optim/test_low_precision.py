@@ -459,3 +459,9 @@ def test_inside_of_a_shard_map_it_updates_shards() -> None:
 
     got = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P("x")))(params)
     np.testing.assert_allclose(got, update(params), rtol=1e-5)
+
+
+def test_an_optimizer_whose_state_is_on_the_host_already_is_refused() -> None:
+    tx = low_precision(offload.optimizer(optax.adamw(1e-3), match=r".*/(mu|nu)/.*"))
+    with pytest.raises(ConfigError, match=r"keeps its state in host memory(.|\n)*mu(.|\n)*hint: wrap the other way"):
+        tx.init({"w": jnp.ones((64, 128))})

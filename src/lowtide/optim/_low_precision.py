@@ -220,6 +220,12 @@ class _LowPrecision:
                 )
             if form is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
                 return leaf
+            if memory_space(leaf) == jax.memory.Space.Host:
+                raise ConfigError(
+                    "the optimizer keeps its state in host memory, where nothing can be packed",
+                    got=path,
+                    hint='wrap the other way: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
+                )
             if leaf.size < self.least_size:
                 return leaf
             return (
