@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide.core import ConfigError, _compat
+from lowtide.core import ConfigError, _compat, _ptxas
 
 CONFIG = "a description"
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
@@ -51,14 +51,14 @@ def only_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_ptxas_is_found_where_xla_looks(only_below: Path) -> None:
     path = os.environ["PATH"]
-    assert _compat.find_ptxas() is None
+    assert _ptxas.find_ptxas() is None
     (only_below / "site" / "jax_plugins").mkdir(parents=True)
     wheel = executable(only_below / "site" / "nvidia" / "cu13" / "bin" / "ptxas")
-    assert _compat.find_ptxas() == str(wheel)
+    assert _ptxas.find_ptxas() == str(wheel)
     toolkit = executable(only_below / "toolkit" / "bin" / "ptxas")
-    assert _compat.find_ptxas() == str(toolkit)
+    assert _ptxas.find_ptxas() == str(toolkit)
     on_path = executable(only_below / "bin" / "ptxas")
-    assert _compat.find_ptxas() == str(on_path)
+    assert _ptxas.find_ptxas() == str(on_path)
     assert os.environ["PATH"] == path
 
 
@@ -67,7 +67,7 @@ def test_ptxas_that_xla_would_miss_is_put_on_path(only_below: Path) -> None:
     (only_below / "site" / "jax_plugins").mkdir(parents=True)
     wheel = executable(only_below / "user" / "nvidia" / "cuda_nvcc" / "bin" / "ptxas")
     for _ in range(2):
-        assert _compat.find_ptxas() == str(wheel)
+        assert _ptxas.find_ptxas() == str(wheel)
         assert os.environ["PATH"] == f"{path}{os.pathsep}{wheel.parent}"
 
 

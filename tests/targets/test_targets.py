@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from lowtide.core import ConfigError, TargetError, _compat
+from lowtide.core import ConfigError, TargetError, _compat, _ptxas
 from lowtide.memory import Target, target, targets
 from lowtide.targets._catalogue import catalogue, plain
 from lowtide.targets._targets import _gpu_devices
@@ -152,7 +152,7 @@ def test_missing_cuda_plugin_names_the_extra(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.gpu_aot
 def test_missing_ptxas_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpu_devices.cache_clear()
-    monkeypatch.setattr(_compat, "find_ptxas", lambda: None)
+    monkeypatch.setattr(_ptxas, "find_ptxas", lambda: None)
     with pytest.raises(TargetError, match=r'assembler ptxas[\s\S]*hint: pip install "lowtide\[gpu-aot\]", or put'):
         target("h100")
 

@@ -31,8 +31,6 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
-import shutil
 import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -435,35 +433,6 @@ def _splash_tables(
     by_queries, mask_function = info.process_mask(masks.MultiHeadMask([mask]), **told)
     by_keys, _ = info.process_mask_dkv(masks.MultiHeadMask([mask]), **told, shrink_grid=not is_fused)
     return by_queries, by_keys, mask_function
-
-
-def find_ptxas() -> str | None:
-    """NVIDIA's assembler, which XLA starts for every kernel; one that XLA would miss is put on PATH.
-
-    XLA looks in ``--xla_gpu_cuda_data_dir``, on PATH, in ``/usr/local/cuda``, ``/opt/cuda``, and in the wheels beside
-    its plugin. Wheels elsewhere on `sys.path` (a user's folder below a virtual environment) it does not find.
-
-    Returns:
-        Its path, or None when there is none.
-    """
-    folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
-    toolkits = [f"{root}/bin" for root in (*folders, "/usr/local/cuda", "/opt/cuda")]
-    found = shutil.which("ptxas") or shutil.which("ptxas", path=os.pathsep.join(toolkits))
-    if found is not None:
-        return found
-    beside = {os.path.dirname(folder) for folder in _folders_of("jax_plugins")}
-    for root in _folders_of("nvidia"):
-        folder = os.pathsep.join((f"{root}/cu13/bin", f"{root}/cuda_nvcc/bin"))
-        if (found := shutil.which("ptxas", path=folder)) is not None:
-            if os.path.dirname(root) not in beside:
-                os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), os.path.dirname(found)))
-            return found
-    return None
-
-
-def _folders_of(package: str) -> list[str]:
-    spec = importlib.util.find_spec(package)
-    return list(spec.submodule_search_locations or []) if spec else []
 
 
 @functools.cache

@@ -306,7 +306,8 @@ def _tpu_devices(name: str, chip_config_name: str | None) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _gpu_devices(name: str, chip_name: str, num_gpus: int, hbm_bytes: int) -> tuple[Any, ...]:
-    from ..core._compat import find_ptxas, gpu_topology_devices
+    from ..core._compat import gpu_topology_devices
+    from ..core._ptxas import find_ptxas
 
     chip = catalogue().chips[chip_name]
     missing = TargetError(
