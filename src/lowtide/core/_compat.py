@@ -580,8 +580,8 @@ def called(compiled: Any, *args: Any) -> Any:
         compiled: a `jax.stages.Compiled`.
         args: its arguments.
     """
-    executable = getattr(compiled, "_executable", None)
-    layouts = getattr(executable, "_xla_in_layouts", None) or []
+    executable: Any = getattr(compiled, "_executable", None)
+    layouts: list[Any] = getattr(executable, "_xla_in_layouts", None) or []
     compared = [None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts]
     if compared == layouts:
         return compiled(*args)
