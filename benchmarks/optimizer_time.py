@@ -22,6 +22,7 @@ from _decoders import compare, compiled, host_peak_bytes, keep, memory_may_run_o
 from _gpu import main, peak_bytes, timed
 
 import lowtide as lt
+from lowtide.core._compat import called
 
 Tree = Any
 PART = "optimizer"
@@ -76,7 +77,7 @@ def measure(row: dict[str, Any], name: str, shape: tuple[int, ...], rehearsal: b
     del state, params
 
     def step() -> Any:
-        held[:] = program(*held, grads)
+        held[:] = called(program, *held, grads)  # JAX 0.10 refuses int4 arrays that are on a device
         return held[0]
 
     for _ in range(3):
