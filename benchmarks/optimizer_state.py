@@ -10,7 +10,8 @@ a parameter's; the traffic is what the compiler's program reads and writes, at l
 `steps`: whole training steps of a stack of 32 layers (1.07 B parameters, 16 tokens), everything on the device: a plain
 one, whose gradients are all there before the update, and `lowtide.offload.layerwise_step`.
 
-`8b`: full-parameter AdamW of Llama 3 8B's shapes on one v5e, 4,096 tokens, layers, state and activations on its host.
+`8b`: full-parameter AdamW of Llama 3 8B's shapes on one v5e, 4,096 tokens, layers, state and activations on its host;
+libtpu gives arguments low tiles there (`lowtide.core.choose_low_tiles`), as `lowtide finetune --full` tells it.
 
 `cpu`: CPU seconds of an update of 1024 x 1024 parameters on this machine, the median of 50; beside those of PyTorch's
 AdamW, and of bitsandbytes' and torchao's in 8 bits where they are installed; and how far parameters are from float32's
@@ -40,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 import lowtide as lt
-from lowtide.core import tree_bytes
+from lowtide.core import choose_low_tiles, tree_bytes
 from lowtide.memory import compile
 from lowtide.optim import low_precision
 
@@ -240,7 +241,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="one file for all, in place of benchmarks/results/")
     options = parser.parse_args()
     console, results = Console(width=140), []
-    for part in options.part or PARTS:
+    parts = options.part or list(PARTS)
+    if "8b" in parts:
+        choose_low_tiles()
+    for part in parts:
         rows = PARTS[part]()
         console.print(table(part, rows))
         about = header(f"python benchmarks/optimizer_state.py --part {part}")

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
     from ..finetune import open_run, read_config
 
-    sharding = _distributed.start(args)
-    is_first = jax.process_index() == 0
-    console = Console(highlight=False, quiet=not is_first)
     if args.resume and args.out is None:
         raise ConfigError("--resume needs --out", hint="name the folder of the run to continue")
     for flag in ("config", "out"):
@@ -81,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{flag} is empty", hint=f"leave --{flag} out, or look whether a variable is unset")
     values = read_config(args.config) if args.config else {}
     values |= _config_flags.given(args)
+    _choose_tiles(Path(args.out) if args.resume else None, values)
+    sharding = _distributed.start(args)
+    is_first = jax.process_index() == 0
+    console = Console(highlight=False, quiet=not is_first)
     if args.out is None and jax.process_count() > 1:
         raise ConfigError("several processes need --out", hint="name one folder that all of them see")
     out = Path(args.out or f"runs/finetune-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -100,6 +101,20 @@ def run(args: argparse.Namespace) -> int:
             console.print(f"\nStopped. Continue with: {_program()} finetune --out {out} --resume", soft_wrap=True)
         raise
     return 0
+
+
+def _choose_tiles(resumed: Path | None, values: Mapping[str, Any]) -> None:
+    """Make a TPU stream what is in 8 or 4 bits on its host: libtpu asks the environment once, as JAX starts."""
+    from ..core import choose_low_tiles
+    from ..finetune import read_config
+
+    saved: dict[str, Any] = {}
+    if resumed is not None:
+        with contextlib.suppress(LowtideError, OSError):  # what is wrong with it is said where it is read for good
+            saved = read_config(resumed / "config.toml")
+    asked = {**saved, **values}
+    if asked.get("full") is True or "parameters" in str(asked.get("offload")):
+        choose_low_tiles()
 
 
 def _finetune(

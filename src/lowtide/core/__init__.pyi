@@ -97,6 +97,9 @@ from ._stack import is_stacked as is_stacked
 from ._stack import num_layers as num_layers
 from ._stack import recomputed as recomputed
 from ._stack import side_of as side_of
+from ._tiles import LOW_TILES as LOW_TILES
+from ._tiles import choose_low_tiles as choose_low_tiles
+from ._tiles import has_tall_tiles as has_tall_tiles
 from ._tiles import is_row_major as is_row_major
 from ._tiles import most_tile_rows as most_tile_rows
 from ._tiles import slice_step as slice_step

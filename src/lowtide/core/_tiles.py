@@ -4,18 +4,22 @@ As XLA lays out arguments, on the device and on the host, compiled for a v5e:
 
 - Narrow numbers share a word along the tile's rows: two bfloat16, four int8, eight int4. They do not make tiles larger.
 - Fewer than five rows take a tile of as many rows as the next power of two, and a word's at least.
-- Of int8 a multiple of 32 rows may have tiles of 32 rows (of int4 64), which pads nothing.
+- Of int8 a multiple of 32 rows has tiles of 32 rows (of int4 64), which pads nothing.
 - An array of one axis has tiles of 1024 numbers.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from ._paths import item_bits
 
 _LANES, _SUBLANES, _WORD_BITS, _LINE = 128, 8, 32, 1024
+_VARIABLE, _TALL_TILES = "LIBTPU_INIT_ARGS", "--xla_tpu_impure_enable_large_2nd_minor_entry_layout"
+LOW_TILES = f"{_VARIABLE}={_TALL_TILES}=false"
+"""What makes libtpu (0.0.51) give every argument tiles of 8 rows, in the environment before JAX starts."""
 
 
 def tile_axes(shape: Sequence[int], dtype: Any) -> tuple[int, int]:
@@ -50,6 +54,35 @@ def most_tile_rows(dtype: Any) -> int:
         dtype: the numbers of an array.
     """
     return _SUBLANES * _in_word(dtype)
+
+
+def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
+    """Whether an argument has tiles of more than 8 rows, where a slice of it on the host would have tiles of 8.
+
+    Of such an array on the host XLA takes no slices there: the whole of it is copied to the device, laid out anew and
+    copied back (libtpu 0.0.51).
+
+    Args:
+        shape: of any number of axes.
+        dtype: its numbers.
+    """
+    return (
+        len(shape) > 1
+        and item_bits(dtype) <= 8
+        and not shape[-2] % most_tile_rows(dtype)
+        and f"{_TALL_TILES}=false" not in os.environ.get(_VARIABLE, "")
+    )
+
+
+def choose_low_tiles() -> None:
+    """Make libtpu give every argument tiles of 8 rows, unless the environment says something about it already.
+
+    It works before JAX has started a TPU. Matrices in 8 bits on the device are then laid out anew where they are
+    multiplied, which takes room (compiled): it is for programs that have theirs on the host.
+    """
+    said = os.environ.get(_VARIABLE, "")
+    if _TALL_TILES not in said:
+        os.environ[_VARIABLE] = f"{said} {_TALL_TILES}=false".strip()
 
 
 def slice_step(ndim: int, axis: int) -> int:

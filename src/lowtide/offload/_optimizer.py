@@ -89,7 +89,8 @@ def optimizer(
 
     Warns:
         PlacementWarning: from ``update``, when selected leaves are larger than a block and cannot be cut (or must not
-            be, on a mesh without `shardings`), or when it is traced for a compile-only device that has no host memory.
+            be, on a mesh without `shardings`), when it is traced for a compile-only device that has no host memory, or
+            for a TPU with leaves of 8 or 4 bits that its compiler would copy as a whole.
 
     Memory:
         Per step and beyond the parameters and gradients: on the host one copy of the selected state, on the device

@@ -6,6 +6,7 @@ the array. Inside a loop that carries the array, XLA writes the slice in place, 
 | platform | needs | where |
 |---|---|---|
 | TPU | row-major slices: of others XLA lays out the whole host array anew (libtpu 0.0.51) | `_moved` |
+| TPU | tiles of 8 rows: of arguments in 8 and 4 bits with others it copies all (libtpu 0.0.51) | `warn_of_tall_tiles` |
 | TPU | reading that waits by data: XLA would copy whole arrays as the program begins | `fetch`, `zero_after` |
 | GPU | zeros that are moved as a whole: a scalar that is broadcast on the host would be computed there | `buffer` |
 | CPU | reading that comes before what overwrites, by data: else each iteration copies the array | `later` |
@@ -15,13 +16,25 @@ A platform that needs another form gets it here, by `jax.lax.platform_dependent`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..core import Tree, is_key, is_row_major, memory_space, slice_step, zero_after
+from ..core import (
+    LOW_TILES,
+    PlacementWarning,
+    Tree,
+    has_tall_tiles,
+    is_key,
+    is_row_major,
+    memory_space,
+    slice_step,
+    traced_device,
+    zero_after,
+)
 from ..core._compat import row_major
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -131,6 +144,34 @@ def later(index: Any, after: Tree) -> Any:
     """
     wait = jax.lax.platform_dependent(after, cpu=zero_after, default=lambda _: jnp.int32(0))
     return index + wait
+
+
+def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Warn of leaves in a TPU's host memory that it does not stream, as the compiler lays them out.
+
+    Args:
+        leaves: paths, and arrays or tracers.
+
+    Warns:
+        PlacementWarning: naming the leaves, and what to set.
+    """
+    if traced_device().platform != "tpu":
+        return
+    found = [
+        f"{path}: {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in leaves
+        if memory_space(leaf) == HOST and has_tall_tiles(leaf.shape, leaf.dtype)
+    ]
+    if found:
+        listed = ", ".join(found[:4]) + (f", … ({len(found) - 4} more)" if len(found) > 4 else "")
+        warnings.warn(
+            f"{listed}: not streamed from a TPU's host, because arguments of 8 and 4 bits get tiles of 32 and 64 rows "
+            "there: the compiler copies all of such an array to the device, again for every slice\n"
+            f"hint: set {LOW_TILES} in the environment before JAX starts, where no large matrices of 8 bits are on the "
+            "device, which take more room then",
+            PlacementWarning,
+            stacklevel=3,
+        )
 
 
 def _to(leaf: Any, space: Any) -> Any:

@@ -40,7 +40,7 @@ from ..core import (
     num_layers,
 )
 from ._place import default_device
-from ._platforms import DEVICE, HOST, entry_shape, put
+from ._platforms import DEVICE, HOST, entry_shape, put, warn_of_tall_tiles
 
 
 def scan(
@@ -71,7 +71,8 @@ def scan(
         ConfigError: for an unknown `inputs`.
 
     Warns:
-        PlacementWarning: when it is traced for a compile-only device that has no host memory.
+        PlacementWarning: when it is traced for a compile-only device that has no host memory, or for a TPU with leaves
+            of 8 or 4 bits that its compiler would copy as a whole, unless libtpu was told otherwise before it started.
 
     Memory:
         On the device two slices of `xs` (one without `prefetch`), one layer's residuals and gradient; num_layers
@@ -119,6 +120,7 @@ def scan(
 def _check_on_host(xs: Tree) -> None:
     leaves = leaves_with_paths(xs)
     if any(memory_space(leaf) == HOST for _, leaf in leaves):
+        warn_of_tall_tiles(leaves)
         return
     if not default_device().addressable_memories():
         warnings.warn(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from ..core import PlacementWarning, StructureError, Tree, is_row_major, leaf_bytes, leaves_with_paths, memory_space
 from ._folds import folded, identity
-from ._platforms import DEVICE, HOST, cut_block, later, put
+from ._platforms import DEVICE, HOST, cut_block, later, put, warn_of_tall_tiles
 from ._platforms import read as read_entry
 from ._platforms import write as write_entry
 from ._separable import Group, Program, separate, trace
@@ -210,6 +210,7 @@ def stream(
     fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in placed.values()))
     made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
     program = made.program
+    warn_of_tall_tiles((names[at], _array(leaves[at])) for at in made.on_host)
     _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
     values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
 

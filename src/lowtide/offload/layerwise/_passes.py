@@ -38,7 +38,7 @@ from ...core import (
     recomputed,
 )
 from ...jaxprs import make_jaxpr
-from .._platforms import DEVICE, buffer, entry_shape, fetch, later, read, write
+from .._platforms import DEVICE, buffer, entry_shape, fetch, later, read, warn_of_tall_tiles, write
 from ._contract import check_running
 
 Carry = Any
@@ -90,6 +90,7 @@ class StackPasses:
         Returns:
             What entered each block, the boundary that leaves the last one, leading axis [M], and the stacked leaves.
         """
+        warn_of_tall_tiles(leaves_with_paths(self.frozen_layers))
         whole = fetch(combine(outer, self.frozen_outer), after)
         h = jax.eval_shape(self.stack.first, whole, self.batch(0))
         inputs = buffer(h, ((self.num_layers + 1) * self.num_microbatches,), self.inputs_space)
