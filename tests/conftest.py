@@ -109,6 +109,12 @@ MANY_MAPS = 20_000
 """Memory maps of a process; Linux gives it 65,530, and XLA's CPU compiler ends the process at the limit."""
 
 
+@pytest.fixture(autouse=True)
+def own_libtpu_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take back what a command has told libtpu: one that another test loads does as it is."""
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", os.environ.get("LIBTPU_INIT_ARGS", ""))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_memory_maps() -> Iterator[None]:
     """Drop compiled programs when there are many: each has up to dozens of memory maps."""

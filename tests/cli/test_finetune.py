@@ -18,7 +18,8 @@ import lowtide as lt
 from lowtide import lora, models
 from lowtide.cli import main
 from lowtide.cli._config_flags import _words, given, register
-from lowtide.cli._finetune import _shortages
+from lowtide.cli._finetune import _choose_tiles, _shortages
+from lowtide.core import LOW_TILES
 from lowtide.finetune import FinetuneConfig, config_from_dict, flag_of, read_config
 from lowtide.finetune import _finetune as finetune_job
 from lowtide.memory import MemoryReport, SpaceBytes
@@ -189,6 +190,25 @@ def test_a_host_that_is_too_small_is_named():
     assert said.endswith("or --offload parameters,activations")
     (said,) = _shortages(FinetuneConfig(), small, ("activations",))  # of a pipeline
     assert said.endswith("or --offload activations")
+
+
+@pytest.mark.parametrize(
+    ("values", "saved", "is_told"),
+    [
+        ({"full": True}, None, True),
+        ({"offload": ("optimizer", "parameters")}, None, True),
+        ({"offload": ["optimizer"]}, None, False),
+        ({"full": False, "offload": 3}, None, False),
+        ({}, "full = true\n", True),
+        ({}, "full = \n", False),
+    ],
+)
+def test_what_is_on_a_tpus_host_in_few_bits_is_streamed(values, saved, is_told, tmp_path, monkeypatch):
+    monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    if saved is not None:
+        (tmp_path / "config.toml").write_text(saved)
+    _choose_tiles(None if saved is None else tmp_path, values)
+    assert (os.environ.get("LIBTPU_INIT_ARGS") == LOW_TILES.split("=", 1)[1]) == is_told
 
 
 def test_contradicting_flags_are_named(finetune):

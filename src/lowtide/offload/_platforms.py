@@ -146,6 +146,12 @@ def later(index: Any, after: Tree) -> Any:
     return index + wait
 
 
+def is_tall(leaf: Any) -> bool:
+    """Whether a leaf is in a TPU's host memory, in tiles that its compiler takes no slices of."""
+    is_tpu = traced_device().platform == "tpu"
+    return is_tpu and memory_space(leaf) == HOST and has_tall_tiles(leaf.shape, leaf.dtype)
+
+
 def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
     """Warn of leaves in a TPU's host memory that it does not stream, as the compiler lays them out.
 
@@ -155,18 +161,12 @@ def warn_of_tall_tiles(leaves: Iterable[tuple[str, Any]]) -> None:
     Warns:
         PlacementWarning: naming the leaves, and what to set.
     """
-    if traced_device().platform != "tpu":
-        return
-    found = [
-        f"{path}: {leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-        if memory_space(leaf) == HOST and has_tall_tiles(leaf.shape, leaf.dtype)
-    ]
+    found = [f"{path}: {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves if is_tall(leaf)]
     if found:
         listed = ", ".join(found[:4]) + (f", … ({len(found) - 4} more)" if len(found) > 4 else "")
         warnings.warn(
-            f"{listed}: not streamed from a TPU's host, because arguments of 8 and 4 bits get tiles of 32 and 64 rows "
-            "there: the compiler copies all of such an array to the device, again for every slice\n"
+            f"{listed}: not streamed from a TPU's host, because arguments of 8 and 4 bits get tiles of 32 and 64 rows, "
+            "of which the compiler takes no slices there: all of such an array is on the device\n"
             f"hint: set {LOW_TILES} in the environment before JAX starts, where no large matrices of 8 bits are on the "
             "device, which take more room then",
             PlacementWarning,

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from ..core import PlacementWarning, StructureError, Tree, is_row_major, leaf_bytes, leaves_with_paths, memory_space
 from ._folds import folded, identity
-from ._platforms import DEVICE, HOST, cut_block, later, put, warn_of_tall_tiles
+from ._platforms import DEVICE, HOST, cut_block, is_tall, later, put, warn_of_tall_tiles
 from ._platforms import read as read_entry
 from ._platforms import write as write_entry
 from ._separable import Group, Program, separate, trace
@@ -212,7 +212,9 @@ def stream(
     program = made.program
     warn_of_tall_tiles((names[at], _array(leaves[at])) for at in made.on_host)
     _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
-    values = {at: leaf if at in made.on_host else _whole(leaf) for at, leaf in enumerate(leaves)}
+    # Of what is in tall tiles XLA would copy all for each block, or libtpu 0.0.51 ends the process: it is moved once.
+    stays = {at for at in made.on_host if isinstance(leaves[at], Entry) or not is_tall(leaves[at])}
+    values = {at: leaf if at in stays else _whole(leaf) for at, leaf in enumerate(leaves)}
 
     def compute(wanted: Collection[int]) -> None:
         values.update({at: program.constants[at] for at in program.constants.keys() & wanted})
