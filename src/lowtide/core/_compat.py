@@ -19,6 +19,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax.interpreters.ad.defbilinear`, `.batching` | yes | yes | yes | a public way to say how a product is transposed |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 | splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
+| `jax.experimental.pallas`, its `triton` | yes | yes | lowered | a stable home for kernels |
 | `module_context.axis_context` of a lowering | yes | yes | yes | a public way to lower by the number of devices |
 """
 
@@ -494,6 +495,31 @@ def inside_branch() -> bool:
 
 
 _TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "LinearizeTracer": "differentiation"}
+
+
+def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
+    """Make a call of a Triton kernel on blocks of rows.
+
+    Args:
+        kernel: of references to blocks, of the arguments and then of the results.
+        shapes: of the arguments, and of the results: [rows of all, numbers of a row], or of scalars.
+        rows: of a block; they divide those of all.
+        aliases: results by the argument that each overwrites.
+        interpret: run it without Triton, on any device.
+
+    Returns:
+        A function of the arguments.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    def block(of: Any) -> Any:
+        return pl.BlockSpec((rows, of.shape[1]), lambda i: (i, 0)) if of.shape else pl.BlockSpec((), lambda i: ())
+
+    blocks = {"in_specs": [*map(block, shapes[0])], "out_specs": [*map(block, shapes[1])]}
+    options: Any = {**blocks, "input_output_aliases": aliases, "interpret": interpret}
+    grid = (shapes[1][0].shape[0] // rows,)
+    return pl.pallas_call(kernel, shapes[1], grid=grid, compiler_params=triton.CompilerParams(num_warps=4), **options)
 
 
 def transformation(values: Iterable[Any]) -> str | None:

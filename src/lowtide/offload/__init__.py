@@ -16,6 +16,7 @@ from ._place import to_host as to_host
 from ._scan import scan as scan
 from ._streaming import is_part as is_part
 from ._streaming import is_taken_apart as is_taken_apart
+from ._streaming import plan as plan
 from ._streaming import stream as stream
 from ._tag import tag as tag
 from ._verify import Placement as Placement
@@ -42,6 +43,7 @@ __all__ = [
     "names",
     "num_devices",
     "optimizer",
+    "plan",
     "scan",
     "state_shardings",
     "stream",

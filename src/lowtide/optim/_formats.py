@@ -111,8 +111,8 @@ def _by_level(level: Array, values: list[float]) -> Array:
 
 def _encode_companded(x: Array, is_positive: bool) -> Array:
     if is_positive:
-        return jnp.maximum(jnp.round(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _least(x)).astype(jnp.uint8)
-    return (jnp.round(127 * _companded(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
+        return jnp.maximum(_nearest(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _least(x)).astype(jnp.uint8)
+    return (_nearest(127 * _companded(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
 
 
 def _decode_companded(codes: Array, is_positive: bool) -> Array:
@@ -131,6 +131,10 @@ def _expanded(y: Array, by: int) -> Array:
     return y / (1 + by - by * jnp.abs(y))
 
 
+def _nearest(x: Array) -> Array:
+    return jnp.floor(x + 0.5)  # kernels on GPUs know no jnp.round
+
+
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
     # Roots of second moments have fewer magnitudes.
     x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _LEAST_FP8 * _least(x)) if is_positive else x
@@ -144,9 +148,9 @@ def _decode_fp8(codes: Array, is_positive: bool) -> Array:
 
 def _encode_4bit(x: Array, is_positive: bool) -> Array:
     if is_positive:  # sixteenths of roots, without 0
-        codes = jnp.clip(jnp.round(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
+        codes = jnp.clip(_nearest(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
     else:
-        codes = jnp.round(7 * _companded(x, 2))
+        codes = _nearest(7 * _companded(x, 2))
     return codes.astype(jnp.int32).astype(jnp.int4)  # unsigned numbers of 4 bits cannot be stored in checkpoints
 
 

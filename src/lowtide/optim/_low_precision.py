@@ -11,6 +11,7 @@ mesh that divides these should leave whole blocks to each device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import re
 import warnings
@@ -47,6 +48,7 @@ from ..offload import (
     without_explicit_axes,
 )
 from ._formats import FORMATS
+from ._one_pass import Stored, has_triton, in_one_pass
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
 from ._weights import WEIGHTS, first_rests, is_narrow, narrowed, refuse_wide, widened
 
@@ -290,6 +292,9 @@ class _LowPrecision:
             return *self.tx.update(grads, dense, params, **extra), params
 
         given, scales = (updates, state, params), list[Any]()
+        if has_triton() and num_devices(given) == 1 and not is_taken_apart():
+            if (made := self._in_one_pass(*given, extra)) is not None:
+                return made
         if traced_device().platform == "gpu" and not is_taken_apart():
             # First the scales alone, then all again: each half is one kernel, and no float32 state lies between them.
             _, new, _ = run(jax.lax.optimization_barrier(given))
@@ -303,6 +308,42 @@ class _LowPrecision:
         keys = [self._key(step, -1 - at) for at in range(len(jax.tree.leaves(params)))]
         updates, rests = narrowed(given[2], wide, old.rests, updates, keys)
         return updates, made._replace(rests=rests)
+
+    def _in_one_pass(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
+        """Update in kernels that read everything once, or return None."""
+        nodes, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
+        grads, of_grads = jax.tree.flatten(updates)
+        leaves, of_params = jax.tree.flatten(params)
+        if leaves and of_params != of_grads:
+            return None
+        step, rests = state.step + 1, None if self.weights is None else of_params.flatten_up_to(state.rests)
+        given = Stored(
+            grads=grads,
+            nodes=nodes,
+            params=leaves,
+            rests=rests,
+            state_keys=[self._key(step, at) for at in range(len(nodes))],
+            param_keys=[self._key(step, -1 - at) for at in range(len(leaves))],
+        )
+        of_state = jax.tree.structure(structure.unflatten([0] * len(nodes)))
+        made = in_one_pass(functools.partial(self._update, extra=extra), given, (of_grads, of_state, of_params))
+        if made is None:
+            return None
+
+        def node(at: int, old: Any) -> Any:
+            if not is_packed(old):
+                return made.get(("plain", at), old)
+            codes, scales = made.get(("codes", at), old.codes), made.get(("scales", at), old.scales)
+            return dataclasses.replace(old, codes=codes, scales=scales)
+
+        inner = structure.unflatten([node(at, old) for at, old in enumerate(nodes)])
+        kept = (
+            () if rests is None else of_params.unflatten([made.get(("rest", at), old) for at, old in enumerate(rests)])
+        )
+        return of_grads.unflatten([made["grad", at] for at in range(len(grads))]), LowPrecisionState(step, inner, kept)
+
+    def _update(self, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
+        return self.tx.update(grads, state, params, **extra)
 
     def _stored(self, new: Tree, old: Tree, step: Any, scales: Sequence[Any]) -> Tree:
         """Store a new state as the old one was."""

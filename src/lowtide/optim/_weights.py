@@ -12,7 +12,7 @@ half they are exact, and what one lacks is part of the rest.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -113,7 +113,14 @@ def converted_rests(params: Tree, old: Tree, like: Tree) -> Tree:
     return structure.unflatten(map(one, leaves, known, structure.flatten_up_to(like)))
 
 
-def narrowed(params: Tree, wide: Tree, rests: Tree, updates: Tree, keys: Sequence[Array]) -> tuple[Tree, Tree]:
+def narrowed(
+    params: Tree,
+    wide: Tree,
+    rests: Tree,
+    updates: Tree,
+    keys: Sequence[Array],
+    to_bfloat16: Callable[[Array], Array] = _to_bfloat16,
+) -> tuple[Tree, Tree]:
     """Return updates in the parameters' dtypes, and the rests after them.
 
     Args:
@@ -122,6 +129,7 @@ def narrowed(params: Tree, wide: Tree, rests: Tree, updates: Tree, keys: Sequenc
         rests: what was kept beside them.
         updates: those of `wide`.
         keys: a random uint32 for each leaf.
+        to_bfloat16: rounds numbers in float32 to such as bfloat16 has.
     """
     leaves, structure = jax.tree.flatten(params)
 
@@ -129,8 +137,8 @@ def narrowed(params: Tree, wide: Tree, rests: Tree, updates: Tree, keys: Sequenc
         if not is_narrow(leaf):
             return update, rest
         goal, old = wide + update.astype(jnp.float32), leaf.astype(jnp.float32)
-        near = _to_bfloat16(goal) if rest is not None else round_at_random(goal, key)
-        step = _to_bfloat16(near - old)
+        near = to_bfloat16(goal) if rest is not None else round_at_random(goal, key)
+        step = to_bfloat16(near - old)
         if rest is None:
             return step.astype(leaf.dtype), None
         if rest.dtype == jnp.int8:
@@ -139,7 +147,7 @@ def narrowed(params: Tree, wide: Tree, rests: Tree, updates: Tree, keys: Sequenc
             codes = jnp.floor((goal - near) / _half_distance(near) * _MOST + _uniform(goal, key))
             lacks = jnp.clip(codes, -_MOST, _MOST)
         else:
-            lacks = goal - _to_bfloat16(old + step)  # as optax.apply_updates adds
+            lacks = goal - to_bfloat16(old + step)  # as optax.apply_updates adds
         return step.astype(leaf.dtype), jnp.where(jnp.isfinite(lacks), lacks, 0).astype(rest.dtype)
 
     parts = [structure.flatten_up_to(tree) for tree in (wide, rests, updates)]

@@ -1,0 +1,153 @@
+"""Updates on GPUs in one pass: kernels, computed here without Triton, beside the two passes; compiled for an H100."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lowtide.core import tree_bytes
+from lowtide.memory import compile
+from lowtide.optim import PackedArray, _low_precision, _one_pass, low_precision
+
+SHAPES = {"bias": (512,), "head": (512, 256), "layers": (3, 16, 512)}
+CLIPPED = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 10), mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
+)
+
+
+def params(dtype: Any = jnp.float32, shapes: Any = SHAPES) -> Any:
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Trace for a GPU, compute kernels without Triton; says of each update whether it was in kernels."""
+    seen = list[bool]()
+
+    def in_one_pass(*args: Any) -> Any:
+        made = _one_pass.in_one_pass(*args, interpret=True)
+        seen.append(made is not None)
+        return made
+
+    monkeypatch.setattr(_low_precision, "traced_device", lambda: types.SimpleNamespace(platform="gpu"))
+    monkeypatch.setattr(_low_precision, "has_triton", lambda: True)
+    monkeypatch.setattr(_low_precision, "in_one_pass", in_one_pass)
+    return seen
+
+
+def trained(tx: Any, begin: Any, num_steps: int = 3) -> Any:
+    step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
+    params, state = begin, tx.init(begin)
+    for seed in range(num_steps):
+        rng = np.random.default_rng(seed)
+        grads = jax.tree.map(lambda leaf, rng=rng: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), begin)
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize(
+    ("tx", "weights", "form"),
+    [
+        (CLIPPED, None, "8bit"),
+        (optax.adamw(1e-2), "split", "companded"),
+        (optax.lion(1e-3), "kahan", "8bit"),
+        (optax.sgd(1e-2, momentum=0.9), "stochastic", "8bit"),
+        (optax.apply_if_finite(optax.rmsprop(1e-2, momentum=0.9), 3), None, "8bit"),
+        (optax.adamw(1e-2), "split", {".*/mu/.*": "bfloat16", ".*/nu/.*": "8bit"}),
+    ],
+    ids=["clipped", "split", "lion-kahan", "sgd-stochastic", "if-finite", "two-formats"],
+)
+def test_kernels_compute_what_two_passes_do(
+    tx: Any, weights: Any, form: Any, used: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = params(jnp.float32 if weights is None else jnp.bfloat16)
+    tx = low_precision(tx, form, weights=weights)
+    found = trained(tx, begin)
+    assert used == [True]
+    monkeypatch.setattr(_low_precision, "has_triton", lambda: False)
+    expected = trained(tx, begin)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        # Fused otherwise, a number may be rounded otherwise, and so may its neighbour that is drawn by its bits.
+        apart = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+        scale = np.abs(np.asarray(other, np.float64)).max() + 1e-30
+        assert (apart > 1e-6 * scale).mean() < 1e-2, (one.shape, one.dtype)
+
+
+def of_rows(grads: Any) -> Any:
+    return jax.tree.map(lambda g: g / (1e-6 + jnp.linalg.norm(g, axis=-1, keepdims=True)), grads)
+
+
+@pytest.mark.parametrize(
+    ("tx", "form", "shapes"),
+    [
+        (optax.lamb(1e-2), "8bit", SHAPES),
+        (optax.adamw(1e-2), "4bit", SHAPES),
+        (optax.adamw(1e-2), "8bit", {"w": (16, 300)}),
+        (optax.adamw(1e-2), {".*/mu/.*": "companded", ".*/nu/.*": "8bit"}, SHAPES),
+        (optax.chain(optax.stateless(lambda g, p: of_rows(g)), optax.scale_by_adam()), "8bit", SHAPES),
+    ],
+    ids=["norms", "4bit", "rows-that-are-no-blocks", "two-sizes", "rows"],
+)
+def test_what_kernels_cannot_do_is_in_two_passes(tx: Any, form: Any, shapes: Any, used: list[bool]) -> None:
+    after, state = trained(low_precision(tx, form), params(shapes=shapes), 1)
+    assert used == [False]
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(after))
+
+
+def test_a_block_that_is_not_finite_is_nan_and_no_other(used: list[bool]) -> None:
+    tx, begin = low_precision(optax.adamw(1e-2)), {"w": jnp.ones((16, 512))}
+    grads = {"w": jnp.ones((16, 512)).at[3, 300].set(jnp.inf).at[5, 0].set(jnp.nan)}
+    _, state = jax.jit(tx.update)(grads, tx.init(begin), begin)
+    assert used == [True]
+    is_nan = np.isnan(state.inner[0].mu["w"].dense())
+    assert is_nan.sum() == 512 and is_nan[3, 256:].all() and is_nan[5, :256].all()
+
+
+def test_updates_are_differentiated_and_mapped(used: list[bool]) -> None:
+    tx, begin = low_precision(optax.adamw(1e-2)), {"w": jnp.ones((16, 256))}
+    state = tx.init(begin)
+
+    def fn(x: Any) -> Any:
+        return jnp.sum(jax.jit(tx.update)({"w": x}, state, begin)[0]["w"] ** 2)
+
+    x = jnp.full((16, 256), 1e-4)
+    slope = jax.grad(fn)(x)
+    assert used == [True] and bool(jnp.isfinite(slope).all()) and float(jnp.abs(slope).max()) > 0
+    many = jax.vmap(fn)(jnp.stack([x, 2 * x]))
+    np.testing.assert_allclose(many, [fn(x), fn(2 * x)], rtol=1e-5)
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(("form", "weights"), [("8bit", "split"), ("companded", None)])
+def test_on_a_gpu_an_update_reads_everything_once(form: str, weights: Any) -> None:
+    shape, size = (4, 512, 2048), 4 * 512 * 2048
+    tx = low_precision(optax.adamw(1e-3), form, weights=weights)
+    leaves = {"w": jax.ShapeDtypeStruct(shape, jnp.float32 if weights is None else jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, leaves)
+    program = compile(tx.update, leaves, state, leaves, target="h100", donate_argnums=(0, 1))
+    assert "xla.gpu.triton" in program.compiled.as_text()
+    read_and_written = 3 * tree_bytes(leaves) + 2 * tree_bytes(state)
+    assert program.bytes_accessed == pytest.approx(read_and_written, rel=0.01)
+    assert program.report().device.temp_bytes < 0.01 * size
+    if weights == "split":
+        assert program.bytes_accessed / size < 0.45 * 28  # of AdamW in float32
+
+
+def test_a_packed_array_is_one_of_a_kernel() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 512)), jnp.float32)
+    whole, blocks = PackedArray.of(x, "8bit"), PackedArray.of(x.reshape(-1, 256), "8bit")
+    np.testing.assert_array_equal(whole.codes.reshape(-1, 256), blocks.codes)
+    np.testing.assert_array_equal(whole.scales.reshape(-1, 1), blocks.scales)
