@@ -16,6 +16,7 @@ import lowtide as lt
 from lowtide.core import SelectionError
 from lowtide.memory import compile
 from lowtide.memory import target as chips
+from lowtide.models import LlamaConfig, init, loss
 from lowtide.optim import LowPrecisionState, PackedArray, converted, low_precision
 from lowtide.train import ShardingRules, make_mesh
 
@@ -119,13 +120,43 @@ def test_a_whole_step_has_seven_bytes_a_parameter_and_a_layerwise_one_five(targe
 
     opt = jax.eval_shape(tx.init, layers)
     whole = compile(plain, layers, opt, batch, target=target, donate_argnums=(0, 1)).report()
-    assert whole.device_bytes / size <= 7.11
+    # On a GPU one matrix of the 64 more, by the order that XLA chooses for the backward pass; of a decoder see below.
+    assert whole.device_bytes / size <= (7.11 if target != "h100" else 7.11 + 1 / num_layers)
     places = dict.fromkeys(("layers", "outer", "opt_state", "inputs"), "device")
     step = lt.offload.layerwise_step(model, tx, place=places, chunk_bytes="8 MiB")
     state, frozen = step.init({}, layers)
     parts = compile(step, state, frozen, batch, target=target, donate_argnums=0).report()
     assert parts.device_bytes / size <= 5.2
     assert parts.device.temp_bytes <= 5 * size / num_layers  # gradient and slices of a layer, and blocks in float32
+
+
+@pytest.mark.slow
+@pytest.mark.gpu_aot
+def test_a_step_of_a_decoder_has_seven_bytes_a_parameter_on_a_gpu() -> None:
+    config = LlamaConfig(
+        vocab_size=16384,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=64,
+    )
+    model = jax.eval_shape(
+        lambda key: init(config, key=key, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16), jax.random.key(0)
+    )
+    size = sum(leaf.size for leaf in jax.tree.leaves(model))
+    tx = low_precision(optax.adamw(1e-4), weights="split")
+
+    def step(model: Any, opt: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda model: loss(model, batch, remat=True)[0])(model)
+        updates, opt = tx.update(grads, opt, model)
+        return optax.apply_updates(model, updates), opt, value
+
+    batch = dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct((1, 128), jnp.int32))
+    program = compile(step, model, jax.eval_shape(tx.init, model), batch, target="h100", donate_argnums=(0, 1))
+    assert program.compiled.as_text().count("xla.gpu.triton") >= 9
+    assert program.report().device_bytes / size <= 7.1
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
