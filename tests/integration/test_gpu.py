@@ -170,6 +170,36 @@ def streamed(model: Any, batch: Any) -> jax.Array:
 
 
 @on_devices
+@pytest.mark.parametrize("form", ["8bit", "companded", "4bit"])
+def test_state_in_few_bits_is_updated_as_on_a_cpu(device: jax.Device, width: int, form: str) -> None:
+    tx = lt.optim.low_precision(optax.adamw(1e-2), form)
+
+    def trained(where: jax.Device) -> Any:
+        with jax.default_device(where):
+            params = jax.device_put({name: np.asarray(leaf) for name, leaf in layers(max(width, 64)).items()}, where)
+            step, state = jax.jit(tx.update), tx.init(params)
+            for seed in range(3):
+                rng = np.random.default_rng(seed)
+                grads = {name: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype) for name, leaf in params.items()}
+                updates, state = step(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            return jax.device_get((params, jax.tree.map(_dense, state.inner[0].mu, is_leaf=_is_packed)))
+
+    found, expected = trained(device), trained(jax.local_devices(backend="cpu")[0])
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # A number at the border of two codes may have the other one.
+        assert (np.abs(one - other) > 1e-5 * np.abs(other).max()).mean() < 0.01
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, lt.optim.PackedArray)
+
+
+def _dense(node: Any) -> Any:
+    return node.dense() if _is_packed(node) else node
+
+
+@on_devices
 def test_parameters_on_the_host_have_the_gradients_of_those_on_the_device(device: jax.Device, width: int) -> None:
     params, data = layers(width), batch(width)
     hosted = lt.offload.to_host(params)
