@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+import lowtide as lt
 from lowtide.core import tree_bytes
 from lowtide.memory import compile
 from lowtide.optim import PackedArray, _low_precision, _one_pass, low_precision
@@ -45,9 +46,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-def trained(tx: Any, begin: Any, num_steps: int = 3) -> Any:
-    step = jax.jit(lambda grads, state, params: tx.update(grads, state, params))
-    params, state = begin, tx.init(begin)
+def trained(tx: Any, begin: Any, num_steps: int = 3, state: Any = None, **options: Any) -> Any:
+    step = jax.jit(lambda grads, state, params: tx.update(grads, state, params), **options)
+    params, state = begin, tx.init(begin) if state is None else state
     for seed in range(num_steps):
         rng = np.random.default_rng(seed)
         grads = jax.tree.map(lambda leaf, rng=rng: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), begin)
@@ -128,6 +129,47 @@ def test_updates_are_differentiated_and_mapped(used: list[bool]) -> None:
     assert used == [True] and bool(jnp.isfinite(slope).all()) and float(jnp.abs(slope).max()) > 0
     many = jax.vmap(fn)(jnp.stack([x, 2 * x]))
     np.testing.assert_allclose(many, [fn(x), fn(2 * x)], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "is_used"), [(jax.P(None, "x"), True), (jax.P(None, None, "x"), True), (jax.P("x"), False)]
+)
+def test_on_a_mesh_each_device_updates_its_part(spec: Any, is_used: bool, used: list[bool]) -> None:
+    """But for rows of 384, which are no whole blocks."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    begin = {"w": params(jnp.bfloat16)["layers"], "b": jnp.zeros((512,), jnp.bfloat16)}
+    begin["w"] = begin["w"] if is_used else begin["w"][:2, :, :384].reshape(2, 16, 384)
+    places = {"w": jax.NamedSharding(mesh, spec), "b": jax.NamedSharding(mesh, jax.P())}
+    tx = low_precision(optax.adamw(1e-2), weights="split", shardings=places)
+    expected = trained(tx, begin)
+    divided = jax.device_put(begin, places)
+    of_state = lt.offload.state_shardings(tx, divided)
+    state = jax.jit(tx.init, out_shardings=of_state)(divided)
+    of_scales = state.inner[0].mu["w"].scales.sharding
+    assert not is_used or of_scales.is_equivalent_to(places["w"], 3)
+    used.clear()
+    found = trained(tx, divided, state=state, out_shardings=(places, of_state))
+    assert used == [is_used]
+    assert found[1].inner[0].mu["w"].codes.sharding.is_equivalent_to(places["w"], 3)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        apart = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+        assert (apart > 1e-6 * np.abs(np.asarray(other, np.float64)).max()).mean() < 1e-2
+
+
+@pytest.mark.gpu_aot
+def test_on_a_mesh_nothing_is_gathered() -> None:
+    mesh = jax.sharding.Mesh(np.array(lt.target("h100:4").devices()), ("x",))
+    place = jax.NamedSharding(mesh, jax.P(None, None, "x"))
+    size = 4 * 512 * 2048
+    leaves = {"w": jax.ShapeDtypeStruct((4, 512, 2048), jnp.bfloat16, sharding=place)}
+    tx = low_precision(optax.adamw(1e-3), weights="split", shardings={"w": place})
+    state, of_state = jax.eval_shape(tx.init, leaves), lt.offload.state_shardings(tx, leaves)
+    state = jax.tree.map(lambda x, of: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of), state, of_state)
+    options: Any = {"donate_argnums": (0, 1), "out_shardings": ({"w": place}, of_state)}
+    program = compile(jax.jit(tx.update, **options), leaves, state, leaves, target="h100:4")
+    text = program.compiled.as_text()
+    assert "xla.gpu.triton" in text and "all-gather" not in text
+    assert 4 * program.bytes_accessed / size < 0.45 * 28
 
 
 @pytest.mark.gpu_aot

@@ -501,7 +501,7 @@ def _by_suffix(shardings: Tree, params: Tree) -> Any:
 def _of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
     """Return the sharding of codes in the shape of a parameter, or of scales of blocks of its last axis; else None.
 
-    Two codes in a byte are half of the last axis, and sharded like it where that divides them.
+    Scales are sharded like it where every device has whole blocks.
     """
     if leaf.shape == shape:
         return sharding
@@ -510,6 +510,6 @@ def _of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
     spec = (*sharding.spec, *(None,) * leaf.ndim)[: leaf.ndim]
     axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
     count = math.prod(sharding.mesh.shape[axis] for axis in axes)
-    if 2 * leaf.shape[-1] == shape[-1] and not leaf.shape[-1] % count:
+    if leaf.shape[-1] and not shape[-1] % leaf.shape[-1] and not leaf.shape[-1] % count:
         return jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec))
     return jax.sharding.NamedSharding(sharding.mesh, jax.P(*spec[:-1], None))

@@ -292,7 +292,9 @@ class _LowPrecision:
             return *self.tx.update(grads, dense, params, **extra), params
 
         given, scales = (updates, state, params), list[Any]()
-        if has_triton() and num_devices(given) == 1 and not is_taken_apart():
+        # Inside of a shard_map that checks what varies a kernel would have to say what its results vary over.
+        is_varying = any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given) if is_array_like(leaf))
+        if has_triton() and not is_varying and not is_taken_apart():
             if (made := self._in_one_pass(*given, extra)) is not None:
                 return made
         if traced_device().platform == "gpu" and not is_taken_apart():
@@ -316,6 +318,11 @@ class _LowPrecision:
         leaves, of_params = jax.tree.flatten(params)
         if leaves and of_params != of_grads:
             return None
+        shardings = None
+        if num_devices((updates, state, params)) > 1:
+            if (placed := self._placed(updates, state, params, {})) is None:
+                return None
+            shardings = _named(*placed[:3], is_split=self.weights is not None)
         step, rests = state.step + 1, None if self.weights is None else of_params.flatten_up_to(state.rests)
         given = Stored(
             grads=grads,
@@ -324,6 +331,7 @@ class _LowPrecision:
             rests=rests,
             state_keys=[self._key(step, at) for at in range(len(nodes))],
             param_keys=[self._key(step, -1 - at) for at in range(len(leaves))],
+            shardings=shardings,
         )
         of_state = jax.tree.structure(structure.unflatten([0] * len(nodes)))
         made = in_one_pass(functools.partial(self._update, extra=extra), given, (of_grads, of_state, of_params))
@@ -425,6 +433,19 @@ def _in_blocks(
         )
 
     return without_explicit_axes(streamed, args, replaces(*args), shardings)
+
+
+def _named(grads: Tree, state: LowPrecisionState, params: Tree, *, is_split: bool) -> dict[tuple[str, int], Any]:
+    """Return how arrays are divided, by the names that `in_one_pass` has for them."""
+    found = {("grad", at): of for at, of in enumerate(jax.tree.leaves(grads))}
+    found |= {("param", at): of for at, of in enumerate(jax.tree.leaves(params))}
+    if is_split:
+        rests = jax.tree.structure(params).flatten_up_to(state.rests)
+        found |= {("rest", at): of for at, of in enumerate(rests) if of is not None}
+    for at, node in enumerate(jax.tree.leaves(state.inner, is_leaf=is_packed)):
+        arrays = {"codes": node.codes, "scales": node.scales} if is_packed(node) else {"plain": node}
+        found |= {(kind, at): of for kind, of in arrays.items() if of is not None}
+    return found
 
 
 def _dense(node: Any) -> Any:

@@ -5,13 +5,14 @@ scales. Where each number of an update depends on numbers at its own place alone
 a few blocks of gradients, state and weights in registers, and needs no second look. What runs there is the wrapped
 transformation itself, taken apart as `lowtide.offload.stream` does.
 
-Limits: one device; leaves whose rows are whole blocks; operations and codes that Triton has (not 4 bits, not fp8); one
-size of blocks. Where one leaf is otherwise, all are updated in two passes.
+Limits: leaves whose rows are whole blocks, on a mesh each device's part of them; operations and codes that Triton has
+(not 4 bits, not fp8); one size of blocks. Where one leaf is otherwise, all are updated in two passes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,8 @@ class Stored:
     """A random uint32 for each node."""
     param_keys: Sequence[Any]
     """The same for each parameter."""
+    shardings: Mapping[Name, Any] | None = None
+    """Of each array a `jax.sharding.NamedSharding`; None on one device."""
 
     def name(self, leaf: int) -> Name:
         """Name a flat argument of the wrapped update."""
@@ -90,6 +93,11 @@ class Stored:
         found |= {("param", at): self.params[at], ("param_key", at): self.param_keys[at]}
         rest = self.rests[at] if self.rests is not None else None
         return found if rest is None else {**found, ("rest", at): rest}
+
+    def written(self, name: Name) -> list[Name]:
+        """List the arrays of a leaf that an update makes."""
+        kept = ("grad", "rest") if name[0] == "grad" else ("plain", "codes", "scales")
+        return [each for each in self.arrays(name) if each[0] in kept]
 
     def dense(self, name: Name, arrays: Mapping[Name, Any], row: tuple[int, ...] | None = None) -> Any:
         """Return a leaf as the wrapped update takes it; of blocks, `row` is the shape of one."""
@@ -201,7 +209,10 @@ def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
     nodes = [given.nodes[at] for kind, at in arrays if kind == "codes"]
     scaled = [node for node in nodes if node.scales is not None]
     blocks = {FORMATS[node.format].block for node in scaled} or {_BLOCK}
-    lengths = [math.prod(shape), *(math.prod(row_of(shape, node.format)) for node in scaled)]
+    part = _part(shape, arrays, given.shardings)
+    if part is None:
+        return None
+    lengths = [math.prod(part), *(math.prod(row_of(part, node.format)) for node in scaled)]
     is_possible = (
         all(program.avals[at].shape == shape for at in values)
         and not any(map(program.rank, scalars))
@@ -209,6 +220,7 @@ def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
         and all(node.codes.dtype.name in _CODES for node in nodes)
         and len(blocks) == 1
         and not any(length % max(blocks) for length in lengths)
+        and all(len(row_of(part, node.format)) == len(node.row) for node in scaled)
         and lengths[0] < _MOST_NUMBERS
     )
     if not is_possible:
@@ -222,6 +234,24 @@ def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
         scalars=sorted(scalars),
         block=max(blocks),
     )
+
+
+def _part(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapping[Name, Any] | None) -> Any:
+    """Return the shape of one device's part of the leaves of a kernel; None where they are not divided alike."""
+    if shardings is None:
+        return shape
+    named = [(kind, shardings[kind, at]) for kind, at in arrays if (kind, at) in shardings]
+    parts = {sharding.shard_shape(shape) for kind, sharding in named if kind != "scales"}
+    # Scales of rows of several axes have one axis for those, which are then whole.
+    return parts.pop() if len({_axes(sharding.spec) for _, sharding in named}) == 1 else None
+
+
+def _axes(spec: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a partition without what it does not divide at its end."""
+    known = list(spec)
+    while known and not known[-1]:
+        known.pop()
+    return tuple(known)
 
 
 def _traced(constants: Mapping[int, Any], equations: Iterable[Any]) -> list[int]:
@@ -253,14 +283,32 @@ class _Kernel:
 
     def __call__(self, values: Mapping[int, Any], interpret: bool) -> Arrays:
         known = {**self.program.constants, **values}
-        names = [*self.arrays, *(("value", at) for at in self.scalars)]
-        scalars = (jnp.asarray(known[at]) for at in self.scalars)
-        arrays = [*self.arrays.values(), *(x.astype(jnp.int32) if x.dtype == bool else x for x in scalars)]
+        scalars = {("value", at): jnp.asarray(known[at]) for at in self.scalars}
+        arrays = self.arrays | {at: x.astype(jnp.int32) if x.dtype == bool else x for at, x in scalars.items()}
+        run = functools.partial(self.part, interpret)
+        of = self.given.shardings
+        if of is None:
+            return run(arrays)
+        specs = {name: of[name].spec if name in of else jax.P() for name in arrays}
+        mesh = next(of[name].mesh for name in arrays if name in of)
+        made = {name: specs[name] for name in self.results}
+        return jax.shard_map(run, mesh=mesh.abstract_mesh, in_specs=(specs,), out_specs=made, check_vma=False)(arrays)
+
+    @property
+    def results(self) -> list[Name]:
+        """Arrays that it makes."""
+        return [name for _, leaf in self.outputs for name in self.given.written(leaf)]
+
+    def part(self, interpret: bool, given: Arrays) -> Arrays:
+        """Compute one device's part of the results."""
+        names, arrays = list(given), list(given.values())
         widths = [1 if kind == "scales" else self.block for kind, _ in names]
         views = [x.reshape(-1, width) if x.ndim else x for x, width in zip(arrays, widths, strict=True)]
-        made = jax.eval_shape(lambda views: self.blocks(dict(zip(names, views, strict=True))), views)
-        results = list(made)
-        rows = math.gcd(_MOST_ROWS, next(iter(made.values())).shape[0])
+        made, results = (
+            jax.eval_shape(lambda views: self.blocks(dict(zip(names, views, strict=True))), views),
+            self.results,
+        )
+        rows = math.gcd(_MOST_ROWS, made[results[0]].shape[0])
 
         def of_blocks(*blocks: Any) -> tuple[Any, ...]:
             new = self.blocks(dict(zip(names, blocks, strict=True)))
@@ -271,14 +319,16 @@ class _Kernel:
             for ref, new in zip(refs[len(names) :], of_blocks(*blocks), strict=True):
                 ref[...] = new
 
-        shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in part] for part in (views, made.values())]
+        shapes = [
+            [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in part] for part in (views, [made[name] for name in results])
+        ]
         same = [name in made and made[name].dtype == x.dtype for name, x in zip(names, views, strict=True)]
         aliases = {at: results.index(name) for at, name in enumerate(names) if same[at]}
         in_kernel = in_triton(kernel, shapes, rows, aliases=aliases, interpret=interpret)
         call = jax.custom_jvp(lambda *views: _in_place(in_kernel, views, aliases))
         # Differentiated it is what XLA makes of it.
         call.defjvp(lambda primals, tangents: jax.jvp(of_blocks, primals, tangents))
-        return {name: x.reshape(self.arrays[name].shape) for name, x in zip(results, call(*views), strict=True)}
+        return {name: x.reshape(given[name].shape) for name, x in zip(results, call(*views), strict=True)}
 
     def blocks(self, arrays: Mapping[Name, Any]) -> Arrays:
         """Compute blocks of the results."""
