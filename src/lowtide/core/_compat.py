@@ -19,7 +19,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax.interpreters.ad.defbilinear`, `.batching` | yes | yes | yes | a public way to say how a product is transposed |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 | splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
-| `jax.experimental.pallas`, its `triton` | yes | yes | lowered | a stable home for kernels |
+| `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | kernels of Mosaic GPU; without, two passes |
 | `module_context.axis_context` of a lowering | yes | yes | yes | a public way to lower by the number of devices |
 """
 
@@ -56,10 +56,9 @@ def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = N
     from jax.experimental import topologies
 
     # Without these libtpu asks the (absent) TPU metadata server, and refuses to load in two processes at once.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    said = {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "TPU_WORKER_HOSTNAMES": "localhost"}
+    for name, value in {**said, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}.items():
+        os.environ.setdefault(name, value)
     options = {} if chip_config_name is None else {"chip_config_name": chip_config_name}
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology_name, **options).devices)
 
@@ -89,14 +88,8 @@ def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, dev
     from jax.experimental import topologies
 
     def describe() -> list[Any]:
-        return list(
-            topologies.get_topology_desc(
-                platform="cuda",
-                topology_name="any",
-                target_config=target_config,
-                topology=f"{partitions}x{hosts}x{devices}",
-            ).devices
-        )
+        what = {"target_config": target_config, "topology": f"{partitions}x{hosts}x{devices}"}
+        return list(topologies.get_topology_desc(platform="cuda", topology_name="any", **what).devices)
 
     if not hardware_utils.has_visible_nvidia_gpu():
         with _no_cuda_check():
@@ -497,6 +490,11 @@ def inside_branch() -> bool:
 _TRANSFORMATIONS = {"BatchTracer": "jax.vmap", "JVPTracer": "differentiation", "LinearizeTracer": "differentiation"}
 
 
+def has_pallas_triton() -> bool:
+    """Whether this JAX makes Triton kernels."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
 def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: Any, interpret: bool) -> Any:
     """Make a call of a Triton kernel on blocks of rows.
 
@@ -516,10 +514,9 @@ def in_triton(kernel: Callable[..., None], shapes: Any, rows: int, *, aliases: A
     def block(of: Any) -> Any:
         return pl.BlockSpec((rows, of.shape[1]), lambda i: (i, 0)) if of.shape else pl.BlockSpec((), lambda i: ())
 
-    blocks = {"in_specs": [*map(block, shapes[0])], "out_specs": [*map(block, shapes[1])]}
-    options: Any = {**blocks, "input_output_aliases": aliases, "interpret": interpret}
-    grid = (shapes[1][0].shape[0] // rows,)
-    return pl.pallas_call(kernel, shapes[1], grid=grid, compiler_params=triton.CompilerParams(num_warps=4), **options)
+    specs: Any = {"in_specs": [*map(block, shapes[0])], "out_specs": [*map(block, shapes[1])]}
+    how: Any = {"grid": (shapes[1][0].shape[0] // rows,), "compiler_params": triton.CompilerParams(num_warps=4)}
+    return pl.pallas_call(kernel, shapes[1], input_output_aliases=aliases, interpret=interpret, **specs, **how)
 
 
 def transformation(values: Iterable[Any]) -> str | None:

@@ -5,6 +5,8 @@ scales. Where each number of an update depends on numbers at its own place alone
 a few blocks of gradients, state and weights in registers, and needs no second look. What runs there is the wrapped
 transformation itself, taken apart as `lowtide.offload.stream` does.
 
+Pallas' Triton backend is deprecated since JAX 0.11; where it is gone there are two passes again.
+
 Limits: leaves whose rows are whole blocks, on a mesh each device's part of them; operations and codes that Triton has
 (not 4 bits, not fp8); one size of blocks. Where one leaf is otherwise, all are updated in two passes.
 """
@@ -24,7 +26,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from ..core import traced_device
-from ..core._compat import in_triton
+from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
 from ._formats import FORMATS
 from ._packed import PackedArray, is_packed, row_of
@@ -137,7 +139,7 @@ def has_triton() -> bool:
     """Whether the program is traced for a GPU that Triton compiles for: of compute capability 8.0 or later."""
     device = traced_device()
     capability = str(getattr(device, "compute_capability", "")).partition(".")[0]
-    return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8
+    return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8 and has_pallas_triton()
 
 
 def in_one_pass(
