@@ -137,6 +137,12 @@ def test_what_is_stored_again_does_not_change(name: str, is_positive: bool) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_arrays_of_nothing_are_stored(name: str) -> None:
+    for shape in ((0, 128), (0,), (4, 0), (0, 3, 3)):
+        assert PackedArray.of(jnp.zeros(shape), name).dense().shape == shape
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_zeros_and_the_largest_number_of_a_block_are_exact(name: str) -> None:
     assert not np.asarray(PackedArray.of(jnp.zeros((2, 300)), name).dense()).any()
     for sign in (1, -1):

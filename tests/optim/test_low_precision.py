@@ -380,16 +380,21 @@ def test_wrapping_twice_and_states_of_others_are_refused() -> None:
 
 @pytest.mark.parametrize("spec", [("x", None), (None, "x")])
 def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded(spec: tuple[Any, ...]) -> None:
-    params, tx = {"w": normal(0, 64, 2048)}, low_precision(optax.adamw(1e-2))
+    # Of the second and the third no device has whole blocks where their last axis is divided.
+    params = {"w": normal(0, 64, 2048), "odd": normal(1, 64, 384), "rows": normal(2, 64, 192).reshape(64, 3, 64)}
+    tx = low_precision(optax.adamw(1e-2))
     want = jax.jit(tx.update)(params, tx.init(params), params)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        placed = jax.device_put(params, jax.sharding.NamedSharding(mesh, jax.P(*spec)))
+        specs = {"w": spec, "odd": spec, "rows": (spec[0], None, spec[1])}
+        places = {name: jax.sharding.NamedSharding(mesh, jax.P(*axes)) for name, axes in specs.items()}
+        placed = jax.device_put(params, places)
         state = jax.jit(tx.init)(placed)
         updates, state = jax.jit(tx.update)(placed, state, placed)
-    np.testing.assert_allclose(updates["w"], want[0]["w"], rtol=2e-6)
+    for name in params:
+        np.testing.assert_allclose(updates[name], want[0][name], rtol=2e-6)
     for a, b in zip(packed(state), packed(want[1]), strict=True):
-        assert a.codes.sharding.spec == jax.P(*spec)
+        assert tuple(a.codes.sharding.spec) == (spec if a.codes.ndim == 2 else specs["rows"])
         assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
 
 

@@ -212,3 +212,38 @@ def test_a_checkpoint_goes_on_in_another_format(tmp_path: Path) -> None:
     new.fit(DATA, num_steps=4, progress=False)
     old.fit(DATA, num_steps=4, progress=False)
     assert float(jnp.abs(new.model["up"] - old.model["up"]).mean()) < 2e-4
+
+
+@pytest.mark.parametrize("weights", [None, "split"])
+def test_an_optimizer_of_nnx_has_it(weights: Any) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    dtype = jnp.float32 if weights is None else jnp.bfloat16
+    tx = low_precision(optax.adamw(1e-2), "8bit", weights=weights)
+    model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=dtype)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = tx.init(params)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))(model))
+
+    @jax.jit
+    def plain(params: Any, state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            return jnp.mean(
+                (batch["x"] @ params["kernel"].astype(jnp.float32) + params["bias"][None] - batch["y"]) ** 2
+            )
+
+        updates, state = tx.update(jax.grad(loss_of)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches():
+        step(model, optimizer, batch)
+        params, state = plain(params, state, batch)
+    found = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=2e-3)
+    before = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=dtype)
+    assert float(jnp.abs(model.kernel[...] - before.kernel[...]).max()) > 0.02

@@ -230,17 +230,29 @@ class _LowPrecision:
                 )
             if leaf.size < self.least_size:
                 return leaf
-            return (
-                PackedArray.rounded(leaf, key)
-                if form == BFLOAT16
-                else PackedArray.of(leaf, form, is_positive=bool(is_positive))
-            )
+            return _packed(leaf, form, bool(is_positive), key)
 
         return LowPrecisionState(step, map_with_paths(one, state), rests)
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
+        if (own := self._of_another_library(state, params)) is not None:
+            updates, new = self.update(updates, own, params, **extra)
+            return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new))
         self._refuse_other(state, params)
         return _in_blocks(self._whole, updates, state, params, extra, self._placed)
+
+    def _of_another_library(self, state: Any, params: Tree) -> Any:
+        """Return a state whose nodes a library has replaced by its own (`flax.nnx.Optimizer` does) as it was made."""
+        if not isinstance(state, LowPrecisionState) or params is None:
+            return None
+        if any(map(is_packed, jax.tree.leaves(state.inner, is_leaf=is_packed))):
+            return None
+        leaves, (expected, structure) = jax.tree.leaves(state), jax.tree.flatten(jax.eval_shape(self.init, params))
+        is_same = jax.tree.structure(state) != structure and len(leaves) == len(expected)
+        alike = zip(leaves, expected, strict=is_same)
+        if not is_same or any((jnp.shape(x), jnp.result_type(x)) != (y.shape, y.dtype) for x, y in alike):
+            return None
+        return structure.unflatten(leaves)
 
     def _rests(self, params: Tree) -> Tree:
         return () if self.weights is None else first_rests(self.weights, params, self.least_size)
@@ -446,6 +458,30 @@ def _named(grads: Tree, state: LowPrecisionState, params: Tree, *, is_split: boo
         arrays = {"codes": node.codes, "scales": node.scales} if is_packed(node) else {"plain": node}
         found |= {(kind, at): of for kind, of in arrays.items() if of is not None}
     return found
+
+
+def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Store an array, divided along the axes of an explicit mesh as it is."""
+
+    def make(leaf: Any, key: Any) -> PackedArray:
+        if form == BFLOAT16:
+            return PackedArray.rounded(leaf, key)
+        return PackedArray.of(leaf, form, is_positive=is_positive)
+
+    own = jax.typeof(leaf).sharding
+    if not own.mesh.explicit_axes:
+        return make(leaf, key)
+    spec = (*own.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+
+    def like(part: Any) -> Any:
+        if part.shape == leaf.shape:
+            return own
+        is_of_rows = part.shape[:-1] == leaf.shape[:-1]
+        return jax.NamedSharding(own.mesh, jax.P(*spec[:-1], None) if is_of_rows else jax.P())
+
+    shapes = jax.eval_shape(make, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
+    made = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
+    return made(leaf, key)
 
 
 def _dense(node: Any) -> Any:

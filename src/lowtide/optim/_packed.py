@@ -120,7 +120,8 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
     without any change. Compared are bits, magnitudes with the sign behind them: where XLA compares floating-point
     numbers on a CPU, a NaN may be lost (jax 0.10.2).
     """
-    rows = x.astype(jnp.float32).reshape(*_before(x.shape, row_of(x.shape, format)), -1)
+    row = row_of(x.shape, format)
+    rows = x.astype(jnp.float32).reshape(*_before(x.shape, row), math.prod(row))
     bits = jax.lax.bitcast_convert_type(_blocks(rows, FORMATS[format].block), jnp.uint32)
     most = jnp.max((bits << 1) | (1 - (bits >> 31)), axis=-1)
     magnitude, sign = most >> 1, (1 - (most & 1)) << 31
@@ -162,7 +163,7 @@ def _blocks(x: Array, block: int) -> Array:
     missing = -x.shape[-1] % block
     if missing:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
-    return x.reshape(*x.shape[:-1], -1, block)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 
 def _before(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
@@ -172,5 +173,5 @@ def _before(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
 def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     """Repeat each scale for the numbers of its block."""
     before = scales.shape[:-1]
-    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*before, -1)
+    wide = jnp.broadcast_to(scales[..., None], (*scales.shape, block)).reshape(*before, scales.shape[-1] * block)
     return wide[..., : math.prod(row)].reshape(*before, *row)
