@@ -480,7 +480,7 @@ def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
         return jax.NamedSharding(own.mesh, jax.P(*spec[:-1], None) if is_of_rows else jax.P())
 
     shapes = jax.eval_shape(make, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
-    made = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
+    made: Any = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
     return made(leaf, key)
 
 
