@@ -325,42 +325,16 @@ class _LowPrecision:
 
     def _in_one_pass(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
         """Update in kernels that read everything once, or return None."""
-        nodes, structure = jax.tree.flatten(state.inner, is_leaf=is_packed)
-        grads, of_grads = jax.tree.flatten(updates)
-        leaves, of_params = jax.tree.flatten(params)
-        if leaves and of_params != of_grads:
+        placed = None
+        if num_devices((updates, state, params)) > 1 and (placed := self._placed(updates, state, params, {})) is None:
             return None
-        shardings = None
-        if num_devices((updates, state, params)) > 1:
-            if (placed := self._placed(updates, state, params, {})) is None:
-                return None
-            shardings = _named(*placed[:3], is_split=self.weights is not None)
-        step, rests = state.step + 1, None if self.weights is None else of_params.flatten_up_to(state.rests)
-        given = Stored(
-            grads=grads,
-            nodes=nodes,
-            params=leaves,
-            rests=rests,
-            state_keys=[self._key(step, at) for at in range(len(nodes))],
-            param_keys=[self._key(step, -1 - at) for at in range(len(leaves))],
-            shardings=shardings,
-        )
-        of_state = jax.tree.structure(structure.unflatten([0] * len(nodes)))
-        made = in_one_pass(functools.partial(self._update, extra=extra), given, (of_grads, of_state, of_params))
+        step, rests = state.step + 1, None if self.weights is None else state.rests
+        update, key = functools.partial(self._update, extra=extra), functools.partial(self._key, step)
+        made = in_one_pass(update, Stored.of(updates, state.inner, params, rests, key, placed))
         if made is None:
             return None
-
-        def node(at: int, old: Any) -> Any:
-            if not is_packed(old):
-                return made.get(("plain", at), old)
-            codes, scales = made.get(("codes", at), old.codes), made.get(("scales", at), old.scales)
-            return dataclasses.replace(old, codes=codes, scales=scales)
-
-        inner = structure.unflatten([node(at, old) for at, old in enumerate(nodes)])
-        kept = (
-            () if rests is None else of_params.unflatten([made.get(("rest", at), old) for at, old in enumerate(rests)])
-        )
-        return of_grads.unflatten([made["grad", at] for at in range(len(grads))]), LowPrecisionState(step, inner, kept)
+        updates, inner, rests = made
+        return updates, LowPrecisionState(step, inner, () if rests is None else rests)
 
     def _update(self, grads: Tree, state: Tree, params: Tree, extra: Mapping[str, Any]) -> tuple[Tree, Tree]:
         return self.tx.update(grads, state, params, **extra)
@@ -445,19 +419,6 @@ def _in_blocks(
         )
 
     return without_explicit_axes(streamed, args, replaces(*args), shardings)
-
-
-def _named(grads: Tree, state: LowPrecisionState, params: Tree, *, is_split: bool) -> dict[tuple[str, int], Any]:
-    """Return how arrays are divided, by the names that `in_one_pass` has for them."""
-    found = {("grad", at): of for at, of in enumerate(jax.tree.leaves(grads))}
-    found |= {("param", at): of for at, of in enumerate(jax.tree.leaves(params))}
-    if is_split:
-        rests = jax.tree.structure(params).flatten_up_to(state.rests)
-        found |= {("rest", at): of for at, of in enumerate(rests) if of is not None}
-    for at, node in enumerate(jax.tree.leaves(state.inner, is_leaf=is_packed)):
-        arrays = {"codes": node.codes, "scales": node.scales} if is_packed(node) else {"plain": node}
-        found |= {(kind, at): of for kind, of in arrays.items() if of is not None}
-    return found
 
 
 def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:

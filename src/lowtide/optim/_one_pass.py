@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from ..core import traced_device
+from ..core import Tree, traced_device
 from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
 from ._formats import FORMATS
@@ -52,6 +52,9 @@ Arrays = dict[Name, Any]
 class Stored:
     """What an update of `lowtide.optim.low_precision` begins with, each a list of leaves."""
 
+    structures: tuple[Any, Any, Any]
+    """Of gradients, of the packed state and of parameters."""
+
     grads: Sequence[Any]
     """Gradients, as they are."""
     nodes: Sequence[Any]
@@ -66,6 +69,39 @@ class Stored:
     """The same for each parameter."""
     shardings: Mapping[Name, Any] | None = None
     """Of each array a `jax.sharding.NamedSharding`; None on one device."""
+
+    @classmethod
+    def of(
+        cls,
+        grads: Tree,
+        inner: Tree,
+        params: Tree,
+        rests: Tree,
+        key: Callable[[int], Any],
+        placed: Sequence[Any] | None,
+    ) -> Stored:
+        """Take trees apart.
+
+        Args:
+            grads: gradients.
+            inner: state of the wrapped transformation, packed.
+            params: parameters, or None.
+            rests: what parameters lack; None without ``weights``.
+            key: makes a random uint32 of a number: from 0 of nodes, below of parameters.
+            placed: how gradients, the whole state and parameters are divided; None on one device.
+        """
+        (grads, of_grads), (params, of_params) = jax.tree.flatten(grads), jax.tree.flatten(params)
+        nodes, of_nodes = jax.tree.flatten(inner, is_leaf=is_packed)
+        return cls(
+            structures=(of_grads, of_nodes, of_params),
+            grads=grads,
+            nodes=nodes,
+            params=params,
+            rests=None if rests is None else of_params.flatten_up_to(rests),
+            state_keys=[key(at) for at in range(len(nodes))],
+            param_keys=[key(-1 - at) for at in range(len(params))],
+            shardings=None if placed is None else _named(placed, of_params, has_rests=rests is not None),
+        )
 
     def name(self, leaf: int) -> Name:
         """Name a flat argument of the wrapped update."""
@@ -142,23 +178,54 @@ def has_triton() -> bool:
     return device.platform == "gpu" and capability.isdigit() and int(capability) >= 8 and has_pallas_triton()
 
 
-def in_one_pass(
-    update: Callable[..., Any], given: Stored, structures: Any, *, interpret: bool = False
-) -> Arrays | None:
+def in_one_pass(update: Callable[..., Any], given: Stored, *, interpret: bool = False) -> Any:
     """Update in kernels.
 
     Args:
         update: what the wrapped transformation makes of gradients, state and parameters: updates and state.
         given: what there is.
-        structures: those of `update`'s arguments.
         interpret: compute the kernels without Triton, on any device.
 
     Returns:
-        New arrays, but for those that stay; None where there is something that kernels cannot do.
+        Updates, the packed state and rests (None without); or None where there is something that kernels cannot do.
 
     Memory:
         What is updated is overwritten, and a gradient by its update where both have one dtype.
     """
+    of_grads, of_nodes, of_params = given.structures
+    if given.params and of_params != of_grads:
+        return None
+    made = _arrays(update, given, interpret)
+    if made is None:
+        return None
+
+    def node(at: int, old: Any) -> Any:
+        if not is_packed(old):
+            return made.get(("plain", at), old)
+        codes, scales = made.get(("codes", at), old.codes), made.get(("scales", at), old.scales)
+        return dataclasses.replace(old, codes=codes, scales=scales)
+
+    inner = of_nodes.unflatten([node(at, old) for at, old in enumerate(given.nodes)])
+    rests = [made.get(("rest", at), old) for at, old in enumerate(given.rests or ())]
+    updates = of_grads.unflatten([made["grad", at] for at in range(len(given.grads))])
+    return updates, inner, None if given.rests is None else of_params.unflatten(rests)
+
+
+def _named(placed: Sequence[Any], of_params: Any, *, has_rests: bool) -> dict[Name, Any]:
+    """Return how arrays are divided."""
+    grads, state, params = placed[:3]
+    found = {("grad", at): of for at, of in enumerate(jax.tree.leaves(grads))}
+    found |= {("param", at): of for at, of in enumerate(jax.tree.leaves(params))}
+    rests = of_params.flatten_up_to(state.rests) if has_rests else []
+    found |= {("rest", at): of for at, of in enumerate(rests) if of is not None}
+    for at, node in enumerate(jax.tree.leaves(state.inner, is_leaf=is_packed)):
+        arrays = {"codes": node.codes, "scales": node.scales} if is_packed(node) else {"plain": node}
+        found |= {(kind, at): of for kind, of in arrays.items() if of is not None}
+    return found
+
+
+def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Arrays | None:
+    """Return the new arrays, but for those that stay; None where there is something that kernels cannot do."""
     if not any(is_packed(node) and node.scales is not None for node in given.nodes):
         return None  # without scales XLA needs one pass, too, and applies the update in it
     names = [given.name(at) for at in range(len(given.grads) + len(given.nodes) + len(given.params))]
@@ -168,7 +235,9 @@ def in_one_pass(
         return given.dense(names[at], given.arrays(names[at]))
 
     leaves = iter(jax.eval_shape(lambda: [whole(at) for at in range(len(names))]))
-    args = [structure.unflatten([next(leaves) for _ in range(structure.num_leaves)]) for structure in structures]
+    of_grads, of_nodes, of_params = given.structures
+    of_state = jax.tree.structure(of_nodes.unflatten([0] * len(given.nodes)))
+    args = [of.unflatten([next(leaves) for _ in range(of.num_leaves)]) for of in (of_grads, of_state, of_params)]
     made = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
     kernels = [_kernel(made, group, given) for group in made.groups]
     if any(kernel is None for kernel in kernels):
