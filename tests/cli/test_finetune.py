@@ -205,10 +205,13 @@ def test_a_host_that_is_too_small_is_named():
 )
 def test_what_is_on_a_tpus_host_in_few_bits_is_streamed(values, saved, is_told, tmp_path, monkeypatch):
     monkeypatch.delenv("LIBTPU_INIT_ARGS")
+    flag = LOW_TILES.split("=", 1)[1]
+    (tmp_path / "libtpu.so").write_text(flag)
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     if saved is not None:
         (tmp_path / "config.toml").write_text(saved)
     _choose_tiles(None if saved is None else tmp_path, values)
-    assert (os.environ.get("LIBTPU_INIT_ARGS") == LOW_TILES.split("=", 1)[1]) == is_told
+    assert (os.environ.get("LIBTPU_INIT_ARGS") == flag) == is_told
 
 
 def test_contradicting_flags_are_named(finetune):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -89,8 +90,17 @@ def update(form: str, device: Any) -> Any:
     return program
 
 
-def test_a_variable_that_is_set_is_added_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_that_is_set_is_added_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     name, flag = LOW_TILES.split("=", 1)
+    library = tmp_path / "libtpu.so"
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    for content in (None, b"x" * 999):  # no library, and one that does not know the flag
+        if content is not None:
+            library.write_bytes(content)
+        monkeypatch.setenv(name, "")
+        choose_low_tiles()
+        assert os.environ[name] == ""
+    library.write_bytes(b"x" * 999 + flag.partition("=")[0].removeprefix("--").encode() + b"y")
     monkeypatch.setenv(name, "--xla_tpu_other=1")
     choose_low_tiles()
     choose_low_tiles()

@@ -10,8 +10,11 @@ As XLA lays out arguments, on the device and on the host, compiled for a v5e:
 
 from __future__ import annotations
 
+import importlib.util
+import mmap
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ._paths import item_bits
@@ -77,12 +80,24 @@ def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
 def choose_low_tiles() -> None:
     """Make libtpu give every argument tiles of 8 rows, unless the environment says something about it already.
 
-    It works before JAX has started a TPU. Matrices in 8 bits on the device are then laid out anew where they are
-    multiplied, which takes room (compiled): it is for programs that have theirs on the host.
+    It works before JAX has started a TPU, and does nothing where the installed libtpu does not know the flag, which
+    would end the process (0.0.42; 0.0.45 and later know it). Matrices in 8 bits on the device are then laid out anew
+    where they are multiplied, which takes room (compiled): it is for programs that have theirs on the host.
     """
     said = os.environ.get(_VARIABLE, "")
-    if _TALL_TILES not in said:
+    if _TALL_TILES not in said and _libtpu_knows(_TALL_TILES):
         os.environ[_VARIABLE] = f"{said} {_TALL_TILES}=false".strip()
+
+
+def _libtpu_knows(flag: str) -> bool:
+    """Whether the libtpu that JAX would load has a flag."""
+    spec = importlib.util.find_spec("libtpu")
+    folders = (spec.submodule_search_locations or [""]) if spec is not None else [""]
+    path = Path(os.environ.get("TPU_LIBRARY_PATH") or Path(folders[0], "libtpu.so"))
+    if not path.is_file():
+        return False
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
+        return library.find(flag.removeprefix("--").encode()) >= 0
 
 
 def slice_step(ndim: int, axis: int) -> int:
