@@ -198,6 +198,7 @@ def test_a_host_that_is_too_small_is_named():
         ({"full": True}, None, True),
         ({"offload": ("optimizer", "parameters")}, None, True),
         ({"offload": ["optimizer"]}, None, False),
+        ({"offload": ["optimizer"], "state_dtype": "8bit"}, None, True),
         ({"full": False, "offload": 3}, None, False),
         ({}, "full = true\n", True),
         ({}, "full = \n", False),

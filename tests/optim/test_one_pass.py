@@ -85,6 +85,43 @@ def test_kernels_compute_what_two_passes_do(
         apart = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
         scale = np.abs(np.asarray(other, np.float64)).max() + 1e-30
         assert (apart > 1e-6 * scale).mean() < 1e-2, (one.shape, one.dtype)
+    for one, other in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("of_params", "of_grads", "weights", "is_used"),
+    [
+        (jnp.float32, jnp.bfloat16, "split", False),
+        (jnp.bfloat16, jnp.float32, "split", True),
+        (jnp.bfloat16, jnp.float16, "split", True),
+        (jnp.bfloat16, jnp.float32, None, False),  # a state that an update makes wider
+        (jnp.bfloat16, jnp.bfloat16, None, True),
+    ],
+)
+def test_gradients_may_be_of_another_dtype(
+    of_params: Any, of_grads: Any, weights: Any, is_used: bool, used: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = {"w": params(of_params)["head"], "h": jnp.ones((16, 256), jnp.bfloat16)}
+    rng = np.random.default_rng(0)
+    grads = {name: jnp.asarray(rng.normal(size=leaf.shape) / 10, of_grads) for name, leaf in begin.items()}
+    tx = low_precision(optax.adamw(1e-2), weights=weights)
+
+    def updated() -> Any:
+        step, state = jax.jit(lambda *given: tx.update(*given)), tx.init(begin)
+        for _ in range(2):
+            updates, state = step(grads, state, begin)
+        return updates, state
+
+    found = updated()
+    assert used[0] == is_used or of_params == jnp.float32
+    monkeypatch.setattr(_low_precision, "has_triton", lambda: False)
+    expected = updated()
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        apart = np.abs(np.asarray(one, np.float64) - np.asarray(other, np.float64))
+        assert (apart > 2e-2 * (np.abs(np.asarray(other, np.float64)).max() + 1e-30)).mean() < 2e-2
 
 
 def of_rows(grads: Any) -> Any:
@@ -186,6 +223,73 @@ def test_on_a_gpu_an_update_reads_everything_once(form: str, weights: Any) -> No
     assert program.report().device.temp_bytes < 0.01 * size
     if weights == "split":
         assert program.bytes_accessed / size < 0.45 * 28  # of AdamW in float32
+
+
+def widely(name: str) -> Any:
+    """A transformation with one more operation on each number."""
+    whole = {"and", "or", "xor", "not", "shift_left", "shift_right_arithmetic", "shift_right_logical"}
+    two = {"add", "sub", "mul", "div", "max", "min", "rem", "pow", "eq", "ne", "ge", "gt", "le", "lt"}
+
+    def operate(x: Any) -> Any:
+        if name in whole:
+            bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+            made = {"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not"}.get(
+                name, name
+            )
+            return getattr(jax.lax, made)(*([bits] if name == "not" else [bits, bits & 3])).astype(jnp.float32)
+        if name == "clamp":
+            return jax.lax.clamp(-1.0, x, 1.0)
+        if name == "integer_pow":
+            return jax.lax.integer_pow(x, 3)
+        if name == "select_n":
+            return jnp.where(x > 0, x, 2 * x)
+        known = {"add_any": "add", "stop_gradient": "stop_gradient"}
+        fn = getattr(jax.lax, known.get(name, name))
+        if name in ("bitcast_convert_type", "convert_element_type"):
+            return fn(x, jnp.int32).astype(jnp.float32)
+        return fn(*([x, x + 1] if name in two or name == "add_any" else [x])).astype(jnp.float32)
+
+    return optax.stateless(lambda updates, _: jax.tree.map(operate, updates))
+
+
+@pytest.mark.gpu_aot
+def test_triton_has_all_operations() -> None:
+    leaves = {"w": jax.ShapeDtypeStruct((16, 256), jnp.float32)}
+    tx = low_precision(optax.chain(*map(widely, sorted(_one_pass._OPERATIONS)), optax.trace(0.9)))
+    state = jax.eval_shape(tx.init, leaves)
+    assert "xla.gpu.triton" in compile(tx.update, leaves, state, leaves, target="h100").compiled.as_text()
+
+
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize(
+    ("tx", "is_in_kernels"),
+    [
+        (optax.apply_if_finite(optax.adamw(1e-2), 3), True),
+        (optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), True),
+        (optax.inject_hyperparams(optax.adamw)(learning_rate=optax.linear_schedule(0.0, 1e-2, 5)), True),
+        (optax.lion(1e-3), True),
+        (optax.novograd(1e-2), None),
+        (optax.lamb(1e-2), False),
+        (optax.stateless(lambda g, _: jax.tree.map(lambda x: jax.lax.select_n(x.astype(int) % 3, x, -x, x), g)), False),
+    ],
+    ids=["if-finite", "many-steps", "hyperparameters", "lion", "novograd", "lamb", "switch"],
+)
+def test_optimizers_compile_for_a_gpu(tx: Any, is_in_kernels: bool | None) -> None:
+    leaves = {"b": jax.ShapeDtypeStruct((8,), jnp.float32), "w": jax.ShapeDtypeStruct((16, 256), jnp.float32)}
+    tx = low_precision(optax.chain(tx, optax.trace(0.9)))
+    program = compile(tx.update, leaves, jax.eval_shape(tx.init, leaves), leaves, target="h100")
+    assert is_in_kernels is None or ("xla.gpu.triton" in program.compiled.as_text()) == is_in_kernels
+
+
+def test_what_an_update_prints_is_printed(used: list[bool], capfd: pytest.CaptureFixture[str]) -> None:
+    def printed(grads: Any, _: Any) -> Any:
+        jax.debug.print("seen")
+        return grads
+
+    tx, begin = low_precision(optax.chain(optax.stateless(printed), optax.trace(0.9))), {"w": jnp.ones((16, 256))}
+    jax.block_until_ready(jax.jit(tx.update)(begin, tx.init(begin), begin))
+    jax.effects_barrier()
+    assert used == [False] and "seen" in capfd.readouterr().out
 
 
 def test_a_packed_array_is_one_of_a_kernel() -> None:

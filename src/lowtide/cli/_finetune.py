@@ -113,7 +113,8 @@ def _choose_tiles(resumed: Path | None, values: Mapping[str, Any]) -> None:
         with contextlib.suppress(LowtideError, OSError):  # what is wrong with it is said where it is read for good
             saved = read_config(resumed / "config.toml")
     asked = {**saved, **values}
-    if asked.get("full") is True or "parameters" in str(asked.get("offload")):
+    is_narrow = asked.get("state_dtype", "float32") != "float32" and "optimizer" in str(asked.get("offload"))
+    if asked.get("full") is True or is_narrow or "parameters" in str(asked.get("offload")):
         choose_low_tiles()
 
 

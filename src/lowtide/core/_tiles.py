@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.util
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def has_tall_tiles(shape: Sequence[int], dtype: Any) -> bool:
         len(shape) > 1
         and item_bits(dtype) <= 8
         and not shape[-2] % most_tile_rows(dtype)
-        and f"{_TALL_TILES}=false" not in os.environ.get(_VARIABLE, "")
+        and re.findall(rf"{_TALL_TILES}(?:=(\w+))?", os.environ.get(_VARIABLE, ""))[-1:] not in (["false"], ["0"])
     )
 
 

@@ -501,7 +501,7 @@ def _by_suffix(shardings: Tree, params: Tree) -> Any:
 def _of_part(leaf: Any, shape: tuple[int, ...], sharding: Any) -> Any:
     """Return the sharding of codes in the shape of a parameter, or of scales of blocks of its last axis; else None.
 
-    Scales are sharded like it where every device has whole blocks.
+    Scales are sharded like it where their number divides the axis, and the devices their number.
     """
     if leaf.shape == shape:
         return sharding

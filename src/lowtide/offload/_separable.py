@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..core import PlacementWarning
 from ..jaxprs import Kind, bodies, called, equations, fold, kind_of, make_jaxpr
 from ._folds import FOLDS
 
@@ -112,6 +110,8 @@ class Program:
     avals: list[Any] = dataclasses.field(default_factory=list)
     constants: dict[int, Any] = dataclasses.field(default_factory=dict)
     outputs: list[int] = dataclasses.field(default_factory=list)
+    effects: tuple[str, ...] = ()
+    """What the function does beside, such as printing; the equations leave it out."""
 
     def rank(self, value: int) -> int:
         """Count the axes of a value."""
@@ -160,14 +160,7 @@ def trace(fn: Callable[..., Any], args: Sequence[Any], on_host: Iterable[int]) -
     """
     avals = jax.tree.map(_on_device, tuple(args))
     closed, shapes = make_jaxpr(fn)(*avals)
-    if closed.effects:
-        warnings.warn(
-            f"the update has effects, which a streamed update leaves out: {', '.join(map(str, closed.effects))}\n"
-            'hint: jax.debug.print belongs outside of the optimizer; lt.offload.optimizer(mode="whole") keeps effects',
-            PlacementWarning,
-            stacklevel=4,
-        )
-    inliner = _Inliner(Program(num_inputs=len(closed.in_avals)), set(on_host))
+    inliner = _Inliner(Program(num_inputs=len(closed.in_avals), effects=tuple(map(str, closed.effects))), set(on_host))
     inputs = [inliner.value(aval, at in inliner.host) for at, aval in enumerate(closed.in_avals)]
     inliner.program.outputs = inliner.add(closed, inputs)
     return inliner.program, jax.tree.structure(shapes)

@@ -210,6 +210,13 @@ def stream(
     fold = not (by_leaf or prevented or any(not sharding.is_fully_replicated for sharding in placed.values()))
     made = plan(fn, args, replaces, chunk_bytes=chunk_bytes, declared=declared, fold=fold)
     program = made.program
+    if program.effects:
+        warnings.warn(
+            f"the update has effects, which a streamed update leaves out: {', '.join(program.effects)}\n"
+            'hint: jax.debug.print belongs outside of the optimizer; lt.offload.optimizer(mode="whole") keeps effects',
+            PlacementWarning,
+            stacklevel=3,
+        )
     warn_of_tall_tiles((names[at], _array(leaves[at])) for at in made.on_host)
     _check_entries(program, [(names[at], leaves[at]) for at in made.replaced])
     # Of what is in tall tiles XLA would copy all for each block, or libtpu 0.0.51 ends the process: it is moved once.

@@ -25,7 +25,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array
 
-from ..core import Tree, traced_device
+from ..core import StructureError, Tree, traced_device
 from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
 from ._formats import FORMATS
@@ -149,7 +149,7 @@ class Stored:
             return dataclasses.replace(node, codes=codes, scales=scales, row=own).dense()
         if kind == "param":
             return widened(arrays[name], arrays.get(("rest", at))) if self.is_split(at) else arrays[name]
-        return arrays[name].astype(jnp.float32) if self.params and self.is_split(at) else arrays[name]
+        return arrays[name].astype(jnp.float32) if self.rests is not None and is_narrow(arrays[name]) else arrays[name]
 
     def stored(self, name: Name, new: Any, arrays: Mapping[Name, Any], **rounding: Any) -> Arrays:
         """Return the arrays of a leaf that has become `new`; of a gradient those of its update."""
@@ -238,11 +238,19 @@ def _arrays(update: Callable[..., Any], given: Stored, interpret: bool) -> Array
     of_grads, of_nodes, of_params = given.structures
     of_state = jax.tree.structure(of_nodes.unflatten([0] * len(given.nodes)))
     args = [of.unflatten([next(leaves) for _ in range(of.num_leaves)]) for of in (of_grads, of_state, of_params)]
-    made = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
-    kernels = [_kernel(made, group, given) for group in made.groups]
-    if any(kernel is None for kernel in kernels):
+    try:
+        made = plan(update, args, lambda grads, state, params: (grads, state), chunk_bytes=0, declared=declared)
+    except StructureError:  # two passes say what they think of it
         return None
+    kernels = [_kernel(made, group, given) for group in made.groups]
     program, results = made.program, Arrays()
+    packed = {("state", at): node.dtype for at, node in enumerate(given.nodes) if is_packed(node)}
+    dtypes = {
+        names[of]: program.avals[value].dtype.name for value, of in zip(program.outputs, made.replaced, strict=True)
+    }
+    keeps_dtypes = all(dtypes[name] == dtype for name, dtype in packed.items())
+    if program.effects or not keeps_dtypes or any(kernel is None for kernel in kernels):
+        return None
     inside = {position for group in made.groups for position in group.outputs}
     outside = [(value, names[of]) for value, of in zip(program.outputs, made.replaced, strict=True)]
     # State that stays as it is stays packed.
@@ -280,13 +288,14 @@ def _kernel(made: Any, group: Any, given: Stored) -> _Kernel | None:
     nodes = [given.nodes[at] for kind, at in arrays if kind == "codes"]
     scaled = [node for node in nodes if node.scales is not None]
     blocks = {FORMATS[node.format].block for node in scaled} or {_BLOCK}
-    part = _part(shape, arrays, given.shardings)
+    is_of_one_shape = all(program.avals[at].shape == shape for at in values)
+    part = _part(shape, arrays, given.shardings) if is_of_one_shape else None
     if part is None:
         return None
     lengths = [math.prod(part), *(math.prod(row_of(part, node.format)) for node in scaled)]
     is_possible = (
-        all(program.avals[at].shape == shape for at in values)
-        and not any(map(program.rank, scalars))
+        not any(map(program.rank, scalars))
+        and all(_has_whole_bytes(program.avals[at].dtype) for at in values)
         and all(_is_possible(program, equation) for equation in group.equations)
         and all(node.codes.dtype.name in _CODES for node in nodes)
         and len(blocks) == 1
@@ -312,6 +321,8 @@ def _part(shape: tuple[int, ...], arrays: Iterable[Name], shardings: Mapping[Nam
     if shardings is None:
         return shape
     named = [(kind, shardings[kind, at]) for kind, at in arrays if (kind, at) in shardings]
+    if not all(isinstance(sharding, jax.NamedSharding) for _, sharding in named):
+        return None
     parts = {sharding.shard_shape(shape) for kind, sharding in named if kind != "scales"}
     # Scales of rows of several axes have one axis for those, which are then whole.
     return parts.pop() if len({_axes(sharding.spec) for _, sharding in named}) == 1 else None
@@ -331,8 +342,17 @@ def _traced(constants: Mapping[int, Any], equations: Iterable[Any]) -> list[int]
     return [at for at in read & constants.keys() if isinstance(constants[at], (Tracer, jax.Array))]
 
 
+def _has_whole_bytes(dtype: Any) -> bool:
+    return (
+        jnp.issubdtype(dtype, jnp.bool_)
+        or (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits >= 8
+    )
+
+
 def _is_possible(program: Any, equation: Any) -> bool:
     name = equation.primitive.name
+    if name == "select_n" and len(equation.inputs) > 3:
+        return False
     return name in _OPERATIONS or (name == "broadcast_in_dim" and not program.rank(equation.inputs[0]))
 
 
@@ -370,15 +390,12 @@ class _Kernel:
         """Arrays that it makes."""
         return [name for _, leaf in self.outputs for name in self.given.written(leaf)]
 
-    def part(self, interpret: bool, given: Arrays) -> Arrays:
+    def part(self, interpret: bool, arrays: Arrays) -> Arrays:
         """Compute one device's part of the results."""
-        names, arrays = list(given), list(given.values())
+        names, results = list(arrays), self.results
         widths = [1 if kind == "scales" else self.block for kind, _ in names]
-        views = [x.reshape(-1, width) if x.ndim else x for x, width in zip(arrays, widths, strict=True)]
-        made, results = (
-            jax.eval_shape(lambda views: self.blocks(dict(zip(names, views, strict=True))), views),
-            self.results,
-        )
+        views = [x.reshape(-1, width) if x.ndim else x for x, width in zip(arrays.values(), widths, strict=True)]
+        made = jax.eval_shape(lambda views: self.blocks(dict(zip(names, views, strict=True))), views)
         rows = math.gcd(_MOST_ROWS, made[results[0]].shape[0])
 
         def of_blocks(*blocks: Any) -> tuple[Any, ...]:
@@ -399,7 +416,7 @@ class _Kernel:
         call = jax.custom_jvp(lambda *views: _in_place(in_kernel, views, aliases))
         # Differentiated it is what XLA makes of it.
         call.defjvp(lambda primals, tangents: jax.jvp(of_blocks, primals, tangents))
-        return {name: x.reshape(given[name].shape) for name, x in zip(results, call(*views), strict=True)}
+        return {name: x.reshape(arrays[name].shape) for name, x in zip(results, call(*views), strict=True)}
 
     def blocks(self, arrays: Mapping[Name, Any]) -> Arrays:
         """Compute blocks of the results."""
@@ -410,6 +427,8 @@ class _Kernel:
         for equation in self.group.equations:
             read = [values[at] if at in values else _literal(self.program.constants[at]) for at in equation.inputs]
             (at,) = equation.outputs
+            if equation.primitive.name == "select_n":  # of two cases, by a boolean alone
+                read[0] = read[0].astype(bool)
             if equation.primitive.name == "broadcast_in_dim":
                 values[at] = jnp.broadcast_to(read[0], shape)
             elif equation.primitive.name in _OF_BITS:
