@@ -8,7 +8,8 @@ its formats; and with parameters and gradients in bfloat16, of which the rest is
 a parameter's; the traffic is what the compiler's program reads and writes, at least.
 
 `steps`: whole training steps of a stack of 32 layers (1.07 B parameters, 16 tokens), everything on the device: a plain
-one, whose gradients are all there before the update, and `lowtide.offload.layerwise_step`.
+one, whose gradients are all there before the update, and `lowtide.offload.layerwise_step`; and a plain one of Llama 3.2
+1B's shapes, 256 tokens.
 
 `8b`: full-parameter AdamW of Llama 3 8B's shapes on one v5e, 4,096 tokens, layers, state and activations on its host;
 libtpu gives arguments low tiles there (`lowtide.core.choose_low_tiles`), as `lowtide finetune --full` tells it.
@@ -132,7 +133,34 @@ def step_rows() -> list[dict[str, Any]]:
                         "temp_bytes": made.device.temp_bytes / size,
                     }
                 )
+            rows.append(decoder_row(form, target))
     return rows
+
+
+def decoder_row(form: str, target: str) -> dict[str, Any]:
+    """A plain step of Llama 3.2 1B's shapes."""
+    from _decoders import LLAMA_1B
+
+    dtype, tx = jnp.float32 if form == "float32" else jnp.bfloat16, optimizer(form)
+    model = jax.eval_shape(
+        lambda key: lt.models.init(LLAMA_1B, key=key, dtype=dtype, compute_dtype=jnp.bfloat16), jax.random.key(0)
+    )
+
+    def step(model: Tree, state: Tree, batch: Tree) -> Tree:
+        loss, grads = jax.value_and_grad(lambda model: lt.models.loss(model, batch, remat=True)[0])(model)
+        updates, state = tx.update(grads, state, model)
+        return optax.apply_updates(model, updates), state, loss
+
+    batch = dict.fromkeys(("tokens", "labels"), jax.ShapeDtypeStruct((1, 256), jnp.int32))
+    made = compile(step, model, jax.eval_shape(tx.init, model), batch, target=target, donate_argnums=(0, 1)).report()
+    size = sum(leaf.size for leaf in jax.tree.leaves(model))
+    return {
+        "target": target,
+        "step": "plain, Llama 3.2 1B",
+        "format": form,
+        "device_bytes": made.device_bytes / size,
+        "temp_bytes": made.device.temp_bytes / size,
+    }
 
 
 def llama_rows() -> list[dict[str, Any]]:
