@@ -247,7 +247,11 @@ class _LowPrecision:
             return None
         if any(map(is_packed, jax.tree.leaves(state.inner, is_leaf=is_packed))):
             return None
-        leaves, (expected, structure) = jax.tree.leaves(state), jax.tree.flatten(jax.eval_shape(self.init, params))
+        try:
+            expected, structure = jax.tree.flatten(jax.eval_shape(self.init, params))
+        except (ConfigError, SelectionError):  # of a part of the parameters, of which init says nothing
+            return None
+        leaves = jax.tree.leaves(state)
         is_same = jax.tree.structure(state) != structure and len(leaves) == len(expected)
         alike = zip(leaves, expected, strict=is_same)
         if not is_same or any((jnp.shape(x), jnp.result_type(x)) != (y.shape, y.dtype) for x, y in alike):
