@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide.core import leaf_bytes
+from lowtide.core import ConfigError, leaf_bytes
 from lowtide.memory import compile
 from lowtide.optim import PackedArray
 from lowtide.optim._formats import FORMATS
@@ -134,6 +134,11 @@ def test_what_is_stored_again_does_not_change(name: str, is_positive: bool) -> N
     once = PackedArray.of(jnp.asarray(x), name, is_positive=is_positive)
     again = PackedArray.of(once.dense(), name, is_positive=is_positive)
     assert np.array_equal(np.asarray(again.dense()), np.asarray(once.dense()))
+
+
+def test_another_format_is_refused() -> None:
+    with pytest.raises(ConfigError, match="not packed as '8bits'"):
+        PackedArray.of(jnp.zeros((4, 4)), "8bits")
 
 
 @pytest.mark.parametrize("name", FORMATS)

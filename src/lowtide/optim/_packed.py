@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
+from ..core import ConfigError
 from ._formats import FORMATS
 
 BFLOAT16 = "bfloat16"
@@ -68,7 +69,12 @@ class PackedArray:
 
         Returns:
             The node. Of a block with NaN or an infinity nothing is kept: its scale is NaN, and so is all of it.
+
+        Raises:
+            ConfigError: for another format.
         """
+        if format not in FORMATS:
+            raise ConfigError(f"arrays are not packed as {format!r}", expected=f"one of {', '.join(FORMATS)}")
         form, row = FORMATS[format], row_of(x.shape, format)
         scales = scales_of(x, format) if scales is None else scales
         spread = _spread(jnp.where(scales == 0, 1, scales), form.block, row)
