@@ -398,6 +398,20 @@ def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded(spec: tupl
         assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_second_moment_of_contrib_is_never_zero(form: str) -> None:
+    tx, params = optax.contrib.ademamix(1e-3), {"w": normal(0, 64, 256) / 10}
+    packed_tx = low_precision(tx, form)
+    assert form == "bfloat16" or packed_tx.init(params).inner[0].nu["w"].is_positive
+    scale = 10.0 ** (-4 * jnp.arange(256) / 256)
+    begin, state, step = params, packed_tx.init(params), jax.jit(packed_tx.update)
+    for at in range(5):
+        grads = {"w": normal(10 + at, 64, 256) * scale[None] * (1.0 if at < 3 else 0.1)}
+        updates, state = step(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert float(jnp.abs(params["w"] - begin["w"]).max()) < 0.02  # 0.005 in float32
+
+
 def test_a_step_without_gradients_after_small_ones_is_small() -> None:
     # Of a block with a large second moment a small one would be stored as 0, and divide what is left of the mean.
     params = {"w": jnp.zeros((16, 256))}

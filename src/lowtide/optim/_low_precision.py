@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jaxtyping import Array, Int
 
 from ..core import (
@@ -61,6 +62,7 @@ _POSITIVE = {
         (optax.ScaleByRmsState, ("nu",)),
         (optax.ScaleByRssState, ("sum_of_squares",)),
         (optax.ScaleByAdaDeltaState, ("e_g", "e_x")),
+        (optax.contrib.ScaleByAdemamixState, ("nu",)),
     )
     for name in names
 }

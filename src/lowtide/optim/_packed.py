@@ -71,10 +71,12 @@ class PackedArray:
             The node. Of a block with NaN or an infinity nothing is kept: its scale is NaN, and so is all of it.
 
         Raises:
-            ConfigError: for another format.
+            ConfigError: for another format, or a scalar.
         """
         if format not in FORMATS:
             raise ConfigError(f"arrays are not packed as {format!r}", expected=f"one of {', '.join(FORMATS)}")
+        if not x.ndim:
+            raise ConfigError("a scalar is not packed", expected="an array of one axis at least", got=x.dtype.name)
         form, row = FORMATS[format], row_of(x.shape, format)
         scales = scales_of(x, format) if scales is None else scales
         spread = _spread(jnp.where(scales == 0, 1, scales), form.block, row)
@@ -114,7 +116,7 @@ def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
         format: one of `FORMATS`.
     """
     at = len(shape) - 1
-    while at and math.prod(shape[at:]) < FORMATS[format].block:
+    while at > 0 and math.prod(shape[at:]) < FORMATS[format].block:
         at -= 1
     return shape[at:]
 
