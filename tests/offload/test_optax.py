@@ -114,7 +114,7 @@ def test_statistics_of_rows_and_columns_meet_blocks_of_the_leaf(name: str, monke
     monkeypatch.setattr(_streaming, "_SMALL_PART", 8)
     cuts = list[Any]()
     cut_block = _streaming.cut_block
-    monkeypatch.setattr(_streaming, "cut_block", lambda *a: cuts.append(cut_block(*a)) or cuts[-1])
+    monkeypatch.setattr(_streaming, "cut_block", lambda *a, **of: cuts.append(cut_block(*a, **of)) or cuts[-1])
     check(name, "factored", 8 * 1024)
     if name in ("adafactor (momentum)", "sm3"):
         assert cuts == [(1, 16)]  # and a tail of eight

@@ -57,6 +57,20 @@ def test_on_a_tpu_no_float32_state_exists(form: str) -> None:
     assert moved < 28.5  # that of float32 AdamW is 28
 
 
+@pytest.mark.tpu_aot
+def test_rows_that_are_no_whole_tiles_are_updated_in_blocks_too() -> None:
+    shape = (16403, 1024)
+    tx, params = low_precision(optax.adamw(1e-3)), {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+    def step(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    made = compile(step, params, state, params, target="v5e:1x1", donate_argnums=(0, 1, 2)).report()
+    assert made.device.temp_bytes < 4 * shape[0] * shape[1]  # of all in float32 it was 32
+
+
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("form", ["8bit", "companded", "bfloat16"])
 def test_on_a_gpu_no_float32_state_exists(form: str) -> None:

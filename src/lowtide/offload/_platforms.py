@@ -178,7 +178,9 @@ def _to(leaf: Any, space: Any) -> Any:
     return leaf if memory_space(leaf) == space else jax.device_put(leaf, space)
 
 
-def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int) -> tuple[int, int] | None:
+def cut_block(
+    prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, is_on_device: bool = False
+) -> tuple[int, int] | None:
     """Which axis a block cuts, and its size along it.
 
     Args:
@@ -186,6 +188,7 @@ def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int
         ndim: the rank of the arrays.
         num_bytes: bytes of all rows.
         chunk_bytes: bytes wanted in a block.
+        is_on_device: all of them are; the rows that are left may then be no whole tiles.
 
     Returns:
         Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
@@ -200,7 +203,7 @@ def cut_block(prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int
         axis += 1
         row_bytes /= prefix[axis]
     length, tile = prefix[axis], tiles[axis]
-    if length % tile:
+    if length % tile and not (is_on_device and length > tile):
         return None
     wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
     if wanted == length and not axis:

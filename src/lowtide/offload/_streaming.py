@@ -400,7 +400,9 @@ class _Loop:
         wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
-            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes)
+            ndim = min((leaf.ndim for leaf in (*on_host, *streamed)), default=len(prefix))
+            is_on_device = not any(_space(leaf) is HOST for leaf in on_host)
+            cut = cut_block(prefix, ndim, wide, self.chunk_bytes, is_on_device=is_on_device)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
