@@ -95,7 +95,7 @@ def _libtpu_knows(flag: str) -> bool:
     spec = importlib.util.find_spec("libtpu")
     folders = (spec.submodule_search_locations or [""]) if spec is not None else [""]
     path = Path(os.environ.get("TPU_LIBRARY_PATH") or Path(folders[0], "libtpu.so"))
-    if not path.is_file():
+    if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library:
         return library.find(flag.removeprefix("--").encode()) >= 0

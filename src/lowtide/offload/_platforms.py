@@ -179,7 +179,7 @@ def _to(leaf: Any, space: Any) -> Any:
 
 
 def cut_block(
-    prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, is_on_device: bool = False
+    prefix: Sequence[int], ndim: int, num_bytes: int, chunk_bytes: int, *, device_rows: int | None = None
 ) -> tuple[int, int] | None:
     """Which axis a block cuts, and its size along it.
 
@@ -188,7 +188,8 @@ def cut_block(
         ndim: the rank of the arrays.
         num_bytes: bytes of all rows.
         chunk_bytes: bytes wanted in a block.
-        is_on_device: all of them are; the rows that are left may then be no whole tiles.
+        device_rows: where all of them are on the device, rows of their largest tile: blocks are multiples of it, and
+            what is left need not be.
 
     Returns:
         Axis and size, or None when the rows are one block, or cannot be cut: along the last two axes the axis and its
@@ -203,7 +204,9 @@ def cut_block(
         axis += 1
         row_bytes /= prefix[axis]
     length, tile = prefix[axis], tiles[axis]
-    if length % tile and not (is_on_device and length > tile):
+    if device_rows is not None and ndim - axis == 2 and length > device_rows:
+        tile = device_rows
+    elif length % tile:
         return None
     wanted = min(max(int(chunk_bytes / row_bytes) // tile * tile, tile), length)
     if wanted == length and not axis:

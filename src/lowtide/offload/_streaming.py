@@ -26,7 +26,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import PlacementWarning, StructureError, Tree, is_row_major, leaf_bytes, leaves_with_paths, memory_space
+from ..core import (
+    PlacementWarning,
+    StructureError,
+    Tree,
+    is_row_major,
+    leaf_bytes,
+    leaves_with_paths,
+    memory_space,
+    most_tile_rows,
+)
 from ._folds import folded, identity
 from ._platforms import DEVICE, HOST, cut_block, is_tall, later, put, warn_of_tall_tiles
 from ._platforms import read as read_entry
@@ -400,9 +409,10 @@ class _Loop:
         wide = sum(leaf.size * max(leaf.dtype.itemsize, self._widest) for leaf in map(_shape, streamed))
         cut = None
         if self.rows and all(is_row_major(leaf.shape, leaf.dtype) for leaf in on_host):
-            ndim = min((leaf.ndim for leaf in (*on_host, *streamed)), default=len(prefix))
+            # Of arrays on the device XLA keeps the tiles: blocks of half a tile would be laid out anew, with all of it.
             is_on_device = not any(_space(leaf) is HOST for leaf in on_host)
-            cut = cut_block(prefix, ndim, wide, self.chunk_bytes, is_on_device=is_on_device)
+            rows = max(most_tile_rows(leaf.dtype) for leaf in on_host) if is_on_device else None
+            cut = cut_block(prefix, min(leaf.ndim for leaf in on_host), wide, self.chunk_bytes, device_rows=rows)
         if num_bytes > self.chunk_bytes and not cut and self.on_whole:
             self.on_whole(
                 self.reason
