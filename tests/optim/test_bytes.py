@@ -58,9 +58,11 @@ def test_on_a_tpu_no_float32_state_exists(form: str) -> None:
 
 
 @pytest.mark.tpu_aot
-@pytest.mark.parametrize(("num_rows", "form"), [(16403, "8bit"), (20000, "8bit"), (20000, "4bit")])
-def test_rows_that_are_no_whole_tiles_are_updated_in_blocks_too(num_rows: int, form: str) -> None:
-    shape = (num_rows, 1024)
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [((16403, 1024), "8bit"), ((20000, 1024), "4bit"), ((50257, 768), "8bit"), ((20000, 768), "4bit")],
+)
+def test_rows_of_few_scales_and_no_whole_tiles_are_updated_in_blocks_too(shape: tuple[int, int], form: str) -> None:
     tx, params = low_precision(optax.adamw(1e-3), form), {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def step(grads: Any, state: Any, params: Any) -> Any:
@@ -69,7 +71,7 @@ def test_rows_that_are_no_whole_tiles_are_updated_in_blocks_too(num_rows: int, f
 
     state, size = jax.eval_shape(tx.init, params), shape[0] * shape[1]
     made = compile(step, params, state, params, target="v5e:1x1", donate_argnums=(0, 1, 2))
-    assert made.report().device.temp_bytes < 2 * size  # of all in float32 it was 32
+    assert made.report().device.temp_bytes < 0.1 * size  # of all in float32 it was 32, of three scales a row 13
     assert made.bytes_accessed < 29 * size  # in blocks of half a tile all codes were laid out anew for each
 
 

@@ -196,6 +196,19 @@ def test_eagerly_donated_and_in_a_branch_values_are_the_same() -> None:
     assert same(donated, want)
 
 
+@pytest.mark.parametrize("form", ["8bit", "4bit", "fp8"])
+def test_updates_are_differentiated_by_what_they_were_made_of(form: str) -> None:
+    """As where a learning rate is learned: codes are constants."""
+
+    def moved(rate: Any) -> Any:
+        tx = low_precision(optax.sgd(rate, momentum=0.9), form)
+        updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates))
+
+    total = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(PARAMS))
+    assert float(jax.grad(moved)(0.1)) == pytest.approx(-total, rel=1e-5)
+
+
 def test_under_vmap_each_has_its_own_state() -> None:
     tx = low_precision(optax.adamw(1e-2))
     params = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)

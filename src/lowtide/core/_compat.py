@@ -162,12 +162,19 @@ def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _on_tpus() -> Any:
+    import jax.numpy as jnp
     from jax.extend.core import Primitive
-    from jax.interpreters import mlir
+    from jax.interpreters import ad, batching, mlir
 
-    primitive = Primitive("laid_out_on_tpus")
+    def mapped(values: Any, axes: Any, order: tuple[int, ...]) -> Any:
+        x = jnp.moveaxis(values[0], axes[0], 0)
+        return laid_out_on_tpus(x, (0, *(axis + 1 for axis in order))), 0
+
+    primitive: Any = Primitive("laid_out_on_tpus")
     primitive.def_impl(lambda x, order: x)
     primitive.def_abstract_eval(lambda x, order: x)
+    ad.deflinear2(primitive, lambda cotangent, _, order: [cotangent])
+    batching.primitive_batchers[primitive] = mapped
     mlir.register_lowering(primitive, lambda ctx, x, order: [x])
     mlir.register_lowering(primitive, mlir.lower_fun(laid_out, multiple_results=False), platform="tpu")
     return primitive

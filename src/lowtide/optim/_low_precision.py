@@ -37,7 +37,7 @@ from ..core import (
     path_str,
     traced_device,
 )
-from ..core._compat import varying_axes
+from ..core._compat import laid_out_on_tpus, varying_axes
 from ..offload import (
     check_transformation,
     explicit_shardings,
@@ -67,7 +67,7 @@ _POSITIVE = {
     for name in names
 }
 """What is a mean or sum of squares; of others nothing is known (SM3 calls its momentum nu), and they keep a sign."""
-_BLOCK_BYTES = 2**25
+_BLOCK_BYTES, _LANES = 2**25, 128
 LEAST_SIZE = 4096
 """Leaves of fewer numbers stay as they are, as with bitsandbytes."""
 
@@ -354,7 +354,7 @@ class _LowPrecision:
             if was.scales is None:
                 return PackedArray.rounded(leaf, self._key(step, number))
             known = scales[number] if scales else None
-            return PackedArray.of(leaf, was.format, is_positive=was.is_positive, scales=known)
+            return _laid_out(PackedArray.of(leaf, was.format, is_positive=was.is_positive, scales=known))
 
         made = [one(number, *pair) for number, pair in enumerate(_paired(old, new))]
         return jax.tree.structure(old, is_leaf=is_packed).unflatten(made)
@@ -452,7 +452,20 @@ def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
 
 
 def _dense(node: Any) -> Any:
-    return node.dense() if is_packed(node) else node
+    return _laid_out(node).dense() if is_packed(node) else node
+
+
+def _laid_out(node: PackedArray) -> PackedArray:
+    """Store codes row after row, and of few scales each block's after another's, as TPUs hold them between two steps.
+
+    Else XLA lays out one like the other in the loop over blocks, and copies all of it.
+    """
+    order = tuple(range(node.codes.ndim))
+    codes, scales = laid_out_on_tpus(node.codes, order), node.scales
+    if scales is not None and scales.ndim > 1 and scales.shape[-1] < _LANES:
+        *before, rows, blocks = range(scales.ndim)
+        scales = laid_out_on_tpus(scales, (*before, blocks, rows))
+    return dataclasses.replace(node, codes=codes, scales=scales)
 
 
 def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
