@@ -36,6 +36,11 @@ import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
+
 from ._errors import ConfigError
 
 
@@ -83,7 +88,6 @@ def gpu_topology_devices(target_config: str, *, partitions: int, hosts: int, dev
         NotImplementedError: when JAX has no usable CUDA plugin.
         Exception: whatever XLA raises for a description that it does not understand.
     """
-    import jax
     from jax._src import hardware_utils
     from jax.experimental import topologies
 
@@ -162,10 +166,6 @@ def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
 
 @functools.cache
 def _on_tpus() -> Any:
-    import jax.numpy as jnp
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
     def mapped(values: Any, axes: Any, order: tuple[int, ...]) -> Any:
         x = jnp.moveaxis(values[0], axes[0], 0)
         return laid_out_on_tpus(x, (0, *(axis + 1 for axis in order))), 0
@@ -189,10 +189,6 @@ def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of
         of_first: ``of_first(cotangent, first, second)``: the first's cotangent, given the second.
         of_second: likewise of the second, given the first.
     """
-    import jax
-    from jax.extend.core import Primitive
-    from jax.interpreters import ad, batching, mlir
-
     primitive: Any = Primitive(name)
     primitive.def_impl(jax.jit(fn))
     primitive.def_abstract_eval(lambda *avals: avals[0].update(shape=jax.eval_shape(fn, *avals).shape, weak_type=False))
@@ -214,8 +210,6 @@ def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: A
         args: trees of arrays.
         needed: what to say, with a `ConfigError`, where the second would be taken; empty: nothing.
     """
-    import jax
-
     leaves, tree = jax.tree.flatten(args)
     held = [jax.make_jaxpr(lambda *flat, fn=fn: fn(*tree.unflatten(flat)))(*leaves) for fn in (alone, among)]
     results = _on_one_device().bind(*leaves, alone=held[0], among=held[1], needed=needed)
@@ -224,10 +218,6 @@ def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: A
 
 @functools.cache
 def _on_one_device() -> Any:
-    import jax
-    from jax.extend.core import Primitive, jaxpr_as_fun
-    from jax.interpreters import ad, batching, mlir
-
     primitive: Any = Primitive("on_one_device")
     primitive.multiple_results = True
     primitive.def_impl(lambda *args, **params: jax.jit(functools.partial(primitive.bind, **params))(*args))
@@ -550,8 +540,6 @@ def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: f
         dtype: its own.
         fill: its numbers.
     """
-    import jax
-
     full = jax.numpy.full(shape, fill, dtype)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(each)) for each in arrays))
     return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
@@ -562,8 +550,6 @@ def varied_alike(tree: Any) -> Any:
 
     Else a custom derivative would have to add up the gradients of those that do not; of the cast JAX does so.
     """
-    import jax
-
     leaves, structure = jax.tree.flatten(tree)
     axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
     missing = [tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) for leaf in leaves]
@@ -718,7 +704,6 @@ def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
     Returns:
         What each process said, in order; None of those that did not come in time.
     """
-    import jax
     from jax._src import distributed
 
     client: Any = distributed.global_state.client
@@ -732,7 +717,6 @@ def exchange(topic: str, text: str, timeout_seconds: int) -> list[str | None]:
 
 def post(topic: str, text: str) -> None:
     """Leave a text for the other processes of `jax.distributed`; the first one that is left holds."""
-    import jax
     from jax._src import distributed
 
     with contextlib.suppress(jax.errors.JaxRuntimeError):
