@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import lowtide as lt
@@ -46,3 +47,27 @@ def test_a_checkpoint_of_other_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LowtideError, match=r"(?s)hint:"):
         ours.restore()
     assert isinstance(low_precision(optax.adamw(1e-2)).init(ours.model).inner[0].mu["w"], PackedArray)
+
+
+@pytest.mark.parametrize("form", ["8bit", "bfloat16"])
+def test_an_optimizer_of_nnx_comes_back_from_orbax(form: str, tmp_path: Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    def made() -> Any:
+        model = nnx.Linear(64, 128, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, low_precision(optax.adamw(1e-2), form), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(jnp.ones((8, 64))) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    one, other = made(), made()
+    first = step(*one)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.state(one))
+        checkpointer.wait_until_finished()
+        nnx.update(other, checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: nnx.state(other))))
+    again = step(*one)
+    assert float(step(*other)) == float(again) != float(first)

@@ -362,35 +362,6 @@ def test_what_is_packed_may_wait_on_the_host(form: str, mode: str) -> None:
         assert float(jnp.mean(np.asarray(a.codes) == np.asarray(b.codes))) > 0.999
 
 
-# What cannot be.
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tx": None}, r"(?s)the optimizer is no gradient transformation.*hint: optax.adamw"),
-        ({"format": "3bit"}, r"(?s)no format of a state is called '3bit'.*one of 8bit, .*bfloat16.*hint"),
-        ({"match": "("}, r"(?s)match is no regular expression.*hint: globs are other"),
-        ({"format": {7: "8bit"}}, r"(?s)match is no regular expression.*hint: globs are other"),
-        ({"least_size": 0}, r"(?s)least_size is no number of elements.*hint: leave it out for 4096"),
-    ],
-)
-def test_arguments_that_cannot_be_used_are_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        low_precision(**{"tx": optax.adam(1e-2), **arguments})
-
-
-def test_wrapping_twice_and_states_of_others_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)wrapped by lt\.optim\.low_precision already.*hint: wrap it once"):
-        low_precision(low_precision(optax.adam(1e-2))).init(PARAMS)
-    plain = optax.adam(1e-2)
-    with pytest.raises(StructureError, match=r"(?s)the state is none of this lt\.optim.*hint: lt\.optim\.converted"):
-        low_precision(plain).update(PARAMS, plain.init(PARAMS), PARAMS)
-    other = low_precision(plain, shardings={"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])})
-    with pytest.raises(StructureError, match=r"(?s)shardings has not the structure.*hint: jax.tree.map"):
-        other.update(PARAMS, other.init(PARAMS), PARAMS)
-
-
 @pytest.mark.parametrize("spec", [("x", None), (None, "x")])
 def test_a_mesh_with_explicit_axes_says_itself_how_leaves_are_sharded(spec: tuple[Any, ...]) -> None:
     # Of the second and the third no device has whole blocks where their last axis is divided.

@@ -4,6 +4,7 @@ from ._checkpoint import checkpoint as checkpoint
 from ._names import Name as Name
 from ._names import Names as Names
 from ._names import names as names
+from ._optimizer import check_shardings as check_shardings
 from ._optimizer import check_transformation as check_transformation
 from ._optimizer import explicit_shardings as explicit_shardings
 from ._optimizer import num_devices as num_devices
@@ -33,6 +34,7 @@ __all__ = [
     "Name",
     "Names",
     "Placement",
+    "check_shardings",
     "check_transformation",
     "checkpoint",
     "explicit_shardings",

@@ -81,7 +81,7 @@ def optimizer(
         that ends the process). `lowtide.offload.verify` finds such a pair in the compiled step.
 
     Raises:
-        ConfigError: for a `tx`, `mode`, `chunk_bytes` or regular expression that cannot be used.
+        ConfigError: for a `tx`, `mode`, `chunk_bytes`, `shardings` or regular expression that cannot be used.
         SelectionError: from ``init`` and ``update``, when `match` selects no leaf of the state.
         PlacementError: from ``update``, when a selected leaf is not in host memory.
         StructureError: when `shardings` has not the structure of the gradients; from ``update``, under `jax.vmap`,
@@ -124,6 +124,7 @@ def optimizer(
         raise ConfigError(
             f"match is no regular expression: {error}", got=match, hint='globs are other: "mu/*" is r".*/mu/.*" here'
         ) from error
+    check_shardings(shardings)
     offloaded = _Offloaded(optax.with_extra_args_support(tx), pattern, mode, check_chunk(chunk_bytes), shardings)
     return optax.GradientTransformationExtraArgs(offloaded.init, offloaded.update)
 
@@ -146,6 +147,26 @@ def check_chunk(chunk_bytes: Any) -> int:
             hint="leave it out for 64 MiB",
         )
     return int(number)
+
+
+def check_shardings(shardings: Tree) -> None:
+    """Check what an optimizer is told of a mesh.
+
+    Args:
+        shardings: None, or a tree of `jax.sharding.NamedSharding`, and of those of single devices.
+
+    Raises:
+        ConfigError: for other leaves, such as `jax.sharding.PartitionSpec`, which names no mesh.
+    """
+    for path, leaf in leaves_with_paths(shardings):
+        is_whole = isinstance(leaf, jax.sharding.Sharding) and leaf.is_fully_replicated
+        if not (is_whole or isinstance(leaf, jax.sharding.NamedSharding)):
+            raise ConfigError(
+                f"shardings: {path or 'the tree'} is no sharding on a mesh",
+                expected="jax.sharding.NamedSharding",
+                got=repr(leaf),
+                hint="jax.tree.map(lambda p: p.sharding, params), outside of jit",
+            )
 
 
 def is_offloaded(tx: Any) -> bool:

@@ -39,6 +39,7 @@ from ..core import (
 )
 from ..core._compat import laid_out_on_tpus, varying_axes
 from ..offload import (
+    check_shardings,
     check_transformation,
     explicit_shardings,
     is_part,
@@ -48,10 +49,11 @@ from ..offload import (
     stream,
     without_explicit_axes,
 )
-from ._formats import FORMATS
+from ._arguments import LEAST_SIZE as LEAST_SIZE
+from ._arguments import check_numbers, explain, other_state, patterns_of
 from ._one_pass import Stored, has_triton, in_one_pass
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
-from ._weights import WEIGHTS, first_rests, is_narrow, narrowed, refuse_wide, widened
+from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
 
 _POSITIVE = {
     (state, name)
@@ -68,8 +70,6 @@ _POSITIVE = {
 }
 """What is a mean or sum of squares; of others nothing is known (SM3 calls its momentum nu), and they keep a sign."""
 _BLOCK_BYTES, _LANES = 2**25, 128
-LEAST_SIZE = 4096
-"""Leaves of fewer numbers stay as they are, as with bitsandbytes."""
 
 
 class LowPrecisionState(NamedTuple):
@@ -129,11 +129,13 @@ def low_precision(
     Raises:
         ConfigError: for a `tx`, format, regular expression or size that cannot be used; from ``init`` for `weights`
             without parameters in bfloat16, from ``update`` for `weights` without parameters.
-        SelectionError: from ``init``, when no leaf of the state is selected.
-        StructureError: from ``update``, for a state of another transformation, or `shardings` of other structure.
+        SelectionError: from ``init``, when a regular expression selects no leaf of the state.
+        StructureError: from ``update``, for a state of another transformation or of other parameters, or `shardings` of
+            other structure.
 
     Warns:
-        PlacementWarning: from ``update``, when it is traced for a mesh without `shardings`, but for GPUs and bfloat16.
+        PlacementWarning: from ``init``, when all that is selected is small, or integers; from ``update``, when it is
+            traced for a mesh without `shardings`, but for GPUs and bfloat16.
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.53 (``4bit``) or 2 (``bfloat16``) for each number
@@ -153,16 +155,9 @@ def low_precision(
         (arXiv:2602.23349), for ``split``.
     """
     check_transformation(tx)
-    _check_weights(weights, format)
-    formats = {match: format} if isinstance(format, str) else dict(format or {})
-    patterns = [(_pattern(each), _checked(form)) for each, form in formats.items()]
-    if type(least_size) is not int or least_size < 1:
-        raise ConfigError(
-            "least_size is no number of elements",
-            expected="an integer of at least 1",
-            got=repr(least_size),
-            hint=f"leave it out for {LEAST_SIZE}",
-        )
+    patterns = patterns_of(format, match, weights)
+    check_numbers(least_size, seed)
+    check_shardings(shardings)
     made = _LowPrecision(optax.with_extra_args_support(tx), patterns, weights, least_size, seed, shardings)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
@@ -203,14 +198,9 @@ class _LowPrecision:
                 expected="the optimizer, such as optax.adamw(1e-4)",
                 hint="wrap it once; `format` can be a mapping of regular expressions to formats",
             )
-        paths = [path for path, _ in leaves_with_paths(state)]
-        if self.patterns and jax.tree.leaves(params) and not is_part() and not any(map(self._format_of, paths)):
-            raise SelectionError(
-                "low_precision selects nothing of the optimizer's state",
-                expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
-                got=", ".join(paths[:8]) or "a state without arrays",
-                hint="match is a regular expression on such paths",
-            )
+        is_asked = self.patterns and jax.tree.leaves(params) and not is_part()
+        if is_asked:
+            self._check_patterns([path for path, _ in leaves_with_paths(state)])
         step = jnp.zeros((), jnp.int32)
         numbers, positive = itertools.count(), iter(_are_positive(state))
 
@@ -234,14 +224,37 @@ class _LowPrecision:
                 return leaf
             return _packed(leaf, form, bool(is_positive), key)
 
-        return LowPrecisionState(step, map_with_paths(one, state), rests)
+        made = map_with_paths(one, state)
+        if is_asked and not any(map(is_packed, jax.tree.leaves(made, is_leaf=is_packed))):
+            warnings.warn(
+                "low_precision: all that it selects of the optimizer's state stays as it is, for it has fewer than "
+                f"least_size = {self.least_size} numbers or is of integers\n"
+                "hint: choose a smaller least_size, or leave low_precision out",
+                PlacementWarning,
+                stacklevel=3,
+            )
+        return LowPrecisionState(step, made, rests)
+
+    def _check_patterns(self, paths: Sequence[str]) -> None:
+        for pattern, _ in self.patterns:
+            if not any(_is_match(pattern, path) for path in paths):
+                raise SelectionError(
+                    "low_precision selects nothing of the optimizer's state",
+                    expected=f"a path that matches {pattern.pattern}",
+                    got=", ".join(paths[:8]) or "a state without arrays",
+                    hint="match is a regular expression on such paths; leave out what this optimizer has not",
+                )
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         if (own := self._of_another_library(state, params)) is not None:
             updates, new = self.update(updates, own, params, **extra)
             return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new))
         self._refuse_other(state, params)
-        return _in_blocks(self._whole, updates, state, params, extra, self._placed)
+        try:
+            return _in_blocks(self._whole, updates, state, params, extra, self._placed)
+        except (AttributeError, TypeError, ValueError) as error:
+            explain(error, self.init, updates, state, params)
+            raise
 
     def _of_another_library(self, state: Any, params: Tree) -> Any:
         """Return a state whose nodes a library has replaced by its own (`flax.nnx.Optimizer` does) as it was made."""
@@ -266,7 +279,7 @@ class _LowPrecision:
     def _refuse_other(self, state: Any, params: Tree) -> None:
         """Raise for a state that this transformation has not made: it would go on as it is, whatever was asked for."""
         if not isinstance(state, LowPrecisionState):
-            raise _other_state("what its init returns, or a checkpoint of that", type(state).__name__)
+            raise other_state("what its init returns, or a checkpoint of that", type(state).__name__)
         if self.weights is not None and params is None:
             raise ConfigError(
                 f'an update with weights="{self.weights}" needs the parameters',
@@ -276,11 +289,11 @@ class _LowPrecision:
             )
         expected = jax.eval_shape(self._rests, params) if self.weights else ()
         if (said := _dtypes(expected)) != (found := _dtypes(state.rests)):
-            raise _other_state(f"beside the weights {said}", found)
+            raise other_state(f"beside the weights {said}", found)
         nodes, _ = jax.tree_util.tree_flatten_with_path(state.inner, is_leaf=is_packed)
         for keys, node in nodes:
             if is_packed(node) and (form := self._format_of(path_str(keys))) not in (node.format, None):
-                raise _other_state(f"{path_str(keys)} in {form}", node.format)
+                raise other_state(f"{path_str(keys)} in {form}", node.format)
 
     def _placed(self, grads: Tree, state: Any, params: Tree, arrays: Mapping[int, Any]) -> Any:
         """Return how arguments are sharded, where somebody said so."""
@@ -365,8 +378,7 @@ class _LowPrecision:
         return jax.random.bits(jax.random.fold_in(key, jnp.int32(number).astype(jnp.uint32)), dtype=jnp.uint32)
 
     def _format_of(self, path: str) -> str | None:
-        names = path, f"/{path}/"
-        return next((form for pattern, form in self.patterns if any(map(pattern.fullmatch, names))), None)
+        return next((form for pattern, form in self.patterns if _is_match(pattern, path)), None)
 
 
 def _in_blocks(
@@ -451,6 +463,10 @@ def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
     return made(leaf, key)
 
 
+def _is_match(pattern: re.Pattern[str], path: str) -> bool:
+    return any(map(pattern.fullmatch, (path, f"/{path}/")))
+
+
 def _dense(node: Any) -> Any:
     return _laid_out(node).dense() if is_packed(node) else node
 
@@ -487,39 +503,6 @@ def _scales(old: Any, new: Any) -> Any:
     return scales_of(new, old.format) if is_scaled else None
 
 
-def _pattern(text: Any) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"match is no regular expression: {error}", got=text, hint='globs are other: "mu/*" is r".*/mu/.*" here'
-        ) from error
-
-
-def _checked(form: Any) -> str:
-    names = (*FORMATS, BFLOAT16)
-    if form not in names:
-        raise ConfigError(
-            f"no format of a state is called {form!r}", expected=f"one of {', '.join(names)}", hint='"8bit" is usual'
-        )
-    return form
-
-
-def _check_weights(weights: Any, format: Any) -> None:
-    if weights is not None and weights not in WEIGHTS:
-        raise ConfigError(
-            f"weights cannot be kept as {weights!r}",
-            expected=f"one of {', '.join(WEIGHTS)}, or None",
-            hint='"split" loses least for a byte',
-        )
-    if not format and weights is None:
-        raise ConfigError(
-            "neither a format nor weights: the optimizer would stay as it is",
-            expected='format="8bit", weights="split" or both',
-            hint="leave format out for 8 bits",
-        )
-
-
 def _are_positive(state: Tree) -> list[bool | None]:
     """Whether each leaf of a state, in order, is one of second moments and the like; None where no format is near."""
     found = list[bool | None]()
@@ -540,15 +523,6 @@ def _are_positive(state: Tree) -> list[bool | None]:
 
 def _is_named(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
-def _other_state(expected: str, got: str) -> StructureError:
-    return StructureError(
-        "the state is none of this lt.optim.low_precision",
-        expected=expected,
-        got=got,
-        hint="lt.optim.converted makes one of a state in another format, or of the optimizer that is wrapped",
-    )
 
 
 def _dtypes(rests: Tree) -> str:

@@ -9,7 +9,6 @@ the same to all of it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -25,14 +24,10 @@ _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 """As float32 has them."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["codes", "scales"],
-    meta_fields=["format", "row", "is_positive", "dtype"],
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class PackedArray:
-    """An array of an optimizer's state in few bits; a pytree node of two arrays.
+    """An array of an optimizer's state in few bits; a pytree node of two arrays, of numbers in bfloat16 of one.
 
     Examples:
         >>> packed = PackedArray.of(jnp.array([[0.5, -1.0, 0.25]]), "8bit")
@@ -92,6 +87,18 @@ class PackedArray:
             key: a random uint32; the same key rounds the same number the same way.
         """
         return cls(round_at_random(x.astype(jnp.float32), key).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        """Return codes, of blocks their scales (Orbax refuses None below other libraries' nodes), and the rest."""
+        names = ("codes",) if self.format == BFLOAT16 else ("codes", "scales")
+        static = (self.format, self.row, self.is_positive, self.dtype)
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in names], static
+
+    @classmethod
+    def tree_unflatten(cls, static: Any, arrays: Any) -> PackedArray:
+        """Undo `tree_flatten_with_keys`."""
+        codes, *scales = arrays
+        return cls(codes, scales[0] if scales else None, *static)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,132 @@
+"""What `low_precision` is called with, checked before anything is made, and what its update says of a wrong state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from ..core import ConfigError, LowtideError, StructureError, Tree, is_count, leaves_with_paths
+from ._formats import FORMATS
+from ._packed import BFLOAT16
+from ._weights import WEIGHTS
+
+LEAST_SIZE = 4096
+"""Leaves of fewer numbers stay as they are, as with bitsandbytes."""
+_MOST_SEED = 2**31 - 1
+
+
+def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
+    """Return regular expressions on paths of a state with the format of what they match.
+
+    Args:
+        format: of `low_precision`.
+        match: likewise.
+        weights: likewise.
+
+    Raises:
+        ConfigError: for what is no format, no regular expression, or asks for nothing.
+    """
+    if weights is not None and weights not in WEIGHTS:
+        raise ConfigError(
+            f"weights cannot be kept as {weights!r}",
+            expected=f"one of {', '.join(WEIGHTS)}, or None",
+            hint='"split" loses least for a byte',
+        )
+    if not format and weights is None:
+        raise ConfigError(
+            "neither a format nor weights: the optimizer would stay as it is",
+            expected='format="8bit", weights="split" or both',
+            hint="leave format out for 8 bits",
+        )
+    pairs = list(format.items()) if isinstance(format, Mapping) else [(match, format)] if format is not None else []
+    return [(_pattern(each), _checked(form)) for each, form in pairs]
+
+
+def check_numbers(least_size: Any, seed: Any) -> None:
+    """Raise `ConfigError` for a `least_size` or a `seed` of `low_precision` that is none."""
+    if not is_count(least_size, 1):
+        raise ConfigError(
+            "least_size is no number of elements",
+            expected="an integer of at least 1",
+            got=repr(least_size),
+            hint=f"leave it out for {LEAST_SIZE}",
+        )
+    if not is_count(seed, 0) or seed > _MOST_SEED:
+        raise ConfigError(
+            "seed is no seed of random numbers",
+            expected=f"an integer from 0 to {_MOST_SEED}",
+            got=repr(seed),
+            hint="leave it out for 0",
+        )
+
+
+def _pattern(text: Any) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except (re.error, TypeError) as error:
+        raise ConfigError(
+            f"match is no regular expression: {error}", got=text, hint='globs are other: "mu/*" is r".*/mu/.*" here'
+        ) from error
+
+
+def _checked(form: Any) -> str:
+    names = (*FORMATS, BFLOAT16)
+    if form not in names:
+        raise ConfigError(
+            f"no format of a state is called {form!r}", expected=f"one of {', '.join(names)}", hint='"8bit" is usual'
+        )
+    return form
+
+
+def other_state(expected: str, got: str) -> StructureError:
+    """Return what to raise for a state that another transformation has made."""
+    return StructureError(
+        "the state is none of this lt.optim.low_precision",
+        expected=expected,
+        got=got,
+        hint="lt.optim.converted makes one of a state in another format, or of the optimizer that is wrapped",
+    )
+
+
+def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: Any, params: Tree) -> None:
+    """Raise what is wrong with the arguments of an update that failed, if it is they.
+
+    Args:
+        error: with which it failed.
+        init: of the transformation.
+        grads: as it was called.
+        state: likewise.
+        params: likewise, or None.
+
+    Raises:
+        StructureError: for a state of other parameters or of another transformation, and for gradients that are not
+            like the parameters.
+    """
+    if isinstance(error, LowtideError):
+        return
+    try:
+        expected = jax.eval_shape(init, grads if params is None else params).inner
+    except Exception:  # of arguments that init does not take either nothing is known
+        return
+    found, wanted = leaves_with_paths(state.inner), leaves_with_paths(expected)
+    if [path for path, _ in found] == [path for path, _ in wanted]:
+        for (path, leaf), (_, like) in zip(found, wanted, strict=True):
+            if tuple(leaf.shape) != like.shape:
+                raise other_state(f"{path}: {list(like.shape)}", str(list(leaf.shape))) from error
+    if jax.tree.structure(expected) != jax.tree.structure(state.inner):
+        raise other_state(_listed(wanted), _listed(found)) from error
+    if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
+        raise StructureError(
+            "the gradients have not the structure of the parameters",
+            expected=jax.tree.structure(params),
+            got=jax.tree.structure(grads),
+            hint="call update(grads, state, params) with those that init was called with",
+        ) from error
+
+
+def _listed(leaves: Sequence[tuple[str, Any]]) -> str:
+    paths = [path for path, _ in leaves]
+    return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")

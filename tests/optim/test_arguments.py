@@ -1,0 +1,99 @@
+"""What `low_precision` cannot be called with, or would do nothing with: said by name, before anything is made."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from lowtide.core import ConfigError, PlacementWarning, SelectionError, StructureError
+from lowtide.optim import low_precision
+
+PARAMS = {"w": jnp.ones((24, 200)), "b": jnp.zeros((1, 200))}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tx": None}, r"(?s)the optimizer is no gradient transformation.*hint: optax.adamw"),
+        ({"format": "3bit"}, r"(?s)no format of a state is called '3bit'.*one of 8bit, .*bfloat16.*hint"),
+        ({"match": "("}, r"(?s)match is no regular expression.*hint: globs are other"),
+        ({"format": {7: "8bit"}}, r"(?s)match is no regular expression.*hint: globs are other"),
+        ({"format": 8}, r"(?s)no format of a state is called 8.*one of 8bit"),
+        ({"format": ["8bit"]}, r"(?s)no format of a state is called \['8bit'\]"),
+        ({"format": {r".*": 8}}, r"no format of a state is called 8"),
+        ({"match": [r".*/mu/.*"]}, r"(?s)match is no regular expression.*got: \['\.\*/mu"),
+        ({"match": None}, r"match is no regular expression"),
+        ({"weights": "float32"}, r"(?s)weights cannot be kept as 'float32'.*split"),
+        ({"format": None}, r"neither a format nor weights"),
+        ({"format": {}}, r"neither a format nor weights"),
+        ({"seed": "x"}, r"(?s)seed is no seed of random numbers.*got: 'x'"),
+        ({"seed": 1.5}, r"seed is no seed of random numbers"),
+        ({"seed": 2**40}, r"(?s)seed is no seed of random numbers.*from 0 to 2147483647"),
+        ({"shardings": {"w": "x"}}, r"(?s)shardings: w is no sharding on a mesh.*got: 'x'"),
+        ({"shardings": {"w": jax.P("x")}}, r"(?s)shardings: w is no sharding on a mesh.*hint: jax.tree.map"),
+        ({"least_size": 0}, r"(?s)least_size is no number of elements.*hint: leave it out for 4096"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        low_precision(**{"tx": optax.adam(1e-2), **arguments})
+
+
+def test_wrapping_twice_and_states_of_others_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)wrapped by lt\.optim\.low_precision already.*hint: wrap it once"):
+        low_precision(low_precision(optax.adam(1e-2))).init(PARAMS)
+    plain = optax.adam(1e-2)
+    with pytest.raises(StructureError, match=r"(?s)the state is none of this lt\.optim.*hint: lt\.optim\.converted"):
+        low_precision(plain).update(PARAMS, plain.init(PARAMS), PARAMS)
+    other = low_precision(plain, shardings={"w": jax.sharding.SingleDeviceSharding(jax.devices()[0])})
+    with pytest.raises(StructureError, match=r"(?s)shardings has not the structure.*hint: jax.tree.map"):
+        other.update(PARAMS, other.init(PARAMS), PARAMS)
+
+
+def test_states_and_gradients_of_other_parameters_are_told_by_path() -> None:
+    tx, momentum = low_precision(optax.adam(1e-2)), low_precision(optax.sgd(1e-2, momentum=0.9))
+    with pytest.raises(StructureError, match=r"(?s)expected: 0/count, 0/mu/b.*got: 0/trace/b"):
+        tx.update(PARAMS, momentum.init(PARAMS), PARAMS)
+    chained = optax.chain(optax.clip(1.0), tx)
+    with pytest.raises(StructureError, match=r"(?s)expected: 0/count, 0/mu/b.*got: 0/trace/b"):
+        chained.update(PARAMS, (optax.EmptyState(), momentum.init(PARAMS)), PARAMS)
+    other = {**PARAMS, "w": jnp.ones((25, 200))}
+    with pytest.raises(StructureError, match=r"(?s)expected: 0/mu/w/codes: \[24, 200\].*got: \[25, 200\]"):
+        tx.update(PARAMS, tx.init(other), PARAMS)
+    with pytest.raises(StructureError, match="the gradients have not the structure of the parameters"):
+        tx.update({"w": PARAMS["w"]}, tx.init(PARAMS), PARAMS)
+
+
+def test_an_error_of_the_optimizer_itself_stays_its_own() -> None:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        raise ValueError("mine")
+
+    tx = low_precision(optax.chain(optax.scale_by_adam(), optax.GradientTransformation(lambda _: (), update)))
+    with pytest.raises(ValueError, match=r"^mine"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_each_regular_expression_selects_something() -> None:
+    formats = {r".*/mu/.*": "8bit", r".*/vu/.*": "4bit"}
+    with pytest.raises(SelectionError, match=r"(?s)selects nothing.*matches \.\*/vu/\.\*.*got: 0/count, 0/mu/b"):
+        low_precision(optax.adam(1e-2), formats).init(PARAMS)
+    # What an earlier one has taken counts.
+    low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/(mu|nu)/.*": "4bit", r".*/mu/w": "fp8"}).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("params", "least_size"),
+    [(PARAMS, 10_000), ({"w": jnp.ones((8, 8))}, 4096), ({"w": jnp.ones((64, 128), jnp.int32)}, 4096)],
+)
+def test_that_nothing_is_packed_is_said(params: Any, least_size: int) -> None:
+    tx = low_precision(optax.adam(1e-2), least_size=least_size)
+    with pytest.warns(PlacementWarning, match=rf"(?s)stays as it is.*least_size = {least_size}.*hint"):
+        tx.init(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low_precision(optax.adam(1e-2), least_size=1).init(PARAMS)
