@@ -193,7 +193,7 @@ def test_two_codes_of_4_bits_are_a_byte() -> None:
         assert leaf_bytes(packed.codes) == -(-3 * size // 2)
         assert packed.dense().shape == (3, size) and (packed.dense() == 1).all()
     program = compile(lambda packed: packed.dense(), PackedArray.of(jnp.ones((8, 256)), "4bit"))
-    assert program.report().device.argument_bytes == 8 * 256 // 2 + 8 * 2 * 4
+    assert program.report().device.argument_bytes == 8 * 256 // 2 + 8 * 4 * 4
 
 
 def test_tiny_numbers_stay_finite() -> None:

@@ -9,12 +9,13 @@ tenth of ``10 ** (i - 6)`` and the whole; 0 and 1 are beside them. So of a code'
 bit is the level, and what is left the place in it.
 
 In 4 bits there are too few codes for that: with three levels of it, and second moments in sixteenths, as torchao has
-them, convolutions ended 3.0 % above the held-out loss of float32, companded 0.5 % (benchmarks/LOG.md).
+them, convolutions ended 3.0 % above the held-out loss of float32, companded 0.5 %; and a decoder from scratch 0.5 %
+above it with blocks of 128, over eight seeds (benchmarks/LOG.md), so that they are smaller here.
 
 Sources: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861), for the dynamic map and
-its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32, which a TPU's lanes of
-128 do not hold apart without copies); Li et al., "Memory Efficient Optimizers with 4-bit States" (arXiv:2309.01507),
-for second moments in 4 bits, of which none is 0 (in sixteenths there, of roots here).
+its blocks; FlashOptim (arXiv:2602.23349), for companded numbers (there in groups of 32); Li et al., "Memory Efficient
+Optimizers with 4-bit States" (arXiv:2309.01507), for second moments in 4 bits, of which none is 0 (in sixteenths
+there, of roots here).
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ FORMATS = {
         StateFormat(name="8bit", block=256, codes=jnp.uint8, encode=_encode_dynamic, decode=_decode_dynamic),
         StateFormat(name="companded", block=128, codes=jnp.uint8, encode=_encode_companded, decode=_decode_companded),
         StateFormat(name="fp8", block=256, codes=jnp.float8_e4m3fn, encode=_encode_fp8, decode=_decode_fp8),
-        StateFormat(name="4bit", block=128, codes=jnp.int4, encode=_encode_4bit, decode=_decode_4bit),
+        StateFormat(name="4bit", block=64, codes=jnp.int4, encode=_encode_4bit, decode=_decode_4bit),
     )
 }
 """By name; ``bfloat16`` is a dtype, and needs no scales."""

@@ -104,7 +104,7 @@ def low_precision(
     Args:
         tx: any Optax transformation; chains and wrappers go inside.
         format: ``8bit`` (bitsandbytes' dynamic map, blocks of 256), ``companded`` (8 bits, blocks of 128), ``fp8``
-            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 128; no second moment is 0) or ``bfloat16``
+            (e4m3, blocks of 256), ``4bit`` (companded, blocks of 64; no second moment is 0) or ``bfloat16``
             (rounded at random); or a mapping of regular expressions on paths to these, which takes the place of
             `match`, and of which the first that matches holds; or None, for `weights` alone.
         weights: for parameters in bfloat16, which by themselves lose updates below a 256th of them: ``split`` keeps
@@ -138,7 +138,7 @@ def low_precision(
             traced for a mesh without `shardings`, but for GPUs and bfloat16.
 
     Memory:
-        About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.53 (``4bit``) or 2 (``bfloat16``) for each number
+        About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.56 (``4bit``) or 2 (``bfloat16``) for each number
         of the state; 1 (``split``) or 2 (``kahan``) for each weight. So AdamW with ``8bit`` and ``split`` has 5.03
         bytes a parameter with the weight, and 7.03 with its gradient in bfloat16.
         The update holds float32 numbers of a block of rows at a time where its arithmetic is separable by rows; on a
