@@ -209,6 +209,22 @@ def test_updates_are_differentiated_by_what_they_were_made_of(form: str) -> None
     assert float(jax.grad(moved)(0.1)) == pytest.approx(-total, rel=1e-5)
 
 
+@pytest.mark.parametrize("form", ["8bit", "bfloat16"])
+def test_state_keeps_its_dtype_where_an_optimizer_widens_it(form: str) -> None:
+    """Optax's moments of parameters in bfloat16 are float32 after a step with hyperparameters in float32."""
+    inner = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)(learning_rate=1e-2)
+    tx, params = low_precision(inner, form), {"w": PARAMS["w"].astype(jnp.bfloat16)}
+    state, step = tx.init(params), jax.jit(tx.update)
+    for _ in range(2):
+        updates, state = step(params, state, params)
+    assert step._cache_size() == 1 and {leaf.dtype for leaf in packed(state)} == {"bfloat16"}
+    expected = params
+    want, plain = inner.init(params), jax.jit(inner.update)
+    for _ in range(2):
+        expected, want = plain(params, want, params)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=0.02, atol=1e-6)
+
+
 def test_under_vmap_each_has_its_own_state() -> None:
     tx = low_precision(optax.adamw(1e-2))
     params = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)

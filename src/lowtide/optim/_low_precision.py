@@ -364,6 +364,7 @@ class _LowPrecision:
         def one(number: int, was: Any, leaf: Any) -> Any:
             if not is_packed(was):
                 return leaf
+            leaf = leaf.astype(was.dtype)  # such as of optax.inject_hyperparams in float32, for parameters in bfloat16
             if was.scales is None:
                 return PackedArray.rounded(leaf, self._key(step, number))
             known = scales[number] if scales else None
@@ -500,7 +501,7 @@ def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
 
 def _scales(old: Any, new: Any) -> Any:
     is_scaled = is_packed(old) and old.scales is not None
-    return scales_of(new, old.format) if is_scaled else None
+    return scales_of(new.astype(old.dtype), old.format) if is_scaled else None
 
 
 def _are_positive(state: Tree) -> list[bool | None]:
