@@ -222,7 +222,8 @@ def test_state_keeps_its_dtype_where_an_optimizer_widens_it(form: str) -> None:
     want, plain = inner.init(params), jax.jit(inner.update)
     for _ in range(2):
         expected, want = plain(params, want, params)
-    np.testing.assert_allclose(updates["w"], expected["w"], rtol=0.02, atol=1e-6)
+    apart = np.abs(np.asarray(updates["w"]) - np.asarray(expected["w"]))
+    assert 0 < apart.mean() < 0.02 * np.abs(expected["w"]).mean()
 
 
 def test_under_vmap_each_has_its_own_state() -> None:
