@@ -19,6 +19,7 @@ from ._streaming import is_part as is_part
 from ._streaming import is_taken_apart as is_taken_apart
 from ._streaming import plan as plan
 from ._streaming import stream as stream
+from ._streaming import traced_program as traced_program
 from ._tag import tag as tag
 from ._verify import Placement as Placement
 from ._verify import verify as verify
@@ -52,6 +53,7 @@ __all__ = [
     "tag",
     "to_device",
     "to_host",
+    "traced_program",
     "verify",
     "without_explicit_axes",
 ]

@@ -130,6 +130,20 @@ def plan(
     )
 
 
+def traced_program(fn: Callable[..., Any], args: Sequence[Tree]) -> tuple[Program, Any]:
+    """Trace a function of device arrays, calls inlined.
+
+    Args:
+        fn: a function of trees of arrays.
+        args: its arguments; only shapes and dtypes are read.
+
+    Returns:
+        The program, which computes what is asked of it, and the tree structure of the function's result.
+    """
+    with taken_apart():
+        return trace(fn, args, ())
+
+
 @contextlib.contextmanager
 def taken_apart() -> Generator[None]:
     """Make `stream` call its function inside of the block, which is traced to see what it computes."""

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 from ..core import (
@@ -30,6 +31,7 @@ from ..core import (
     SelectionError,
     StructureError,
     Tree,
+    explicit_mesh,
     is_array_like,
     leaves_with_paths,
     map_with_paths,
@@ -51,6 +53,7 @@ from ..offload import (
 )
 from ._arguments import LEAST_SIZE as LEAST_SIZE
 from ._arguments import check_numbers, explain, other_state, patterns_of
+from ._beginning import Filled, first_state, packed_fill
 from ._one_pass import Stored, has_triton, in_one_pass
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
 from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
@@ -188,10 +191,20 @@ class _LowPrecision:
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
+        leaves = jax.tree.leaves(params)
+        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves):
+            devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
+            if len(devices) == 1 and devices != {frozenset(jnp.zeros(()).devices())} and explicit_mesh(params) is None:
+                # Eagerly, arrays that are filled with a number would be on the default device.
+                this = optax.GradientTransformation(self._init, self.tx.update)
+                return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
+        return self._init(params)
+
+    def _init(self, params: Tree) -> LowPrecisionState:
         rests = self._rests(params)
         if self.weights is not None and not is_part():
             refuse_wide(self.weights, params)
-        state = self.tx.init(params if self.weights is None else widened(params, rests))
+        state = first_state(self._plain_state, (params, rests), self._is_packed)
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
             raise ConfigError(
                 "the optimizer is wrapped by lt.optim.low_precision already",
@@ -212,17 +225,17 @@ class _LowPrecision:
                     got=f"{path}, of optax.rmsprop(centered=True) or another with ScaleByRStdDevState",
                     hint="leave centered out, or keep this state in float32",
                 )
-            if form is None or not jnp.issubdtype(leaf.dtype, jnp.floating) or not leaf.ndim:
+            if not self._is_packed(path, leaf):
                 return leaf
+            if isinstance(leaf, Filled):
+                return packed_fill(leaf, form or "", bool(is_positive), key)
             if memory_space(leaf) == jax.memory.Space.Host:
                 raise ConfigError(
                     "the optimizer keeps its state in host memory, where nothing can be packed",
                     got=path,
                     hint='wrap the other way: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
                 )
-            if leaf.size < self.least_size:
-                return leaf
-            return _packed(leaf, form, bool(is_positive), key)
+            return _packed(leaf, form or "", bool(is_positive), key)
 
         made = map_with_paths(one, state)
         if is_asked and not any(map(is_packed, jax.tree.leaves(made, is_leaf=is_packed))):
@@ -234,6 +247,14 @@ class _LowPrecision:
                 stacklevel=3,
             )
         return LowPrecisionState(step, made, rests)
+
+    def _plain_state(self, params: Tree, rests: Tree) -> Tree:
+        return self.tx.init(params if self.weights is None else widened(params, rests))
+
+    def _is_packed(self, path: str, leaf: Any) -> bool:
+        """Whether a leaf of the state, as the optimizer makes it, is stored in few bits."""
+        is_large = bool(leaf.ndim) and leaf.size >= self.least_size
+        return is_large and jnp.issubdtype(leaf.dtype, jnp.floating) and self._format_of(path) is not None
 
     def _check_patterns(self, paths: Sequence[str]) -> None:
         for pattern, _ in self.patterns:

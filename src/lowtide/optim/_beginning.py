@@ -1,0 +1,116 @@
+"""How a state in few bits begins: nearly always as zeros, of which nobody has to make an array to pack it.
+
+XLA packs zeros by itself while it compiles a jitted ``init``, for a minute or two for 4096 x 4096 of them (jax 0.10.2),
+and of larger ones it holds several float32 copies, 27 bytes a number on a TPU; called eagerly, Optax makes the state of
+all parameters in float32 first. So ``init`` is traced, and what it fills with one number is packed as that number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core import Tree, explicit_mesh, leaves_with_paths
+from ..offload import traced_program
+from ._formats import FORMATS
+from ._packed import BFLOAT16, PackedArray
+
+_UNCHANGED = ("convert_element_type", "copy", "copy_p", "stop_gradient")
+
+
+@dataclasses.dataclass(frozen=True)
+class Filled:
+    """Stands for an array of one number."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    value: Any
+    """The number, a scalar array."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def first_state(init: Callable[..., Tree], args: Sequence[Tree], is_wanted: Callable[[str, Any], bool]) -> Tree:
+    """Call ``init(*args)``, with a `Filled` in the place of arrays that it fills with one number.
+
+    Args:
+        init: makes the state of an optimizer.
+        args: trees of arrays.
+        is_wanted: whether to look at a leaf of the state, of its path and its shape.
+
+    Returns:
+        The state.
+
+    Memory:
+        The arrays of it that are no `Filled`.
+    """
+    try:
+        if explicit_mesh(args) is not None:  # filled arrays would have to say how they are divided
+            return init(*args)
+        program, structure = traced_program(init, args)
+    except Exception:  # of what cannot be traced; init says itself what is wrong with its arguments
+        return init(*args)
+    of = {value: equation for equation in program.equations for value in equation.outputs}
+    paths = [path for path, _ in leaves_with_paths(structure.unflatten(program.outputs))]
+    filled = dict[int, Filled]()
+    for path, value in zip(paths, program.outputs, strict=True):
+        aval = program.avals[value]
+        if is_wanted(path, aval) and (number := _number(of, program.constants, value)) is not None:
+            filled[value] = Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
+    if not filled or program.effects:
+        return init(*args)
+    others = {value for value in program.outputs if value not in filled}
+    values = {
+        at: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for at, leaf in enumerate(jax.tree.leaves(args))
+    }
+    values.update({at: jnp.asarray(program.constants[at]) for at in program.constants.keys() & others})
+    program.run(program.needed_for(others, known=values), values)
+    return structure.unflatten([filled[value] if value in filled else values[value] for value in program.outputs])
+
+
+def _as_array(leaf: Any) -> Any:
+    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+
+
+def _number(of: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
+    """Return the constant that an array is filled with, or None."""
+    while (equation := of.get(value)) is not None and equation.primitive.name in _UNCHANGED:
+        (value,) = equation.inputs
+    if equation is None or equation.primitive.name != "broadcast_in_dim":
+        return None
+    number = constants.get(equation.inputs[0])
+    return number if number is not None and not jnp.shape(number) else None
+
+
+def packed_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Store an array of one number, of which one block tells all.
+
+    Args:
+        leaf: the array.
+        form: a format.
+        is_positive: as of `PackedArray.of`.
+        key: as of `PackedArray.rounded`.
+    """
+
+    def make(x: Any) -> PackedArray:
+        if form == BFLOAT16:
+            return PackedArray.rounded(x, key)
+        return PackedArray.of(x, form, is_positive=is_positive)
+
+    one = make(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
+    like = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    scales = None if one.scales is None else jnp.full(like.scales.shape, one.scales[0])
+    return dataclasses.replace(like, codes=jnp.full(leaf.shape, one.codes[0]), scales=scales)
