@@ -103,3 +103,15 @@ def test_state_is_where_the_parameters_are(spec: Any) -> None:
     other = jax.devices()[3]
     (mu, _) = packed(low_precision(optax.adamw(1e-3)).init({"w": jax.device_put(jnp.ones((64, 256)), other)}))
     assert mu.codes.devices() == mu.scales.devices() == {other}
+
+
+def test_parameters_from_outside_of_a_jitted_function_are_no_exception() -> None:
+    tx = low_precision(optax.adam(1e-2))
+
+    @jax.jit
+    def trained() -> Any:
+        state, params = tx.init(PARAMS), PARAMS
+        return tx.update(params, state, params)[0]
+
+    for one, other in zip(jax.tree.leaves(trained()), jax.tree.leaves(PARAMS), strict=True):
+        np.testing.assert_allclose(one.astype(jnp.float32), -0.01 * (other.astype(jnp.float32) != 0), rtol=0.01)

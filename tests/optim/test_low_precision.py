@@ -41,9 +41,7 @@ UNSELECTED = {
     "sign_sgd",
     "signum",
     "contrib.cocob",
-    "contrib.dadapt_adamw",
     "contrib.madgrad",
-    "contrib.prodigy",
     "contrib.simplified_ademamix",
 }
 """Whose state the default selects nothing of: it has other names, or there is none."""
@@ -196,17 +194,23 @@ def test_eagerly_donated_and_in_a_branch_values_are_the_same() -> None:
     assert same(donated, want)
 
 
-@pytest.mark.parametrize("form", ["8bit", "4bit", "fp8"])
-def test_updates_are_differentiated_by_what_they_were_made_of(form: str) -> None:
-    """As where a learning rate is learned: codes are constants."""
-
-    def moved(rate: Any) -> Any:
-        tx = low_precision(optax.sgd(rate, momentum=0.9), form)
-        updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("wrapped", [jax.jit, lambda fn: fn])
+def test_a_derivative_that_the_state_would_lose_is_refused(form: str, wrapped: Any) -> None:
+    def moved(tx: Any, factor: Any) -> Any:
+        grads, state = jax.tree.map(lambda leaf: factor * leaf, PARAMS), tx.init(PARAMS)
+        updates, _ = tx.update(grads, state, PARAMS)
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates))
 
+    # A learning rate is no part of what is stored.
     total = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(PARAMS))
-    assert float(jax.grad(moved)(0.1)) == pytest.approx(-total, rel=1e-5)
+    rate = jax.grad(wrapped(lambda rate: moved(low_precision(optax.sgd(rate, momentum=0.9), form), 1.0)))(0.1)
+    assert float(rate) == pytest.approx(-total, rel=1e-5)
+    tx = low_precision(optax.sgd(0.1, momentum=0.9), form)
+    for derivative in (jax.grad, jax.jacfwd):
+        with pytest.raises(StructureError, match=r"(?s)derivative goes through an update of .*hint: .*stop_gradient"):
+            derivative(wrapped(lambda factor: moved(tx, factor)))(1.0)
+    assert float(jax.grad(wrapped(lambda factor: moved(tx, jax.lax.stop_gradient(factor))))(1.0)) == 0
 
 
 @pytest.mark.parametrize("form", ["8bit", "bfloat16"])

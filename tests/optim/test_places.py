@@ -247,3 +247,23 @@ def test_an_optimizer_of_nnx_has_it(weights: Any) -> None:
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), atol=2e-3)
     before = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=dtype)
     assert float(jnp.abs(model.kernel[...] - before.kernel[...]).max()) > 0.02
+
+
+def test_a_pipeline_divides_it_and_trains_as_without() -> None:
+    config = lt.models.LlamaConfig(
+        vocab_size=32, hidden_size=256, intermediate_size=256, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    model, tx = lt.models.init(config, key=jax.random.key(0)), low_precision(optax.adamw(1e-2))
+    draw = np.random.default_rng(0).integers
+    data = [{name: draw(0, 32, (16, 6)).astype(np.int32) for name in ("tokens", "labels")} for _ in range(3)]
+    mesh = make_mesh(stage=2, fsdp=2, devices=jax.devices()[:4])
+    rules, schedule = ShardingRules(mesh=mesh, min_bytes=64), lt.pipeline.schedule(num_stages=2, num_microbatches=4)
+    trainer = lt.Trainer(model, None, tx, sharding=rules, pipeline=schedule)
+    other = lt.Trainer(model, lt.models.loss, tx)
+    got, expected = (one.fit(data, num_steps=3, progress=False) for one in (trainer, other))
+    assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in expected], rel=1e-3)
+    for part in ("gate_proj", "down_proj"):  # both have whole blocks on each device
+        codes, scales = jax.tree.leaves(trainer.state.opt_state.inner[0].mu.layers["mlp"][part]["weight"])
+        assert (codes.dtype, codes.shape) == (jnp.uint8, (4, 256, 256))
+        assert codes.addressable_shards[0].data.size * 4 == codes.size
+        assert scales.sharding.spec[0] == codes.sharding.spec[0]

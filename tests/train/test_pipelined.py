@@ -22,7 +22,6 @@ from lowtide import models
 from lowtide.adapters import lora
 from lowtide.core import ConfigError, LayerStack, LowtideError, OutOfMemoryError, StructureError, tree_bytes
 from lowtide.offload import layerwise_step
-from lowtide.optim import low_precision
 from lowtide.pipeline import Pipeline, schedule, value_and_grad
 from lowtide.train import EarlyStopping, ShardingRules, Trainer, make_mesh
 
@@ -71,9 +70,8 @@ def pipelined(
     return Trainer(decoder() if model is None else model, None, tx or sgd(), pipeline=made, **given)
 
 
-def plain(model: Any = None, *, tx: Any = None, **options: Any) -> Trainer:
-    model, tx = decoder() if model is None else model, tx or sgd()
-    return Trainer(model, models.loss, tx, weight=num_targets, **options)
+def plain(model: Any = None, **options: Any) -> Trainer:
+    return Trainer(decoder() if model is None else model, models.loss, sgd(), weight=num_targets, **options)
 
 
 def written(trainer: Trainer) -> None:
@@ -100,19 +98,6 @@ def test_a_pipelined_trainer_trains_as_a_plain_one() -> None:
         assert [record[key] for record in got] == pytest.approx([record[key] for record in expected], rel=1e-5)
     assert_near(trainer.model, other.model)
     assert len(trainer._compiled._programs) == 1  # for all steps
-
-
-def test_state_in_few_bits_is_divided_and_trained_as_without_a_pipeline() -> None:
-    config = dataclasses.replace(decoder().config, hidden_size=256, intermediate_size=256, num_layers=4)
-    model, tx = models.init(config, key=jax.random.key(0)), low_precision(optax.adamw(1e-2))
-    trainer, other = pipelined("zb-h1", 2, model=model, tx=tx), plain(model, tx=tx)
-    got, expected = (one.fit(batches(), num_steps=3, progress=False) for one in (trainer, other))
-    assert [record["loss"] for record in got] == pytest.approx([record["loss"] for record in expected], rel=1e-3)
-    for part in ("gate_proj", "down_proj"):  # both have whole blocks on each device
-        codes, scales = jax.tree.leaves(trainer.state.opt_state.inner[0].mu.layers["mlp"][part]["weight"])
-        assert (codes.dtype, codes.shape) == (jnp.uint8, (4, 256, 256))
-        assert codes.addressable_shards[0].data.size * 4 == codes.size
-        assert scales.sharding.spec[0] == codes.sharding.spec[0]
 
 
 def test_a_pipelined_trainer_evaluates_and_predicts_as_a_plain_one() -> None:

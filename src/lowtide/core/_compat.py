@@ -16,7 +16,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
 | `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
-| `jax.interpreters.ad.defbilinear`, `.batching` | yes | yes | yes | a public way to say how a product is transposed |
+| `jax.interpreters.ad`, `.batching`, `.mlir`; in `_primitives.py`, too | yes | yes | yes | a public way to make one |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 | splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
 | `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | kernels of Mosaic GPU; without, two passes |
@@ -37,7 +37,6 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
@@ -157,45 +156,6 @@ def laid_out(x: Any, order: tuple[int, ...]) -> Any:
     from jax.experimental.layout import Layout, with_layout_constraint
 
     return with_layout_constraint(x, Layout(order))
-
-
-def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
-    """`laid_out` in programs for TPUs: of a divided array XLA's other compilers gather all parts to do so."""
-    return _on_tpus().bind(x, order=order)
-
-
-@functools.cache
-def _on_tpus() -> Any:
-    def mapped(values: Any, axes: Any, order: tuple[int, ...]) -> Any:
-        x = jnp.moveaxis(values[0], axes[0], 0)
-        return laid_out_on_tpus(x, (0, *(axis + 1 for axis in order))), 0
-
-    primitive: Any = Primitive("laid_out_on_tpus")
-    primitive.def_impl(lambda x, order: x)
-    primitive.def_abstract_eval(lambda x, order: x)
-    ad.deflinear2(primitive, lambda cotangent, _, order: [cotangent])
-    batching.primitive_batchers[primitive] = mapped
-    mlir.register_lowering(primitive, lambda ctx, x, order: [x])
-    mlir.register_lowering(primitive, mlir.lower_fun(laid_out, multiple_results=False), platform="tpu")
-    return primitive
-
-
-def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of_second: Callable[..., Any]) -> Any:
-    """Make an operation of two arrays that is linear in each, with transposes of its own.
-
-    Args:
-        name: of the operation.
-        fn: what it computes, by which it is mapped, too.
-        of_first: ``of_first(cotangent, first, second)``: the first's cotangent, given the second.
-        of_second: likewise of the second, given the first.
-    """
-    primitive: Any = Primitive(name)
-    primitive.def_impl(jax.jit(fn))
-    primitive.def_abstract_eval(lambda *avals: avals[0].update(shape=jax.eval_shape(fn, *avals).shape, weak_type=False))
-    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
-    ad.defbilinear(primitive, of_first, of_second)
-    batching.primitive_batchers[primitive] = lambda values, axes: (jax.vmap(fn, axes)(*values), 0)
-    return primitive
 
 
 def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._compat import bilinear, varying_axes
+from ._compat import varying_axes
 from ._explicit import explicit_mesh
+from ._primitives import bilinear
 from ._traced import traced_device
 
 

@@ -26,6 +26,7 @@ _FREE = {
         "reshard",
         "layout_constraint",
         "laid_out_on_tpus",
+        "no_derivative",
         "ppermute",
         "all_gather",
         "all_gather_invariant",

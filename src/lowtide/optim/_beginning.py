@@ -73,9 +73,7 @@ def first_state(init: Callable[..., Tree], args: Sequence[Tree], is_wanted: Call
     if not filled or program.effects:
         return init(*args)
     others = {value for value in program.outputs if value not in filled}
-    values = {
-        at: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf) for at, leaf in enumerate(jax.tree.leaves(args))
-    }
+    values: dict[int, Any] = dict(enumerate(map(_as_array, jax.tree.leaves(args))))
     values.update({at: jnp.asarray(program.constants[at]) for at in program.constants.keys() & others})
     program.run(program.needed_for(others, known=values), values)
     return structure.unflatten([filled[value] if value in filled else values[value] for value in program.outputs])

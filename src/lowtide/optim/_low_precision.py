@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 from jax.core import Tracer
 from jaxtyping import Array, Int
 
@@ -39,7 +38,8 @@ from ..core import (
     path_str,
     traced_device,
 )
-from ..core._compat import laid_out_on_tpus, varying_axes
+from ..core._compat import varying_axes
+from ..core._primitives import laid_out_on_tpus, no_derivative
 from ..offload import (
     check_shardings,
     check_transformation,
@@ -54,25 +54,13 @@ from ..offload import (
 from ._arguments import LEAST_SIZE as LEAST_SIZE
 from ._arguments import check_numbers, explain, other_state, patterns_of
 from ._beginning import Filled, first_state, packed_fill
+from ._moments import MOMENTS, are_positive
 from ._one_pass import Stored, has_triton, in_one_pass
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
 from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
 
-_POSITIVE = {
-    (state, name)
-    for state, names in (
-        (optax.ScaleByAdamState, ("nu",)),
-        (optax.ScaleByAmsgradState, ("nu", "nu_max")),
-        (optax.ScaleByBeliefState, ("nu",)),
-        (optax.ScaleByRmsState, ("nu",)),
-        (optax.ScaleByRssState, ("sum_of_squares",)),
-        (optax.ScaleByAdaDeltaState, ("e_g", "e_x")),
-        (optax.contrib.ScaleByAdemamixState, ("nu",)),
-    )
-    for name in names
-}
-"""What is a mean or sum of squares; of others nothing is known (SM3 calls its momentum nu), and they keep a sign."""
 _BLOCK_BYTES, _LANES = 2**25, 128
+_LOST = "an update of lt.optim.low_precision, whose state in few bits has no derivative"
 
 
 class LowPrecisionState(NamedTuple):
@@ -97,7 +85,7 @@ def low_precision(
     format: str | Mapping[str, str] | None = "8bit",
     *,
     weights: str | None = None,
-    match: str = r".*/(mu|nu|nu_max|trace)/.*",
+    match: str = MOMENTS,
     least_size: int = LEAST_SIZE,
     seed: int = 0,
     shardings: Tree = None,
@@ -117,7 +105,8 @@ def low_precision(
             change nothing in between.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
             whole path, which is also tried between slashes (``/0/mu/``). Of what it selects, floating-point arrays
-            are packed.
+            are packed. The default selects what Optax's optimizers call their moments: ``mu``, ``nu``, ``nu_max``,
+            ``m1``, ``m2``, ``exp_avg``, ``exp_avg_sq`` and ``trace``.
         least_size: leaves of fewer numbers stay as they are (what their weights lack is float32).
         seed: of random rounding.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
@@ -133,8 +122,8 @@ def low_precision(
         ConfigError: for a `tx`, format, regular expression or size that cannot be used; from ``init`` for `weights`
             without parameters in bfloat16, from ``update`` for `weights` without parameters.
         SelectionError: from ``init``, when a regular expression selects no leaf of the state.
-        StructureError: from ``update``, for a state of another transformation or of other parameters, or `shardings` of
-            other structure.
+        StructureError: from ``update``, for a state of another transformation or of other parameters, `shardings` of
+            other structure, and where what its state is made of is differentiated, as gradients are in meta-learning.
 
     Warns:
         PlacementWarning: from ``init``, when all that is selected is small, or integers; from ``update``, when it is
@@ -191,10 +180,10 @@ class _LowPrecision:
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
-        leaves = jax.tree.leaves(params)
-        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves):
+        leaves, here = jax.tree.leaves(params), jnp.zeros(())
+        if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (here, *leaves)):
             devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
-            if len(devices) == 1 and devices != {frozenset(jnp.zeros(()).devices())} and explicit_mesh(params) is None:
+            if len(devices) == 1 and devices != {frozenset(here.devices())} and explicit_mesh(params) is None:
                 # Eagerly, arrays that are filled with a number would be on the default device.
                 this = optax.GradientTransformation(self._init, self.tx.update)
                 return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
@@ -215,7 +204,7 @@ class _LowPrecision:
         if is_asked:
             self._check_patterns([path for path, _ in leaves_with_paths(state)])
         step = jnp.zeros((), jnp.int32)
-        numbers, positive = itertools.count(), iter(_are_positive(state))
+        numbers, positive = itertools.count(), iter(are_positive(state))
 
         def one(path: str, leaf: Any) -> Any:
             key, is_positive, form = self._key(step, next(numbers)), next(positive), self._format_of(path)
@@ -241,7 +230,7 @@ class _LowPrecision:
         if is_asked and not any(map(is_packed, jax.tree.leaves(made, is_leaf=is_packed))):
             warnings.warn(
                 "low_precision: all that it selects of the optimizer's state stays as it is, for it has fewer than "
-                f"least_size = {self.least_size} numbers or is of integers\n"
+                f"least_size = {self.least_size} real floating-point numbers\n"
                 "hint: choose a smaller least_size, or leave low_precision out",
                 PlacementWarning,
                 stacklevel=3,
@@ -370,6 +359,7 @@ class _LowPrecision:
             return None
         step, rests = state.step + 1, None if self.weights is None else state.rests
         update, key = functools.partial(self._update, extra=extra), functools.partial(self._key, step)
+        updates = jax.tree.map(lambda leaf: no_derivative(leaf, _LOST), updates)
         made = in_one_pass(update, Stored.of(updates, state.inner, params, rests, key, placed))
         if made is None:
             return None
@@ -385,7 +375,9 @@ class _LowPrecision:
         def one(number: int, was: Any, leaf: Any) -> Any:
             if not is_packed(was):
                 return leaf
-            leaf = leaf.astype(was.dtype)  # such as of optax.inject_hyperparams in float32, for parameters in bfloat16
+            leaf = no_derivative(leaf, _LOST).astype(
+                was.dtype
+            )  # such as of optax.inject_hyperparams in float32, for parameters in bfloat16
             if was.scales is None:
                 return PackedArray.rounded(leaf, self._key(step, number))
             known = scales[number] if scales else None
@@ -523,28 +515,6 @@ def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
 def _scales(old: Any, new: Any) -> Any:
     is_scaled = is_packed(old) and old.scales is not None
     return scales_of(new.astype(old.dtype), old.format) if is_scaled else None
-
-
-def _are_positive(state: Tree) -> list[bool | None]:
-    """Whether each leaf of a state, in order, is one of second moments and the like; None where no format is near."""
-    found = list[bool | None]()
-
-    def below(tree: Any, is_one: bool | None) -> None:
-        for leaf in jax.tree.leaves(tree, is_leaf=_is_named):
-            if not _is_named(leaf):
-                found.append(is_one)
-                continue
-            for name in leaf._fields:
-                part = getattr(leaf, name)
-                is_difference = isinstance(leaf, optax.ScaleByRStdDevState) and name in ("mu", "nu")
-                below(part, None if is_difference or is_one is None else is_one or (type(leaf), name) in _POSITIVE)
-
-    below(state, False)
-    return found
-
-
-def _is_named(node: Any) -> bool:
-    return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def _dtypes(rests: Tree) -> str:

@@ -188,7 +188,8 @@ def check_leaves(stored: Mapping[str, Any], like: Tree, step: int, directory: Pa
             f"{name}{others}: the checkpoint of step {step} is not of this model and optimizer",
             expected=wanted.get(name, "no such leaf, in this trainer"),
             got=found.get(name, "no such leaf, in the checkpoint"),
-            hint=f"resume with the model, optimizer and wrt that wrote {directory}",
+            hint=f"resume with the model, optimizer and wrt that wrote {directory}; of a state in "
+            "another format lt.optim.converted makes one of this",
         )
 
 
