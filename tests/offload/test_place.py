@@ -177,11 +177,6 @@ def test_bad_matches_and_kinds_are_refused(match: str, kind: str, error: Any, te
     assert hint in str(raised.value).split("hint: ")[1]
 
 
-def test_paths_are_tried_between_slashes_too() -> None:
-    kinds = memory_kinds({"mu": jnp.ones(3), "nu": jnp.ones(3)}, ".*/mu/.*")
-    assert [kinds[name].memory_kind for name in ("mu", "nu")] == ["pinned_host", "device"]
-
-
 def test_specs_need_a_mesh() -> None:
     with pytest.raises(ConfigError, match=r"hint: pass memory_kinds\(\.\.\., mesh=mesh\)"):
         memory_kinds({"mu": PartitionSpec("data")}, "mu")

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -33,7 +34,9 @@ PARAMS = {"w": jnp.ones((24, 200)), "b": jnp.zeros((1, 200))}
         ({"format": {}}, r"neither a format nor weights"),
         ({"seed": "x"}, r"(?s)seed is no seed of random numbers.*got: 'x'"),
         ({"seed": 1.5}, r"seed is no seed of random numbers"),
-        ({"seed": 2**40}, r"(?s)seed is no seed of random numbers.*from 0 to 2147483647"),
+        ({"seed": 2**40}, r"(?s)seed is no seed of random numbers.*from -2147483648 to 4294967295"),
+        ({"match": b".*"}, r"(?s)match is no regular expression: paths are no bytes"),
+        ({"format": np.array(["8bit"])}, r"no format of a state is called array"),
         ({"shardings": {"w": "x"}}, r"(?s)shardings: w is no sharding on a mesh.*got: 'x'"),
         ({"shardings": {"w": jax.P("x")}}, r"(?s)shardings: w is no sharding on a mesh.*hint: jax.tree.map"),
         ({"least_size": 0}, r"(?s)least_size is no number of elements.*hint: leave it out for 4096"),
@@ -63,7 +66,7 @@ def test_states_and_gradients_of_other_parameters_are_told_by_path() -> None:
     with pytest.raises(StructureError, match=r"(?s)expected: 0/count, 0/mu/b.*got: 0/trace/b"):
         chained.update(PARAMS, (optax.EmptyState(), momentum.init(PARAMS)), PARAMS)
     other = {**PARAMS, "w": jnp.ones((25, 200))}
-    with pytest.raises(StructureError, match=r"(?s)expected: 0/mu/w/codes: \[24, 200\].*got: \[25, 200\]"):
+    with pytest.raises(StructureError, match=r"(?s)expected: 0/mu/w: \[24, 200\].*got: \[25, 200\]"):
         tx.update(PARAMS, tx.init(other), PARAMS)
     with pytest.raises(StructureError, match="the gradients have not the structure of the parameters"):
         tx.update({"w": PARAMS["w"]}, tx.init(PARAMS), PARAMS)
@@ -73,27 +76,49 @@ def test_an_error_of_the_optimizer_itself_stays_its_own() -> None:
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         raise ValueError("mine")
 
-    tx = low_precision(optax.chain(optax.scale_by_adam(), optax.GradientTransformation(lambda _: (), update)))
+    mine = optax.GradientTransformation(lambda _: (), update)
+    tx = low_precision(optax.chain(optax.scale_by_adam(), mine))
     with pytest.raises(ValueError, match=r"^mine"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    other = low_precision(optax.chain(optax.scale_by_adam(), mine), least_size=10)
+    with pytest.raises(ValueError, match=r"^mine"):  # of another least_size, with which updates go on
+        other.update(PARAMS, tx.init(PARAMS), PARAMS)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
+    decaying = low_precision(optax.adamw(1e-2))
+    with pytest.raises(ValueError, match=r"requires the current value of parameters"):
+        decaying.update(narrow, decaying.init(PARAMS))
 
 
-def test_each_regular_expression_selects_something() -> None:
+def test_a_regular_expression_that_selects_nothing_is_said() -> None:
     formats = {r".*/mu/.*": "8bit", r".*/vu/.*": "4bit"}
+    with pytest.warns(
+        PlacementWarning, match=r"(?s)matches \.\*/vu/\.\*\n.*paths are 0/count, 0/mu/b"
+    ):
+        state = low_precision(optax.adam(1e-2), formats).init(PARAMS)
+    assert state.inner[0].mu["w"].format == "8bit"
     with pytest.raises(SelectionError, match=r"(?s)selects nothing.*matches \.\*/vu/\.\*.*got: 0/count, 0/mu/b"):
-        low_precision(optax.adam(1e-2), formats).init(PARAMS)
+        low_precision(optax.adam(1e-2), match=r".*/vu/.*").init(PARAMS)
     # What an earlier one has taken counts.
     low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/(mu|nu)/.*": "4bit", r".*/mu/w": "fp8"}).init(PARAMS)
 
 
 @pytest.mark.parametrize(
     ("params", "least_size"),
-    [(PARAMS, 10_000), ({"w": jnp.ones((8, 8))}, 4096), ({"w": jnp.ones((64, 128), jnp.int32)}, 4096)],
+    [
+        (PARAMS, 10_000),
+        ({"w": jnp.ones((8, 8))}, 4096),
+        ({"w": jnp.ones((64, 128), jnp.int32)}, 4096),
+        ({"w": jnp.ones((64, 128), jnp.complex64)}, 4096),
+    ],
 )
 def test_that_nothing_is_packed_is_said(params: Any, least_size: int) -> None:
     tx = low_precision(optax.adam(1e-2), least_size=least_size)
     with pytest.warns(PlacementWarning, match=rf"(?s)stays as it is.*least_size = {least_size}.*hint"):
-        tx.init(params)
+        state = tx.init(params)
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        tx.update(params, state, params)
+        jax.jit(tx.update)(params, state, params)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         low_precision(optax.adam(1e-2), least_size=1).init(PARAMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -60,19 +61,27 @@ def test_on_a_tpu_no_float32_state_exists(form: str) -> None:
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize(
     ("shape", "form"),
-    [((16403, 1024), "8bit"), ((20000, 1024), "4bit"), ((50257, 768), "8bit"), ((20000, 768), "4bit")],
+    [
+        ((16403, 1024), "8bit"),
+        ((20000, 1024), "4bit"),
+        ((50257, 768), "8bit"),
+        ((20000, 768), "4bit"),
+        ((32, 4096, 16), "8bit"),  # LoRA's second factor: such axes are not the innermost ones
+        ((32, 4096, 16), "bfloat16"),
+        ((12, 768, 12, 64), "8bit"),
+    ],
 )
-def test_rows_of_few_scales_and_no_whole_tiles_are_updated_in_blocks_too(shape: tuple[int, int], form: str) -> None:
+def test_odd_shapes_are_updated_without_temporaries_too(shape: tuple[int, ...], form: str) -> None:
     tx, params = low_precision(optax.adamw(1e-3), form), {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
     def step(grads: Any, state: Any, params: Any) -> Any:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    state, size = jax.eval_shape(tx.init, params), shape[0] * shape[1]
+    state, size = jax.eval_shape(tx.init, params), math.prod(shape)
     made = compile(step, params, state, params, target="v5e:1x1", donate_argnums=(0, 1, 2))
     assert made.report().device.temp_bytes < 0.1 * size  # of all in float32 it was 32, of three scales a row 13
-    assert made.bytes_accessed < 29 * size  # in blocks of half a tile all codes were laid out anew for each
+    assert made.bytes_accessed < 33 * size  # in blocks of half a tile all codes were laid out anew for each
 
 
 @pytest.mark.gpu_aot

@@ -230,6 +230,14 @@ def test_state_keeps_its_dtype_where_an_optimizer_widens_it(form: str) -> None:
     assert 0 < apart.mean() < 0.02 * np.abs(expected["w"]).mean()
 
 
+def test_what_is_widened_is_rounded_at_random_once() -> None:
+    """Rounded to the nearest bfloat16 before, means with a decay of 0.999 would stay at a quarter."""
+    inner = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)(learning_rate=1e-2, b1=0.999)
+    tx, params = low_precision(inner, "bfloat16"), {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    state = jax.lax.fori_loop(0, 1000, lambda _, state: tx.update(params, state, params)[1], tx.init(params))
+    assert float(packed(state)[0].dense().mean(dtype=jnp.float32)) == pytest.approx(1 - 0.999**1000, abs=0.02)
+
+
 def test_under_vmap_each_has_its_own_state() -> None:
     tx = low_precision(optax.adamw(1e-2))
     params = jax.tree.map(lambda p: jnp.stack([p, 2 * p, -p]), PARAMS)

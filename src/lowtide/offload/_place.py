@@ -114,8 +114,7 @@ def memory_kinds(tree: Tree, match: str, kind: str = "pinned_host", *, mesh: Mes
 
     Args:
         tree: a pytree of arrays, `jax.ShapeDtypeStruct`s, shardings, or (with `mesh`) `PartitionSpec`s.
-        match: a regular expression for whole tree paths, such as ``.*/(mu|nu)/.*``; they are also tried between slashes
-            (``/mu/``), as in `optimizer`.
+        match: a regular expression for whole tree paths, such as ``.*/(mu|nu)/.*``.
         kind: the memory kind of the leaves that it matches: ``pinned_host``, ``unpinned_host`` or ``device``.
         mesh: the mesh of `PartitionSpec`s, and of leaves that have no sharding, which are replicated on it. Without
             one these go to JAX's default device.
@@ -154,8 +153,7 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
 
     Args:
         tree: any pytree.
-        match: the regular expression, for `re.fullmatch` on paths such as ``0/mu/layers/w`` and, as in `optimizer`,
-            ``/0/mu/layers/w/``.
+        match: the regular expression, for `re.fullmatch` on paths such as ``0/mu/layers/w``.
         is_leaf: as in `jax.tree.flatten`.
 
     Returns:
@@ -167,7 +165,7 @@ def match_paths(tree: Tree, match: str, is_leaf: Callable[[Any], bool] | None = 
     paths = [path for path, _ in leaves_with_paths(tree, is_leaf=is_leaf)]
     sample = ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")
     try:
-        hits = [any(re.fullmatch(match, each) for each in (path, f"/{path}/")) for path in paths]
+        hits = [re.fullmatch(match, path) is not None for path in paths]
     except re.error as error:
         raise SelectionError(
             f"{match!r} is no regular expression",

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
 from ..core import ConfigError, LowtideError, StructureError, Tree, is_count, leaves_with_paths
 from ._formats import FORMATS
-from ._packed import BFLOAT16
+from ._packed import BFLOAT16, is_packed
 from ._weights import WEIGHTS
 
 LEAST_SIZE = 4096
 """Leaves of fewer numbers stay as they are, as with bitsandbytes."""
-_MOST_SEED = 2**31 - 1
+_SEEDS = range(-(2**31), 2**32)
 
 
 def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[str], str]]:
@@ -54,27 +54,29 @@ def check_numbers(least_size: Any, seed: Any) -> None:
             got=repr(least_size),
             hint=f"leave it out for {LEAST_SIZE}",
         )
-    if not is_count(seed, 0) or seed > _MOST_SEED:
+    if type(seed) is not int or seed not in _SEEDS:
         raise ConfigError(
             "seed is no seed of random numbers",
-            expected=f"an integer from 0 to {_MOST_SEED}",
+            expected=f"an integer of 32 bits, from {_SEEDS.start} to {_SEEDS.stop - 1}",
             got=repr(seed),
             hint="leave it out for 0",
         )
 
 
 def _pattern(text: Any) -> re.Pattern[str]:
+    hint = 'globs are other: "mu/*" is r".*/mu/.*" here'
     try:
-        return re.compile(text)
+        pattern = re.compile(text)
     except (re.error, TypeError) as error:
-        raise ConfigError(
-            f"match is no regular expression: {error}", got=text, hint='globs are other: "mu/*" is r".*/mu/.*" here'
-        ) from error
+        raise ConfigError(f"match is no regular expression: {error}", got=text, hint=hint) from error
+    if not isinstance(pattern.pattern, str):
+        raise ConfigError("match is no regular expression: paths are no bytes", got=text, hint=hint)
+    return pattern
 
 
 def _checked(form: Any) -> str:
     names = (*FORMATS, BFLOAT16)
-    if form not in names:
+    if not isinstance(form, str) or form not in names:
         raise ConfigError(
             f"no format of a state is called {form!r}", expected=f"one of {', '.join(names)}", hint='"8bit" is usual'
         )
@@ -111,13 +113,13 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
         expected = jax.eval_shape(init, grads if params is None else params).inner
     except Exception:  # of arguments that init does not take either nothing is known
         return
-    found, wanted = leaves_with_paths(state.inner), leaves_with_paths(expected)
-    if [path for path, _ in found] == [path for path, _ in wanted]:
-        for (path, leaf), (_, like) in zip(found, wanted, strict=True):
-            if tuple(leaf.shape) != like.shape:
-                raise other_state(f"{path}: {list(like.shape)}", str(list(leaf.shape))) from error
-    if jax.tree.structure(expected) != jax.tree.structure(state.inner):
+    # Packed or not: a state of another least_size is updated, too.
+    found, wanted = (dict(leaves_with_paths(tree, is_leaf=is_packed)) for tree in (state.inner, expected))
+    if found.keys() != wanted.keys():
         raise other_state(_listed(wanted), _listed(found)) from error
+    for path, leaf in found.items():
+        if tuple(leaf.shape) != tuple(wanted[path].shape):
+            raise other_state(f"{path}: {list(wanted[path].shape)}", str(list(leaf.shape))) from error
     if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
         raise StructureError(
             "the gradients have not the structure of the parameters",
@@ -127,6 +129,6 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
         ) from error
 
 
-def _listed(leaves: Sequence[tuple[str, Any]]) -> str:
-    paths = [path for path, _ in leaves]
+def _listed(paths: Iterable[str]) -> str:
+    paths = list(paths)
     return ", ".join(paths[:6]) + (f", … ({len(paths) - 6} more)" if len(paths) > 6 else "")

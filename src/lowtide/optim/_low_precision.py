@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,15 +51,14 @@ from ..offload import (
     stream,
     without_explicit_axes,
 )
-from ._arguments import LEAST_SIZE as LEAST_SIZE
-from ._arguments import check_numbers, explain, other_state, patterns_of
+from ._arguments import LEAST_SIZE, check_numbers, explain, other_state, patterns_of
 from ._beginning import Filled, first_state, packed_fill
 from ._moments import MOMENTS, are_positive
 from ._one_pass import Stored, has_triton, in_one_pass
 from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
 from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
 
-_BLOCK_BYTES, _LANES = 2**25, 128
+_BLOCK_BYTES = 2**25
 _LOST = "an update of lt.optim.low_precision, whose state in few bits has no derivative"
 
 
@@ -121,13 +120,14 @@ def low_precision(
     Raises:
         ConfigError: for a `tx`, format, regular expression or size that cannot be used; from ``init`` for `weights`
             without parameters in bfloat16, from ``update`` for `weights` without parameters.
-        SelectionError: from ``init``, when a regular expression selects no leaf of the state.
+        SelectionError: from ``init``, when no leaf of the state is selected.
         StructureError: from ``update``, for a state of another transformation or of other parameters, `shardings` of
             other structure, and where what its state is made of is differentiated, as gradients are in meta-learning.
 
     Warns:
-        PlacementWarning: from ``init``, when all that is selected is small, or integers; from ``update``, when it is
-            traced for a mesh without `shardings`, but for GPUs and bfloat16.
+        PlacementWarning: from ``init``, when one of several regular expressions selects nothing, or all that is
+            selected is small, or no real floating-point array; from ``update``, when it is traced for a mesh without
+            `shardings`, but for GPUs and bfloat16.
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.56 (``4bit``) or 2 (``bfloat16``) for each number
@@ -180,6 +180,29 @@ class _LowPrecision:
     shardings: Tree
 
     def init(self, params: Tree) -> LowPrecisionState:
+        made = self._placed_init(params)
+        if self.patterns and jax.tree.leaves(params) and not is_part():
+            for message in self._told(made.inner):
+                warnings.warn(message, PlacementWarning, stacklevel=2)
+        return made
+
+    def _told(self, state: Tree) -> Iterator[str]:
+        """Say what was asked for and does nothing."""
+        nodes = leaves_with_paths(state, is_leaf=is_packed)
+        unused = [p.pattern for p, _ in self.patterns if not any(_is_match(p, path) for path, _ in nodes)]
+        if unused:
+            yield (
+                f"low_precision: nothing of this optimizer's state matches {' or '.join(unused)}\n"
+                f"hint: its paths are {', '.join([path for path, _ in nodes][:8])}"
+            )
+        if not any(is_packed(node) for _, node in nodes):
+            yield (
+                "low_precision: all that it selects of the optimizer's state stays as it is, for it has fewer than "
+                f"least_size = {self.least_size} real floating-point numbers\n"
+                "hint: choose a smaller least_size, or leave the format out"
+            )
+
+    def _placed_init(self, params: Tree) -> LowPrecisionState:
         leaves, here = jax.tree.leaves(params), jnp.zeros(())
         if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (here, *leaves)):
             devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
@@ -200,9 +223,14 @@ class _LowPrecision:
                 expected="the optimizer, such as optax.adamw(1e-4)",
                 hint="wrap it once; `format` can be a mapping of regular expressions to formats",
             )
-        is_asked = self.patterns and jax.tree.leaves(params) and not is_part()
-        if is_asked:
-            self._check_patterns([path for path, _ in leaves_with_paths(state)])
+        paths = [path for path, _ in leaves_with_paths(state)]
+        if self.patterns and jax.tree.leaves(params) and not is_part() and not any(map(self._format_of, paths)):
+            raise SelectionError(
+                "low_precision selects nothing of the optimizer's state",
+                expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
+                got=", ".join(paths[:8]) or "a state without arrays",
+                hint="match is a regular expression on such paths",
+            )
         step = jnp.zeros((), jnp.int32)
         numbers, positive = itertools.count(), iter(are_positive(state))
 
@@ -226,16 +254,7 @@ class _LowPrecision:
                 )
             return _packed(leaf, form or "", bool(is_positive), key)
 
-        made = map_with_paths(one, state)
-        if is_asked and not any(map(is_packed, jax.tree.leaves(made, is_leaf=is_packed))):
-            warnings.warn(
-                "low_precision: all that it selects of the optimizer's state stays as it is, for it has fewer than "
-                f"least_size = {self.least_size} real floating-point numbers\n"
-                "hint: choose a smaller least_size, or leave low_precision out",
-                PlacementWarning,
-                stacklevel=3,
-            )
-        return LowPrecisionState(step, made, rests)
+        return LowPrecisionState(step, map_with_paths(one, state), rests)
 
     def _plain_state(self, params: Tree, rests: Tree) -> Tree:
         return self.tx.init(params if self.weights is None else widened(params, rests))
@@ -245,16 +264,6 @@ class _LowPrecision:
         is_large = bool(leaf.ndim) and leaf.size >= self.least_size
         return is_large and jnp.issubdtype(leaf.dtype, jnp.floating) and self._format_of(path) is not None
 
-    def _check_patterns(self, paths: Sequence[str]) -> None:
-        for pattern, _ in self.patterns:
-            if not any(_is_match(pattern, path) for path in paths):
-                raise SelectionError(
-                    "low_precision selects nothing of the optimizer's state",
-                    expected=f"a path that matches {pattern.pattern}",
-                    got=", ".join(paths[:8]) or "a state without arrays",
-                    hint="match is a regular expression on such paths; leave out what this optimizer has not",
-                )
-
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         if (own := self._of_another_library(state, params)) is not None:
             updates, new = self.update(updates, own, params, **extra)
@@ -263,7 +272,7 @@ class _LowPrecision:
         try:
             return _in_blocks(self._whole, updates, state, params, extra, self._placed)
         except (AttributeError, TypeError, ValueError) as error:
-            explain(error, self.init, updates, state, params)
+            explain(error, self._init, updates, state, params)
             raise
 
     def _of_another_library(self, state: Any, params: Tree) -> Any:
@@ -273,7 +282,7 @@ class _LowPrecision:
         if any(map(is_packed, jax.tree.leaves(state.inner, is_leaf=is_packed))):
             return None
         try:
-            expected, structure = jax.tree.flatten(jax.eval_shape(self.init, params))
+            expected, structure = jax.tree.flatten(jax.eval_shape(self._init, params))
         except (ConfigError, SelectionError):  # of a part of the parameters, of which init says nothing
             return None
         leaves = jax.tree.leaves(state)
@@ -320,7 +329,7 @@ class _LowPrecision:
         structs = jax.tree.map(
             lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of), like, self.shardings
         )
-        of_state = state_shardings(optax.GradientTransformation(self.init, self.tx.update), structs)
+        of_state = state_shardings(optax.GradientTransformation(self._init, self.tx.update), structs)
         return self.shardings, of_state, None if params is None else self.shardings, dict.fromkeys(arrays)
 
     def _whole(self, updates: Tree, state: LowPrecisionState, params: Tree, extra: Mapping[str, Any]) -> Any:
@@ -375,13 +384,14 @@ class _LowPrecision:
         def one(number: int, was: Any, leaf: Any) -> Any:
             if not is_packed(was):
                 return leaf
-            leaf = no_derivative(leaf, _LOST).astype(
-                was.dtype
-            )  # such as of optax.inject_hyperparams in float32, for parameters in bfloat16
+            leaf = no_derivative(leaf, _LOST)
             if was.scales is None:
-                return PackedArray.rounded(leaf, self._key(step, number))
-            known = scales[number] if scales else None
-            return _laid_out(PackedArray.of(leaf, was.format, is_positive=was.is_positive, scales=known))
+                made = PackedArray.rounded(leaf, self._key(step, number))
+            else:
+                known = scales[number] if scales else None
+                made = _laid_out(PackedArray.of(leaf, was.format, is_positive=was.is_positive, scales=known))
+            # An optimizer may widen it, such as of optax.inject_hyperparams in float32 with parameters in bfloat16.
+            return dataclasses.replace(made, dtype=was.dtype)
 
         made = [one(number, *pair) for number, pair in enumerate(_paired(old, new))]
         return jax.tree.structure(old, is_leaf=is_packed).unflatten(made)
@@ -488,14 +498,15 @@ def _dense(node: Any) -> Any:
 def _laid_out(node: PackedArray) -> PackedArray:
     """Store codes row after row, and of few scales each block's after another's, as TPUs hold them between two steps.
 
-    Else XLA lays out one like the other in the loop over blocks, and copies all of it.
+    Else XLA lays out one like the other in the loop over blocks, and copies all of it. Codes with a last axis shorter
+    than the lanes it holds with another one innermost, and those of many scales are laid out alike by themselves.
     """
-    order = tuple(range(node.codes.ndim))
-    codes, scales = laid_out_on_tpus(node.codes, order), node.scales
-    if scales is not None and scales.ndim > 1 and scales.shape[-1] < _LANES:
-        *before, rows, blocks = range(scales.ndim)
-        scales = laid_out_on_tpus(scales, (*before, blocks, rows))
-    return dataclasses.replace(node, codes=codes, scales=scales)
+    scales, num_lanes = node.scales, 128
+    if scales is None or scales.ndim < 2 or scales.shape[-1] >= num_lanes or node.codes.shape[-1] < num_lanes:
+        return node
+    *before, rows, blocks = range(scales.ndim)
+    codes = laid_out_on_tpus(node.codes, tuple(range(node.codes.ndim)))
+    return dataclasses.replace(node, codes=codes, scales=laid_out_on_tpus(scales, (*before, blocks, rows)))
 
 
 def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
@@ -514,7 +525,7 @@ def _paired(old: Tree, new: Tree) -> list[tuple[Any, Any]]:
 
 def _scales(old: Any, new: Any) -> Any:
     is_scaled = is_packed(old) and old.scales is not None
-    return scales_of(new.astype(old.dtype), old.format) if is_scaled else None
+    return scales_of(new, old.format) if is_scaled else None
 
 
 def _dtypes(rests: Tree) -> str:
