@@ -91,9 +91,7 @@ def test_an_error_of_the_optimizer_itself_stays_its_own() -> None:
 
 def test_a_regular_expression_that_selects_nothing_is_said() -> None:
     formats = {r".*/mu/.*": "8bit", r".*/vu/.*": "4bit"}
-    with pytest.warns(
-        PlacementWarning, match=r"(?s)matches \.\*/vu/\.\*\n.*paths are 0/count, 0/mu/b"
-    ):
+    with pytest.warns(PlacementWarning, match=r"(?s)matches \.\*/vu/\.\*\n.*paths are 0/count, 0/mu/b"):
         state = low_precision(optax.adam(1e-2), formats).init(PARAMS)
     assert state.inner[0].mu["w"].format == "8bit"
     with pytest.raises(SelectionError, match=r"(?s)selects nothing.*matches \.\*/vu/\.\*.*got: 0/count, 0/mu/b"):

@@ -16,7 +16,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
 | `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
-| `jax.interpreters.ad`, `.batching`, `.mlir`; in `_primitives.py`, too | yes | yes | yes | a public way to make one |
+| `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to make one |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 | splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
 | `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | kernels of Mosaic GPU; without, two passes |
@@ -37,10 +37,11 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
-from ._errors import ConfigError
+from ._errors import ConfigError, StructureError
 
 
 def tpu_topology_devices(topology_name: str, *, chip_config_name: str | None = None) -> list[Any]:
@@ -156,6 +157,75 @@ def laid_out(x: Any, order: tuple[int, ...]) -> Any:
     from jax.experimental.layout import Layout, with_layout_constraint
 
     return with_layout_constraint(x, Layout(order))
+
+
+def laid_out_on_tpus(x: Any, order: tuple[int, ...]) -> Any:
+    """`laid_out` in programs for TPUs: of a divided array XLA's other compilers gather all parts to do so."""
+    return _on_tpus().bind(x, order=order)
+
+
+@functools.cache
+def _on_tpus() -> Any:
+    def mapped(values: Any, axes: Any, order: tuple[int, ...]) -> Any:
+        x = jnp.moveaxis(values[0], axes[0], 0)
+        return laid_out_on_tpus(x, (0, *(axis + 1 for axis in order))), 0
+
+    primitive: Any = Primitive("laid_out_on_tpus")
+    primitive.def_impl(lambda x, order: x)
+    primitive.def_abstract_eval(lambda x, order: x)
+    ad.deflinear2(primitive, lambda cotangent, _, order: [cotangent])
+    batching.primitive_batchers[primitive] = mapped
+    mlir.register_lowering(primitive, lambda ctx, x, order: [x])
+    mlir.register_lowering(primitive, mlir.lower_fun(laid_out, multiple_results=False), platform="tpu")
+    return primitive
+
+
+def no_derivative(x: Any, what: str) -> Any:
+    """Return an array that is refused where a derivative goes through it, rather than to be lost.
+
+    Args:
+        x: an array.
+        what: is differentiated then, for the `StructureError`.
+    """
+    return _without_derivative().bind(x, what=what)
+
+
+@functools.cache
+def _without_derivative() -> Any:
+    def differentiated(primals: Any, tangents: Any, what: str) -> Any:
+        if type(tangents[0]) is ad.Zero:
+            return no_derivative(primals[0], what), tangents[0]
+        raise StructureError(
+            f"a derivative goes through {what}",
+            got="it would be 0 there",
+            hint="differentiate with the optimizer alone, or take jax.lax.stop_gradient of its gradients",
+        )
+
+    primitive: Any = Primitive("no_derivative")
+    primitive.def_impl(lambda x, what: x)
+    primitive.def_abstract_eval(lambda x, what: x)
+    ad.primitive_jvps[primitive] = differentiated
+    batching.primitive_batchers[primitive] = lambda values, axes, what: (no_derivative(values[0], what), axes[0])
+    mlir.register_lowering(primitive, lambda ctx, x, what: [x])
+    return primitive
+
+
+def bilinear(name: str, fn: Callable[..., Any], of_first: Callable[..., Any], of_second: Callable[..., Any]) -> Any:
+    """Make an operation of two arrays that is linear in each, with transposes of its own.
+
+    Args:
+        name: of the operation.
+        fn: what it computes, by which it is mapped, too.
+        of_first: ``of_first(cotangent, first, second)``: the first's cotangent, given the second.
+        of_second: likewise of the second, given the first.
+    """
+    primitive: Any = Primitive(name)
+    primitive.def_impl(jax.jit(fn))
+    primitive.def_abstract_eval(lambda *avals: avals[0].update(shape=jax.eval_shape(fn, *avals).shape, weak_type=False))
+    mlir.register_lowering(primitive, mlir.lower_fun(fn, multiple_results=False))
+    ad.defbilinear(primitive, of_first, of_second)
+    batching.primitive_batchers[primitive] = lambda values, axes: (jax.vmap(fn, axes)(*values), 0)
+    return primitive
 
 
 def on_one_device(alone: Callable[..., Any], among: Callable[..., Any], *args: Any, needed: str = "") -> Any:
@@ -484,37 +554,6 @@ def transformation(values: Iterable[Any]) -> str | None:
     Read off the names of JAX's tracers (jax 0.10.2 to 0.12.0). One inside of which a `jax.jit` is traced is not seen.
     """
     return next((found for value in values if (found := _TRANSFORMATIONS.get(type(value).__name__))), None)
-
-
-def varying_axes(aval: Any) -> frozenset[str]:
-    """Axes of a `jax.shard_map` with ``check_vma`` along which values of a type differ (jax 0.10.2 to 0.12.0)."""
-    return getattr(getattr(aval, "mat", None), "varying", frozenset())
-
-
-def like_type(arrays: Iterable[Any], shape: tuple[int, ...], dtype: Any, fill: float = 0) -> Any:
-    """Make an array that a loop may carry where it then holds something of others: of their varying axes.
-
-    Args:
-        arrays: what it will be computed from.
-        shape: its own.
-        dtype: its own.
-        fill: its numbers.
-    """
-    full = jax.numpy.full(shape, fill, dtype)
-    axes = frozenset[str]().union(*(varying_axes(jax.typeof(each)) for each in arrays))
-    return jax.lax.pcast(full, tuple(sorted(axes)), to="varying") if axes else full
-
-
-def varied_alike(tree: Any) -> Any:
-    """Make arrays vary along the axes of a `jax.shard_map` that any of them varies along.
-
-    Else a custom derivative would have to add up the gradients of those that do not; of the cast JAX does so.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
-    missing = [tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) for leaf in leaves]
-    pairs = zip(leaves, missing, strict=True)
-    return structure.unflatten([jax.lax.pcast(leaf, m, to="varying") if m else leaf for leaf, m in pairs])
 
 
 def argument_names(traced: Any) -> list[str]:

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._compat import varying_axes
+from ._compat import bilinear
 from ._explicit import explicit_mesh
-from ._primitives import bilinear
 from ._traced import traced_device
+from ._varying import varying_axes
 
 
 def turned_product(x: Array, factor: Array) -> Array:

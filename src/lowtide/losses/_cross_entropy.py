@@ -36,7 +36,7 @@ from ..core import (
     on_own_tokens,
     token_parts,
 )
-from ..core._compat import like_type, varied_alike
+from ..core._varying import like_type, varied_alike
 
 _Carry = Any
 

@@ -36,7 +36,8 @@ from ..core import (
     memory_space,
     parse_bytes,
 )
-from ..core._compat import inside_branch, transformation, varying_axes
+from ..core._compat import inside_branch, transformation
+from ..core._varying import varying_axes
 from ..jaxprs import make_jaxpr
 from ._place import default_device
 from ._platforms import DEVICE, HOST, put

@@ -32,7 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from ..core import kept, traced_device, without_explicit_axes
-from ..core._compat import like_type, varied_alike
+from ..core._varying import like_type, varied_alike
 from ._divided import divided_sizes, wide_of
 from ._pairs import LEAST_ROWS, Block, Kind, Seen, blocks_of, mask_of, pairs_of
 from ._sight import Scores, Sight

@@ -36,8 +36,8 @@ from ..core import (
     traced_device,
     zero_after,
 )
-from ..core._compat import like_type, varied_alike
-from ..core._primitives import laid_out_on_tpus
+from ..core._compat import laid_out_on_tpus
+from ..core._varying import like_type, varied_alike
 from ..targets import busy_rows
 from ._divided import divided_sizes, wide_of
 

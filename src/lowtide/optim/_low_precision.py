@@ -38,8 +38,8 @@ from ..core import (
     path_str,
     traced_device,
 )
-from ..core._compat import varying_axes
-from ..core._primitives import laid_out_on_tpus, no_derivative
+from ..core._compat import laid_out_on_tpus, no_derivative
+from ..core._varying import varying_axes
 from ..offload import (
     check_shardings,
     check_transformation,

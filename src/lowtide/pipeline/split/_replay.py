@@ -16,8 +16,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from ...core import tile_axes
-from ...core._compat import laid_out
-from ...core._primitives import laid_out_on_tpus
+from ...core._compat import laid_out, laid_out_on_tpus
 from ._cut import Assignment, Pass, Sink
 from ._graph import Atom, Carry, Graph, Loop, Op, Value, operations, repeated
 
