@@ -36,7 +36,7 @@ PARAMS = {"w": jnp.ones((24, 200)), "b": jnp.zeros((1, 200))}
         ({"seed": 1.5}, r"seed is no seed of random numbers"),
         ({"seed": 2**40}, r"(?s)seed is no seed of random numbers.*from -2147483648 to 4294967295"),
         ({"match": b".*"}, r"(?s)match is no regular expression: paths are no bytes"),
-        ({"format": np.array(["8bit"])}, r"no format of a state is called array"),
+        ({"format": np.array(["8bit", "fp8"])}, r"no format of a state is called array"),
         ({"shardings": {"w": "x"}}, r"(?s)shardings: w is no sharding on a mesh.*got: 'x'"),
         ({"shardings": {"w": jax.P("x")}}, r"(?s)shardings: w is no sharding on a mesh.*hint: jax.tree.map"),
         ({"least_size": 0}, r"(?s)least_size is no number of elements.*hint: leave it out for 4096"),

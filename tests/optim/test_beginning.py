@@ -49,6 +49,14 @@ def test_a_number_is_packed_as_an_array_of_it(form: str, number: float) -> None:
         np.testing.assert_allclose(got[name].dense().astype(jnp.float32), want[name].astype(jnp.float32), rtol=4e-3)
 
 
+def test_a_number_is_converted_as_the_program_does() -> None:
+    def first(params: Any) -> Any:
+        return {"mu": jnp.full((48, 256), 2.7).astype(jnp.int32).astype(jnp.float32)}
+
+    tx = optax.GradientTransformation(first, lambda updates, state, params=None: (updates, state))
+    assert (low_precision(tx, match=".*").init(PARAMS).inner["mu"].dense() == 2).all()
+
+
 def test_no_array_of_zeros_is_made() -> None:
     tx = low_precision(optax.adamw(1e-3))
     sizes = {aval.size for aval in made(jax.make_jaxpr(tx.init)(PARAMS).jaxpr) if aval.dtype == jnp.float32}

@@ -16,7 +16,7 @@ Each use was checked on the versions of its row; where they differ, the code bes
 | `jax._src.hardware_utils.has_visible_nvidia_gpu` | yes | yes | yes | GPU topologies without what only running needs |
 | `jax._src.distributed.global_state.client` | yes | yes | yes | a public key-value store of `jax.distributed` |
 | `jax._src.lax.control_flow.conditionals` on the stack | yes | yes | yes | a public way to ask what is traced |
-| `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to make one |
+| `jax.interpreters.ad`, `.batching`, `.mlir` | yes | yes | yes | a public way to make operations |
 | `jax_plugins.xla_cuda13.initialize` (and 12) | yes | yes | yes | GPU topologies without what only running needs |
 | splash attention of `jax.experimental.pallas.ops.tpu`, `_splash_*` | yes | yes | yes | a public kernel with its sums |
 | `jax.experimental.pallas`, its `triton` | yes | deprecated | deprecated | kernels of Mosaic GPU; without, two passes |

@@ -35,7 +35,8 @@ def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[
             expected=f"one of {', '.join(WEIGHTS)}, or None",
             hint='"split" loses least for a byte',
         )
-    if not format and weights is None:
+    is_nothing = format is None or (isinstance(format, (str, Mapping)) and not format)
+    if is_nothing and weights is None:
         raise ConfigError(
             "neither a format nor weights: the optimizer would stay as it is",
             expected='format="8bit", weights="split" or both',

@@ -20,7 +20,7 @@ from ..offload import traced_program
 from ._formats import FORMATS
 from ._packed import BFLOAT16, PackedArray
 
-_UNCHANGED = ("convert_element_type", "copy", "copy_p", "stop_gradient")
+_UNCHANGED = ("copy", "copy_p", "stop_gradient")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +85,15 @@ def _as_array(leaf: Any) -> Any:
 
 def _number(of: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
     """Return the constant that an array is filled with, or None."""
-    while (equation := of.get(value)) is not None and equation.primitive.name in _UNCHANGED:
-        (value,) = equation.inputs
-    if equation is None or equation.primitive.name != "broadcast_in_dim":
+    if (equation := of.get(value)) is None:
         return None
-    number = constants.get(equation.inputs[0])
+    name, first = equation.primitive.name, equation.inputs[0] if equation.inputs else -1
+    if name in _UNCHANGED:
+        return _number(of, constants, first)
+    if name == "convert_element_type":  # as often as the program does
+        number = _number(of, constants, first)
+        return None if number is None else jnp.asarray(number).astype(equation.params["new_dtype"])
+    number = constants.get(first) if name == "broadcast_in_dim" else None
     return number if number is not None and not jnp.shape(number) else None
 
 
