@@ -228,6 +228,18 @@ def test_bfloat16_remat_and_microbatches_run(finetune, tmp_path):
     assert "in 2 microbatches" in printed
 
 
+def test_groups_of_layers_learn_what_single_ones_do_and_wait_on_the_host(finetune, tmp_path):
+    groups = ("--layers-per-remat", "2", "--offload", "activations")
+    assert finetune(out="single")[0] == finetune(*groups, out="groups")[0] == 0
+    single, grouped = (
+        [record["loss"] for record in _records(tmp_path / name) if "loss" in record] for name in ("single", "groups")
+    )
+    assert len(single) == 4
+    np.testing.assert_allclose(single, grouped, rtol=1e-5)
+    _error(finetune("--layers-per-remat", "4", out="more"), "a group of more layers than", "expected: from 1 to 2")
+    assert not (tmp_path / "more").exists()
+
+
 def _config(tmp_path, **values):
     import tomli_w
 

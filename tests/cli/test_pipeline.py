@@ -53,6 +53,7 @@ def test_a_run_in_stages_has_the_losses_of_one_without_and_goes_on_without(
         (["--pipeline", "4", "--offload", "activations,optimizer"], "devices but activations got: offload = optimizer"),
         (["--pipeline", "2", "--batch-size", "3"], "a multiple of 4 (fsdp 4)"),
         (["--pipeline", "2", "--lora-dropout", "0.1"], "lora_dropout: the loss of a pipeline takes no random key"),
+        (["--pipeline", "2", "--layers-per-remat", "2"], "layers_per_remat contradicts --pipeline, whose stages keep"),
         (["--pipeline", "2", "--process-id", "0"], "add --distributed"),
     ],
 )

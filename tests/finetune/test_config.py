@@ -70,6 +70,16 @@ def test_the_method_full_is_the_setting_full():
         ({"full": True, "remat": False}, r"remat = false contradicts full(.|\n)*hint: leave remat out"),
         ({"tile_tokens": 64, "remat": False}, r"tile_tokens is of blocks that(.|\n)*hint: leave tile_tokens out"),
         ({"state_dtype": "8 bit"}, r"state_dtype(.|\n)*one of float32, bfloat16, 8bit, companded, fp8, 4bit"),
+        ({"layers_per_remat": 0}, r"layers_per_remat is out of range(.|\n)*at least 1"),
+        (
+            {"layers_per_remat": 2, "remat": False},
+            r"contradicts remat = false, which recomputes nothing(.|\n)*hint: leave layers_per_remat out, or remat = f",
+        ),
+        ({"layers_per_remat": 2, "full": True}, r"contradicts full, whose layers are updated one by one(.|\n)*or full"),
+        (
+            {"layers_per_remat": 2, "offload": ["parameters", "activations"]},
+            r"contradicts offload of parameters, which streams(.|\n)*or parameters",
+        ),
         ({"tile_tokens": 0}, r"tile_tokens(.|\n)*at least 1"),
         ({"attention": "flash"}, r"attention(.|\n)*cudnn, splash, blocks, xla"),
         ({"offload": ["activations"], "remat": False}, r"remat = false contradicts activations(.|\n)*hint:"),

@@ -55,7 +55,7 @@ def test_products_with_nothing_are_nothing() -> None:
     conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME")
     assert flops_of(conv, shape(2, 3, 8, 8), shape(0, 3, 3, 3)) == 0
     groups = jax.ShapeDtypeStruct((0,), jnp.int32)
-    back = jax.grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum(), 1)
+    back = jax.value_and_grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum(), 1)
     product = 2 * 64 * 32 * 16
     assert flops_of(back, shape(64, 32), shape(0, 32, 16), groups) == pytest.approx(product, rel=0.1)
 
@@ -69,3 +69,12 @@ def test_what_only_moves_data_among_devices_counts_nothing() -> None:
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     fn = jax.shard_map(part, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)
     assert flops_of(fn, shape(8, 512), shape(512, 512)) == 2 * 8 * 512 * 512
+
+
+def test_what_nothing_reads_counts_nothing() -> None:
+    def fn(x: Any, w: Any) -> Any:
+        unread = jnp.tanh(x @ w) @ w
+        del unread
+        return x @ w
+
+    assert flops_of(fn, shape(8, 16), shape(16, 16)) == 2 * 8 * 16 * 16

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +14,7 @@ import pytest
 
 import lowtide as lt
 from lowtide import models
-from lowtide.core import ConfigError, SelectionError
+from lowtide.core import ConfigError, SelectionError, leaves_with_paths, map_with_paths
 from lowtide.jaxprs import jaxpr_flops
 from lowtide.models._config_file import config_from_hf, config_to_hf
 
@@ -161,3 +163,24 @@ def test_layers_that_do_not_run_again_compute_no_product_twice() -> None:
 
         flops[dora] = jaxpr_flops(jax.make_jaxpr(gradients)(trainable))
     assert flops[True] < 1.15 * flops[False]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "nf4 with adapters", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_groups_of_layers_have_the_gradients_of_single_ones(kind: str) -> None:
+    config = KINDS.get(kind, KINDS["llama"])
+    if kind == "mixtral":
+        assert config.experts is not None
+        config = dataclasses.replace(config, experts=dataclasses.replace(config.experts, router_loss_coef=0.5))
+    model = models.init(config, key=jax.random.key(0))
+    wrt: Any = ("**", "!layers/attn/window") if "window" in model.layers["attn"] else "**"
+    if kind not in KINDS:
+        wrt = "**/lora_*"
+        model = lt.quantize(model, "layers/**/*_proj", "nf4")
+        model = lt.lora.add(model, lt.lora.Config(rank=2, targets="layers/**/*_proj"), key=jax.random.key(1))
+        model = map_with_paths(lambda path, leaf: leaf + 0.02 if "lora_b" in path else leaf, model)
+    row = packed()
+    losses = (partial(models.loss, remat=True, layers_per_remat=size) for size in (3, 1))
+    found, wanted = (jax.jit(lt.value_and_grad(loss, wrt, has_aux=True))(model, row) for loss in losses)
+    for (path, one), (_, other) in zip(leaves_with_paths(found), leaves_with_paths(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=path)
+        assert np.abs(other).max() > 0, path

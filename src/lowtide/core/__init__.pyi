@@ -91,6 +91,7 @@ from ._stack import StackShapes as StackShapes
 from ._stack import divided_along as divided_along
 from ._stack import divided_mesh as divided_mesh
 from ._stack import dividing as dividing
+from ._stack import hidden_in_groups as hidden_in_groups
 from ._stack import is_own_name as is_own_name
 from ._stack import is_recomputed as is_recomputed
 from ._stack import is_stacked as is_stacked

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ._errors import StructureError
+from ._checks import check_count
+from ._errors import ConfigError, StructureError
+from ._groups import STAYS, Moves, scan_in_groups
 from ._paths import Tree, leaves_with_paths
 
 First = Callable[[Tree, Tree], Any]
@@ -61,7 +63,15 @@ class LayerStack:
     """Globs of outer leaves that `last` uses once, in `lowtide.core.linear` or
     `lowtide.losses.chunked_cross_entropy`: over microbatches they may come as a `lowtide.core.RunningGradient`."""
 
-    def hidden(self, outer: Tree, layers: Tree, batch: Tree, *, remat: bool | Callable[..., bool] = False) -> Any:
+    def hidden(
+        self,
+        outer: Tree,
+        layers: Tree,
+        batch: Tree,
+        *,
+        remat: bool | Callable[..., bool] = False,
+        layers_per_remat: int = 1,
+    ) -> Any:
         """Run `first` and all blocks; the activations that enter `last`.
 
         Args:
@@ -70,14 +80,24 @@ class LayerStack:
             batch: whatever the three functions read.
             remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
                 `jax.checkpoint_policies` recomputes what it does not save.
+            layers_per_remat: with ``remat=True``, of how many blocks one activation is kept. The backward pass computes
+                those between again, a group of blocks at a time: all blocks but the last of each group run forward once
+                more. Then derivatives of reverse mode alone.
 
         Returns:
             The activations, of the shape that `first` and `block` return.
 
+        Raises:
+            StructureError: for layers that do not stack.
+            ConfigError: for a `layers_per_remat` that is no number of these layers, or beside another `remat`.
+
         Memory:
-            With ``remat=True``, one activation a layer plus one block's residuals.
+            With ``remat=True``, one activation a layer plus one block's residuals; of groups,
+            ``num_layers / layers_per_remat + layers_per_remat`` activations, least for about the root of `num_layers`.
         """
-        num_layers(layers)
+        _check_layers_per_remat(layers_per_remat, remat, num_layers(layers))
+        if layers_per_remat > 1:
+            return hidden_in_groups(self, outer, layers, batch, layers_per_remat)
         block = self.block
         if remat is not False:
             policy = None if remat is True else remat
@@ -91,10 +111,17 @@ class LayerStack:
         return jax.lax.scan(body, divide(self.first(outer, batch)), layers)[0]
 
     def apply(
-        self, outer: Tree, layers: Tree, batch: Tree, *, remat: bool | Callable[..., bool] = False
+        self,
+        outer: Tree,
+        layers: Tree,
+        batch: Tree,
+        *,
+        remat: bool | Callable[..., bool] = False,
+        layers_per_remat: int = 1,
     ) -> tuple[Any, Tree]:
         """Run the whole stack; arguments as in `hidden`, result as of `last`: ``(loss, metrics)``."""
-        return self.last(outer, self.hidden(outer, layers, batch, remat=remat), batch)
+        h = self.hidden(outer, layers, batch, remat=remat, layers_per_remat=layers_per_remat)
+        return self.last(outer, h, batch)
 
     def shapes(self, outer: Tree, layer: Tree, batch: Tree) -> StackShapes:
         """Trace the three functions, and check that they fit each other, so that a mistake is named before XLA sees it.
@@ -136,6 +163,51 @@ class LayerStack:
                 hint="last(outer, h, batch) -> (loss, {}) when there are no metrics",
             )
         return StackShapes(h, result[1])
+
+
+def hidden_in_groups(
+    stack: LayerStack, outer: Tree, layers: Tree, batch: Tree, layers_per_remat: int, moves: Moves = STAYS
+) -> Any:
+    """Do what `LayerStack.hidden` does with `layers_per_remat`; what enters a group may wait for its turn elsewhere.
+
+    Args:
+        stack: the model.
+        outer: as there.
+        layers: as there.
+        batch: as there.
+        layers_per_remat: blocks of a group, as there.
+        moves: called with the activations that enter a group, on their way to where they wait and back.
+
+    Returns:
+        The activations that enter `last`.
+
+    Raises:
+        StructureError: for layers that do not stack.
+        ConfigError: for a `layers_per_remat` that is no number of these layers.
+    """
+    _check_layers_per_remat(layers_per_remat, True, num_layers(layers))
+    divide, block = _divide.get(), recomputed(stack.block)
+
+    def body(h: Any, layer: Tree) -> Any:
+        return divide(block(layer, h, batch))
+
+    return scan_in_groups(body, divide(stack.first(outer, batch)), layers, layers_per_remat, moves)
+
+
+def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:
+    hint = f"about the root of the number of layers takes the fewest bytes: {round(length**0.5)}"
+    expected = f"from 1 to {length}"
+    check_count(f"layers_per_remat: {number!r} is no number of layers", number, 1, expected, hint)
+    if number > length:
+        problem = "layers_per_remat: a group of more layers than there are"
+        raise ConfigError(problem, expected=expected, got=number, hint=hint)
+    if number > 1 and remat is not True:
+        raise ConfigError(
+            "layers_per_remat: groups of layers are computed again as a whole",
+            expected="remat=True",
+            got=f"remat={remat!r}",
+            hint="leave layers_per_remat out, or the policy",
+        )
 
 
 class _Bare(str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -73,7 +74,8 @@ def begun_with_data(base: models.Decoder, config: FinetuneConfig, batches: Any) 
         for number in range(config.num_microbatches)
     ]
     key = jax.random.key(config.seed)
-    return lora.eva(base, _lora(config), _plain_loss(config), first, key=key, has_aux=True)
+    plain = _plain_loss(dataclasses.replace(config, layers_per_remat=1))  # there is no backward pass
+    return lora.eva(base, _lora(config), plain, first, key=key, has_aux=True)
 
 
 def _lora(config: FinetuneConfig) -> lora.Config:
@@ -96,7 +98,8 @@ def loss_of(config: FinetuneConfig) -> Callable[..., Any]:
 
 
 def _plain_loss(config: FinetuneConfig) -> Callable[..., Any]:
-    return partial(loss, remat=config.remat, inputs=inputs_place(config))
+    groups = config.layers_per_remat
+    return partial(loss, remat=config.remat, layers_per_remat=groups, inputs=inputs_place(config))
 
 
 def _dropped(plain: Callable[..., Any], rate: float, model: Tree, batch: Tree, *, key: Any, training: bool) -> Any:

@@ -84,17 +84,26 @@ def formats(config: FinetuneConfig) -> dict[str, str] | None:
     return {glob: form for glob, form in asked.items() if form is not None} or None
 
 
-def refuse_for_quantized(config: FinetuneConfig, directory: str | Path) -> None:
-    """Raise where a run asks for what a directory that is quantised already cannot do; `open_base` refuses `quantize`.
+def refuse_for_model(config: FinetuneConfig, directory: str | Path) -> None:
+    """Raise where a run asks for what its model cannot do; of one that is quantised `open_base` refuses `quantize`.
 
     Args:
         config: of the run.
         directory: of the model; its headers are read.
 
     Raises:
-        ConfigError: for full, and for layers of 4 bits in host memory.
+        ConfigError: for groups of more layers than there are, and of a quantised model for full, and for layers of 4
+            bits in host memory.
         ModelFileError: for an unusable directory.
     """
+    number = models.load_config(directory).num_layers
+    if config.layers_per_remat > number:
+        raise ConfigError(
+            f"layers_per_remat: a group of more layers than {directory} has",
+            expected=f"from 1 to {number}",
+            got=config.layers_per_remat,
+            hint=f"about the root of their number takes the fewest bytes: {round(number**0.5)}",
+        )
     method = models.quantization_of(directory)
     if method is None:
         return

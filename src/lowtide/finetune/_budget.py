@@ -22,7 +22,7 @@ from ..memory import MemoryReport, Target, analyze
 from ..offload import to_host
 from ..train import analyze_step
 from ._adapters import adapted, loss_of
-from ._base import chosen, dtypes, formats, refuse_for_quantized, trained_dtype
+from ._base import chosen, dtypes, formats, refuse_for_model, trained_dtype
 from ._config import FinetuneConfig, flag_of
 from ._offloaded import full_step, is_hosted, optimizer
 from ._recipe import learning_rate
@@ -68,7 +68,7 @@ def needs(config: FinetuneConfig, target: Target | str | None = None) -> Needs:
     Memory:
         The compiler's; of the device what an adapter to go on from has.
     """
-    refuse_for_quantized(config, _directory(config))
+    refuse_for_model(config, _directory(config))
     base = _base(config)
     batch = _batch(config)
     schedule = learning_rate(dataclasses.replace(config, num_epochs=None))
@@ -118,7 +118,7 @@ def within(config: FinetuneConfig, budget: int, *, on_try: Callable[[str], None]
     Memory:
         As `needs`; a run that is refused is compiled again for each of the settings that may be enough.
     """
-    refuse_for_quantized(config, _directory(config))
+    refuse_for_model(config, _directory(config))
     kept = _Kept(config)
     _refuse_more(config, budget, kept)
     ours = needs(config)
@@ -273,6 +273,10 @@ def _single_changes(config: FinetuneConfig) -> Iterator[dict[str, Any]]:
         yield _few_bits(config)
     if not config.remat:
         yield {"remat": True}
+    if config.remat and not config.full and "parameters" not in (config.offload or ()):
+        size = round(models.load_config(_directory(config)).num_layers ** 0.5)
+        if size > config.layers_per_remat == 1:
+            yield {"layers_per_remat": size}
     if config.num_microbatches < config.batch_size:
         yield {"num_microbatches": config.batch_size}
     for word in ("activations", "parameters"):

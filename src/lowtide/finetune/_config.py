@@ -39,7 +39,7 @@ FOUR_BITS = ("nf4", "int4", "mxfp4")
 _FORMATS = (*FOUR_BITS, "int8", "fp8")
 _COUNTS = (
     *("num_steps", "rank", "batch_size", "seq_len", "num_microbatches", "eval_every", "checkpoint_every"),
-    "tile_tokens",
+    *("tile_tokens", "layers_per_remat"),
     *("max_to_keep", "early_stopping_patience"),
 )
 _FALLING = ("cosine", "linear", "warmup_stable_decay")
@@ -195,6 +195,9 @@ class FinetuneConfig:
     """Dtype of activations: auto (bfloat16 on an accelerator, float32 on a CPU), float32, bfloat16 or float16."""
     remat: bool = True
     """Whether to recompute each block in the backward pass instead of keeping its activations."""
+    layers_per_remat: int = 1
+    """Of how many blocks one activation is kept, and those between are recomputed, too: for fewer bytes of long
+    sequences at the cost of another forward pass. About the root of the number of layers takes the fewest."""
     tile_tokens: int | None = None
     """Tokens of a tile of a recomputed block, of one device's rows; by default what keeps the device busy. Fewer take
     fewer bytes, and on a GPU more time."""
@@ -432,6 +435,7 @@ def _check_combination(config: FinetuneConfig) -> None:
             got=f"remat = false, tile_tokens = {config.tile_tokens}",
             hint="leave tile_tokens out",
         )
+    _check_groups(config)
     if not config.remat and recomputing:
         raise ConfigError(
             f"remat = false contradicts {recomputing[0]}, which computes each block again in the backward pass",
@@ -439,6 +443,26 @@ def _check_combination(config: FinetuneConfig) -> None:
             got="remat = false",
             hint="leave remat out; to keep activations on the device, use neither --full nor --offload for them",
         )
+
+
+def _check_groups(config: FinetuneConfig) -> None:
+    """Refuse groups of layers where each layer's input is kept, or none is."""
+    if config.layers_per_remat == 1:
+        return
+    streamed = "parameters" in (config.offload or ())
+    reasons = {
+        "remat = false": (not config.remat, "which recomputes nothing"),
+        "full": (config.full, "whose layers are updated one by one, each from its own input"),
+        "offload of parameters": (streamed, "which streams single layers, each from its own input"),
+    }
+    for name, (holds, why) in reasons.items():
+        if holds:
+            raise ConfigError(
+                f"layers_per_remat contradicts {name}, {why}",
+                expected="layers_per_remat = 1",
+                got=f"layers_per_remat = {config.layers_per_remat}",
+                hint=f"leave layers_per_remat out, or {name.rpartition(' ')[2] if streamed else name}",
+            )
 
 
 def _check_recipe(config: FinetuneConfig, changed: set[str]) -> None:

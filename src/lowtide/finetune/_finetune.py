@@ -38,7 +38,7 @@ from ..offload import to_device
 from ..pipeline import Pipeline, schedule, value_and_grad
 from ..train import Record, Trainer, analyze_naive
 from ._adapters import adapted, begun_with_data, loss_of, refuse_dropout, refuse_eva
-from ._base import formats, open_base, refuse_for_quantized, trained_dtype
+from ._base import formats, open_base, refuse_for_model, trained_dtype
 from ._beside import add_the_rest, files_beside, tokenizer_folder
 from ._config import FinetuneConfig, config_to_toml
 from ._data import load_data
@@ -93,6 +93,7 @@ class Finetune:
     ) -> None:
         if sharding is not None:
             _refuse_on_host(config, sharding)
+            _refuse_in_stages(config, sharding)
             refuse_eva(config)
         if sharding is not None and STAGE in sharding.mesh.shape:
             refuse_dropout(config)
@@ -407,6 +408,17 @@ def _refuse_on_host(config: FinetuneConfig, sharding: ShardingRules) -> None:
         )
 
 
+def _refuse_in_stages(config: FinetuneConfig, sharding: ShardingRules) -> None:
+    """Raise for groups of layers where layers are stages."""
+    if STAGE in sharding.mesh.shape and config.layers_per_remat > 1:
+        raise ConfigError(
+            "layers_per_remat contradicts --pipeline, whose stages keep what enters each of their layers",
+            expected="layers_per_remat = 1",
+            got=f"layers_per_remat = {config.layers_per_remat}",
+            hint="leave layers_per_remat out; --offload activations moves those inputs to the host",
+        )
+
+
 def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules) -> Pipeline:
     """Divide the layers among ranks; of microbatches there are as many as said, or as rows."""
     num_parts = math.prod(sharding.mesh.shape[axis] for axis in sharding.batch_axes)
@@ -425,7 +437,7 @@ def _pipeline(config: FinetuneConfig, stack: LayerStack, sharding: ShardingRules
 
 
 def _load(config: FinetuneConfig, directory: Path, sharding: Any) -> tuple[models.Decoder, Tokenizer]:
-    refuse_for_quantized(config, directory)
+    refuse_for_model(config, directory)
     return open_base(
         directory,
         tokenizer=config.tokenizer,

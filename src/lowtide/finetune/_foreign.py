@@ -40,6 +40,7 @@ _OURS = {
     "compute_dtype": "bf16 fp16 mixed_precision",
     "remat": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing "
     "use_gradient_checkpointing",
+    "layers_per_remat": "recompute_num_layers checkpoint_num_layers",
     "attention": "attn_implementation attn_impl flash_attention use_flash_attention",
     "tile_tokens": "tiled_mlp tiled_mlp_num_shards",
     "offload": "enable_activation_offloading optimizer_in_bwd cpu_offload offload_optimizer",

@@ -27,6 +27,7 @@ def step_job(
     rank: int = 16,
     targets: str | tuple[str, ...] = "layers/**/*_proj",
     remat: bool = True,
+    layers_per_remat: int = 1,
     param_dtype: str = "bfloat16",
     compute_dtype: str = "bfloat16",
     packed: bool = False,
@@ -41,6 +42,7 @@ def step_job(
         rank: of the adapters.
         targets: globs on module paths: which projections get an adapter.
         remat: whether each block is computed again in the backward pass.
+        layers_per_remat: of how many blocks one activation is kept then.
         param_dtype: dtype of the frozen base; what trains is float32.
         compute_dtype: dtype of activations.
         packed: whether batches have segments and positions, as packed documents do.
@@ -56,7 +58,8 @@ def step_job(
     Memory:
         Allocates nothing; the job's arguments are shapes.
     """
-    FinetuneConfig(rank=rank, batch_size=batch_size, seq_len=seq_len, targets=targets)  # raises where out of range
+    settings: dict[str, Any] = {"rank": rank, "batch_size": batch_size, "seq_len": seq_len, "targets": targets}
+    FinetuneConfig(**settings, remat=remat, layers_per_remat=layers_per_remat)  # raises where out of range
     config = models.load_config(model)
     for name in (param_dtype, compute_dtype):
         if name not in ("float32", "bfloat16", "float16"):
@@ -79,7 +82,7 @@ def step_job(
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
     names = ("tokens", "labels", *(("segment_ids", "positions") if packed else ()))
     batch = {name: jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32) for name in names}
-    gradients = value_and_grad(partial(models.loss, remat=remat), _WRT, has_aux=True)
+    gradients = value_and_grad(partial(models.loss, remat=remat, layers_per_remat=layers_per_remat), _WRT, has_aux=True)
 
     def step(trainable: Tree, opt_state: Tree, frozen: Tree, batch: Tree) -> tuple[Tree, Tree, Any]:
         (loss, _), grads = gradients(combine(trainable, frozen), batch)

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .. import offload
 from ..adapters import lora
-from ..core import LayerStack, Tree, memory_space, recomputed
+from ..core import LayerStack, Tree, hidden_in_groups, memory_space, recomputed
 from ..models import Decoder
 from ..optim import low_precision
 from ._config import FinetuneConfig
@@ -91,14 +91,17 @@ def full_step(
     )
 
 
-def loss(model: Decoder, batch: Tree, *, remat: bool = True, inputs: str = "device") -> tuple[Any, Tree]:
+def loss(
+    model: Decoder, batch: Tree, *, remat: bool = True, layers_per_remat: int = 1, inputs: str = "device"
+) -> tuple[Any, Tree]:
     """`lowtide.models.loss` for a model whose leaves may be in host memory.
 
     Args:
         model: the decoder; layers on the host are streamed one at a time, outer leaves moved.
         batch: ``tokens`` and ``labels``.
         remat: whether blocks are computed again in the backward pass; of streamed layers they always are.
-        inputs: ``"host"`` or ``"device"``: where what enters each block waits for the backward pass.
+        layers_per_remat: of how many blocks one input is kept; of streamed layers each has its own.
+        inputs: ``"host"`` or ``"device"``: where what enters each block, or group, waits for the backward pass.
 
     Returns:
         The loss and its metrics.
@@ -108,9 +111,10 @@ def loss(model: Decoder, batch: Tree, *, remat: bool = True, inputs: str = "devi
         between blocks on the host.
     """
     outer = _on_device(model.outer)
-    if inputs == "host" and not _on_host(model.layers):
+    if inputs == "host" and not _on_host(model.layers) and layers_per_remat == 1:
         return _offloading(model.stack).apply(outer, model.layers, batch)
-    return model.stack.last(outer, _hidden(model, outer, batch, remat=remat, inputs=inputs), batch)
+    h = _hidden(model, outer, batch, remat=remat, layers_per_remat=layers_per_remat, inputs=inputs)
+    return model.stack.last(outer, h, batch)
 
 
 def hidden(model: Decoder, batch: Tree) -> Any:
@@ -118,10 +122,13 @@ def hidden(model: Decoder, batch: Tree) -> Any:
     return _hidden(model, _on_device(model.outer), batch, remat=False, inputs="device")
 
 
-def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, inputs: Any) -> Any:
+def _hidden(model: Decoder, outer: Tree, batch: Tree, *, remat: bool, layers_per_remat: int = 1, inputs: Any) -> Any:
     stack = model.stack
     if not _on_host(model.layers):
-        return stack.hidden(outer, model.layers, batch, remat=remat)
+        if inputs == "host":
+            moves = _to_host, offload.to_device
+            return hidden_in_groups(stack, outer, model.layers, batch, layers_per_remat, moves)
+        return stack.hidden(outer, model.layers, batch, remat=remat, layers_per_remat=layers_per_remat)
 
     def body(h: Any, layer: Tree) -> tuple[Any, None]:
         return recomputed(stack.block)(layer, h, batch), None
@@ -136,6 +143,11 @@ def _offloading(stack: LayerStack) -> LayerStack:
         return recomputed(stack.block)(layer, checkpoint_name(h, _INPUT), batch)
 
     return dataclasses.replace(stack, block=offload.checkpoint(block, offload=[_INPUT], prevent_cse=False))
+
+
+def _to_host(h: Tree) -> Tree:
+    """Move what a group of blocks is given; of vectors in half precision a TPU cuts no single one on the host."""
+    return offload.to_host(h, lambda path, leaf: leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
 def _on_host(tree: Tree) -> bool:

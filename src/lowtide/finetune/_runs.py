@@ -33,7 +33,7 @@ _PATHS = ("model", "tokenizer", "data", "eval_data", "chat_template")
 _FREE = (
     *_PATHS,
     *("num_steps", "eval_every", "checkpoint_every", "sample_tokens"),
-    *("num_microbatches", "offload", "remat", "tile_tokens", "attention", "num_epochs"),
+    *("num_microbatches", "offload", "remat", "layers_per_remat", "tile_tokens", "attention", "num_epochs"),
     *("track", "project", "run_name", "report"),
     *("max_to_keep", "keep_best", "load_best_at_end", "early_stopping_patience", "early_stopping_threshold"),
 )

@@ -36,8 +36,15 @@ _FREE = {
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-    """FLOPs of a jaxpr, open or closed, everything inside included."""
-    return sum(eqn_flops(eqn) for eqn in opened(jaxpr).eqns)
+    """FLOPs of a jaxpr, open or closed, everything inside included, but for what nothing reads: compilers drop it."""
+    jaxpr = opened(jaxpr)
+    read = set(map(id, jaxpr.outvars))
+    total = 0
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not read.isdisjoint(map(id, eqn.outvars)):
+            total += eqn_flops(eqn)
+            read.update(map(id, eqn.invars))
+    return total
 
 
 def eqn_flops(eqn: Any) -> int:

@@ -151,7 +151,7 @@ class Decoder:
 
 
 def loss(
-    model: Decoder, batch: Tree, *, remat: bool | Callable[..., bool] = False
+    model: Decoder, batch: Tree, *, remat: bool | Callable[..., bool] = False, layers_per_remat: int = 1
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
     """Mean next-token cross-entropy of a batch, and of a mixture with a `router_loss_coef` the loss of its routers.
 
@@ -160,6 +160,7 @@ def loss(
         batch: ``tokens`` and ``labels``, integers of shape [B, T]; the label -100 is ignored. Optional of the same
             shape: ``segment_ids``, of which tokens see only their own (0 is padding), and ``positions``.
         remat: as in `LayerStack.hidden`.
+        layers_per_remat: as there.
 
     Returns:
         The loss in nats per token; ``router_loss`` among the metrics where there is one.
@@ -167,7 +168,7 @@ def loss(
     Memory:
         Never logits of all tokens: see `lowtide.losses.chunked_cross_entropy`.
     """
-    return model.stack.apply(model.outer, model.layers, batch, remat=remat)
+    return model.stack.apply(model.outer, model.layers, batch, remat=remat, layers_per_remat=layers_per_remat)
 
 
 def logits(
