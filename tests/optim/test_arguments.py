@@ -28,7 +28,11 @@ PARAMS = {"w": jnp.ones((24, 200)), "b": jnp.zeros((1, 200))}
         ({"format": ["8bit"]}, r"(?s)no format of a state is called \['8bit'\]"),
         ({"format": {r".*": 8}}, r"no format of a state is called 8"),
         ({"match": [r".*/mu/.*"]}, r"(?s)match is no regular expression.*got: \['\.\*/mu"),
-        ({"match": None}, r"match is no regular expression"),
+        (
+            {"format": {r".*": "8bit"}, "match": r".*"},
+            r"(?s)match would do nothing.*beside a mapping.*hint: leave m",
+        ),
+        ({"format": None, "weights": "split", "match": r".*"}, r"(?s)match would do nothing.*beside weights alone"),
         ({"weights": "float32"}, r"(?s)weights cannot be kept as 'float32'.*split"),
         ({"format": None}, r"neither a format nor weights"),
         ({"format": {}}, r"neither a format nor weights"),
@@ -96,8 +100,12 @@ def test_a_regular_expression_that_selects_nothing_is_said() -> None:
     assert state.inner[0].mu["w"].format == "8bit"
     with pytest.raises(SelectionError, match=r"(?s)selects nothing.*matches \.\*/vu/\.\*.*got: 0/count, 0/mu/b"):
         low_precision(optax.adam(1e-2), match=r".*/vu/.*").init(PARAMS)
-    # What an earlier one has taken counts.
-    low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/(mu|nu)/.*": "4bit", r".*/mu/w": "fp8"}).init(PARAMS)
+    # Of what an earlier one has taken it is told apart.
+    low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/(mu|nu)/.*": "4bit"}).init(PARAMS)
+    with pytest.warns(PlacementWarning, match=r"(?s)before it have taken all that \.\*/mu/w matches.*special ones"):
+        low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/mu/w": "fp8"}).init(PARAMS)
+    with pytest.warns(PlacementWarning, match=r"(?s)what \.\*/nu/b selects stays as it is.*hint: choose a smaller"):
+        low_precision(optax.adam(1e-2), {r".*/mu/.*": "8bit", r".*/nu/b": "fp8"}).init(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,7 @@ def test_a_regular_expression_that_selects_nothing_is_said() -> None:
 )
 def test_that_nothing_is_packed_is_said(params: Any, least_size: int) -> None:
     tx = low_precision(optax.adam(1e-2), least_size=least_size)
-    with pytest.warns(PlacementWarning, match=rf"(?s)stays as it is.*least_size = {least_size}.*hint"):
+    with pytest.warns(PlacementWarning, match=rf"(?s)stays as it is.*least_size = {least_size} .*hint"):
         state = tx.init(params)
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")

@@ -110,3 +110,6 @@ from ._traced import zero_after as zero_after
 from ._turned import turned_product as turned_product
 from ._units import format_bytes as format_bytes
 from ._units import parse_bytes as parse_bytes
+from ._varying import like_type as like_type
+from ._varying import varied_alike as varied_alike
+from ._varying import varying_axes as varying_axes

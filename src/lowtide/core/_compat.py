@@ -197,8 +197,8 @@ def _without_derivative() -> Any:
             return no_derivative(primals[0], what), tangents[0]
         raise StructureError(
             f"a derivative goes through {what}",
-            got="it would be 0 there",
-            hint="differentiate with the optimizer alone, or take jax.lax.stop_gradient of its gradients",
+            got="it would be lost there",
+            hint="jax.lax.stop_gradient of the gradients, parameters and decays; or that state in float32",
         )
 
     primitive: Any = Primitive("no_derivative")

@@ -32,11 +32,12 @@ from ..core import (
     add_running,
     if_active,
     is_count,
+    like_type,
     linear,
     on_own_tokens,
     token_parts,
+    varied_alike,
 )
-from ..core._varying import like_type, varied_alike
 
 _Carry = Any
 

@@ -35,9 +35,9 @@ from ..core import (
     leaves_with_paths,
     memory_space,
     parse_bytes,
+    varying_axes,
 )
 from ..core._compat import inside_branch, transformation
-from ..core._varying import varying_axes
 from ..jaxprs import make_jaxpr
 from ._place import default_device
 from ._platforms import DEVICE, HOST, put
@@ -219,6 +219,8 @@ class _Offloaded:
         return structure.unflatten([put(leaf, HOST) if at in chosen else leaf for at, leaf in enumerate(leaves)])
 
     def update(self, updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        # Of a module with functions among its leaves, as Equinox's, Optax takes what has gradients.
+        params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
         leaves = jax.tree.leaves((updates, state, params, extra))
         is_concrete = all(is_array_like(leaf) and not isinstance(leaf, Tracer) for leaf in leaves)
         return (self.compiled if is_concrete else self._update)(updates, state, params, **extra)

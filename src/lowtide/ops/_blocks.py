@@ -31,8 +31,7 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..core import kept, traced_device, without_explicit_axes
-from ..core._varying import like_type, varied_alike
+from ..core import kept, like_type, traced_device, varied_alike, without_explicit_axes
 from ._divided import divided_sizes, wide_of
 from ._pairs import LEAST_ROWS, Block, Kind, Seen, blocks_of, mask_of, pairs_of
 from ._sight import Scores, Sight

@@ -32,9 +32,8 @@ from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from ..core import BATCH_AXES, ConfigError, divided_mesh, kept, without_explicit_axes
+from ..core import BATCH_AXES, ConfigError, divided_mesh, kept, varying_axes, without_explicit_axes
 from ..core._compat import on_one_device, splash_backward, splash_forward
-from ..core._varying import varying_axes
 from . import _blocks
 from ._pairs import Kind, Seen
 from ._sight import Scores, Sight

@@ -31,13 +31,14 @@ from ..core import (
     explicit_mesh,
     is_count,
     is_key,
+    like_type,
     on_own_tokens,
     token_parts,
     traced_device,
+    varied_alike,
     zero_after,
 )
 from ..core._compat import laid_out_on_tpus
-from ..core._varying import like_type, varied_alike
 from ..targets import busy_rows
 from ._divided import divided_sizes, wide_of
 

@@ -7,9 +7,20 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ..core import ConfigError, LowtideError, StructureError, Tree, is_count, leaves_with_paths
+from ..core import (
+    ConfigError,
+    LowtideError,
+    PlacementError,
+    StructureError,
+    Tree,
+    is_count,
+    leaves_with_paths,
+    memory_space,
+)
 from ._formats import FORMATS
+from ._moments import MOMENTS
 from ._packed import BFLOAT16, is_packed
 from ._weights import WEIGHTS
 
@@ -42,7 +53,17 @@ def patterns_of(format: Any, match: Any, weights: Any) -> list[tuple[re.Pattern[
             expected='format="8bit", weights="split" or both',
             hint="leave format out for 8 bits",
         )
-    pairs = list(format.items()) if isinstance(format, Mapping) else [(match, format)] if format is not None else []
+    if match is not None and (is_nothing or isinstance(format, Mapping)):
+        raise ConfigError(
+            "match would do nothing",
+            expected="match beside one format",
+            got=f"match={match!r} beside {'weights alone' if is_nothing else 'a mapping, whose expressions select'}",
+            hint="leave match out",
+        )
+    if isinstance(format, Mapping):
+        pairs = list(format.items())
+    else:
+        pairs = [] if is_nothing else [(MOMENTS if match is None else match, format)]
     return [(_pattern(each), _checked(form)) for each, form in pairs]
 
 
@@ -55,7 +76,7 @@ def check_numbers(least_size: Any, seed: Any) -> None:
             got=repr(least_size),
             hint=f"leave it out for {LEAST_SIZE}",
         )
-    if type(seed) is not int or seed not in _SEEDS:
+    if not is_count(seed, _SEEDS.start) or seed not in _SEEDS:
         raise ConfigError(
             "seed is no seed of random numbers",
             expected=f"an integer of 32 bits, from {_SEEDS.start} to {_SEEDS.stop - 1}",
@@ -105,11 +126,20 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
         params: likewise, or None.
 
     Raises:
+        PlacementError: for a state in host memory.
         StructureError: for a state of other parameters or of another transformation, and for gradients that are not
             like the parameters.
     """
     if isinstance(error, LowtideError):
         return
+    hosted = [path for path, leaf in leaves_with_paths(state) if memory_space(leaf) == jax.memory.Space.Host]
+    if hosted:
+        raise PlacementError(
+            f"{hosted[0]}: the state is in host memory, and this update computes on the device",
+            expected="the update of the transformation that placed it there",
+            got=f"{len(hosted)} leaves in host memory",
+            hint='lt.offload.optimizer(low_precision(tx), match=r".*/codes").update, or lt.offload.to_device(state)',
+        ) from error
     try:
         expected = jax.eval_shape(init, grads if params is None else params).inner
     except Exception:  # of arguments that init does not take either nothing is known
@@ -119,8 +149,9 @@ def explain(error: Exception, init: Callable[[Tree], Any], grads: Tree, state: A
     if found.keys() != wanted.keys():
         raise other_state(_listed(wanted), _listed(found)) from error
     for path, leaf in found.items():
-        if tuple(leaf.shape) != tuple(wanted[path].shape):
-            raise other_state(f"{path}: {list(wanted[path].shape)}", str(list(leaf.shape))) from error
+        shape = leaf.shape if is_packed(leaf) else jnp.shape(leaf)
+        if tuple(shape) != tuple(wanted[path].shape):
+            raise other_state(f"{path}: {list(wanted[path].shape)}", str(list(shape))) from error
     if params is not None and jax.tree.structure(grads) != jax.tree.structure(params):
         raise StructureError(
             "the gradients have not the structure of the parameters",

@@ -8,6 +8,7 @@ all parameters in float32 first. So ``init`` is traced, and what it fills with o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..core import Tree, explicit_mesh, leaves_with_paths
+from ..core import Tree, explicit_mesh
 from ..offload import traced_program
 from ._formats import FORMATS
 from ._packed import BFLOAT16, PackedArray
@@ -43,13 +44,34 @@ class Filled:
         return math.prod(self.shape)
 
 
-def first_state(init: Callable[..., Tree], args: Sequence[Tree], is_wanted: Callable[[str, Any], bool]) -> Tree:
+def copied(init: Callable[..., Tree], args: Sequence[Tree]) -> list[bool]:
+    """Return whether each leaf of ``init(*args)``, in order, is one of the arguments; of what is not traced nothing is.
+
+    Args:
+        init: makes the state of an optimizer.
+        args: trees of arrays.
+    """
+    try:
+        program, _ = traced_program(init, args)
+    except Exception:  # as in `first_state`
+        return []
+    of, num_args = {at: each for each in program.equations for at in each.outputs}, len(jax.tree.leaves(args))
+
+    def is_copy(value: int) -> bool:
+        if (equation := of.get(value)) is None:
+            return value < num_args
+        return equation.primitive.name in (*_UNCHANGED, "convert_element_type") and is_copy(equation.inputs[0])
+
+    return list(map(is_copy, program.outputs))
+
+
+def first_state(init: Callable[..., Tree], args: Sequence[Tree], wanted: Callable[[Tree], Sequence[bool]]) -> Tree:
     """Call ``init(*args)``, with a `Filled` in the place of arrays that it fills with one number.
 
     Args:
         init: makes the state of an optimizer.
         args: trees of arrays.
-        is_wanted: whether to look at a leaf of the state, of its path and its shape.
+        wanted: whether to look at each leaf of a state, of a tree of their shapes.
 
     Returns:
         The state.
@@ -59,28 +81,33 @@ def first_state(init: Callable[..., Tree], args: Sequence[Tree], is_wanted: Call
     """
     try:
         if explicit_mesh(args) is not None:  # filled arrays would have to say how they are divided
-            return init(*args)
+            return _arrays(init(*args))
         program, structure = traced_program(init, args)
     except Exception:  # of what cannot be traced; init says itself what is wrong with its arguments
-        return init(*args)
+        return _arrays(init(*args))
     of = {value: equation for equation in program.equations for value in equation.outputs}
-    paths = [path for path, _ in leaves_with_paths(structure.unflatten(program.outputs))]
+    are_wanted = wanted(structure.unflatten([program.avals[value] for value in program.outputs]))
     filled = dict[int, Filled]()
-    for path, value in zip(paths, program.outputs, strict=True):
+    for at, (is_wanted, value) in enumerate(zip(are_wanted, program.outputs, strict=True)):
         aval = program.avals[value]
-        if is_wanted(path, aval) and (number := _number(of, program.constants, value)) is not None:
-            filled[value] = Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
+        if is_wanted and (number := _number(of, program.constants, value)) is not None:
+            filled[at] = Filled(aval.shape, aval.dtype, jnp.asarray(number, aval.dtype))
     if not filled or program.effects:
-        return init(*args)
-    others = {value for value in program.outputs if value not in filled}
-    values: dict[int, Any] = dict(enumerate(map(_as_array, jax.tree.leaves(args))))
+        return _arrays(init(*args))
+    others = {value for at, value in enumerate(program.outputs) if at not in filled}
+    values: dict[int, Any] = dict(enumerate(map(as_array, jax.tree.leaves(args))))
     values.update({at: jnp.asarray(program.constants[at]) for at in program.constants.keys() & others})
     program.run(program.needed_for(others, known=values), values)
-    return structure.unflatten([filled[value] if value in filled else values[value] for value in program.outputs])
+    return structure.unflatten([filled.get(at) or values[value] for at, value in enumerate(program.outputs)])
 
 
-def _as_array(leaf: Any) -> Any:
-    return leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+def as_array(leaf: Any) -> Any:
+    """Make an array of a number of Python, as Optax takes them too; others stay."""
+    return jnp.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else leaf
+
+
+def _arrays(state: Tree) -> Tree:
+    return jax.tree.map(as_array, state)
 
 
 def _number(of: Mapping[int, Any], constants: Mapping[int, Any], value: int) -> Any:
@@ -106,12 +133,7 @@ def packed_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedA
         is_positive: as of `PackedArray.of`.
         key: as of `PackedArray.rounded`.
     """
-
-    def make(x: Any) -> PackedArray:
-        if form == BFLOAT16:
-            return PackedArray.rounded(x, key)
-        return PackedArray.of(x, form, is_positive=is_positive)
-
+    make = functools.partial(PackedArray.stored, format=form, key=key, is_positive=is_positive)
     one = make(jnp.full(1 if form == BFLOAT16 else FORMATS[form].block, leaf.value))
     like = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     scales = None if one.scales is None else jnp.full(like.scales.shape, one.scales[0])

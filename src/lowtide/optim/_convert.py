@@ -78,10 +78,7 @@ def _unwrapped(node: LowPrecisionState) -> Tree:
 def _packed_like(was: PackedArray, leaf: Any, key: Any) -> PackedArray:
     if was.shape != getattr(leaf, "shape", None):
         raise _other_optimizer(was.shape, getattr(leaf, "shape", type(leaf).__name__))
-    leaf = jnp.asarray(leaf, was.dtype)
-    if was.scales is None:
-        return PackedArray.rounded(leaf, key)
-    return PackedArray.of(leaf, was.format, is_positive=was.is_positive)
+    return PackedArray.stored(jnp.asarray(leaf, was.dtype), was.format, key, is_positive=was.is_positive)
 
 
 def _fitting(was: Any, leaf: Any) -> Any:

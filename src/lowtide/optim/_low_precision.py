@@ -37,9 +37,9 @@ from ..core import (
     memory_space,
     path_str,
     traced_device,
+    varying_axes,
 )
-from ..core._compat import laid_out_on_tpus, no_derivative
-from ..core._varying import varying_axes
+from ..core._compat import laid_out_on_tpus
 from ..offload import (
     check_shardings,
     check_transformation,
@@ -52,14 +52,13 @@ from ..offload import (
     without_explicit_axes,
 )
 from ._arguments import LEAST_SIZE, check_numbers, explain, other_state, patterns_of
-from ._beginning import Filled, first_state, packed_fill
-from ._moments import MOMENTS, are_positive
+from ._beginning import Filled, as_array, copied, first_state, packed_fill
+from ._moments import Moment, moments, own_paths
 from ._one_pass import Stored, has_triton, in_one_pass
-from ._packed import BFLOAT16, PackedArray, is_packed, scales_of
+from ._packed import PackedArray, bits_of, is_packed, refuse_derivatives, scales_of
 from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
 
 _BLOCK_BYTES = 2**25
-_LOST = "an update of lt.optim.low_precision, whose state in few bits has no derivative"
 
 
 class LowPrecisionState(NamedTuple):
@@ -84,7 +83,7 @@ def low_precision(
     format: str | Mapping[str, str] | None = "8bit",
     *,
     weights: str | None = None,
-    match: str = MOMENTS,
+    match: str | None = None,
     least_size: int = LEAST_SIZE,
     seed: int = 0,
     shardings: Tree = None,
@@ -104,13 +103,13 @@ def low_precision(
             change nothing in between.
         match: a regular expression on the paths of the state's leaves, such as ``0/mu/layers/w``; it has to match the
             whole path, which is also tried between slashes (``/0/mu/``). Of what it selects, floating-point arrays
-            are packed. The default selects what Optax's optimizers call their moments: ``mu``, ``nu``, ``nu_max``,
-            ``m1``, ``m2``, ``exp_avg``, ``exp_avg_sq`` and ``trace``.
+            are packed. The default selects what Optax's optimizers call their moments (``mu``, ``nu``, ``nu_max``,
+            ``m1``, ``exp_avg``, ``exp_avg_sq`` and ``trace``), whatever parameters are called.
         least_size: leaves of fewer numbers stay as they are (what their weights lack is float32).
         seed: of random rounding.
         shardings: for parameters sharded on a mesh: a tree like the parameters of `jax.sharding.NamedSharding`, as of
             `lowtide.offload.optimizer`. With it each device updates its own shard block by block. `lt.Trainer` says it
-            by itself, where this is the outermost transformation.
+            by itself, where this is the outermost transformation, or inside of `lt.train.ema`.
 
     Returns:
         A transformation whose state holds packed leaves; its updates are those of `tx` for the state that was stored.
@@ -118,16 +117,18 @@ def low_precision(
         `optax.MultiSteps`, stay outside where they can: what stays is not unpacked then.
 
     Raises:
-        ConfigError: for a `tx`, format, regular expression or size that cannot be used; from ``init`` for `weights`
-            without parameters in bfloat16, from ``update`` for `weights` without parameters.
+        ConfigError: for a `tx`, format, regular expression or size that cannot be used, and for a `match` beside a
+            mapping; from ``init`` for `weights` without parameters in bfloat16, and for moments that bear no rounding
+            (centered RMSProp's; in 8 bits Momo's and AdEMAMix's slow mean; in 4 bits D-Adaptation's); from ``update``
+            for `weights` without parameters.
         SelectionError: from ``init``, when no leaf of the state is selected.
         StructureError: from ``update``, for a state of another transformation or of other parameters, `shardings` of
-            other structure, and where what its state is made of is differentiated, as gradients are in meta-learning.
+            other structure, and where what its state is made of is differentiated, as in meta-learning.
 
     Warns:
-        PlacementWarning: from ``init``, when one of several regular expressions selects nothing, or all that is
-            selected is small, or no real floating-point array; from ``update``, when it is traced for a mesh without
-            `shardings`, but for GPUs and bfloat16.
+        PlacementWarning: from ``init``, when one of the regular expressions selects nothing, or what others before it
+            have taken, or nothing but small leaves and such as are no real floating-point arrays; from ``update``, when
+            it is traced for a mesh without `shardings`, but for GPUs and bfloat16.
 
     Memory:
         About 1.02 bytes (``8bit``, ``fp8``), 1.03 (``companded``), 0.56 (``4bit``) or 2 (``bfloat16``) for each number
@@ -150,7 +151,8 @@ def low_precision(
     patterns = patterns_of(format, match, weights)
     check_numbers(least_size, seed)
     check_shardings(shardings)
-    made = _LowPrecision(optax.with_extra_args_support(tx), patterns, weights, least_size, seed, shardings)
+    is_default = match is None and not isinstance(format, Mapping)
+    made = _LowPrecision(optax.with_extra_args_support(tx), patterns, is_default, weights, least_size, seed, shardings)
     return optax.GradientTransformationExtraArgs(made.init, made.update)
 
 
@@ -174,6 +176,8 @@ class _LowPrecision:
 
     tx: optax.GradientTransformationExtraArgs
     patterns: Sequence[tuple[re.Pattern[str], str]]
+    is_default: bool
+    """Whether they are of the optimizer's parts alone, and not of parameters."""
     weights: str | None
     least_size: int
     seed: int
@@ -181,33 +185,55 @@ class _LowPrecision:
 
     def init(self, params: Tree) -> LowPrecisionState:
         made = self._placed_init(params)
-        if self.patterns and jax.tree.leaves(params) and not is_part():
-            for message in self._told(made.inner):
+        if self._selects(params):
+            for message in self._told(made.inner, params):
                 warnings.warn(message, PlacementWarning, stacklevel=2)
         return made
 
-    def _told(self, state: Tree) -> Iterator[str]:
-        """Say what was asked for and does nothing."""
-        nodes = leaves_with_paths(state, is_leaf=is_packed)
-        unused = [p.pattern for p, _ in self.patterns if not any(_is_match(p, path) for path, _ in nodes)]
-        if unused:
-            yield (
-                f"low_precision: nothing of this optimizer's state matches {' or '.join(unused)}\n"
-                f"hint: its paths are {', '.join([path for path, _ in nodes][:8])}"
-            )
-        if not any(is_packed(node) for _, node in nodes):
-            yield (
-                "low_precision: all that it selects of the optimizer's state stays as it is, for it has fewer than "
-                f"least_size = {self.least_size} real floating-point numbers\n"
-                "hint: choose a smaller least_size, or leave the format out"
-            )
+    def _selects(self, params: Tree) -> bool:
+        """Whether something of the state has to be selected."""
+        return bool(self.patterns and jax.tree.leaves(params)) and not is_part()
+
+    def _told(self, state: Tree, params: Tree) -> Iterator[str]:
+        """Say what was asked for and does nothing, or harm."""
+        paths, nodes = zip(*leaves_with_paths(state, is_leaf=is_packed), strict=True)
+        packed, names, left = list(map(is_packed, nodes)), self._names(state, params, is_packed), set(range(len(nodes)))
+        if not self.is_default:
+            copies = copied(self._plain_state, (params, self._rests(params)))
+            found = [path for path, *are in zip(paths, packed, copies, strict=False) if all(are)]
+            if found:
+                yield (
+                    f"low_precision: {found[0]} begins as a copy of parameters, which in few bits are other ones\n"
+                    "hint: leave it out of what is matched; the default selects moments alone"
+                )
+        for pattern, _ in self.patterns:
+            all_of_it = {at for at, name in enumerate(names) if _is_match(pattern, name)}
+            own = all_of_it & left
+            left -= own
+            if not all_of_it:
+                yield (
+                    f"low_precision: nothing of this optimizer's state matches {pattern.pattern}\n"
+                    f"hint: its paths are {', '.join(paths[:8])}"
+                )
+            elif not own:
+                yield (
+                    f"low_precision: expressions before it have taken all that {pattern.pattern} matches\n"
+                    "hint: the first that matches holds, so special ones come first"
+                )
+            elif not any(packed[at] for at in own):
+                yield (
+                    f"low_precision: what {pattern.pattern} selects stays as it is: it has fewer than least_size = "
+                    f"{self.least_size} numbers, or no real floating-point ones\n"
+                    "hint: choose a smaller least_size, or leave the format out"
+                )
 
     def _placed_init(self, params: Tree) -> LowPrecisionState:
         leaves, here = jax.tree.leaves(params), jnp.zeros(())
         if leaves and all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in (here, *leaves)):
             devices = {frozenset(leaf.sharding.device_set) for leaf in leaves}
-            if len(devices) == 1 and devices != {frozenset(here.devices())} and explicit_mesh(params) is None:
-                # Eagerly, arrays that are filled with a number would be on the default device.
+            is_elsewhere = len(devices) == 1 and devices != {frozenset(here.devices())}
+            # Eagerly, arrays that are filled with a number would be on the default device, or on a mesh that was set.
+            if is_elsewhere and explicit_mesh(params) is None and jax.sharding.get_abstract_mesh().empty:
                 this = optax.GradientTransformation(self._init, self.tx.update)
                 return jax.jit(self._init, out_shardings=state_shardings(this, params))(params)
         return self._init(params)
@@ -216,7 +242,8 @@ class _LowPrecision:
         rests = self._rests(params)
         if self.weights is not None and not is_part():
             refuse_wide(self.weights, params)
-        state = first_state(self._plain_state, (params, rests), self._is_packed)
+        wanted = functools.partial(self._are_packed, params=params)
+        state = first_state(self._plain_state, (params, rests), wanted)
         if any(map(is_packed, jax.tree.leaves(state, is_leaf=is_packed))):
             raise ConfigError(
                 "the optimizer is wrapped by lt.optim.low_precision already",
@@ -224,7 +251,8 @@ class _LowPrecision:
                 hint="wrap it once; `format` can be a mapping of regular expressions to formats",
             )
         paths = [path for path, _ in leaves_with_paths(state)]
-        if self.patterns and jax.tree.leaves(params) and not is_part() and not any(map(self._format_of, paths)):
+        forms = self._formats(state, params)
+        if self._selects(params) and not any(forms):
             raise SelectionError(
                 "low_precision selects nothing of the optimizer's state",
                 expected=f"a path that matches {' or '.join(pattern.pattern for pattern, _ in self.patterns)}",
@@ -232,39 +260,54 @@ class _LowPrecision:
                 hint="match is a regular expression on such paths",
             )
         step = jnp.zeros((), jnp.int32)
-        numbers, positive = itertools.count(), iter(are_positive(state))
+        numbers = itertools.count()
+        known = zip(moments(state), forms, self._are_packed(state, params), strict=True)
 
         def one(path: str, leaf: Any) -> Any:
-            key, is_positive, form = self._key(step, next(numbers)), next(positive), self._format_of(path)
-            if is_positive is None and form is not None:
-                raise ConfigError(
-                    "the optimizer takes the difference of two moments, which cannot be rounded by themselves",
-                    got=f"{path}, of optax.rmsprop(centered=True) or another with ScaleByRStdDevState",
-                    hint="leave centered out, or keep this state in float32",
-                )
-            if not self._is_packed(path, leaf):
+            key, (moment, form, is_packed) = self._key(step, next(numbers)), next(known)
+            if form is not None:
+                _refuse_few_bits(path, form, moment)
+            if form is None or not is_packed:
                 return leaf
             if isinstance(leaf, Filled):
-                return packed_fill(leaf, form or "", bool(is_positive), key)
+                return packed_fill(leaf, form, moment.is_positive, key)
             if memory_space(leaf) == jax.memory.Space.Host:
                 raise ConfigError(
                     "the optimizer keeps its state in host memory, where nothing can be packed",
                     got=path,
                     hint='wrap the other way: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
                 )
-            return _packed(leaf, form or "", bool(is_positive), key)
+            return _packed(leaf, form, moment.is_positive, key)
 
         return LowPrecisionState(step, map_with_paths(one, state), rests)
 
     def _plain_state(self, params: Tree, rests: Tree) -> Tree:
         return self.tx.init(params if self.weights is None else widened(params, rests))
 
-    def _is_packed(self, path: str, leaf: Any) -> bool:
-        """Whether a leaf of the state, as the optimizer makes it, is stored in few bits."""
-        is_large = bool(leaf.ndim) and leaf.size >= self.least_size
-        return is_large and jnp.issubdtype(leaf.dtype, jnp.floating) and self._format_of(path) is not None
+    def _names(self, state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+        """Return what expressions are tried on, of each leaf of a state in order."""
+        if self.is_default:
+            return own_paths(state, params, is_leaf)
+        return [path for path, _ in leaves_with_paths(state, is_leaf=is_leaf)]
+
+    def _formats(self, state: Tree, params: Tree) -> list[str | None]:
+        """Return the format that each leaf of a state is selected for."""
+        return list(map(self._format_of, self._names(state, params)))
+
+    def _are_packed(self, state: Tree, params: Tree) -> list[bool]:
+        """Return whether each leaf of a state, as the optimizer makes it, is stored in few bits."""
+
+        def is_large(leaf: Any) -> bool:
+            return bool(getattr(leaf, "ndim", 0)) and leaf.size >= self.least_size
+
+        return [
+            form is not None and is_large(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+            for form, leaf in zip(self._formats(state, params), jax.tree.leaves(state), strict=True)
+        ]
 
     def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
+        # Of a module with functions among its leaves, as Equinox's, Optax takes what has gradients.
+        params = jax.tree.map(lambda leaf: leaf if is_array_like(leaf) else None, params)
         if (own := self._of_another_library(state, params)) is not None:
             updates, new = self.update(updates, own, params, **extra)
             return updates, jax.tree.structure(state).unflatten(jax.tree.leaves(new))
@@ -368,7 +411,6 @@ class _LowPrecision:
             return None
         step, rests = state.step + 1, None if self.weights is None else state.rests
         update, key = functools.partial(self._update, extra=extra), functools.partial(self._key, step)
-        updates = jax.tree.map(lambda leaf: no_derivative(leaf, _LOST), updates)
         made = in_one_pass(update, Stored.of(updates, state.inner, params, rests, key, placed))
         if made is None:
             return None
@@ -384,12 +426,10 @@ class _LowPrecision:
         def one(number: int, was: Any, leaf: Any) -> Any:
             if not is_packed(was):
                 return leaf
-            leaf = no_derivative(leaf, _LOST)
-            if was.scales is None:
-                made = PackedArray.rounded(leaf, self._key(step, number))
-            else:
-                known = scales[number] if scales else None
-                made = _laid_out(PackedArray.of(leaf, was.format, is_positive=was.is_positive, scales=known))
+            key, known = self._key(step, number), scales[number] if scales else None
+            leaf = refuse_derivatives(leaf)
+            made = PackedArray.stored(leaf, was.format, key, is_positive=was.is_positive, scales=known)
+            made = _laid_out(made)
             # An optimizer may widen it, such as of optax.inject_hyperparams in float32 with parameters in bfloat16.
             return dataclasses.replace(made, dtype=was.dtype)
 
@@ -416,7 +456,7 @@ def _in_blocks(
     """Update block by block of rows, so that float32 numbers of a block exist at a time: XLA fuses no more of it."""
     held, structure = jax.tree.flatten(extra)
     arrays = {at: leaf for at, leaf in enumerate(held) if is_array_like(leaf)}
-    args = grads, state, params, arrays
+    args = jax.tree.map(as_array, (grads, state, params, arrays))
 
     def run(grads: Tree, state: Any, params: Tree, arrays: dict[int, Any]) -> Any:
         return whole(grads, state, params, structure.unflatten([arrays.get(at, leaf) for at, leaf in enumerate(held)]))
@@ -467,9 +507,7 @@ def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
     """Store an array, divided along the axes of an explicit mesh as it is."""
 
     def make(leaf: Any, key: Any) -> PackedArray:
-        if form == BFLOAT16:
-            return PackedArray.rounded(leaf, key)
-        return PackedArray.of(leaf, form, is_positive=is_positive)
+        return PackedArray.stored(leaf, form, key, is_positive=is_positive)
 
     own = jax.typeof(leaf).sharding
     if not own.mesh.explicit_axes:
@@ -485,6 +523,20 @@ def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
     shapes = jax.eval_shape(make, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
     made: Any = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
     return made(leaf, key)
+
+
+def _refuse_few_bits(path: str, form: str, moment: Moment) -> None:
+    """Raise for a moment that does not bear a format."""
+    if bits_of(form) >= moment.least_bits:
+        return
+    kept = {8: "8bit", 16: "bfloat16"}.get(moment.least_bits)
+    raise ConfigError(
+        f"{path} bears no {form}: the optimizer {moment.reason}",
+        expected=f"{kept}, or float32" if kept else "float32",
+        hint=f'format={{r".*{path.rpartition("/")[0]}.*": "{kept}", ...}}, or a match without it'
+        if kept
+        else "leave centered out, or choose a match without it",
+    )
 
 
 def _is_match(pattern: re.Pattern[str], path: str) -> bool:

@@ -1,15 +1,17 @@
-"""What is known of the states of Optax's optimizers: their moments, and which of them are never negative."""
+"""What is known of the states of Optax's optimizers: their moments, and which have no sign, or bear no rounding."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 
-from ..core import Tree
+from ..core import Tree, leaves_with_paths, path_str
 
-MOMENTS = r".*/(mu|nu|nu_max|m1|m2|exp_avg|exp_avg_sq|trace)/.*"
-"""On paths of a state. Optax has moments of other names, too (``m``, ``v``), which parameters may have."""
+MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
+"""On `own_paths` of a state. Optax has moments of other names, too (``m``, ``v``), which are weights elsewhere. Of
+`_ROUNDED` these are none that is refused beside others that are not."""
 _POSITIVE = {
     "ScaleByAdamState": ("nu",),
     "ScaleByAmsgradState": ("nu", "nu_max"),
@@ -30,27 +32,80 @@ _POSITIVE = {
 }
 """Fields of Optax's classes that are means or sums of squares, or of magnitudes; of others nothing is known (SM3 calls
 its momentum nu), and they keep a sign."""
-_DIFFERENCES = ("ScaleByRStdDevState", "ScaleByRStdDevWithCountState")
-"""Of `optax.rmsprop(centered=True)`: its variance is ``nu - mu ** 2``."""
+_ROUNDED = {
+    "ScaleByRStdDevState": ({"mu": 32, "nu": 32}, "takes the difference of two moments, nu - mu ** 2"),
+    "ScaleByRStdDevWithCountState": ({"mu": 32, "nu": 32}, "takes the difference of two moments, nu - mu ** 2"),
+    "ScaleByAdemamixState": ({"m2": 16}, "moves its slow mean by less than from one code to the next"),
+    "MomoState": ({"exp_avg": 16}, "takes the length of its steps from it"),
+    "MomoAdamState": ({"exp_avg": 16, "exp_avg_sq": 16}, "takes the length of its steps from it"),
+    "EmaState": ({"average": 32}, "moves its average by less than from one number to the next"),
+    "DAdaptAdamWState": ({"exp_avg": 8, "exp_avg_sq": 8}, "takes the length of its steps from it"),
+}
+"""Fields of Optax's classes that are not the same optimizer's any more when they are rounded: the fewest bits that they
+bear, and what is done with them. Of 3,000 steps to the least of a quadratic with 4,096 parameters, AdEMAMix with m2 in
+8 bits ended four times as far from it, Momo in 4 bits had not moved, D-Adaptation twice as far."""
 
 
-def are_positive(state: Tree) -> list[bool | None]:
-    """Whether each leaf of a state, in order, is one of second moments and the like; None where no format is near."""
-    found = list[bool | None]()
+class Moment(NamedTuple):
+    """What is known of a leaf of a state."""
 
-    def below(tree: Any, is_one: bool | None) -> None:
+    is_positive: bool = False
+    """Whether it is one of second moments and the like."""
+    least_bits: int = 0
+    """The fewest that a number of it bears."""
+    reason: str = ""
+    """Why."""
+
+
+def moments(state: Tree) -> list[Moment]:
+    """Return what is known of each leaf of a state, in order."""
+    found = list[Moment]()
+
+    def below(tree: Any, known: Moment) -> None:
         for leaf in jax.tree.leaves(tree, is_leaf=_is_named):
             if not _is_named(leaf):
-                found.append(is_one)
+                found.append(known)
                 continue
-            kind = type(leaf).__name__ if type(leaf).__module__.split(".")[0] == "optax" else ""
+            kind = type(leaf).__name__ if _is_known(leaf) else ""
+            least, reason = _ROUNDED.get(kind, ({}, ""))
             for name in leaf._fields:
-                is_difference = kind in _DIFFERENCES and name in ("mu", "nu")
-                is_other = is_difference or is_one is None
-                below(getattr(leaf, name), None if is_other else is_one or name in _POSITIVE.get(kind, ()))
+                own = known._replace(is_positive=known.is_positive or name in _POSITIVE.get(kind, ()))
+                own = own._replace(least_bits=least[name], reason=reason) if name in least else own
+                below(getattr(leaf, name), own)
 
-    below(state, False)
+    below(state, Moment())
     return found
+
+
+def own_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """Return the path of each leaf of a state, in order, without that of the parameter that it is beside.
+
+    A parameter may be called mu, as heads of variational models are: of ``z/mu/kernel`` the optimizer's part is ``z``,
+    of ``0/mu/mu/kernel`` it is ``0/mu``.
+
+    Args:
+        state: of an optimizer.
+        params: its parameters.
+        is_leaf: what of the state is a leaf.
+    """
+    names, found = {path for path, _ in leaves_with_paths(params)}, list[str]()
+
+    def below(path: str, node: Any) -> None:
+        inside = leaves_with_paths(node, is_leaf=is_leaf)
+        is_beside = all(each in names for each, _ in inside) and not (_is_named(node) and _is_known(node))
+        if is_beside or [each for each, _ in inside] == [""]:
+            found.extend([path] * len(inside))
+            return
+        children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda each: each is not node)
+        for keys, child in children:
+            below("/".join(filter(None, (path, path_str(keys)))), child)
+
+    below("", state)
+    return found
+
+
+def _is_known(node: Any) -> bool:
+    return type(node).__module__.split(".")[0] in ("optax", "lowtide")
 
 
 def _is_named(node: Any) -> bool:

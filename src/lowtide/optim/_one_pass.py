@@ -23,13 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from ..core import StructureError, Tree, traced_device
 from ..core._compat import has_pallas_triton, in_triton
 from ..offload import plan
 from ._formats import FORMATS
-from ._packed import PackedArray, is_packed, row_of
+from ._packed import PackedArray, is_packed, refuse_derivatives, row_of
 from ._weights import is_narrow, narrowed, widened
 
 _MOST_NUMBERS, _BLOCK, _MOST_ROWS = 2**31, 256, 8
@@ -151,8 +152,23 @@ class Stored:
             return widened(arrays[name], arrays.get(("rest", at))) if self.is_split(at) else arrays[name]
         return arrays[name].astype(jnp.float32) if self.rests is not None and is_narrow(arrays[name]) else arrays[name]
 
-    def stored(self, name: Name, new: Any, arrays: Mapping[Name, Any], **rounding: Any) -> Arrays:
-        """Return the arrays of a leaf that has become `new`; of a gradient those of its update."""
+    def stored(
+        self,
+        name: Name,
+        new: Any,
+        arrays: Mapping[Name, Any],
+        check: Callable[[Any], Any] = refuse_derivatives,
+        **rounding: Any,
+    ) -> Arrays:
+        """Return the arrays of a leaf that has become `new`; of a gradient those of its update.
+
+        Args:
+            name: of the leaf.
+            new: its numbers.
+            arrays: what it was computed from.
+            check: called with numbers that are stored in few bits, which have no derivative there.
+            rounding: as of `narrowed`.
+        """
         kind, at = name
         if kind == "grad":
             if not self.params or not self.is_split(at):
@@ -165,10 +181,9 @@ class Stored:
         node = self.nodes[at]
         if not is_packed(node):
             return {("plain", at): new}
-        if node.scales is None:
-            return {("codes", at): PackedArray.rounded(new, arrays["state_key", at]).codes}
-        made = PackedArray.of(new, node.format, is_positive=node.is_positive)
-        return {("codes", at): made.codes, ("scales", at): made.scales}
+        key: Any = arrays.get(("state_key", at))  # of bfloat16 alone
+        made = PackedArray.stored(check(new), node.format, key, is_positive=node.is_positive)
+        return {(name, at): x for name, x in (("codes", made.codes), ("scales", made.scales)) if x is not None}
 
 
 def has_triton() -> bool:
@@ -398,8 +413,8 @@ class _Kernel:
         made = jax.eval_shape(lambda views: self.blocks(dict(zip(names, views, strict=True))), views)
         rows = math.gcd(_MOST_ROWS, made[results[0]].shape[0])
 
-        def of_blocks(*blocks: Any) -> tuple[Any, ...]:
-            new = self.blocks(dict(zip(names, blocks, strict=True)))
+        def of_blocks(*blocks: Any, check: Callable[[Any], Any] = lambda x: x) -> tuple[Any, ...]:
+            new = self.blocks(dict(zip(names, blocks, strict=True)), check)
             return tuple(new[name] for name in results)
 
         def kernel(*refs: Any) -> None:
@@ -414,12 +429,22 @@ class _Kernel:
         aliases = {at: results.index(name) for at, name in enumerate(names) if same[at]}
         in_kernel = in_triton(kernel, shapes, rows, aliases=aliases, interpret=interpret)
         call = jax.custom_jvp(lambda *views: _in_place(in_kernel, views, aliases))
-        # Differentiated it is what XLA makes of it.
-        call.defjvp(lambda primals, tangents: jax.jvp(of_blocks, primals, tangents))
+
+        def differentiated(primals: Any, tangents: Any) -> Any:
+            """Do what XLA makes of it, in which what does not vary, such as gradients by a rate, is a constant."""
+            moved = {at: x for at, x in enumerate(tangents) if not isinstance(x, SymbolicZero)}
+
+            def by(*these: Any) -> Any:
+                given = dict(enumerate(primals)) | dict(zip(moved, these, strict=True))
+                return of_blocks(*given.values(), check=refuse_derivatives)
+
+            return jax.jvp(by, [primals[at] for at in moved], [*moved.values()])
+
+        call.defjvp(differentiated, symbolic_zeros=True)
         return {name: x.reshape(arrays[name].shape) for name, x in zip(results, call(*views), strict=True)}
 
-    def blocks(self, arrays: Mapping[Name, Any]) -> Arrays:
-        """Compute blocks of the results."""
+    def blocks(self, arrays: Mapping[Name, Any], check: Callable[[Any], Any] = lambda x: x) -> Arrays:
+        """Compute blocks of the results; `check` as of `Stored.stored`."""
         given, avals = self.given, self.program.avals
         values = {at: arrays["value", at].astype(avals[at].dtype) for at in self.scalars}
         values |= {at: given.dense(given.name(at), arrays, (self.block,)) for at in self.group.leaves}
@@ -437,7 +462,7 @@ class _Kernel:
                 values[at] = equation.primitive.bind(*map(_wide, read), **equation.params).astype(avals[at].dtype)
         found = Arrays()
         for at, name in self.outputs:
-            found.update(given.stored(name, values[at], arrays, to_bfloat16=_to_bfloat16))
+            found.update(given.stored(name, values[at], arrays, check, to_bfloat16=_to_bfloat16))
         return found
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 from ..core import ConfigError
+from ..core._compat import no_derivative
 from ._formats import FORMATS
 
 BFLOAT16 = "bfloat16"
@@ -88,6 +89,15 @@ class PackedArray:
         """
         return cls(round_at_random(x.astype(jnp.float32), key).astype(BFLOAT16), None, BFLOAT16, dtype=x.dtype.name)
 
+    @classmethod
+    def stored(
+        cls, x: Float[Array, "*axes"], format: str, key: Array, *, is_positive: bool = False, scales: Any = None
+    ) -> PackedArray:
+        """Store an array in any format: `rounded` in bfloat16, else `of`."""
+        if format == BFLOAT16:
+            return cls.rounded(x, key)
+        return cls.of(x, format, is_positive=is_positive, scales=scales)
+
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
         """Return codes, of blocks their scales (Orbax refuses None below other libraries' nodes), and the rest."""
         names = ("codes",) if self.format == BFLOAT16 else ("codes", "scales")
@@ -142,6 +152,17 @@ def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before 
     magnitude, sign = most >> 1, (1 - (most & 1)) << 31
     found = jnp.where(magnitude >= _INFINITY, jnp.uint32(_NAN), magnitude | sign)
     return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def refuse_derivatives(x: Array) -> Array:
+    """Return numbers that are stored in few bits, through which a derivative would be lost: it is refused there."""
+    return no_derivative(x, "what lt.optim.low_precision stores in few bits")
+
+
+def bits_of(format: str) -> int:
+    """Return the bits of a number in a format, without its part of a scale."""
+    codes = jnp.dtype(BFLOAT16 if format == BFLOAT16 else FORMATS[format].codes)
+    return (jnp.iinfo if jnp.issubdtype(codes, jnp.integer) else jnp.finfo)(codes).bits
 
 
 def is_packed(node: Any) -> bool:

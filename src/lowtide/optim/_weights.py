@@ -137,7 +137,7 @@ def narrowed(
         if not is_narrow(leaf):
             return update, rest
         goal, old = wide + update.astype(jnp.float32), leaf.astype(jnp.float32)
-        near = to_bfloat16(goal) if rest is not None else round_at_random(goal, key)
+        near = to_bfloat16(goal) if rest is not None else _rounded(goal, key)
         step = to_bfloat16(near - old)
         if rest is None:
             return step.astype(leaf.dtype), None
@@ -153,6 +153,12 @@ def narrowed(
     parts = [structure.flatten_up_to(tree) for tree in (wide, rests, updates)]
     made = list(map(one, leaves, *parts, keys))
     return structure.unflatten([update for update, _ in made]), structure.unflatten([rest for _, rest in made])
+
+
+def _rounded(goal: Array, key: Array) -> Array:
+    """Round at random; a derivative passes as if nothing were rounded. The difference is exact."""
+    rounded = jax.lax.stop_gradient(round_at_random(goal, key) - goal)
+    return jnp.where(jnp.isfinite(goal), goal + rounded, goal)
 
 
 def _half_distance(x: Array) -> Array:

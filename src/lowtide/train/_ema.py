@@ -6,6 +6,8 @@ back like the rest of it, and costs bytes only for what trains.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,20 +55,36 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
     """
     if not 0 < decay < 1:
         raise ConfigError("decay is out of range", expected="between 0 and 1", got=decay, hint="0.999 is customary")
-    inner: Any = optax.with_extra_args_support(tx)
+    made = _Ema(optax.with_extra_args_support(tx), decay)
+    return optax.GradientTransformationExtraArgs(made.init, made.update)
 
-    def init(params: Tree) -> EmaState:
-        return EmaState(inner.init(params), jax.tree.map(_wide, params))
 
-    def update(updates: Tree, state: EmaState, params: Tree = None, **extra: Any) -> tuple[Tree, EmaState]:
+@dataclasses.dataclass(frozen=True)
+class _Ema:
+    """The two functions of the transformation that `ema` returns."""
+
+    tx: Any
+    decay: float
+
+    def init(self, params: Tree) -> EmaState:
+        return EmaState(self.tx.init(params), jax.tree.map(_wide, params))
+
+    def update(self, updates: Tree, state: Any, params: Tree = None, **extra: Any) -> Any:
         if params is None:
             raise ConfigError("ema averages parameters", hint="tx.update(grads, state, params)")
-        updates, after = inner.update(updates, state.inner, params, **extra)
+        updates, after = self.tx.update(updates, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
-        average = jax.tree.map(lambda old, p: decay * old + (1 - decay) * p.astype(old.dtype), state.average, new)
+        old, part = self.decay, 1 - self.decay
+        average = jax.tree.map(lambda mean, p: old * mean + part * p.astype(mean.dtype), state.average, new)
         return updates, EmaState(after, average)
 
-    return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
+
+def with_inner(
+    tx: optax.GradientTransformation, change: Callable[[optax.GradientTransformation], optax.GradientTransformation]
+) -> optax.GradientTransformation:
+    """Change a transformation, or the one that `ema` is around."""
+    made = getattr(tx.init, "__self__", None)
+    return ema(with_inner(made.tx, change), made.decay) if isinstance(made, _Ema) else change(tx)
 
 
 def find_average(state: Tree) -> Tree | None:

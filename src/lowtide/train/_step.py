@@ -36,6 +36,7 @@ from ..core import (
 )
 from ..offload import LayerwiseState, LayerwiseStep, state_shardings
 from ..optim import with_shardings
+from ._ema import with_inner
 from ._models import Pytree, keywords, parse_loss, sides, with_sides
 from ._precision import Precision
 from ._rates import recorded_rate
@@ -210,7 +211,8 @@ class WholeStep:
         is_spread = any(spreads)
         meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(trainable)] if all(spreads) else []
         if meshes and not any(mesh.abstract_mesh.explicit_axes for mesh in meshes):  # which say it themselves
-            self._tx = with_shardings(self._tx, jax.tree.map(lambda leaf: leaf.sharding, trainable))
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, trainable)
+            self._tx = with_inner(self._tx, functools.partial(with_shardings, shardings=shardings))
         places = state_shardings(self._tx, trainable) if is_spread else None
         opt_state = jax.jit(self._tx.init, out_shardings=places)(trainable)
         return TrainState(jnp.int32(0), trainable, opt_state, mutable), frozen

@@ -33,7 +33,7 @@ from ._lint import lint_owners, logits
 _LOSS_CHUNKS = 8
 _COMPUTED = ("activations", "cotangents", "recomputed", "workspaces", "temporaries")
 """Roles of what a step computes of its batch."""
-_MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|m2|exp_avg|exp_avg_sq|trace)(/|$)")
+_MOMENTS = re.compile(r"/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)(/|$)")
 """Paths of what `lowtide.optim.low_precision` stores in few bits."""
 _LEAST_SIZE = 4096
 _IN_EIGHT_BITS = 1 - (1 + 4 / 256) / 4

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from ...core._varying import varying_axes
+from ...core import varying_axes
 from ...jaxprs import Kind, is_closed, kind_of, make_jaxpr, opened, with_bodies
 
 
