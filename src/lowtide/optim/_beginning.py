@@ -138,3 +138,25 @@ def packed_fill(leaf: Filled, form: str, is_positive: bool, key: Any) -> PackedA
     like = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     scales = None if one.scales is None else jnp.full(like.scales.shape, one.scales[0])
     return dataclasses.replace(like, codes=jnp.full(leaf.shape, one.codes[0]), scales=scales)
+
+
+def packed_array(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
+    """Store an array, divided along the axes of an explicit mesh as it is; arguments as of `packed_fill`."""
+
+    def make(leaf: Any, key: Any) -> PackedArray:
+        return PackedArray.stored(leaf, form, key, is_positive=is_positive)
+
+    own = jax.typeof(leaf).sharding
+    if not own.mesh.explicit_axes:
+        return make(leaf, key)
+    spec = (*own.spec, *(None,) * leaf.ndim)[: leaf.ndim]
+
+    def like(part: Any) -> Any:
+        if part.shape == leaf.shape:
+            return own
+        is_of_rows = part.shape[:-1] == leaf.shape[:-1]
+        return jax.NamedSharding(own.mesh, jax.P(*spec[:-1], None) if is_of_rows else jax.P())
+
+    shapes = jax.eval_shape(make, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
+    made: Any = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
+    return made(leaf, key)

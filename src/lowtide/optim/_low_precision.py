@@ -52,10 +52,10 @@ from ..offload import (
     without_explicit_axes,
 )
 from ._arguments import LEAST_SIZE, check_numbers, explain, other_state, patterns_of
-from ._beginning import Filled, as_array, copied, first_state, packed_fill
-from ._moments import Moment, moments, own_paths
+from ._beginning import Filled, as_array, copied, first_state, packed_array, packed_fill
+from ._moments import moments, own_paths, refuse_few_bits
 from ._one_pass import Stored, has_triton, in_one_pass
-from ._packed import PackedArray, bits_of, is_packed, refuse_derivatives, scales_of
+from ._packed import PackedArray, is_packed, refuse_derivatives, scales_of
 from ._weights import first_rests, is_narrow, narrowed, refuse_wide, widened
 
 _BLOCK_BYTES = 2**25
@@ -266,7 +266,7 @@ class _LowPrecision:
         def one(path: str, leaf: Any) -> Any:
             key, (moment, form, is_packed) = self._key(step, next(numbers)), next(known)
             if form is not None:
-                _refuse_few_bits(path, form, moment)
+                refuse_few_bits(path, form, moment)
             if form is None or not is_packed:
                 return leaf
             if isinstance(leaf, Filled):
@@ -277,7 +277,7 @@ class _LowPrecision:
                     got=path,
                     hint='wrap the other way: lt.offload.optimizer(low_precision(tx), match=r".*/codes")',
                 )
-            return _packed(leaf, form, moment.is_positive, key)
+            return packed_array(leaf, form, moment.is_positive, key)
 
         return LowPrecisionState(step, map_with_paths(one, state), rests)
 
@@ -501,42 +501,6 @@ def _in_blocks(
         )
 
     return without_explicit_axes(streamed, args, replaces(*args), shardings)
-
-
-def _packed(leaf: Any, form: str, is_positive: bool, key: Any) -> PackedArray:
-    """Store an array, divided along the axes of an explicit mesh as it is."""
-
-    def make(leaf: Any, key: Any) -> PackedArray:
-        return PackedArray.stored(leaf, form, key, is_positive=is_positive)
-
-    own = jax.typeof(leaf).sharding
-    if not own.mesh.explicit_axes:
-        return make(leaf, key)
-    spec = (*own.spec, *(None,) * leaf.ndim)[: leaf.ndim]
-
-    def like(part: Any) -> Any:
-        if part.shape == leaf.shape:
-            return own
-        is_of_rows = part.shape[:-1] == leaf.shape[:-1]
-        return jax.NamedSharding(own.mesh, jax.P(*spec[:-1], None) if is_of_rows else jax.P())
-
-    shapes = jax.eval_shape(make, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (leaf, key)))
-    made: Any = jax.sharding.auto_axes(make, axes=own.mesh.explicit_axes, out_sharding=jax.tree.map(like, shapes))
-    return made(leaf, key)
-
-
-def _refuse_few_bits(path: str, form: str, moment: Moment) -> None:
-    """Raise for a moment that does not bear a format."""
-    if bits_of(form) >= moment.least_bits:
-        return
-    kept = {8: "8bit", 16: "bfloat16"}.get(moment.least_bits)
-    raise ConfigError(
-        f"{path} bears no {form}: the optimizer {moment.reason}",
-        expected=f"{kept}, or float32" if kept else "float32",
-        hint=f'format={{r".*{path.rpartition("/")[0]}.*": "{kept}", ...}}, or a match without it'
-        if kept
-        else "leave centered out, or choose a match without it",
-    )
 
 
 def _is_match(pattern: re.Pattern[str], path: str) -> bool:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..core import Tree, leaves_with_paths, path_str
+from ..core import ConfigError, Tree, leaves_with_paths, path_str
+from ._packed import bits_of
 
 MOMENTS = r".*/(mu|nu|nu_max|m1|exp_avg|exp_avg_sq|trace)/.*"
 """On `own_paths` of a state. Optax has moments of other names, too (``m``, ``v``), which are weights elsewhere. Of
@@ -75,6 +76,26 @@ def moments(state: Tree) -> list[Moment]:
 
     below(state, Moment())
     return found
+
+
+def refuse_few_bits(path: str, form: str, moment: Moment) -> None:
+    """Raise `ConfigError` for a moment that does not bear a format.
+
+    Args:
+        path: its path.
+        form: the format.
+        moment: what is known of it.
+    """
+    if bits_of(form) >= moment.least_bits:
+        return
+    kept = {8: "8bit", 16: "bfloat16"}.get(moment.least_bits)
+    raise ConfigError(
+        f"{path} bears no {form}: the optimizer {moment.reason}",
+        expected=f"{kept}, or float32" if kept else "float32",
+        hint=f'format={{r".*{path.rpartition("/")[0]}.*": "{kept}", ...}}, or a match without it'
+        if kept
+        else "leave centered out, or choose a match without it",
+    )
 
 
 def own_paths(state: Tree, params: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
