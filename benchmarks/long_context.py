@@ -1,6 +1,6 @@
 """Bytes of one step over one sequence, from 4,096 to 131,072 tokens, and what each technique takes off. Never run.
 
-    python benchmarks/long_context.py [--part lengths] [--part ladder] [--part kernel] [--picture FILE]
+    python benchmarks/long_context.py [--part lengths] [--part ladder] [--part groups] [--part kernel] [--picture FILE]
 
 `lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters
 each layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and
@@ -11,6 +11,9 @@ float32. What enters the layers is beside it, on the host.
 `ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p: from all scores, all logits and
 everything kept, a technique more in each row. FLOPs are counted on the traced program, bytes accessed on the compiled
 one, what is in a loop as often as it runs.
+
+`groups`: what `layers_per_remat` takes off and costs: LoRA on Llama 3 8B's shapes, 1 x 2048 tokens, on an H100 and a
+v5p, and the QLoRA of `lengths` on one v5e, with what enters the groups on the device and on the host.
 
 `kernel`: attention alone, forward and backward, one row of 32 heads of 128 with 8 of keys, compiled for one v5e: by the
 kernel for TPUs, the default there, and by blocks of XLA's operations. What the kernel reads again is counted from the
@@ -146,6 +149,13 @@ def _step(
         model = lt.quantize(model, "layers/**/*_proj", base)
     model = lt.lora.add(model, lt.lora.Config(rank=16, targets="layers/**/*_proj"), key=jax.random.key(1))
     batch = {leaf: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for leaf in ("tokens", "labels")}
+    return {"step": name, **_measured(model, fn, batch, target, around)}
+
+
+def _measured(
+    model: Any, fn: Callable[..., Any], batch: Tree, target: str, around: Callable[[], Any] = contextlib.nullcontext
+) -> dict[str, Any]:
+    """Compile a step of adapters, and count what it computes and moves."""
     trainable, frozen = lt.partition(model, "**/lora_*")
 
     def gradients(trainable: Tree, frozen: Tree, batch: Tree) -> Tree:
@@ -160,7 +170,6 @@ def _step(
         with jax.default_device(goal.devices()[0]):
             flops = jaxpr_flops(jax.make_jaxpr(gradients)(trainable, frozen, batch))
     return {
-        "step": name,
         "device_bytes": report.device_bytes,
         "host_bytes": report.host_bytes,
         "temp_bytes": report.device.temp_bytes,
@@ -168,6 +177,38 @@ def _step(
         "bytes_accessed": program.bytes_accessed,
         "compile_seconds": seconds,
     }
+
+
+# --- groups --------------------------------------------------------------------------------------------------------
+
+
+def groups(_: str) -> list[dict[str, Any]]:
+    """A row for each number of layers that are computed again together."""
+    rows: list[dict[str, Any]] = []
+    cases = (
+        *(("bfloat16", target, 2048, "device", (1, 2, 4, 8)) for target in ("h100", "v5p:1x1x1")),
+        *((BASE, "v5e:1x1", 32768, place, (1, 4)) for place in ("device", "host")),
+        (BASE, "v5e:1x1", 100352, "host", (1, 2, 4)),
+    )
+    for base, target, length, place, sizes in cases:
+        if base == BASE:
+            model, _ = qlora.shapes(LLAMA_8B, BASE, lt.lora.Config(rank=32, targets="all-linear"), 1)
+        else:
+            make = partial(init, LLAMA_8B, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+            adapter = lt.lora.Config(rank=16, targets="layers/**/*_proj")
+            model = lt.lora.add(jax.eval_shape(make, key=jax.random.key(0)), adapter, key=jax.random.key(1))
+        batch = {leaf: jax.ShapeDtypeStruct((1, length), jnp.int32) for leaf in ("tokens", "labels")}
+        for size in sizes:
+            fn = partial(offloaded_loss, remat=True, layers_per_remat=size, inputs=place)
+            row = {"base": base, "target": target, "tokens": length, "inputs": place, "layers_per_remat": size}
+            rows.append({**row, **_measured(model, fn, batch, target)})
+            print(
+                f"{base}, {target}, {length:,} tokens, inputs on the {place}, groups of {size}: "
+                f"{format_bytes(rows[-1]['device_bytes'])} on the device, {format_bytes(rows[-1]['host_bytes'])} on the "
+                f"host, {rows[-1]['flops'] / 1e12:.1f} TFLOP, {rows[-1]['bytes_accessed'] / 1e9:.0f} GB moved",
+                flush=True,
+            )
+    return rows
 
 
 # --- kernel --------------------------------------------------------------------------------------------------------
@@ -231,6 +272,7 @@ def draw(rows: list[dict[str, Any]], path: Path, target: str) -> None:
 PARTS: dict[str, tuple[Callable[[str], list[dict[str, Any]]], str]] = {
     "lengths": (lengths, "v5e:1x1"),
     "ladder": (ladder, "v5p:1x1x1"),
+    "groups": (groups, "v5e:1x1"),
     "kernel": (kernel, "v5e:1x1"),
 }
 

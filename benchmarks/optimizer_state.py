@@ -277,7 +277,7 @@ def main() -> None:
         console.print(table(part, rows))
         about = header(f"python benchmarks/optimizer_state.py --part {part}")
         if part == "cpu":
-            about |= {"cores": os.cpu_count()}
+            about |= {"cores": len(os.sched_getaffinity(0))}
             others = ("torch", "bitsandbytes", "torchao")
             about["versions"] |= {name: metadata.version(name) for name in others if importlib.util.find_spec(name)}
         results.append({**about, "label": "measured" if part == "cpu" else "compiled", "part": part, "rows": rows})
