@@ -202,10 +202,11 @@ def groups(_: str) -> list[dict[str, Any]]:
             fn = partial(offloaded_loss, remat=True, layers_per_remat=size, inputs=place)
             row = {"base": base, "target": target, "tokens": length, "inputs": place, "layers_per_remat": size}
             rows.append({**row, **_measured(model, fn, batch, target)})
+            sizes_of = {side: format_bytes(rows[-1][f"{side}_bytes"]) for side in ("device", "host")}
             print(
                 f"{base}, {target}, {length:,} tokens, inputs on the {place}, groups of {size}: "
-                f"{format_bytes(rows[-1]['device_bytes'])} on the device, {format_bytes(rows[-1]['host_bytes'])} on the "
-                f"host, {rows[-1]['flops'] / 1e12:.1f} TFLOP, {rows[-1]['bytes_accessed'] / 1e9:.0f} GB moved",
+                f"{sizes_of['device']} on the device, {sizes_of['host']} on the host, "
+                f"{rows[-1]['flops'] / 1e12:.1f} TFLOP, {rows[-1]['bytes_accessed'] / 1e9:.0f} GB moved",
                 flush=True,
             )
     return rows
