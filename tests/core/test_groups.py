@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 from typing import Any
 
 import jax
@@ -55,7 +57,7 @@ def gradients(size: int, wrt: str, stack: LayerStack = STACK) -> Any:
 def close(found: Any, wanted: Any) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, one), (_, other) in zip(leaves_with_paths(found), leaves_with_paths(wanted), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=path)
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=5e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("wrt", ["**/{w,b,scale}", "outer/**", "layers/w"])
@@ -206,3 +208,149 @@ def test_a_size_that_is_none_is_refused(size: Any) -> None:
 def test_groups_are_computed_again_as_a_whole(remat: Any) -> None:
     with pytest.raises(ConfigError, match=r"(?s)groups of layers .*expected: remat=True.*hint: leave layers_per_remat"):
         STACK.apply(*parameters(), remat=remat, layers_per_remat=2)
+
+
+def _closing_over(w: Any, batch: Any, size: int = 3) -> Any:
+    """Blocks that read integers, booleans and keys of the batch, which they close over."""
+
+    def block(layer: Any, h: Any, batch: Any) -> Any:
+        noise = jax.random.normal(batch["key"], h.shape) * 0.1
+        return jnp.tanh(h @ layer["w"]) + jnp.where(batch["mask"], batch["ids"], 0)[:, None] * 0.01 + noise
+
+    stack = LayerStack(lambda outer, batch: batch["x"], block, lambda outer, h, batch: (jnp.sum(h**2), {}))
+    return stack.apply({}, {"w": w}, batch, remat=True, layers_per_remat=size)[0]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        jax.jit,
+        jax.checkpoint,
+        lambda fn: lambda w, b: jax.lax.scan(lambda total, one: (total + fn(w, one), None), 0.0, jax.tree.map(
+            lambda x: jnp.stack([x, x]), b))[0],
+        lambda fn: lambda w, b: jax.vmap(fn, (None, 0))(w, jax.tree.map(lambda x: jnp.stack([x, x]), b)).sum(),
+        lambda fn: lambda w, b: jax.lax.cond(b["ids"][0] >= 0, fn, lambda w, b: 0.0, w, b),
+    ],
+    ids=["jit", "checkpoint", "microbatches", "vmap", "cond"],
+)  # fmt: skip
+def test_what_is_no_number_to_differentiate_may_be_closed_over_by_any_program(around: Any) -> None:
+    _, layers, batch = parameters()
+    batch = {"x": batch["x"], "ids": jnp.arange(8), "mask": jnp.arange(8) % 2 == 0, "key": jax.random.key(1)}
+    single = functools.partial(_closing_over, size=1)
+    close(jax.grad(around(_closing_over))(layers["w"], batch), jax.grad(around(single))(layers["w"], batch))
+
+
+def test_nothing_that_a_block_closes_over_stays() -> None:
+    _, layers, _ = parameters()
+
+    def step() -> None:
+        held = jnp.ones((8, DIM))
+        stack = LayerStack(lambda outer, batch: jnp.ones((8, DIM)), lambda layer, h, batch: h @ layer["w"] + held,
+                           lambda outer, h, batch: (jnp.sum(h), {}))  # fmt: skip
+        jax.grad(lambda w: stack.apply({}, {"w": w}, {}, remat=True, layers_per_remat=3)[0])(layers["w"])
+
+    step()
+    gc.collect()
+    before = len(jax.live_arrays())
+    for _ in range(3):
+        step()
+    gc.collect()
+    assert len(jax.live_arrays()) <= before
+
+
+@pytest.mark.parametrize(("target", "size"), [("cpu", 4), pytest.param("h100", 2, marks=pytest.mark.gpu_aot)])
+def test_what_does_not_divide_keeps_nothing_for_longer(target: str, size: int) -> None:
+    """Five layers. A group of one would be in loops of one round, which XLA takes apart."""
+
+    def block(layer: Any, h: Any, batch: Any) -> Any:
+        return h + jnp.sin(jnp.exp(h @ layer["up"])) @ layer["down"]
+
+    stack = LayerStack(lambda outer, batch: batch, block, lambda outer, h, batch: (jnp.sum(jnp.sin(h @ outer)), {}))
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    layers = {"up": shape((5, 64, 512)), "down": shape((5, 512, 64))}
+    model, batch = {"outer": shape((64, 1024)), "layers": layers}, shape((8192, 64))
+
+    def temporaries(size: int) -> int:
+        program = lt.memory.compile(gradients(size, "layers/**", stack), model, batch, target=target)
+        return program.report().device.temp_bytes
+
+    assert temporaries(size) < temporaries(1) + 8192 * 64 * 4
+
+
+def test_what_passes_all_layers_is_kept_once_and_has_no_gradient_where_it_is_frozen() -> None:
+    def stack(is_carried: bool) -> LayerStack:
+        def block(layer: Any, h: Any, batch: Any) -> Any:
+            x, context = h if is_carried else (h, batch["context"])
+            x = jnp.tanh(x @ layer["w"] + jnp.tanh(context @ layer["v"]))
+            return (x, context) if is_carried else x
+
+        return LayerStack(
+            lambda outer, batch: (batch["x"], batch["context"]) if is_carried else batch["x"],
+            block,
+            lambda outer, h, batch: (jnp.sum((h[0] if is_carried else h) ** 2), {}),
+        )
+
+    random = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(random.normal(size=shape) / 4, jnp.float32)  # noqa: E731
+    model = {"outer": {}, "layers": {"w": draw(8, 32, 32), "v": draw(8, 32, 32)}}
+    batch = {"x": draw(16, 32), "context": draw(16, 32)}
+    carried, held = (gradients(4, "layers/w", stack(each)) for each in (True, False))
+    close(jax.jit(carried)(model, batch), jax.jit(gradients(1, "layers/w", stack(True)))(model, batch))
+    counts = [jaxpr_flops(jax.make_jaxpr(each)(model, batch)) for each in (carried, held)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.01)
+    # Where it is differentiated, it has all layers' gradients.
+    both = (jax.grad(lambda b, size: stack(True).apply({}, model["layers"], b, remat=True, layers_per_remat=size)[0])
+            (batch, size) for size in (3, 1))  # fmt: skip
+    close(*both)
+
+
+def test_a_stack_of_no_layers_does_nothing() -> None:
+    outer, layers, batch = parameters()
+    none = jax.tree.map(lambda leaf: leaf[:0], layers)
+    assert STACK.apply(outer, none, batch, remat=True)[1]["count"] == 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """A node that looks at what it is made of."""
+
+    x: Any
+    unread: Any
+
+    def __post_init__(self) -> None:
+        assert self.x.shape == self.unread.shape
+
+
+def test_activations_may_be_nodes_that_check_themselves_on_a_mesh_with_explicit_axes() -> None:
+    _, layers, batch = parameters()
+
+    def loss(w: Any, size: int, **products: Any) -> Any:
+        stack = LayerStack(
+            lambda outer, batch: Checked(batch, batch * 2),
+            lambda layer, h, batch: Checked(jnp.einsum("bi,ij->bj", h.x, layer["w"], **products), h.unread * 2),
+            lambda outer, h, batch: (jnp.mean(jnp.tanh(h.x) ** 2), {}),
+        )
+        return stack.apply({}, {"w": w}, rows, remat=True, layers_per_remat=size)[0]
+
+    rows = batch["x"]
+    wanted = jax.grad(loss)(layers["w"], 1)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(rows, NamedSharding(mesh, P("data")))
+        fn = functools.partial(loss, size=3, out_sharding=P("data", None))
+        close(jax.jit(jax.grad(fn))(jax.device_put(layers["w"], NamedSharding(mesh, P()))), wanted)
+
+
+def test_activations_may_begin_as_a_number_of_python_and_other_types_are_named() -> None:
+    _, layers, _ = parameters()
+    stack = LayerStack(
+        lambda outer, batch: {"x": jnp.ones(DIM), "sum": 0.0},
+        lambda layer, h, batch: {"x": jnp.tanh(layer["w"] @ h["x"]), "sum": h["sum"] + h["x"].sum()},
+        lambda outer, h, batch: (h["sum"], {}),
+    )
+    model = {"outer": {}, "layers": {"w": layers["w"]}}
+    close(gradients(3, "layers/w", stack)(model, {}), gradients(1, "layers/w", stack)(model, {}))
+    other = dataclasses.replace(stack, block=lambda layer, h, batch: {"x": h["x"][:2], "sum": h["sum"]})
+    with pytest.raises(TypeError, match=r"h?\['x'\]"):
+        gradients(3, "layers/w", other)(model, {})

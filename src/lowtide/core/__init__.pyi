@@ -12,6 +12,7 @@ from ._batches import refuse_objects as refuse_objects
 from ._checks import check_choice as check_choice
 from ._checks import check_count as check_count
 from ._checks import is_count as is_count
+from ._closing import Closed as Closed
 from ._context import on_own_tokens as on_own_tokens
 from ._context import token_parts as token_parts
 from ._errors import ConfigError as ConfigError

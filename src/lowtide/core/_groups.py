@@ -7,14 +7,16 @@ each group run forward once more than with single ones.
 
 Nested `jax.checkpoint`s would say the same, but a scan over groups hands each inner scan a copy of its group's
 parameters, and stacks its gradients a second time. So this is one operation with a derivative rule of its own: layers
-are slices of the whole stack, taken where they are used, and gradients are written into theirs in place. What does
-not train has none, not even inside.
+are slices of the whole stack, taken where they are used, and gradients are written into theirs in place. Parameters
+that do not train have none, not even inside; all floating-point activations that layers change have.
 
-Limits: reverse mode only, as for every `jax.custom_vjp`. A rest that is no whole group is a loop of its own.
+Limits: reverse mode only, as for every `jax.custom_vjp`. Where groups are not all of one size, they differ by one
+layer, and are two loops, each compiled by itself.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,12 +24,14 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from ._closing import Closed
 from ._partition import combine
 from ._paths import Tree
-from ._varying import varying_axes
 
-Moves = tuple[Callable[[Tree], Tree], Callable[[Tree], Tree]]
-STAYS: Moves = (lambda tree: tree, lambda tree: tree)
+Leaves = list[Any]
+Move = Callable[[Leaves], Leaves]
+Moves = tuple[Move, Move]
+STAYS: Moves = (lambda leaves: leaves, lambda leaves: leaves)
 
 
 class _Span(NamedTuple):
@@ -50,48 +54,72 @@ def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, siz
         body: ``body(h, x) -> h``, one layer; it may close over anything, also what is differentiated.
         init: what enters the first layer.
         xs: parameters, every leaf of shape ``[num_layers, ...]``, with at least one leaf.
-        size: layers of a group, at most `num_layers`.
-        moves: called with what enters a group, on its way to where it waits and back.
+        size: layers of a group, at most `num_layers`. What does not divide makes some groups smaller by one.
+        moves: called with a list of the arrays that enter a group, on their way to where they wait and back.
 
     Returns:
         What leaves the last layer.
 
     Memory:
         When differentiated ceil(num_layers / size) activations where they wait and `size` on the device, one layer's
-        residuals, and the gradients of what is differentiated.
+        residuals, and the gradients of what is differentiated. What every layer gives back as it was is kept once.
     """
+    closed = Closed(body, init, _at(xs, 0))
+    if _types(closed.shapes) != _types(init):
+        # Says what does not fit, unless it is a number of Python among what enters, which then is an array of its type.
+        after = jax.eval_shape(lambda init: jax.lax.scan(lambda h, x: (body(h, x), None), init, xs)[0], init)
+        init = jax.tree.map(lambda leaf, like: jnp.asarray(leaf, like.dtype), init, after)
+        closed = Closed(body, init, _at(xs, 0))
+    given, structure = jax.tree.flatten(init)
+    passes, tracers = closed.passes, closed.tracers
+    fixed = [leaf for leaf, is_fixed in zip(given, passes, strict=True) if is_fixed]
+
+    def pure(h: Leaves, x: Leaves, held: Leaves) -> Leaves:
+        # What passes all layers is held like what they close over.
+        others, moved = iter(held[: len(fixed)]), iter(h)
+        args = [next(others if is_fixed else moved) for is_fixed in passes]
+        outs = closed([*args, *x], held[len(fixed) :])
+        return [out for out, is_fixed in zip(outs, passes, strict=True) if not is_fixed]
+
+    h = [leaf for leaf, is_fixed in zip(given, passes, strict=True) if not is_fixed]
+    weights = jax.tree.leaves(xs)
+    run = _in_groups(pure, weights[0].shape[0], size, moves)
+    done = iter(run(h, (weights, [*fixed, *tracers])))
+    return structure.unflatten([leaf if is_fixed else next(done) for leaf, is_fixed in zip(given, passes, strict=True)])
+
+
+def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
+    """Make the operation, of what enters the first layer, and of the layers with what they hold."""
     keep, fetch = moves
-    length = jax.tree.leaves(xs)[0].shape[0]
-    spans = [_Span(0, length // size, size)]
-    if rest := length % size:
-        spans.append(_Span(length - rest, 1, rest))
-    pure, closed = jax.closure_convert(body, init, _at(xs, 0))
+    least, longer = divmod(length, -(-length // size))
+    spans = [_Span(0, longer, least + 1), _Span(longer * (least + 1), -(-length // size) - longer, least)]
+    spans = [span for span in spans if span.num_groups]
 
     @jax.custom_vjp
-    def run(init: Tree, operands: Any) -> Tree:
-        xs, closed = operands
-        return jax.lax.scan(lambda h, x: (pure(h, x, *closed), None), init, xs)[0]
+    def run(h: Leaves, operands: Any) -> Leaves:
+        xs, held = operands
+        return jax.lax.scan(lambda h, x: (pure(h, x, held), None), h, xs)[0]
 
-    def forward(init: Tree, operands: Any) -> tuple[Tree, Any]:
-        h = jax.tree.map(lambda primal: primal.value, init)
+    def forward(h: Any, operands: Any) -> tuple[Leaves, Any]:
+        h = [primal.value for primal in h]
         moving = jax.tree.map(lambda primal: primal.value if primal.perturbed else None, operands)
         others = jax.tree.map(lambda primal: None if primal.perturbed else primal.value, operands)
-        xs, closed = combine(moving, others)
+        xs, held = combine(moving, others)
 
-        def layer(h: Tree, at: Any) -> tuple[Tree, None]:
-            return pure(h, _at(xs, at), *closed), None
+        def layer(h: Leaves, at: Any) -> tuple[Leaves, None]:
+            return pure(h, _at(xs, at), held), None
 
-        entered: list[Tree] = []
+        entered: list[Leaves] = []
         for span in spans:
 
-            def group(h: Tree, start: Any, size: int = span.size) -> tuple[Tree, Tree]:
+            def group(h: Leaves, start: Any, size: int = span.size) -> tuple[Leaves, Leaves]:
                 return jax.lax.scan(layer, h, start + jnp.arange(size))[0], keep(h)
 
             h, kept = jax.lax.scan(group, h, span.starts)
             entered.append(kept)
         return h, (entered, moving, others)
 
-    def backward(residuals: Any, d_out: Tree) -> Any:
+    def backward(residuals: Any, d_out: Leaves) -> Any:
         entered, moving, others = residuals
         state = _dense(_floating(d_out)), jax.tree.map(jnp.zeros_like, moving)
         for span, kept in zip(reversed(spans), reversed(entered), strict=True):
@@ -100,9 +128,10 @@ def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, siz
                 start, h = slices
                 with jax.named_scope("rematted_computation"):
                     waiting = _inputs(pure, combine(moving, others), fetch(h), start, size)
+                back = functools.partial(_layer_back, pure, moving, others, is_alone=size == 1)
 
                 def layer(state: Any, number: Any) -> tuple[Any, None]:
-                    return _layer_back(pure, moving, others, state, _at(waiting, number), start + number), None
+                    return back(state, _at(waiting, number), start + number), None
 
                 return jax.lax.scan(layer, state, jnp.arange(size), reverse=True)[0], None
 
@@ -110,36 +139,44 @@ def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, siz
         return state
 
     run.defvjp(forward, backward, symbolic_zeros=True)
-    return run(init, (xs, tuple(closed)))
+    return run
 
 
-def _inputs(pure: Callable[..., Tree], operands: Any, h: Tree, start: Any, size: int) -> Tree:
+def _inputs(pure: Callable[..., Leaves], operands: Any, h: Leaves, start: Any, size: int) -> Leaves:
     """Compute what enters each layer of a group, stacked, from what enters the first."""
-    xs, closed = operands
+    xs, held = operands
 
-    def layer(carry: tuple[Tree, Tree], number: Any) -> tuple[tuple[Tree, Tree], None]:
+    def layer(carry: tuple[Leaves, Leaves], number: Any) -> tuple[tuple[Leaves, Leaves], None]:
         h, stacked = carry
-        h = pure(h, _at(xs, start + number), *closed)
+        h = pure(h, _at(xs, start + number), held)
         return (h, _written(stacked, h, number + 1)), None
 
-    stacked = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (size, *leaf.shape)), h)
+    stacked = [jnp.broadcast_to(leaf, (size, *leaf.shape)) for leaf in h]
     return jax.lax.scan(layer, (h, stacked), jnp.arange(size - 1))[0][1]
 
 
-def _layer_back(pure: Callable[..., Tree], moving: Any, others: Any, state: Any, h: Tree, at: Any) -> Any:
+def _layer_back(
+    pure: Callable[..., Leaves], moving: Any, others: Any, state: Any, h: Leaves, at: Any, *, is_alone: bool
+) -> Any:
     """Pull the gradient of what leaves one layer back to what enters it and to its parameters."""
-    d_h, (d_xs, d_closed) = state
-    xs_rest, closed_rest = others
-    rest = jax.tree.map(lambda leaf: None if _is_floating(leaf) else leaf, h)
+    d_h, (d_xs, d_held) = state
+    xs_rest, held_rest = others
+    rest = [None if _is_floating(leaf) else leaf for leaf in h]
 
-    def layer(h: Tree, x: Tree, closed: Any) -> Tree:
-        x = combine(x, _at(xs_rest, at))
-        return _floating(pure(combine(h, rest), x, *combine(closed, closed_rest)))
+    def layer(h: Leaves, x: Leaves, held: Leaves) -> Leaves:
+        return _floating(pure(combine(h, rest), combine(x, _at(xs_rest, at)), combine(held, held_rest)))
 
-    # What runs forward here is dead; the pass of the residuals bears the names of recomputation.
-    _, pull = jax.vjp(jax.checkpoint(layer, prevent_cse=False), _floating(h), _at(moving[0], at), moving[1])
+    # The pass of the residuals bears the names of recomputation; what runs forward here is dead, but for its effects.
+    # Where one layer is all of its group, XLA takes both loops apart, and would find the forward pass's own residuals.
+    again = jax.checkpoint(layer, prevent_cse=is_alone)
+    _, pull = jax.vjp(again, _floating(h), _at(moving[0], at), moving[1])
     d_h, d_x, more = pull(d_h)
-    return d_h, (_written(d_xs, d_x, at), jax.tree.map(jnp.add, d_closed, more))
+    return d_h, (_written(d_xs, d_x, at), jax.tree.map(jnp.add, d_held, more))
+
+
+def _types(tree: Tree) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
 def _at(tree: Tree, at: Any) -> Tree:
@@ -161,10 +198,5 @@ def _floating(tree: Tree) -> Tree:
 
 def _dense(tree: Tree) -> Tree:
     """Make arrays of the gradients that are known to be zero."""
-    return jax.tree.map(lambda leaf: _zeros(leaf.aval) if isinstance(leaf, SymbolicZero) else leaf, tree)
-
-
-def _zeros(aval: Any) -> Any:
-    axes = tuple(sorted(varying_axes(aval)))
-    zeros = jnp.zeros(aval.shape, aval.dtype)
-    return jax.lax.pcast(zeros, axes, to="varying") if axes else zeros
+    full: Any = jax.lax.full_like
+    return jax.tree.map(lambda leaf: full(leaf.aval, 0) if isinstance(leaf, SymbolicZero) else leaf, tree)

@@ -80,9 +80,9 @@ class LayerStack:
             batch: whatever the three functions read.
             remat: False keeps every block's residuals; True recomputes each block in the backward pass; a policy of
                 `jax.checkpoint_policies` recomputes what it does not save.
-            layers_per_remat: with ``remat=True``, of how many blocks one activation is kept. The backward pass computes
-                those between again, a group of blocks at a time: all blocks but the last of each group run forward once
-                more. Then derivatives of reverse mode alone.
+            layers_per_remat: with ``remat=True``, of how many blocks, at most, one activation is kept. The backward
+                pass computes those between again, a group of blocks at a time: all blocks but the last of each group
+                run forward once more. Then derivatives begin with one of reverse mode: JAX refuses `jax.jvp` of it.
 
         Returns:
             The activations, of the shape that `first` and `block` return.
@@ -93,7 +93,8 @@ class LayerStack:
 
         Memory:
             With ``remat=True``, one activation a layer plus one block's residuals; of groups,
-            ``num_layers / layers_per_remat + layers_per_remat`` activations, least for about the root of `num_layers`.
+            ``num_layers / layers_per_remat + layers_per_remat`` activations, least for about the root of `num_layers`
+            (a TPU may keep single layers' float32 inputs in bfloat16, where dots alone read them, and groups' not).
         """
         _check_layers_per_remat(layers_per_remat, remat, num_layers(layers))
         if layers_per_remat > 1:
@@ -195,10 +196,11 @@ def hidden_in_groups(
 
 
 def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:
-    hint = f"about the root of the number of layers takes the fewest bytes: {round(length**0.5)}"
-    expected = f"from 1 to {length}"
+    most = max(length, 1)
+    hint = f"about the root of the number of layers takes the fewest bytes: {round(most**0.5)}"
+    expected = f"from 1 to {most}"
     check_count(f"layers_per_remat: {number!r} is no number of layers", number, 1, expected, hint)
-    if number > length:
+    if number > most:
         problem = "layers_per_remat: a group of more layers than there are"
         raise ConfigError(problem, expected=expected, got=number, hint=hint)
     if number > 1 and remat is not True:

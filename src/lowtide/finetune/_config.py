@@ -450,18 +450,18 @@ def _check_groups(config: FinetuneConfig) -> None:
     if config.layers_per_remat == 1:
         return
     streamed = "parameters" in (config.offload or ())
-    reasons = {
-        "remat = false": (not config.remat, "which recomputes nothing"),
-        "full": (config.full, "whose layers are updated one by one, each from its own input"),
-        "offload of parameters": (streamed, "which streams single layers, each from its own input"),
-    }
-    for name, (holds, why) in reasons.items():
+    reasons = (
+        (not config.remat, "remat = false", "which recomputes nothing", "remat = false"),
+        (config.full, "full", "whose layers are updated one by one, each from its own input", "full"),
+        (streamed, "offload of parameters", "which streams single layers, each from its own input", "parameters"),
+    )
+    for holds, name, why, other in reasons:
         if holds:
             raise ConfigError(
                 f"layers_per_remat contradicts {name}, {why}",
                 expected="layers_per_remat = 1",
                 got=f"layers_per_remat = {config.layers_per_remat}",
-                hint=f"leave layers_per_remat out, or {name.rpartition(' ')[2] if streamed else name}",
+                hint=f"leave layers_per_remat out, or {other}",
             )
 
 

@@ -36,7 +36,11 @@ _FREE = {
 
 
 def jaxpr_flops(jaxpr: Any) -> int:
-    """FLOPs of a jaxpr, open or closed, everything inside included, but for what nothing reads: compilers drop it."""
+    """FLOPs of a jaxpr, open or closed, everything inside included.
+
+    What nothing reads counts nothing, for compilers drop it; of results of a call or a loop that nobody outside reads
+    that is not followed.
+    """
     jaxpr = opened(jaxpr)
     read = set(map(id, jaxpr.outvars))
     total = 0

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core import (
+    Closed,
     PlacementError,
     PlacementWarning,
     StructureError,
@@ -102,7 +103,7 @@ def scan(
     if not length:
         raise StructureError("scan has no layers", expected="at least one", got="0", hint="jax.lax.scan takes none")
     try:
-        pure, closed = jax.closure_convert(body, init, jax.tree.map(entry_shape, xs))
+        closed = Closed(body, init, jax.tree.map(entry_shape, xs))
     except ValueError as error:
         if "memory_space of all inputs passed to" not in str(error):
             raise
@@ -114,7 +115,13 @@ def scan(
             + (f", … ({len(hosted) - 8} more)" if len(hosted) > 8 else ""),
             hint="move it with lt.offload.to_device inside the jitted function",
         ) from error
-    return _differentiable(pure, prefetch=prefetch, inputs_on_host=inputs == "host")(init, xs, tuple(closed))
+    structure = jax.tree.structure(closed.shapes)
+
+    def pure(carry: Tree, x: Tree, *tracers: Any) -> tuple[Tree, Tree]:
+        return structure.unflatten(closed(jax.tree.leaves((carry, x)), tracers))
+
+    run = _differentiable(pure, prefetch=prefetch, inputs_on_host=inputs == "host")
+    return run(init, xs, tuple(closed.tracers))
 
 
 def _check_on_host(xs: Tree) -> None:
