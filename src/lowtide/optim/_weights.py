@@ -156,9 +156,9 @@ def narrowed(
 
 
 def _rounded(goal: Array, key: Array) -> Array:
-    """Round at random; a derivative passes as if nothing were rounded. The difference is exact."""
-    rounded = jax.lax.stop_gradient(round_at_random(goal, key) - goal)
-    return jnp.where(jnp.isfinite(goal), goal + rounded, goal)
+    """Round at random; a derivative passes as if nothing were rounded."""
+    passed = jnp.where(jnp.isfinite(goal), goal - jax.lax.stop_gradient(goal), 0)  # 0, whose derivative is 1
+    return jax.lax.stop_gradient(round_at_random(goal, key)) + passed
 
 
 def _half_distance(x: Array) -> Array:
