@@ -82,7 +82,8 @@ class LayerStack:
                 `jax.checkpoint_policies` recomputes what it does not save.
             layers_per_remat: with ``remat=True``, of how many blocks, at most, one activation is kept. The backward
                 pass computes those between again, a group of blocks at a time: all blocks but the last of each group
-                run forward once more, effects included. Then derivatives begin with one of reverse mode: JAX refuses `jax.jvp` of it.
+                run forward once more, effects included. Then derivatives begin with one of reverse mode: JAX refuses
+                `jax.jvp` of it.
 
         Returns:
             The activations, of the shape that `first` and `block` return.
