@@ -91,8 +91,9 @@ def scan_in_groups(body: Callable[[Tree, Tree], Tree], init: Tree, xs: Tree, siz
 def _in_groups(pure: Callable[..., Leaves], length: int, size: int, moves: Moves) -> Callable[..., Leaves]:
     """Make the operation, of what enters the first layer, and of the layers with what they hold."""
     keep, fetch = moves
-    least, longer = divmod(length, -(-length // size))
-    spans = [_Span(0, longer, least + 1), _Span(longer * (least + 1), -(-length // size) - longer, least)]
+    num_groups = -(-length // size)
+    least, longer = divmod(length, num_groups)
+    spans = [_Span(0, longer, least + 1), _Span(longer * (least + 1), num_groups - longer, least)]
     spans = [span for span in spans if span.num_groups]
 
     @jax.custom_vjp
