@@ -52,6 +52,24 @@ def _kernel(row: Row) -> str:
     return "runs out of memory" * bool(row.get("out_of_memory"))
 
 
+LADDER = "LoRA 1b-4x2048"
+
+
+def ladder(result: Result) -> list[Line]:
+    """A technique more in each line."""
+    rows, lines = result.rows, list[Line]()
+    for name, row in rows.items():
+        found, why = words.speed_and_peak(row), ""
+        if words.speed(row):
+            why = _amiss(row) or ("" if row.get("loss_difference") is None else words.apart(row, {}))
+            found = why or words.joined(
+                found, *[f"{words.gib(row['host_bytes'])} on the host"] * bool(row.get("host_bytes"))
+            )
+        figure = f"{LADDER}, {row.get('rung', name)}: tokens/s and peak"
+        lines.append(Line(figure, "", found, False if why else None, failed=not found))
+    return lines or [Line(f"{LADDER}, a technique more in each step: tokens/s and peak")]
+
+
 LONGEST = "QLoRA of Llama 3.1 8B's shapes on 80 GB"
 
 

@@ -71,6 +71,7 @@ PARTS = (
     Part("qlora", "qlora_peft.py", "QLoRA, DoRA and rsLoRA on Qwen3's shapes beside PEFT with bitsandbytes", 12),
     Part("generate", "generate_time.py", "answers of Qwen3's shapes, dense and a mixture, beside transformers", 12),
     Part("attention", "attention_time.py", "one layer's attention from 4k to 128k tokens, cuDNN's beside blocks", 6),
+    Part("ladder", "ladder_time.py", "one LoRA step on 1B, a technique that saves bytes more in each case", 4),
     Part("longest", "longest_sequence.py", "QLoRA on 8B shapes: the longest sequence in 80 GB", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
     Part("optimizer", "optimizer_time.py", "AdamW's update with state in 8 and 4 bits beside float32", 5),

@@ -26,7 +26,7 @@ import argparse
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ import optax
 import qlora
 from _common import ROOT, header, write
 from _decoders import LLAMA_1B, LLAMA_8B
+from _ladder import RUNGS, Rung
 
 import lowtide as lt
 from lowtide.core import format_bytes
 from lowtide.finetune._offloaded import loss as offloaded_loss
 from lowtide.jaxprs import jaxpr_flops
-from lowtide.models import init, logits, loss
+from lowtide.models import init
 from lowtide.train import analyze_step
 
 Tree = Any
@@ -96,35 +97,9 @@ def lengths(target: str) -> list[dict[str, Any]]:
 # --- ladder --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def all_scores() -> Generator[None]:
-    """Attention that holds all scores, in a ``with`` block."""
-    from lowtide.ops import _attention
-
-    chosen = _attention._best
-    _attention._best = lambda *_: "xla"
-    try:
-        yield
-    finally:
-        _attention._best = chosen
-
-
-def dense_loss(model: Any, batch: Tree) -> tuple[Any, Tree]:
-    """Cross-entropy of all logits at once."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits(model, batch["tokens"]), batch["labels"])
-    return jnp.mean(losses), {}
-
-
 def ladder(target: str) -> list[dict[str, Any]]:
     """A row for each technique, with those before it."""
-    rows = [
-        _step("all scores, all logits", target, dense_loss, all_scores),
-        _step("+ loss in chunks", target, partial(loss, remat=False), all_scores),
-        _step("+ attention by the kernel", target, partial(loss, remat=False)),
-        _step("+ layers run again, in tiles", target, partial(loss, remat=True)),
-        _step("+ layers' inputs on the host", target, partial(offloaded_loss, remat=True, inputs="host")),
-        _step("+ base in nf4", target, partial(offloaded_loss, remat=True, inputs="host"), base="nf4"),
-    ]
+    rows = [_rung(rung, target) for rung in RUNGS.values()]
     for row in rows:
         print(
             f"{row['step']:32} {format_bytes(row['device_bytes']):>10} on the device, "
@@ -136,20 +111,11 @@ def ladder(target: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _step(
-    name: str,
-    target: str,
-    fn: Callable[..., Any],
-    around: Callable[[], Any] = contextlib.nullcontext,
-    base: str | None = None,
-) -> dict[str, Any]:
+def _rung(rung: Rung, target: str) -> dict[str, Any]:
     make = partial(init, LLAMA_1B, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    model = jax.eval_shape(make, key=jax.random.key(0))
-    if base is not None:
-        model = lt.quantize(model, "layers/**/*_proj", base)
-    model = lt.lora.add(model, lt.lora.Config(rank=16, targets="layers/**/*_proj"), key=jax.random.key(1))
+    model = jax.eval_shape(lambda: rung.adapted(make(key=jax.random.key(0)), jax.random.key(1)))
     batch = {leaf: jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) for leaf in ("tokens", "labels")}
-    return {"step": name, **_measured(model, fn, batch, target, around)}
+    return {"step": rung.said, **_measured(model, rung.loss, batch, target, rung.around)}
 
 
 def _measured(

@@ -1,0 +1,67 @@
+"""The ladder: one LoRA step of a decoder, in each rung one technique more. Compiled and timed alike."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import optax
+
+import lowtide as lt
+from lowtide.finetune._offloaded import loss as offloaded_loss
+from lowtide.models import logits, loss
+
+Tree = Any
+RANK = 16
+TARGETS = "layers/**/*_proj"
+
+
+class Rung(NamedTuple):
+    """A step by its loss, what is around its trace, and what its projections are stored in."""
+
+    said: str
+    loss: Callable[[Any, Tree], tuple[Any, Tree]]
+    around: Callable[[], Any] = contextlib.nullcontext
+    base: str | None = None
+
+    def adapted(self, model: Any, key: Any) -> Any:
+        """The model in which the rung trains adapters; below `jax.eval_shape`, too."""
+        model = model if self.base is None else lt.quantize(model, TARGETS, self.base)
+        return lt.lora.add(model, lt.lora.Config(rank=RANK, targets=TARGETS), key=key)
+
+
+@contextlib.contextmanager
+def all_scores() -> Generator[None]:
+    """Attention that holds all scores, in a ``with`` block."""
+    from lowtide.ops import _attention
+
+    chosen = _attention._best
+    _attention._best = lambda *_: "xla"
+    try:
+        yield
+    finally:
+        _attention._best = chosen
+
+
+def dense_loss(model: Any, batch: Tree) -> tuple[Any, Tree]:
+    """Cross-entropy of all logits at once, over the labels that are tokens."""
+    is_token = batch["labels"] >= 0
+    labels = jnp.where(is_token, batch["labels"], 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits(model, batch["tokens"]), labels)
+    return jnp.sum(losses * is_token) / jnp.sum(is_token), {}
+
+
+HOSTED = partial(offloaded_loss, remat=True, inputs="host")
+RUNGS = {
+    "scores": Rung("all scores, all logits", dense_loss, all_scores),
+    "chunks": Rung("+ loss in chunks", partial(loss, remat=False), all_scores),
+    "kernel": Rung("+ attention by the kernel", partial(loss, remat=False)),
+    "remat": Rung("+ layers run again, in tiles", partial(loss, remat=True)),
+    "host": Rung("+ layers' inputs on the host", HOSTED),
+    "nf4": Rung("+ base in nf4", HOSTED, base="nf4"),
+}
+GROUPS = Rung("layers run again, in groups of 4", partial(loss, remat=True, layers_per_remat=4))
+"""Beside the rung of the layers that run again, one at a time."""

@@ -1,0 +1,135 @@
+"""Tokens a second and peak of one LoRA step, a technique more in each case: `long_context.py --part ladder`, run.
+
+    python benchmarks/ladder_time.py [--case remat] [--rehearse]
+
+Llama 3.2 1B's shapes in bfloat16, LoRA of rank 16 on all projections, AdamW, 4 x 2048 tokens; random weights.
+
+    scores  all scores of attention and all logits, everything kept for the backward pass
+    chunks  the loss in chunks of tokens
+    kernel  attention by the device's kernel
+    remat   layers run again, their MLP in tiles
+    host    what enters the layers on the host
+    nf4     the base's projections in nf4
+    groups  as `remat`, four layers at a time
+
+Each row has the bytes that XLA predicts and those at the allocator's peak, also while a step runs alone; how far losses
+are from those of `scores`, and sampled adapters on the mean (Adam moves a number by its gradient's sign, which rounding
+turns where it is small; `nf4` has other weights); and whether
+`lowtide.offload.verify` agrees where something is on the host. The decoder of a user does the first four by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from _decoders import (
+    LLAMA_1B,
+    batch_of,
+    compare,
+    compiled,
+    decoder,
+    host_peak_bytes,
+    keep,
+    memory_may_run_out,
+    placed,
+    sampled,
+    step_peak_bytes,
+    toy,
+)
+from _gpu import main, peak_bytes, timed
+from _ladder import GROUPS, RANK, RUNGS, Rung
+
+import lowtide as lt
+from lowtide.core._compat import called
+
+Tree = Any
+PART = "ladder"
+FIRST = next(iter(RUNGS))
+BATCH_SIZE, SEQ_LEN, LEARNING_RATE, STEPS = 4, 2048, 1e-3, 3
+REHEARSED = "scores", "nf4"
+"""Toys of the other rungs are trained in the tests."""
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".93"}
+
+
+def step_of(rung: Rung, tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """One step of the adapters."""
+
+    def step(trainable: Tree, state: Tree, frozen: Tree, batch: Tree) -> Any:
+        value, grads = jax.value_and_grad(lambda part: rung.loss(lt.combine(part, frozen), batch)[0])(trainable)
+        updates, state = tx.update(grads, state, trainable)
+        return optax.apply_updates(trainable, updates), state, value
+
+    return step
+
+
+def run(name: str, rung: Rung, rehearsal: bool) -> dict[str, Any]:
+    """Train, compare, time."""
+    if rehearsal and name not in REHEARSED:
+        return {"rehearsed_as": "nf4"}
+    config, length = (toy(), 64) if rehearsal else (LLAMA_1B, SEQ_LEN)
+    row: dict[str, Any] = {
+        "rung": rung.said,
+        "model": "toy" if rehearsal else "1b",
+        "method": "lora" if rung.base is None else "qlora",
+        "rank": RANK,
+        "batch_size": BATCH_SIZE,
+        "seq_len": length,
+        "tokens": BATCH_SIZE * length,
+    }
+    with memory_may_run_out(row):
+        measure(row, f"{name}{'-toy' * rehearsal}", rung, config, rehearsal)
+    return {**row, "peak_bytes": peak_bytes(), "host_peak_bytes": host_peak_bytes()}
+
+
+def measure(row: dict[str, Any], name: str, rung: Rung, config: Any, rehearsal: bool) -> None:
+    """Fill a row."""
+    model = rung.adapted(decoder(config, dtype="bfloat16"), jax.random.key(1))
+    trainable, frozen = lt.partition(model, "**/lora_*")
+    del model
+    batch, tx = batch_of(config, BATCH_SIZE, row["seq_len"]), optax.adamw(LEARNING_RATE)
+    held = [trainable, jax.jit(tx.init)(trainable)]
+    row["num_trained"] = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    with rung.around():
+        program = compiled(row, step_of(rung, tx), *held, frozen, batch, donate_argnums=(0, 1))
+    del trainable
+    row["peak_before_bytes"] = peak_bytes()
+    if row["host_bytes"]:
+        row |= verified(program, row["host_bytes"])
+
+    def step() -> Any:
+        held[0], held[1], loss = called(program, *held, frozen, batch)  # JAX 0.10 refuses int4 arrays on a device
+        return loss
+
+    row["losses"] = [float(step()) for _ in range(STEPS)]
+    first = f"{FIRST}{'-toy' * rehearsal}"
+    if name == first:
+        keep(PART, name, row["losses"], sampled(held[0]))
+    elif rung.base is None:
+        found = compare(PART, first, row["losses"], sampled(held[0]))
+        row |= {key: found.get(key) for key in ("compared_with", "loss_difference", "mean_difference")}
+    seconds = timed(step, warmup=2, repeats=2 if rehearsal else 8)
+    row |= {"seconds_per_step": statistics.median(seconds), "step_seconds": seconds}
+    row["tokens_per_second"] = row["tokens"] / row["seconds_per_step"]
+    row["step_peak_bytes"] = step_peak_bytes(step)
+
+
+def verified(program: Any, num_bytes: int) -> dict[str, Any]:
+    """Whether what is to be on the host is there, as `lowtide.offload.verify` says."""
+    try:
+        found = lt.offload.verify(program, {}, host_temp_bytes=num_bytes // 2)
+    except lt.LowtideError as error:
+        return {"verified": False, "verify_error": str(error)[:2000]}
+    return {"verified": True, **placed(found)}
+
+
+CASES: dict[str, Callable[[bool], dict[str, Any]]] = {
+    name: functools.partial(run, name, rung) for name, rung in {**RUNGS, "groups": GROUPS}.items()
+}
+
+if __name__ == "__main__":
+    main(PART, CASES, __doc__, minutes=dict.fromkeys(CASES, 1.5), env=dict.fromkeys(CASES, ENVIRONMENT), together=True)
