@@ -1,12 +1,18 @@
 """Bytes of one step over one sequence, from 4,096 to 131,072 tokens, and what each technique takes off. Never run.
 
-    python benchmarks/long_context.py [--part lengths] [--part ladder] [--part groups] [--part kernel] [--picture FILE]
+    python benchmarks/long_context.py [--part lengths] [--part reach] [--part ladder] [--part groups] [--part kernel]
+        [--picture FILE]
 
 `lengths`: Llama 3.1 8B's shapes in nf4 with embedding and head in 8 bits, rank 32 on all linear layers, what enters
 each layer on the host, compiled for one v5e. Beside each length what a token costs more than at the length before, and
 what the arithmetic of one layer says: in attention's backward pass the layer's input, the cotangent that comes in,
 queries (whose gradient takes their place), the cotangent of attention's result, keys and values, and their gradients in
 float32. What enters the layers is beside it, on the host.
+
+`reach`: Llama 3.1 8B's shapes, one row: the QLoRA step of `longest_sequence.py` (embedding and head in bfloat16) with
+400,000 tokens on one H100, what enters each layer on the host, and every fourth layer alone; and AdamW on all
+parameters in float32, updated inside the backward pass, 262,144 tokens on one v5e, everything on the host, of which
+it takes more than a v5e's has.
 
 `ladder`: one LoRA step of Llama 3.2 1B's shapes, 4 x 4096 tokens, compiled for one v5p: from all scores, all logits and
 everything kept, a technique more in each row. FLOPs are counted on the traced program, bytes accessed on the compiled
@@ -92,6 +98,40 @@ def lengths(target: str) -> list[dict[str, Any]]:
             flush=True,
         )
     return rows
+
+
+# --- reach ---------------------------------------------------------------------------------------------------------
+
+
+def reach(_: str) -> list[dict[str, Any]]:
+    """A row for each step of a long row."""
+    rows: list[dict[str, Any]] = []
+    model, _ = qlora.shapes(LLAMA_8B, "nf4", lt.lora.Config(rank=32, targets="all-linear"), 1)
+    for size in (1, 4):
+        fn = partial(offloaded_loss, remat=True, layers_per_remat=size, inputs="host")
+        report = analyze_step(model, fn, optax.adamw(1e-4), "**/lora_*", _long(400_000), target="h100")
+        rows.append(_reached("QLoRA, rank 32", 400_000, report, layers_per_remat=size))
+    model = jax.eval_shape(partial(init, LLAMA_8B, compute_dtype=jnp.bfloat16), key=jax.random.key(0))
+    place: dict[Any, Any] = dict.fromkeys(("layers", "outer", "opt_state", "inputs"), "host")
+    step = lt.offload.layerwise_step(model.stack, optax.adamw(1e-5), place=place)
+    state, frozen = step.init(model.outer, model.layers)
+    report = lt.memory.analyze(step, state, frozen, _long(262_144), target="v5e:1x1", donate_argnums=0)
+    return [*rows, _reached("all parameters, float32", 262_144, report)]
+
+
+def _long(length: int) -> Tree:
+    return {leaf: jax.ShapeDtypeStruct((1, length), jnp.int32) for leaf in ("tokens", "labels")}
+
+
+def _reached(trains: str, length: int, report: Any, **about: Any) -> dict[str, Any]:
+    row = {"trains": trains, "target": report.target.name, "tokens": length, **about}
+    row |= {"device_bytes": report.device_bytes, "host_bytes": report.host_bytes, "fits": report.fits}
+    print(
+        f"{', '.join(f'{name} {value}' for name, value in row.items() if not name.endswith('bytes'))}: "
+        f"{format_bytes(report.device_bytes)} on the device, {format_bytes(report.host_bytes)} on the host",
+        flush=True,
+    )
+    return row
 
 
 # --- ladder --------------------------------------------------------------------------------------------------------
@@ -238,6 +278,7 @@ def draw(rows: list[dict[str, Any]], path: Path, target: str) -> None:
 
 PARTS: dict[str, tuple[Callable[[str], list[dict[str, Any]]], str]] = {
     "lengths": (lengths, "v5e:1x1"),
+    "reach": (reach, "h100, v5e:1x1"),
     "ladder": (ladder, "v5p:1x1x1"),
     "groups": (groups, "v5e:1x1"),
     "kernel": (kernel, "v5e:1x1"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import lowtide as lt
@@ -18,10 +19,11 @@ import lowtide as lt
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import _ladder  # noqa: E402
 import _summary  # noqa: E402
 import attention_time  # noqa: E402
 import longest_sequence  # noqa: E402
-from _decoders import LLAMA_8B  # noqa: E402
+from _decoders import LLAMA_8B, batch_of  # noqa: E402
 
 sys.path.remove(str(BENCHMARKS))
 
@@ -36,6 +38,7 @@ def state(part: str, rows: dict[str, Any], figure: str) -> tuple[str, str]:
     return line.state, line.found
 
 
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 FAILED = {"ok": False, "error": "ValueError: no"}
 
 CUDNN = good(forward_ms=2.0, both_ms=8.0, both_tflops=480.0, both_peak_bytes=2**30)
@@ -113,6 +116,55 @@ def test_the_longest_sequence_is_one_that_was_trained_on(rows: Any, said: tuple[
         assert each == ("measured", "900 tokens/s, peak 64.00 GiB, 32.00 GiB on the host")
 
 
+RUNG = good(rung="+ loss in chunks", tokens_per_second=900.0, peak_bytes=2**31, host_bytes=0, loss_difference=0.01)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (RUNG, ("measured", "900 tokens/s, peak 2.00 GiB")),
+        (
+            RUNG | {"host_bytes": 2**30, "verified": True},
+            ("measured", "900 tokens/s, peak 2.00 GiB, 1.00 GiB on the host"),
+        ),
+        (RUNG | {"verified": False, "verify_error": "not there\n..."}, ("missed", "not verified: not there")),
+        (RUNG | {"loss_difference": 0.2}, ("missed", "losses apart by 0.2 nats")),
+        (RUNG | {"loss_difference": math.nan}, ("missed", "losses apart by nan nats")),
+        (RUNG | {"losses": [math.nan]}, ("missed", "the loss is no number")),
+        (RUNG | {"loss_difference": None}, ("measured", "900 tokens/s, peak 2.00 GiB")),  # the first has no room
+        (good(rung="+ loss in chunks", out_of_memory=True), ("measured", "runs out of memory")),
+    ],
+)
+def test_a_rung_is_told_unless_it_computes_something_else(row: Any, said: tuple[str, str]) -> None:
+    assert state("ladder", {"chunks": row}, "LoRA 1b-4x2048, + loss in chunks: tokens/s and peak") == said
+
+
+def test_a_ladder_that_failed_or_was_not_measured_is_told() -> None:
+    assert state("ladder", {"chunks": FAILED}, "LoRA 1b-4x2048, chunks") == ("failed", "")
+    assert state("ladder", {}, "LoRA 1b-4x2048, a technique more") == ("not measured", "")
+
+
+def test_rungs_train_the_same() -> None:
+    """Toys of the ladder: gradients of the adapters and the loss, with padding, against the first rung's."""
+    config = dataclasses.replace(LLAMA_8B, **SIZES, num_layers=4, num_heads=4, num_kv_heads=2)
+    model = lt.models.init(config, key=jax.random.key(0))
+    batch = batch_of(config, 2, 24)
+    batch["labels"] = batch["labels"].at[:, 20:].set(-100)
+
+    def gradients(rung: _ladder.Rung) -> Any:
+        trainable, frozen = lt.partition(rung.adapted(model, jax.random.key(1)), "**/lora_*")
+        trainable = jax.tree.map(lambda leaf: leaf + 0.01, trainable)  # beyond zeros, where half of the gradients are
+        with rung.around():
+            return jax.value_and_grad(lambda part: rung.loss(lt.combine(part, frozen), batch)[0])(trainable)
+
+    rungs = {**_ladder.RUNGS, "groups": _ladder.GROUPS}
+    found = {name: jax.device_get(gradients(rung)) for name, rung in rungs.items() if rung.base is None}
+    assert len(found) == len(rungs) - 1
+    for name, each in found.items():
+        for one, other in zip(*map(jax.tree.leaves, (each, found["scores"])), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize(
     "shape",
     [attention_time.Shape(2, 24), attention_time.Shape(1, 24, document=6), attention_time.Shape(3, 24, window=7)],
@@ -167,8 +219,7 @@ def test_a_larger_card_lends_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_drawn_model_is_the_one_that_is_quantised() -> None:
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "head_dim": 16}
-    config = dataclasses.replace(LLAMA_8B, **sizes, num_heads=4, num_kv_heads=2)
+    config = dataclasses.replace(LLAMA_8B, **SIZES, num_layers=2, num_heads=4, num_kv_heads=2)
     model = longest_sequence.model_of(config)
     make = functools.partial(lt.models.init, config, dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     base = lt.quantize(jax.eval_shape(make, key=jax.random.key(0)), "layers/**/*_proj", "nf4")
