@@ -1,16 +1,21 @@
 """Bytes of one LoRA step on Llama shapes, naive beside ours, compiled for chips that are not here. Never run.
 
-    python benchmarks/lora_step.py [--model 1b] [--model 8b] [--target v5p:2x2x1] [--picture docs/images/lora_step.png]
+    python benchmarks/lora_step.py [--model 1b] [--model 8b] [--target v5p:2x2x1] [--further]
+        [--picture docs/images/lora_step.png]
 
 Both steps tune rank-16 adapters on all projections over a bfloat16 base with AdamW, 8 x 2048 tokens (1b) or 1 x 2048
 (8b), every block recomputed in the backward pass, and the chunked loss. The naive one differentiates and optimises the
 whole model with the base behind `stop_gradient`; ours differentiates the adapters. So the difference is only what
 frozen weights cost. Every figure is compiled (XLA's own, for one device).
+
+`--further`: ours with what takes off more where one asks for it: smaller tiles (`tile_tokens` of a decoder), groups of
+layers that run again together (`layers_per_remat`), what enters the layers on the host.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from functools import partial
 from pathlib import Path
@@ -28,6 +33,7 @@ from rich.table import Table
 
 import lowtide as lt
 from lowtide.core import format_bytes
+from lowtide.finetune._offloaded import loss as offloaded_loss
 from lowtide.models import init, loss
 from lowtide.train import analyze_naive, analyze_step
 
@@ -46,17 +52,29 @@ COLORS = {
     "temporaries": "#e9c46a",
     "rest": "#b0b0b0",
 }
+FURTHER: dict[str, tuple[int | None, dict[str, Any]]] = {
+    "tiles of 2,048 tokens": (2048, {}),
+    "groups of 4 layers": (None, {"layers_per_remat": 4}),
+    "both": (2048, {"layers_per_remat": 4}),
+    "layers' inputs on the host": (None, {"inputs": "host"}),
+    "that, tiles of 2,048 tokens": (2048, {"inputs": "host"}),
+}
+"""Tokens of a tile, and what the loss is told."""
+
+
+def step(name: str) -> tuple[Any, Any, str, Any, dict[str, Any]]:
+    """What is compiled: the model with adapters, the loss, the optimizer, what trains, the batch."""
+    config, batch_size = MODELS[name]
+    dtype = jnp.bfloat16
+    base = jax.eval_shape(lambda key: init(config, key=key, dtype=dtype, compute_dtype=dtype), jax.random.key(0))
+    model = lt.lora.add(base, lt.lora.Config(rank=16, targets="layers/**/*_proj"), key=jax.random.key(1))
+    batch = {leaf: jax.ShapeDtypeStruct((batch_size, 2048), jnp.int32) for leaf in ("tokens", "labels")}
+    return model, partial(loss, remat=True), optax.adamw(1e-4), "**/lora_*", batch
 
 
 def measure(name: str, target: str) -> dict[str, Any]:
     """Compile both steps of a model for a target; their bytes per role."""
-    config, batch_size = MODELS[name]
-    dtype = jnp.bfloat16
-    base = jax.eval_shape(lambda key: init(config, key=key, dtype=dtype, compute_dtype=dtype), jax.random.key(0))
-    adapter = lt.lora.Config(rank=16, targets="layers/**/*_proj")
-    model = lt.lora.add(base, adapter, key=jax.random.key(1))
-    batch = {leaf: jax.ShapeDtypeStruct((batch_size, 2048), jnp.int32) for leaf in ("tokens", "labels")}
-    arguments = (model, partial(loss, remat=True), optax.adamw(1e-4), "**/lora_*", batch)
+    arguments, batch_size = step(name), MODELS[name][1]
     reports = {
         "naive": analyze_naive(*arguments, target=target),
         "ours": analyze_step(*arguments, target=target),
@@ -71,6 +89,27 @@ def measure(name: str, target: str) -> dict[str, Any]:
             "fits": report.fits,
         }
     return row
+
+
+def further(name: str, target: str) -> dict[str, dict[str, Any]]:
+    """Compile ours with what takes off more; bytes of device and host."""
+    model, _, *rest = step(name)
+    found: dict[str, dict[str, Any]] = {}
+    for said, (tile_tokens, options) in FURTHER.items():
+        fn = partial(offloaded_loss, **{"remat": True, "inputs": "device", **options})
+        report = analyze_step(dataclasses.replace(model, tile_tokens=tile_tokens), fn, *rest, target=target)
+        found[said] = {"device_bytes": report.device_bytes, "host_bytes": report.host_bytes}
+    return found
+
+
+def show_further(rows: list[dict[str, Any]]) -> None:
+    table = Table("model", "target", "with", "device", "host", title="Ours, and what takes off more")
+    for row in rows:
+        table.add_row(row["model"], row["target"], "", format_bytes(row["ours"]["device_bytes"]), "0 B")
+        for said, sizes in row["further"].items():
+            table.add_row("", "", said, *(format_bytes(sizes[f"{place}_bytes"]) for place in ("device", "host")))
+        table.add_section()
+    Console().print(table)
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -120,11 +159,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=list(MODELS), help="default: both")
     parser.add_argument("--target", default="v5p:2x2x1", help="what to compile for")
+    parser.add_argument("--further", action="store_true", help="also with what takes off more")
     parser.add_argument("--picture", type=Path, help="also draw a PNG (needs the report extra)")
     args = parser.parse_args()
     rows = [measure(name, args.target) for name in args.model or MODELS]
     show(rows)
-    command = f"python benchmarks/lora_step.py --target {args.target}"
+    if args.further:
+        rows = [{**row, "further": further(row["model"], args.target)} for row in rows]
+        show_further(rows)
+    command = f"python benchmarks/lora_step.py --target {args.target}{' --further' * args.further}"
     path = ROOT / "results" / f"lora_step-{args.target.replace(':', '-')}.json"
     write(path, {**header(command), "figures": "compiled", "rows": rows})
     if args.picture:
