@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lowtide.core import LayerStack, StructureError, num_layers
+from lowtide.core import ConfigError, LayerStack, StructureError, num_layers
 
 DIM = 8
 STACK = LayerStack(
@@ -143,5 +144,22 @@ def test_the_shapes_of_a_stack_are_what_its_functions_return() -> None:
 def test_functions_that_do_not_fit_each_other_are_named(functions: dict, text: str) -> None:
     outer, layers, batch = parameters()
     layer = jax.tree.map(lambda leaf: leaf[0], layers)
+    stack = dataclasses.replace(STACK, **functions)
     with pytest.raises(StructureError, match=f"(?s){text}"):
-        dataclasses.replace(STACK, **functions).shapes(outer, layer, batch)
+        stack.shapes(outer, layer, batch)
+    if "block" in functions:  # also where the stack runs
+        for options in ({}, {"remat": True}, {"remat": True, "layers_per_remat": 2}):
+            with pytest.raises(StructureError, match=f"(?s){text}"):
+                stack.apply(outer, layers, batch, **options)
+
+
+@pytest.mark.parametrize("remat", ["yes", None, 1, 0])
+def test_a_remat_that_is_none_is_refused(remat: Any) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)remat: .*True, False or a policy.*hint: "):
+        STACK.apply(*parameters(), remat=remat)
+
+
+def test_an_error_of_a_block_itself_stays_what_it_is() -> None:
+    stack = dataclasses.replace(STACK, block=lambda layer, h, batch: jnp.dot(h, "no"))
+    with pytest.raises(TypeError, match="no"):
+        stack.apply(*parameters())

@@ -73,7 +73,7 @@ def test_the_method_full_is_the_setting_full():
         ({"layers_per_remat": 0}, r"layers_per_remat is out of range(.|\n)*at least 1"),
         (
             {"layers_per_remat": 2, "remat": False},
-            r"contradicts remat = false, which recomputes nothing(.|\n)*hint: leave layers_per_remat out, or remat = f",
+            r"contradicts remat = false, which rec(.|\n)*hint: leave out one of them: layers_per_remat, or remat = f",
         ),
         ({"layers_per_remat": 2, "full": True}, r"contradicts full, whose layers are updated one by one(.|\n)*or full"),
         (

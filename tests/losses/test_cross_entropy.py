@@ -94,7 +94,7 @@ def test_half_precision_inputs_reduce_in_float32():
 
 def test_the_gradient_of_a_mean_keeps_its_scale_in_half_precision():
     h, head, labels = _case(jnp.bfloat16)
-    labels = jnp.abs(labels)
+    labels = jnp.abs(labels) % V
     # 1 / 26 is no bfloat16 number: as a factor of that dtype it would shift every gradient the same way.
     total = jax.jit(jax.grad(functools.partial(losses.chunked_cross_entropy, reduction="sum")))(h, head, labels)
     mean = GRAD(h, head, labels)
@@ -126,7 +126,10 @@ def test_a_label_outside_the_vocabulary_is_loud(wrong):
     h, head, labels = _case()
     labels = np.array(labels)
     labels[0, 0] = wrong
-    assert np.isnan(LOSS(h, head, labels))
+    loss, (dh, dhead) = jax.value_and_grad(LOSS, (0, 1))(h, head, labels)
+    assert np.isnan(loss) and np.isnan(dhead).all()
+    # Of other positions the gradients are what they were.
+    assert np.isnan(dh[0, 0]).all() and np.isfinite(dh[0, 1:]).all() and np.isfinite(dh[1:]).all()
 
 
 def test_a_frozen_head_gets_no_cotangent_even_eagerly():
@@ -247,12 +250,29 @@ def test_bad_input_is_refused_by_name():
         losses.chunked_cross_entropy(h, head, labels, chunk_size=0)
     with pytest.raises(ConfigError, match=r"reduction='avg'(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels, reduction="avg")
-    for option in ({"ignore_index": None}, {"ignore_index": 1.5}):
+    for each in (jnp.int32, jnp.complex64):
+        with pytest.raises(StructureError, match=r"h has to be of a floating-point dtype(.|\n)*hint:"):
+            losses.chunked_cross_entropy(jnp.ones(h.shape, each), head, labels)
+        with pytest.raises(StructureError, match=r"head has to be of a floating-point dtype(.|\n)*hint:"):
+            losses.chunked_cross_entropy(h, jnp.ones(head.shape, each), labels)
+    with pytest.raises(StructureError, match=r"V at least 1(.|\n)*hint:"):
+        losses.chunked_cross_entropy(h, head[:0], labels)
+    for arrays in (([1.0], head, labels), (h, [[1.0]], labels), (h, head, [1, 2])):
+        with pytest.raises(StructureError, match=r"is no array\n(.|\n)*list(.|\n)*hint:"):
+            losses.chunked_cross_entropy(*arrays)
+    for option in ({"ignore_index": None}, {"ignore_index": 1.5}, {"ignore_index": 2**40}):
         with pytest.raises(ConfigError, match=r"ignore_index is an integer(.|\n)*hint:"):
             losses.chunked_cross_entropy(h, head, labels, **option)
     with pytest.raises(ConfigError, match=r"chunk_size=2.5(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head, labels, chunk_size=2.5)
-    for option in ({"soft_cap": 0.0}, {"z_loss": -1e-4}, {"z_loss": float("nan")}, {"z_loss": "1e-4"}):
+    for option in (
+        {"soft_cap": 0.0},
+        {"soft_cap": True},
+        {"z_loss": True},
+        {"z_loss": -1e-4},
+        {"z_loss": float("nan")},
+        {"z_loss": "1e-4"},
+    ):
         with pytest.raises(ConfigError, match=rf"{next(iter(option))} has to be(.|\n)*hint:"):
             losses.chunked_cross_entropy(h, head, labels, **option)
 

@@ -224,8 +224,18 @@ def test_sizes_and_arrays_that_are_none_are_refused() -> None:
     for size in (0, -5, 2.5, True, "3"):
         with pytest.raises(ConfigError, match=rf"size is a number(.|\n)*{size!r}(.|\n)*hint:"):
             over_tokens(mlp, PARAMS, (h, positions), width=WIDTH, size=size)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match=r"of each token by itself(.|\n)*hint:"):
-        over_tokens(lambda _, x: jnp.mean(x[0], axis=1), {}, (h,), width=WIDTH)
+    for size in (None, 4):  # whether there are tiles or not
+        for fn in (lambda _, x: jnp.mean(x[0], axis=1), lambda _, x: jnp.mean(x[0], 1, keepdims=True), lambda _, x: 1):
+            with pytest.raises(ConfigError, match=r"of each token by itself(.|\n)*hint:"):
+                over_tokens(fn, {}, (h,), width=WIDTH, size=size)
+    for options in ({"width": 0}, {"width": None}, {"share": 0}, {"share": "a"}, {"share": -1}, {"share": True}):
+        name, value = next(iter(options.items()))
+        with pytest.raises(ConfigError, match=rf"over_tokens: {name} is (.|\n)*{value!r}(.|\n)*hint:"):
+            over_tokens(mlp, PARAMS, (h, positions), **{"width": WIDTH, **options})
+    with pytest.raises(ConfigError, match=r"params are arrays\n(.|\n)*'gelu'(.|\n)*functools.partial"):
+        over_tokens(mlp, {**PARAMS, "activation": "gelu"}, (h, positions), width=WIDTH)
+    with pytest.raises(ConfigError, match=r"closes over what a program computes(.|\n)*hint: put it into params"):
+        jax.grad(lambda w: over_tokens(lambda _, x: w * x[0], {}, (h,), width=WIDTH, size=4).sum())(2.0)
     for x in ((), (jnp.ones(3),), (h, jnp.ones(12)), (h, jnp.ones((2, 13))), (h, jnp.ones((3, 12))), (h[:0],)):
         with pytest.raises(ConfigError, match=r"rows and tokens(.|\n)*hint:"):
             over_tokens(mlp, PARAMS, x, width=WIDTH)

@@ -89,14 +89,22 @@ class LayerStack:
             The activations, of the shape that `first` and `block` return.
 
         Raises:
-            StructureError: for layers that do not stack.
-            ConfigError: for a `layers_per_remat` that is no number of these layers, or beside another `remat`.
+            StructureError: for layers that do not stack, or a block that does not return what it is given.
+            ConfigError: for a `remat` that is neither a bool nor a policy, a `layers_per_remat` that is no number of
+                these layers, or beside another `remat`.
 
         Memory:
             With ``remat=True``, one activation a layer plus one block's residuals; of groups,
             ``num_layers / layers_per_remat + layers_per_remat`` activations, least for about the root of `num_layers`
             (a TPU may keep single layers' float32 inputs in bfloat16, where dots alone read them, and groups' not).
         """
+        if not (isinstance(remat, bool) or callable(remat)):
+            raise ConfigError(
+                "remat: whether the backward pass computes blocks again, or what of them it does not",
+                expected="True, False or a policy of jax.checkpoint_policies",
+                got=repr(remat),
+                hint="False keeps what blocks make, True what enters them",
+            )
         _check_layers_per_remat(layers_per_remat, remat, num_layers(layers))
         if layers_per_remat > 1:
             return hidden_in_groups(self, outer, layers, batch, layers_per_remat)
@@ -110,7 +118,9 @@ class LayerStack:
         def body(h: Any, layer: Tree) -> tuple[Any, None]:
             return divide(block(layer, h, batch)), None
 
-        return jax.lax.scan(body, divide(self.first(outer, batch)), layers)[0]
+        h = divide(self.first(outer, batch))
+        with _explained(self.block, h, layers, batch):
+            return jax.lax.scan(body, h, layers)[0]
 
     def apply(
         self,
@@ -140,22 +150,7 @@ class LayerStack:
             StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
         """
         h = jax.eval_shape(self.first, outer, batch)
-        after = jax.eval_shape(self.block, layer, h, batch)
-        if jax.tree.structure(h) != jax.tree.structure(after):
-            raise StructureError(
-                "a block returns another tree than it is given",
-                expected=_text(h),
-                got=_text(after),
-                hint="block(layer, h, batch) -> h has to return what first returned, in structure, shape and dtype",
-            )
-        for (path, one), (_, other) in zip(leaves_with_paths(h), leaves_with_paths(after), strict=True):
-            if _text(one) != _text(other):
-                raise StructureError(
-                    f"{path or 'activations'}: a block returns another shape or dtype than it is given",
-                    expected=_text(one),
-                    got=_text(other),
-                    hint="block(layer, h, batch) -> h has to return what first returned; cast its result",
-                )
+        _check_block(self.block, layer, h, batch)
         result: Any = jax.eval_shape(self.last, outer, h, batch)
         if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
             raise StructureError(
@@ -193,7 +188,39 @@ def hidden_in_groups(
     def body(h: Any, layer: Tree) -> Any:
         return divide(block(layer, h, batch))
 
-    return scan_in_groups(body, divide(stack.first(outer, batch)), layers, layers_per_remat, moves)
+    h = divide(stack.first(outer, batch))
+    with _explained(stack.block, h, layers, batch):
+        return scan_in_groups(body, h, layers, layers_per_remat, moves)
+
+
+@contextlib.contextmanager
+def _explained(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[None]:
+    """Of a loop over layers, say by name where it fails since a block does not return what it is given."""
+    try:
+        yield
+    except TypeError:
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+        _check_block(block, layer, h, batch)
+        raise
+
+
+def _check_block(block: Block, layer: Tree, h: Tree, batch: Tree) -> None:
+    h, after = jax.eval_shape(lambda layer, h, batch: (h, block(layer, h, batch)), layer, h, batch)
+    if jax.tree.structure(h) != jax.tree.structure(after):
+        raise StructureError(
+            "a block returns another tree than it is given",
+            expected=_text(h),
+            got=_text(after),
+            hint="block(layer, h, batch) -> h has to return what first returned, in structure, shape and dtype",
+        )
+    for (path, one), (_, other) in zip(leaves_with_paths(h), leaves_with_paths(after), strict=True):
+        if _text(one) != _text(other):
+            raise StructureError(
+                f"{path or 'activations'}: a block returns another shape or dtype than it is given",
+                expected=_text(one),
+                got=_text(other),
+                hint="block(layer, h, batch) -> h has to return what first returned; cast its result",
+            )
 
 
 def _check_layers_per_remat(number: Any, remat: Any, length: int) -> None:

@@ -461,7 +461,7 @@ def _check_groups(config: FinetuneConfig) -> None:
                 f"layers_per_remat contradicts {name}, {why}",
                 expected="layers_per_remat = 1",
                 got=f"layers_per_remat = {config.layers_per_remat}",
-                hint=f"leave layers_per_remat out, or {other}",
+                hint=f"leave out one of them: layers_per_remat, or {other}",
             )
 
 

@@ -9,7 +9,8 @@ divide that axis, too, along ``context``, cut chunks of their own.
 
 Shapes: B batch axes, T sequence, C chunk of the sequence, D model, V vocabulary.
 
-Deviations and limits: first derivatives only; the mean is over all tokens that are not ignored.
+Deviations and limits: reverse mode only (also of gradients, but no `jax.jvp` or `jax.hessian`); the mean is over all
+tokens that are not ignored.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ _Carry = Any
 # Logits of a chunk in float32; fewer tokens would leave a chip waiting for the head, more would gain nothing.
 _LOGIT_BYTES = 2**28
 _LEAST_CHUNK, _MOST_CHUNK = 512, 1024
+_MOST_INDEX = 2**31 - 1
 
 
 class _Options(NamedTuple):
@@ -72,7 +74,7 @@ def chunked_cross_entropy(
         h: activations that enter the head, shape [..., T, D], any floating dtype.
         head: the head, shape [V, D] (an embedding serves as it is), or a `LinearWeight` in its place.
         labels: the class of each position, shape [..., T]. A label outside [0, V) other than `ignore_index` gives
-            NaN.
+            NaN, also in the gradients.
         ignore_index: the label of positions that count neither in the loss nor in the mean.
         chunk_size: how many tokens (over all batch axes) have logits at the same time; at least one position of
             every sequence. None: 1024, and 512 where those have more than 256 MiB of logits.
@@ -82,7 +84,8 @@ def chunked_cross_entropy(
             with; 1e-4 is common, which keeps logits from drifting.
 
     Returns:
-        The loss, a float32 scalar. Logits are formed and reduced in float32.
+        The loss, a float32 scalar. Logits are formed and reduced in float32. Derivatives are of reverse mode: JAX
+        refuses `jax.jvp`, `jax.linearize` and `jax.hessian` of it.
 
     Raises:
         StructureError: when shapes or dtypes do not fit.
@@ -241,12 +244,13 @@ def _chunk_loss(options: _Options, h_BCD: Array, head: Any, labels_BC: Array) ->
         jax.lax.broadcasted_iota(labels_BC.dtype, logits_BCV.shape, logits_BCV.ndim - 1) == labels_BC[..., None]
     )
     gold_BC = jnp.sum(jnp.where(is_gold_BCV, logits_BCV, 0.0), axis=-1)
-    gold_BC = jnp.where((labels_BC >= 0) & (labels_BC < vocabulary), gold_BC, jnp.nan)
     partition_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
     loss_BC = partition_BC - gold_BC
     if options.z_loss:
         loss_BC = loss_BC + options.z_loss * jnp.square(partition_BC)
-    return jnp.sum(jnp.where(keep_BC, loss_BC, 0.0))
+    # Multiplied, so that gradients are NaN as well.
+    is_class_BC = (labels_BC >= 0) & (labels_BC < vocabulary)
+    return jnp.sum(jnp.where(keep_BC, loss_BC, 0.0) * jnp.where(keep_BC & ~is_class_BC, jnp.nan, 1.0))
 
 
 @jax.custom_vjp
@@ -305,19 +309,37 @@ def _vocabulary(h: Array, head: Any) -> int:
 
 
 def _check_logits(soft_cap: Any, z_loss: Any) -> None:
-    if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and 0 < float(soft_cap) < math.inf):
-        raise ConfigError("soft_cap has to be greater than 0", got=soft_cap, hint="None leaves logits as they are")
-    if not (isinstance(z_loss, numbers.Real) and 0 <= float(z_loss) < math.inf):
+    if soft_cap is not None and not (_is_number(soft_cap) and 0 < float(soft_cap) < math.inf):
+        raise ConfigError(
+            "soft_cap has to be greater than 0",
+            expected="a number of Python or NumPy",
+            got=soft_cap,
+            hint="None leaves logits as they are",
+        )
+    if not (_is_number(z_loss) and 0 <= float(z_loss) < math.inf):
         raise ConfigError(
             "z_loss has to be a number of at least 0", got=repr(z_loss), hint="0 adds nothing, 1e-4 is usual"
         )
 
 
-def _check(h: Array, head: Any, labels: Array, chunk_size: Any, reduction: str, ignore_index: Any) -> None:
-    if not isinstance(head, LinearWeight) and (head.ndim != 2 or head.shape[1] != h.shape[-1]):
+def _is_number(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, numbers.Real)
+
+
+def _check(h: Any, head: Any, labels: Any, chunk_size: Any, reduction: str, ignore_index: Any) -> None:
+    is_array = not isinstance(head, LinearWeight | RunningGradient)
+    arrays = {"h": h, "labels": labels, **({"head": head} if is_array else {})}
+    for name, each in arrays.items():
+        if not (hasattr(each, "shape") and hasattr(each, "dtype")):
+            raise StructureError(f"{name} is no array", got=type(each).__name__, hint="jnp.asarray makes one")
+        if name != "labels" and not jnp.issubdtype(each.dtype, jnp.floating):
+            raise StructureError(
+                f"{name} has to be of a floating-point dtype", got=f"{each.dtype}{list(each.shape)}", hint="cast it"
+            )
+    if not isinstance(head, LinearWeight) and (head.shape[1:] != h.shape[-1:] or 0 in head.shape):
         raise StructureError(
             "activations and head do not fit together",
-            expected=f"a head of shape [V, {h.shape[-1]}]",
+            expected=f"a head of shape [V, {h.shape[-1] if h.shape else 'D'}], V at least 1",
             got=f"h {h.shape}, head {head.shape}",
             hint="a head is stored as [vocabulary, model]; transpose it if it is the other way round",
         )
@@ -330,9 +352,11 @@ def _check(h: Array, head: Any, labels: Array, chunk_size: Any, reduction: str, 
         )
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
-    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+    is_index = type(ignore_index) is not bool and isinstance(ignore_index, numbers.Integral)
+    if not is_index or abs(int(ignore_index)) > _MOST_INDEX:
         raise ConfigError(
             "ignore_index is an integer",
+            expected="one of 32 bits",
             got=repr(ignore_index),
             hint="take one that is no label, where no position is ignored",
         )

@@ -11,20 +11,19 @@ Known limits: segments, and windows that differ between layers, are a mask to cu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-import numbers
 import re
 import typing
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
-from ..core import ConfigError, is_count, traced_device
+from ..core import ConfigError, traced_device
 from ..core._compat import has_cudnn
+from ._asked import check, check_arrays, check_causal, check_scale, segments_of
 from ._blocks import attend_in_blocks
 from ._context import over_context
 from ._divided import wide_of
@@ -60,11 +59,14 @@ def attention(
     all tokens of a part of the heads, and gives its results back. Inside of a `jax.shard_map` over that axis nothing is
     sent.
 
+    What a query sees follows from causal masks, windows and segments: there is no mask and no bias of [T, S] (as of
+    ALiBi), which kernels would read from memory; `jax.nn.dot_product_attention` takes them.
+
     Args:
         q: queries.
         k: keys.
         v: values.
-        causal: whether a query sees no key after it; then T is S.
+        causal: whether a query sees no key after it; then T is S. Queries of a decoder with a cache: `attend`.
         segment_ids: documents of a packed row: a query sees keys of its own number alone. Of queries and keys, or one
             array for both where T is S.
         window: how many keys a causal query sees, itself included; None: all before it.
@@ -72,7 +74,8 @@ def attention(
         sinks: for each query head a score of a key without a value.
         scale: what scores are multiplied by; None: ``H ** -0.5``.
         implementation: who computes it: ``"cudnn"``'s kernel or ``"splash"``, JAX's for TPUs; ``"blocks"`` of XLA's
-            operations; ``"xla"`` with all scores at once, which has derivatives of every kind (`jax.jvp`). None: on a
+            operations; ``"xla"`` with all scores at once, which alone has derivatives of forward mode (`jax.jvp`,
+            `jax.linearize`, `jax.hessian`; with the others JAX refuses them of 64 queries and more). None: on a
             GPU cuDNN's where it can, of rows of 16,384 tokens and more not with segments, which it takes as a mask; on
             a TPU splash where it can, of rows of 1,024 tokens and more; else blocks, and of fewer than 64 queries all
             scores. Of several TPUs each has the kernel where a mesh is known that divides rows and heads, of the
@@ -102,22 +105,44 @@ def attention(
         Dao, "FlashAttention-2" (arXiv:2307.08691), for what the kernels compute; Xiao et al., "Efficient Streaming
         Language Models with Attention Sinks" (arXiv:2309.17453).
     """
-    _check(q, k, v, causal, window, soft_cap, sinks)
-    _check_scale(scale)
-    segments = _segments(q, k, segment_ids)
-    sight = Sight(causal=causal, window=window, segments=segments)
+    check_arrays(q, k, v)
+    check_causal(causal, window, q.shape[1], k.shape[1])
+    check_scale(scale)
+    sight = Sight(causal=causal, window=window, segments=segments_of(segment_ids))
     if isinstance(scale, jax.Array):  # it may be traced, or learned
         q, scale = (q.astype(wide_of(q.dtype)) * scale).astype(q.dtype), 1.0
-    scores = Scores(
-        q.shape[-1] ** -0.5 if scale is None else float(scale), None if soft_cap is None else float(soft_cap), sinks
-    )
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), soft_cap, sinks)
     return attend(q, k, v, sight, scores, implementation)
 
 
 def attend(
     q: Array, k: Array, v: Array, sight: Sight, scores: Scores, implementation: Implementation | None = None
 ) -> Array:
-    """Attend as `attention` does, with windows, and a first query, that are known when the program runs."""
+    """Attend as `attention` does, with windows, and a first query, that are known when the program runs.
+
+    Args:
+        q: queries [B, T, N, H]; of a decoder with a cache, of the tokens that are new.
+        k: keys [B, S, K, H].
+        v: values [B, S, K, H].
+        sight: which keys a query sees. A window, and where the first query is among the keys, may be computed by the
+            program, integers without axes, the same for all rows; `jax.vmap` over rows where they differ. A window of
+            what is not causal leaves out keys that are too far before.
+        scores: what becomes of scores.
+        implementation: as in `attention`.
+
+    Raises:
+        ConfigError: as `attention` does. What a program computes is not checked: with a window of 0 a query sees
+            nothing.
+
+    Examples:
+        >>> q, cached = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 16, 4, 8))
+        >>> attend(q, cached, cached, Sight(start=jnp.int32(5)), Scores(8**-0.5)).shape
+        (1, 2, 4, 8)
+    """
+    check(q, k, v, sight, scores)
+    scores = dataclasses.replace(
+        scores, scale=float(scores.scale), soft_cap=None if scores.soft_cap is None else float(scores.soft_cap)
+    )
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
             f"attention: no implementation is called {implementation!r}",
@@ -220,89 +245,3 @@ def _not_by_cudnn(dtype: Any, head_dim: int, scores: Scores) -> str:
     # A GPU that is not here, compiled for without the library: blocks of XLA's operations stand in, and a report counts
     # their bytes.
     return "" if has_cudnn() else "no cuDNN in this process"
-
-
-def _segments(q: Array, k: Array, segment_ids: Any) -> tuple[Array, Array] | None:
-    if segment_ids is None:
-        return None
-    both = segment_ids if isinstance(segment_ids, tuple) else (segment_ids, segment_ids)
-    found: list[Any] = [(getattr(each, "shape", None), getattr(each, "dtype", type(each).__name__)) for each in both]
-    wanted = [q.shape[:2], k.shape[:2]]
-    if [shape for shape, _ in found] != wanted or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in found):
-        raise ConfigError(
-            "attention: segment_ids do not fit",
-            expected=f"integers of shape {wanted[0]} for queries and {wanted[1]} for keys",
-            got=", ".join(f"{dtype}{list(shape or ())}" for shape, dtype in found),
-            hint="one number for each token: its document in the row",
-        )
-    return both
-
-
-def _check_scale(scale: Any) -> None:
-    is_array = isinstance(scale, jax.Array | np.ndarray)
-    if scale is not None and not (scale.shape == () if is_array else isinstance(scale, numbers.Real)):
-        raise ConfigError(
-            "attention: scale is one number",
-            expected="a number, or an array without axes",
-            got=f"{scale.dtype}{list(scale.shape)}" if is_array else repr(scale),
-            hint="multiply the queries by what differs between heads, and pass scale=1.0",
-        )
-    if scale is not None and not (jnp.issubdtype(scale.dtype, jnp.floating) if is_array else math.isfinite(scale)):
-        raise ConfigError(
-            "attention: scale is a finite number",
-            got=repr(scale),
-            hint="leave it out for the usual one, head ** -0.5",
-        )
-
-
-def _check(
-    q: Array, k: Array, v: Array, causal: bool, window: int | None, soft_cap: float | None, sinks: Array | None
-) -> None:
-    shapes = [tuple(each.shape) for each in (q, k, v)]
-    got = ", ".join(f"{each.dtype}{list(each.shape)}" for each in (q, k, v))
-    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape}:
-        raise ConfigError(
-            "attention: queries, keys and values have four axes, none of them empty",
-            expected="[batch, tokens, heads, head], heads after tokens",
-            got=got,
-            hint="reshape the projections; jnp.swapaxes(x, 1, 2) of what has heads first",
-        )
-    (batch, length, heads, dim), (_, num_keys, groups, _) = shapes[:2]
-    if shapes[1] != (batch, num_keys, groups, dim) or shapes[2] != shapes[1] or heads % groups:
-        raise ConfigError(
-            "attention: queries, keys and values do not fit",
-            expected="q [B, T, N, H], k and v [B, S, K, H], and K divides N",
-            got=got,
-            hint="key/value heads that queries share are not repeated",
-        )
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (*_HALF, jnp.float32, jnp.float64):
-        raise ConfigError(
-            "attention: queries, keys and values are of one floating-point dtype",
-            expected="bfloat16, float16, float32 or float64 three times",
-            got=got,
-            hint="cast them: x.astype(q.dtype)",
-        )
-    if causal and length != num_keys:
-        raise ConfigError(
-            "attention: causal attention has as many queries as keys",
-            expected=f"{num_keys} queries",
-            got=length,
-            hint="causal=False and segment_ids for keys that all queries see",
-        )
-    if window is not None and not (causal and is_count(window, 1)):
-        raise ConfigError(
-            "attention: a window is of causal attention, and holds the query itself at least",
-            expected="causal=True and window an integer of at least 1",
-            got=f"causal={causal}, window={window}",
-            hint="leave window out for all keys",
-        )
-    if soft_cap is not None and not (isinstance(soft_cap, numbers.Real) and 0 < soft_cap < math.inf):
-        raise ConfigError("attention: soft_cap is a positive number", got=repr(soft_cap), hint="leave it out for none")
-    shape, dtype = getattr(sinks, "shape", None), getattr(sinks, "dtype", None)
-    if sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
-        raise ConfigError(
-            "attention: sinks are one score for each query head",
-            expected=f"an array [{heads}] of floating-point numbers",
-            got=type(sinks).__name__ if dtype is None else f"{dtype}{list(sinks.shape)}",
-            hint="leave them out for none",
-        )

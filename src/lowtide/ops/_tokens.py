@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jaxtyping import Array
 
 from ..core import (
     CONTEXT,
+    Closed,
     ConfigError,
     LinearWeight,
     Tree,
@@ -76,8 +78,8 @@ def over_tokens(
         What `fn` returns of all tokens.
 
     Raises:
-        ConfigError: for a `size` that is no number of tokens, or on a mesh with explicit axes, for arrays without
-            tokens, and for results without them.
+        ConfigError: for a `size` that is no number of tokens, or on a mesh with explicit axes, for a `width` or `share`
+            that is none, for arrays without tokens, and for results without them.
 
     Memory:
         Of several tiles for the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many
@@ -85,8 +87,9 @@ def over_tokens(
     """
     (leaves, treedef), (arrays, structure) = jax.tree.flatten(params), jax.tree.flatten(x)
     _check(arrays, leaves, size)
+    _check_width(width, share)
     if explicit_mesh((leaves, arrays)) is not None:  # whose arrays of zeros would say how they are divided
-        return fn(params, x)
+        return _untiled(fn, params, x, arrays)
     if token_parts(arrays[0].shape[1], arrays) > 1:
 
         def own(params: Tree, x: Tree) -> Tree:
@@ -99,7 +102,12 @@ def over_tokens(
     else:
         tile = max(1, size // divided_sizes(arrays[0].shape[0], 1)[0])
     if tile >= arrays[0].shape[1]:
-        return fn(params, x)
+        return _untiled(fn, params, x, arrays)
+    if Closed(lambda params, x: fn(params, _tile(x, 0, tile)), params, x).tracers:
+        raise ConfigError(
+            "over_tokens: the function closes over what a program computes, whose gradient would be lost",
+            hint="put it into params, or into x if each token has its own",
+        )
     leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
     return _over_tiles(_Static(fn, treedef, structure, tile), leaves, arrays)
 
@@ -113,6 +121,12 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
             expected="[B, T, ...], or [1, T, ...] after the first, none of them empty",
             got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in arrays) or "no array",
             hint="what has no tokens belongs into params",
+        )
+    if no_arrays := [each for each in leaves if not (hasattr(each, "shape") or isinstance(each, numbers.Number))]:
+        raise ConfigError(
+            "over_tokens: params are arrays",
+            got=repr(no_arrays[0]),
+            hint="bind settings to the function, as functools.partial does",
         )
     if size is None:
         return
@@ -131,12 +145,35 @@ def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> No
         )
 
 
+def _check_width(width: Any, share: Any) -> None:
+    if not is_count(width, 1):
+        raise ConfigError(
+            "over_tokens: width is how many numbers the widest array has of a token",
+            expected="an integer of at least 1",
+            got=repr(width),
+            hint="of a gated MLP its intermediate size",
+        )
+    if type(share) is bool or not isinstance(share, numbers.Real) or not 0 < float(share) <= 1:
+        raise ConfigError(
+            "over_tokens: share is the part of tokens that a weight is multiplied by",
+            expected="a number above 0, at most 1",
+            got=repr(share),
+            hint="experts that a token is sent to, of all",
+        )
+
+
+def _untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, arrays: Sequence[Any]) -> Tree:
+    results = fn(params, x)
+    _check_results(jax.tree.leaves(results), arrays[0].shape[1])
+    return results
+
+
 def _check_results(results: Sequence[Any], length: int) -> None:
-    if any(len(each.shape) < 2 or each.shape[1] != length for each in results):
+    if any(len(getattr(each, "shape", ())) < 2 or each.shape[1] != length for each in results):
         raise ConfigError(
             "over_tokens: the function returns arrays of each token by itself",
             expected=f"[B, {length}, ...]",
-            got=", ".join(str(each.shape) for each in results),
+            got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in results),
             hint="add up over tokens outside of it",
         )
 

@@ -1,0 +1,205 @@
+"""What attention is asked for: refused by name where arrays, masks or scores do not fit each other.
+
+Shapes: B batch, T queries, S keys, N query heads, K key/value heads, H head.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..core import ConfigError, is_count
+from ._sight import Scores, Sight
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+_FROM_A_CACHE = (
+    "queries whose first is at `start` among the keys, as with a cache: "
+    "lowtide.ops.attend(q, k, v, Sight(start=start), Scores(scale)); queries that see all keys: causal=False"
+)
+
+
+def check(q: Array, k: Array, v: Array, sight: Sight, scores: Scores) -> None:
+    """Raise where attention cannot be computed of these, whoever computes it.
+
+    Raises:
+        ConfigError: for what does not fit.
+    """
+    check_arrays(q, k, v)
+    _check_sight(q, k, sight)
+    _check_scores(q.shape[2], scores)
+
+
+def check_arrays(q: Any, k: Any, v: Any) -> None:
+    """Raise where queries, keys and values do not fit.
+
+    Raises:
+        ConfigError: for what does not fit.
+    """
+    got = ", ".join(map(_told, (q, k, v)))
+    shapes: list[Any] = [tuple(getattr(each, "shape", ())) for each in (q, k, v)]
+    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape}:
+        raise ConfigError(
+            "attention: queries, keys and values have four axes, none of them empty",
+            expected="arrays [batch, tokens, heads, head], heads after tokens",
+            got=got,
+            hint="reshape the projections; jnp.swapaxes(x, 1, 2) of what has heads first",
+        )
+    (batch, _, heads, dim), (_, num_keys, groups, _) = shapes[:2]
+    if shapes[1] != (batch, num_keys, groups, dim) or shapes[2] != shapes[1] or heads % groups:
+        raise ConfigError(
+            "attention: queries, keys and values do not fit",
+            expected="q [B, T, N, H], k and v [B, S, K, H], and K divides N",
+            got=got,
+            hint="key/value heads that queries share are not repeated",
+        )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise ConfigError(
+            "attention: queries, keys and values are of one floating-point dtype",
+            expected="bfloat16, float16, float32 or float64 three times",
+            got=got,
+            hint="cast them: x.astype(q.dtype)",
+        )
+
+
+def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> None:
+    """Raise where what `attention` is told of a mask does not fit: it begins with the first key.
+
+    Raises:
+        ConfigError: for what does not fit.
+    """
+    if not isinstance(causal, bool | np.bool_):
+        raise ConfigError(
+            "attention: causal is yes or no",
+            expected="True or False",
+            got=_told(causal),
+            hint="what differs within a program is two calls, or segment_ids",
+        )
+    if causal and num_queries != num_keys:
+        raise ConfigError(
+            "attention: causal attention has as many queries as keys",
+            expected=f"{num_keys} queries",
+            got=num_queries,
+            hint=_FROM_A_CACHE,
+        )
+    if window is not None and not (causal and is_count(window, 1)):
+        is_array = isinstance(window, jax.Array)
+        raise ConfigError(
+            "attention: a window is of causal attention, and holds the query itself at least",
+            expected="causal=True and window an integer of at least 1",
+            got=f"causal={causal}, window={_told(window)}",
+            hint="lowtide.ops.attend(q, k, v, Sight(window=window), Scores(scale)) takes one that a program computes"
+            if is_array
+            else "leave window out for all keys",
+        )
+
+
+def check_scale(scale: Any) -> None:
+    """Raise where the scale is neither None nor a number, of Python, NumPy or a program, which may learn it.
+
+    Raises:
+        ConfigError: for what is none.
+    """
+    if scale is None:
+        return
+    is_array = isinstance(scale, jax.Array | np.ndarray)
+    if not (scale.shape == () if is_array else _is_number(scale)):
+        raise ConfigError(
+            "attention: scale is one number",
+            expected="a number, or an array without axes",
+            got=_told(scale),
+            hint="multiply the queries by what differs between heads, and pass scale=1.0",
+        )
+    if isinstance(scale, jax.Array):
+        is_taken = jnp.issubdtype(scale.dtype, jnp.floating)
+    else:
+        is_taken = np.asarray(scale).dtype.kind in "iuf" and math.isfinite(scale)
+    if not is_taken:
+        raise ConfigError(
+            "attention: scale is a finite number, and in a program of a floating-point dtype",
+            got=_told(scale) if isinstance(scale, jax.Array) else repr(scale),
+            hint="leave it out for the usual one, head ** -0.5",
+        )
+
+
+def segments_of(segment_ids: Any) -> Any:
+    """Return the segments of queries and of keys, of one array for both or of two."""
+    if segment_ids is None or isinstance(segment_ids, tuple):
+        return segment_ids
+    return segment_ids, segment_ids
+
+
+def _check_sight(q: Array, k: Array, sight: Sight) -> None:
+    told: Any = sight
+    if told.window is not None and not (_is_computed(told.window) or is_count(told.window, 1)):
+        raise ConfigError(
+            "attention: a window holds the query itself at least, and is the same for all rows",
+            expected="an integer of at least 1, or an integer array without axes",
+            got=_told(told.window),
+            hint="leave window out for all keys; jax.vmap over rows whose windows differ",
+        )
+    if not (_is_computed(told.start) or is_count(told.start, 0)):
+        raise ConfigError(
+            "attention: start is the place of the first query among the keys, the same for all rows",
+            expected="an integer of at least 0, or an integer array without axes",
+            got=_told(told.start),
+            hint="jax.vmap over rows that begin at places of their own",
+        )
+    if not isinstance(told.causal, bool | np.bool_):
+        raise ConfigError("attention: causal is yes or no", got=_told(told.causal), hint="True or False")
+    if told.segments is None:
+        return
+    both = told.segments if isinstance(told.segments, tuple) else (told.segments,)
+    found: list[Any] = [(getattr(each, "shape", None), getattr(each, "dtype", None)) for each in both]
+    wanted = [q.shape[:2], k.shape[:2]]
+    if [shape for shape, _ in found] != wanted or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in found):
+        raise ConfigError(
+            "attention: segment_ids do not fit",
+            expected=f"integers of shape {wanted[0]} for queries and {wanted[1]} for keys, in a tuple",
+            got=", ".join(map(_told, both)),
+            hint="one number for each token: its document in the row",
+        )
+
+
+def _check_scores(heads: int, scores: Scores) -> None:
+    if not (_is_number(scores.scale) and math.isfinite(scores.scale)):
+        raise ConfigError(
+            "attention: scale is a finite number",
+            got=_told(scores.scale),
+            hint="multiply the queries by one that a program computes, and pass 1.0",
+        )
+    if scores.soft_cap is not None and not (_is_number(scores.soft_cap) and 0 < scores.soft_cap < math.inf):
+        raise ConfigError(
+            "attention: soft_cap is a positive number of Python or NumPy, known when the program is traced",
+            got=_told(scores.soft_cap),
+            hint="leave it out for none",
+        )
+    shape, dtype = getattr(scores.sinks, "shape", None), getattr(scores.sinks, "dtype", None)
+    if scores.sinks is not None and (shape != (heads,) or dtype is None or not jnp.issubdtype(dtype, jnp.floating)):
+        raise ConfigError(
+            "attention: sinks are one score for each query head",
+            expected=f"an array [{heads}] of floating-point numbers",
+            got=_told(scores.sinks),
+            hint="leave them out for none",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is not bool and isinstance(value, numbers.Real)
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a program computes an integer."""
+    return isinstance(value, jax.Array) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+
+
+def _told(value: Any) -> str:
+    """Write an array by its type, all else as it is."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, list | tuple | dict) else repr(value)
