@@ -27,6 +27,11 @@ class Rung(NamedTuple):
     around: Callable[[], Any] = contextlib.nullcontext
     base: str | None = None
 
+    @property
+    def is_hosted(self) -> bool:
+        """Whether what enters the layers waits on the host."""
+        return self.loss is HOSTED
+
     def adapted(self, model: Any, key: Any) -> Any:
         """The model in which the rung trains adapters; below `jax.eval_shape`, too."""
         model = model if self.base is None else lt.quantize(model, TARGETS, self.base)

@@ -167,8 +167,9 @@ def main() -> None:
     if args.further:
         rows = [{**row, "further": further(row["model"], args.target)} for row in rows]
         show_further(rows)
-    command = f"python benchmarks/lora_step.py --target {args.target}{' --further' * args.further}"
-    path = ROOT / "results" / f"lora_step-{args.target.replace(':', '-')}.json"
+    chosen = "".join(f" --model {name}" for name in args.model or ())
+    command = f"python benchmarks/lora_step.py{chosen} --target {args.target}{' --further' * args.further}"
+    path = ROOT / "results" / f"lora_step-{args.target.replace(':', '-')}{'-further' * args.further}.json"
     write(path, {**header(command), "figures": "compiled", "rows": rows})
     if args.picture:
         draw(rows, args.picture)

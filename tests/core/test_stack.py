@@ -160,6 +160,12 @@ def test_a_remat_that_is_none_is_refused(remat: Any) -> None:
 
 
 def test_an_error_of_a_block_itself_stays_what_it_is() -> None:
-    stack = dataclasses.replace(STACK, block=lambda layer, h, batch: jnp.dot(h, "no"))
-    with pytest.raises(TypeError, match="no"):
-        stack.apply(*parameters())
+    outer, layers, batch = parameters()
+    words = {**batch, "activation": "gelu", "width": 4}  # which the functions may read
+    stack = dataclasses.replace(STACK, block=lambda layer, h, batch: jnp.dot(h, batch["activation"]))
+    with pytest.raises(TypeError, match="str") as error:
+        stack.apply(outer, layers, words)
+    assert "_misfit" not in {entry.name for entry in error.traceback}  # the block's own, not one of a second look
+    stack = dataclasses.replace(STACK, block=lambda layer, h, batch: jnp.zeros((batch["width"], DIM + 1)))
+    with pytest.raises(StructureError, match=r"another shape(.|\n)*float32\[4, 9\]"):
+        stack.apply(outer, layers, words)

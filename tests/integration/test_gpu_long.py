@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import lowtide as lt
+from lowtide.ops import _attention, _tokens
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -116,7 +117,8 @@ def test_the_longest_sequence_is_one_that_was_trained_on(rows: Any, said: tuple[
         assert each == ("measured", "900 tokens/s, peak 64.00 GiB, 32.00 GiB on the host")
 
 
-RUNG = good(rung="+ loss in chunks", tokens_per_second=900.0, peak_bytes=2**31, host_bytes=0, loss_difference=0.01)
+RUNG = good(rung="+ loss in chunks", tokens_per_second=900.0, step_peak_bytes=2**31, host_bytes=0, method="lora")
+RUNG |= {"peak_bytes": 2**33, "loss_difference": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,8 @@ RUNG = good(rung="+ loss in chunks", tokens_per_second=900.0, peak_bytes=2**31, 
         (RUNG | {"loss_difference": 0.2}, ("missed", "losses apart by 0.2 nats")),
         (RUNG | {"loss_difference": math.nan}, ("missed", "losses apart by nan nats")),
         (RUNG | {"losses": [math.nan]}, ("missed", "the loss is no number")),
-        (RUNG | {"loss_difference": None}, ("measured", "900 tokens/s, peak 2.00 GiB")),  # the first has no room
+        (RUNG | {"loss_difference": None}, ("measured", "900 tokens/s, peak 2.00 GiB, losses not compared")),
+        (RUNG | {"loss_difference": None, "method": "qlora"}, ("measured", "900 tokens/s, peak 2.00 GiB")),
         (good(rung="+ loss in chunks", out_of_memory=True), ("measured", "runs out of memory")),
     ],
 )
@@ -144,25 +147,47 @@ def test_a_ladder_that_failed_or_was_not_measured_is_told() -> None:
     assert state("ladder", {}, "LoRA 1b-4x2048, a technique more") == ("not measured", "")
 
 
-def test_rungs_train_the_same() -> None:
+def test_rungs_train_the_same_in_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toys of the ladder: gradients of the adapters and the loss, with padding, against the first rung's."""
     config = dataclasses.replace(LLAMA_8B, **SIZES, num_layers=4, num_heads=4, num_kv_heads=2)
-    model = lt.models.init(config, key=jax.random.key(0))
-    batch = batch_of(config, 2, 24)
-    batch["labels"] = batch["labels"].at[:, 20:].set(-100)
+    model = dataclasses.replace(lt.models.init(config, key=jax.random.key(0)), tile_tokens=96)
+    batch = batch_of(config, 2, 80)
+    batch["labels"] = batch["labels"].at[:, 70:].set(-100)
+    used: set[str] = set()
+    for module, name in (
+        (_attention, "attend_in_blocks"),
+        (_attention, "attend_with_scores"),
+        (_tokens, "_over_tiles"),
+    ):
+        monkeypatch.setattr(module, name, noted(used, name, getattr(module, name)))
 
     def gradients(rung: _ladder.Rung) -> Any:
         trainable, frozen = lt.partition(rung.adapted(model, jax.random.key(1)), "**/lora_*")
         trainable = jax.tree.map(lambda leaf: leaf + 0.01, trainable)  # beyond zeros, where half of the gradients are
+        used.clear()
         with rung.around():
-            return jax.value_and_grad(lambda part: rung.loss(lt.combine(part, frozen), batch)[0])(trainable)
+            found = jax.value_and_grad(lambda part: rung.loss(lt.combine(part, frozen), batch)[0])(trainable)
+        return jax.device_get(found), {*used}
 
     rungs = {**_ladder.RUNGS, "groups": _ladder.GROUPS}
-    found = {name: jax.device_get(gradients(rung)) for name, rung in rungs.items() if rung.base is None}
-    assert len(found) == len(rungs) - 1
-    for name, each in found.items():
-        for one, other in zip(*map(jax.tree.leaves, (each, found["scores"])), strict=True):
+    found = {name: gradients(rung) for name, rung in rungs.items() if rung.base is None}
+    assert [rung.is_hosted for rung in rungs.values()] == [name in ("host", "nf4") for name in rungs]
+    assert {name: ways for name, (_, ways) in found.items()} == {
+        **dict.fromkeys(("scores", "chunks"), {"attend_with_scores"}),
+        "kernel": {"attend_in_blocks"},
+        **dict.fromkeys(("remat", "host", "groups"), {"attend_in_blocks", "_over_tiles"}),
+    }
+    for name, (each, _) in found.items():
+        for one, other in zip(*map(jax.tree.leaves, (each, found["scores"][0])), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def noted(used: set[str], name: str, fn: Any) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+        used.add(name)
+        return fn(*args, **options)
+
+    return run
 
 
 @pytest.mark.parametrize(

@@ -253,8 +253,10 @@ def test_bad_input_is_refused_by_name():
     for each in (jnp.int32, jnp.complex64):
         with pytest.raises(StructureError, match=r"h has to be of a floating-point dtype(.|\n)*hint:"):
             losses.chunked_cross_entropy(jnp.ones(h.shape, each), head, labels)
-        with pytest.raises(StructureError, match=r"head has to be of a floating-point dtype(.|\n)*hint:"):
+    for each in (jnp.bool_, jnp.complex64):
+        with pytest.raises(StructureError, match=r"head has to be of real numbers(.|\n)*hint:"):
             losses.chunked_cross_entropy(h, jnp.ones(head.shape, each), labels)
+    losses.chunked_cross_entropy(h, jnp.ones(head.shape, jnp.int8), labels, ignore_index=-(2**31))
     with pytest.raises(StructureError, match=r"V at least 1(.|\n)*hint:"):
         losses.chunked_cross_entropy(h, head[:0], labels)
     for arrays in (([1.0], head, labels), (h, [[1.0]], labels), (h, head, [1, 2])):

@@ -106,7 +106,7 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
     ("shapes", "options", "message"),
     [
         (((2, 4, 2, 8), (2, 4, 2, 8), (2, 4, 8)), {}, r"four axes"),
-        (((2, 0, 2, 8), (2, 0, 2, 8), (2, 0, 2, 8)), {}, r"none of them empty"),
+        (((2, 0, 2, 8), (2, 0, 2, 8), (2, 0, 2, 8)), {}, r"none of them empty but for the first"),
         (((2, 4, 3, 8), (2, 4, 2, 8), (2, 4, 2, 8)), {}, r"do not fit\n.*K divides N"),
         (((2, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8)), {}, r"do not fit"),
         (((2, 4, 2, 8), (2, 4, 2, 8), (2, 4, 2, 4)), {}, r"do not fit"),
@@ -167,7 +167,7 @@ def test_bad_input(shapes: Any, options: Any, message: str) -> None:
         ({"segments": jnp.ones((2, 4), jnp.int32)}, {}, r"segment_ids do not fit"),
         ({"segments": (jnp.ones((2, 4), jnp.int32), jnp.ones((2, 3), jnp.int32))}, {}, r"segment_ids do not fit"),
         ({}, {"soft_cap": 0.0}, r"soft_cap is a positive number"),
-        ({}, {"scale": jnp.float32(1)}, r"scale is a finite number"),
+        ({}, {"scale": jnp.ones(2)}, r"scale is one number"),
         ({}, {"scale": np.nan}, r"scale is a finite number"),
         ({}, {"sinks": jnp.ones(())}, r"one score for each query head"),
         ({}, {"sinks": jnp.ones(3)}, r"one score for each query head"),
@@ -190,6 +190,36 @@ def test_what_is_no_array_or_does_not_fit_is_refused_by_both() -> None:
             lt.ops.attention(*arrays)
         with pytest.raises(ConfigError, match=message):
             lt.ops.attend(*arrays, lt.ops.Sight(), lt.ops.Scores(0.3))
+
+
+def test_what_means_the_same_computes_the_same() -> None:
+    q, k, v = (jnp.asarray(drawn(seed, 2, 70, 2, 8), jnp.float32) for seed in range(3))
+    shared = np.repeat([[1, 2]], [30, 40], axis=1)
+
+    def attended(sight: Any, scores: Any = lt.ops.Scores(0.3)) -> Any:  # noqa: B008
+        return lt.ops.attend(q, k, v, lt.ops.Sight(**sight), scores)
+
+    want = attended({"window": 5, "segments": (np.repeat(shared, 2, 0),) * 2})
+    for window in (np.int64(5), np.array(5), jnp.int32(5)):
+        np.testing.assert_allclose(attended({"window": window, "segments": (shared, shared)}), want, atol=1e-6)
+    for scale in (np.array(0.3), jnp.float32(0.3)):
+        np.testing.assert_allclose(attended({"start": np.array(0)}, lt.ops.Scores(scale)), attended({}), atol=1e-6)
+    np.testing.assert_array_equal(
+        lt.ops.attention(q, k, v, scale=np.asarray(jnp.bfloat16(1))), attended({}, lt.ops.Scores(1))
+    )
+    assert lt.ops.attention(q[:0], k[:0], v[:0]).shape == (0, 70, 2, 8)
+
+
+def test_sizes_may_be_unknown_when_a_program_is_exported() -> None:
+    new, cached = jax.export.symbolic_shape("t, s", constraints=["s >= t", "t >= 1"])
+
+    def step(q: Any, k: Any) -> Any:
+        sight = lt.ops.Sight(start=k.shape[1] - q.shape[1])  # pyright: ignore[reportArgumentType]
+        return lt.ops.attend(q, k, k, sight, lt.ops.Scores(0.3), "xla")
+
+    shapes = [jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32) for length in (new, cached)]
+    exported = jax.export.export(jax.jit(step))(*shapes)
+    assert exported.call(ones(1, 3, 2, 8), ones(1, 9, 2, 8)).shape == (1, 3, 2, 8)
 
 
 def test_rows_of_a_cache_that_begin_at_places_of_their_own_are_mapped() -> None:

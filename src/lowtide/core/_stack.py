@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._checks import check_count
 from ._errors import ConfigError, StructureError
@@ -98,13 +99,14 @@ class LayerStack:
             ``num_layers / layers_per_remat + layers_per_remat`` activations, least for about the root of `num_layers`
             (a TPU may keep single layers' float32 inputs in bfloat16, where dots alone read them, and groups' not).
         """
-        if not (isinstance(remat, bool) or callable(remat)):
+        if not (isinstance(remat, bool | np.bool_) or callable(remat)):
             raise ConfigError(
                 "remat: whether the backward pass computes blocks again, or what of them it does not",
                 expected="True, False or a policy of jax.checkpoint_policies",
                 got=repr(remat),
                 hint="False keeps what blocks make, True what enters them",
             )
+        remat = bool(remat) if isinstance(remat, np.bool_) else remat
         _check_layers_per_remat(layers_per_remat, remat, num_layers(layers))
         if layers_per_remat > 1:
             return hidden_in_groups(self, outer, layers, batch, layers_per_remat)
@@ -150,7 +152,7 @@ class LayerStack:
             StructureError: when `block` does not return what it is given, or `last` no pair of a scalar and metrics.
         """
         h = jax.eval_shape(self.first, outer, batch)
-        _check_block(self.block, layer, h, batch)
+        _check_block(h, jax.eval_shape(self.block, layer, h, batch))
         result: Any = jax.eval_shape(self.last, outer, h, batch)
         if not (isinstance(result, tuple) and len(result) == 2 and _is_loss(result[0])):
             raise StructureError(
@@ -198,14 +200,25 @@ def _explained(block: Block, h: Tree, layers: Tree, batch: Tree) -> Generator[No
     """Of a loop over layers, say by name where it fails since a block does not return what it is given."""
     try:
         yield
-    except TypeError:
-        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-        _check_block(block, layer, h, batch)
+    except TypeError as error:
+        if (misfit := _misfit(block, h, layers, batch)) is not None:
+            raise misfit from error
         raise
 
 
-def _check_block(block: Block, layer: Tree, h: Tree, batch: Tree) -> None:
-    h, after = jax.eval_shape(lambda layer, h, batch: (h, block(layer, h, batch)), layer, h, batch)
+def _misfit(block: Block, h: Tree, layers: Tree, batch: Tree) -> StructureError | None:
+    try:
+        layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
+        # What the functions read of a batch may be no arrays.
+        _check_block(*jax.eval_shape(lambda layer, h: (h, block(layer, h, batch)), layer, h))
+    except StructureError as error:
+        return error
+    except Exception:  # whatever it was, it is told already
+        return None
+    return None
+
+
+def _check_block(h: Tree, after: Tree) -> None:
     if jax.tree.structure(h) != jax.tree.structure(after):
         raise StructureError(
             "a block returns another tree than it is given",

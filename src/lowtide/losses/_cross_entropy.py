@@ -332,9 +332,13 @@ def _check(h: Any, head: Any, labels: Any, chunk_size: Any, reduction: str, igno
     for name, each in arrays.items():
         if not (hasattr(each, "shape") and hasattr(each, "dtype")):
             raise StructureError(f"{name} is no array", got=type(each).__name__, hint="jnp.asarray makes one")
-        if name != "labels" and not jnp.issubdtype(each.dtype, jnp.floating):
+        if name == "h" and not jnp.issubdtype(each.dtype, jnp.floating):
             raise StructureError(
-                f"{name} has to be of a floating-point dtype", got=f"{each.dtype}{list(each.shape)}", hint="cast it"
+                "h has to be of a floating-point dtype", got=f"{each.dtype}{list(each.shape)}", hint="cast it"
+            )
+        if name == "head" and (each.dtype == bool or jnp.issubdtype(each.dtype, jnp.complexfloating)):
+            raise StructureError(
+                "head has to be of real numbers", got=f"{each.dtype}{list(each.shape)}", hint="cast it"
             )
     if not isinstance(head, LinearWeight) and (head.shape[1:] != h.shape[-1:] or 0 in head.shape):
         raise StructureError(
@@ -353,7 +357,7 @@ def _check(h: Any, head: Any, labels: Any, chunk_size: Any, reduction: str, igno
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise StructureError("labels have to be integers", got=labels.dtype, hint="pass class indices, not one-hot")
     is_index = type(ignore_index) is not bool and isinstance(ignore_index, numbers.Integral)
-    if not is_index or abs(int(ignore_index)) > _MOST_INDEX:
+    if not is_index or not -_MOST_INDEX - 1 <= int(ignore_index) <= _MOST_INDEX:
         raise ConfigError(
             "ignore_index is an integer",
             expected="one of 32 bits",

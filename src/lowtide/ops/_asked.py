@@ -43,9 +43,9 @@ def check_arrays(q: Any, k: Any, v: Any) -> None:
     """
     got = ", ".join(map(_told, (q, k, v)))
     shapes: list[Any] = [tuple(getattr(each, "shape", ())) for each in (q, k, v)]
-    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape}:
+    if any(len(shape) != 4 for shape in shapes) or 0 in {size for shape in shapes for size in shape[1:]}:
         raise ConfigError(
-            "attention: queries, keys and values have four axes, none of them empty",
+            "attention: queries, keys and values have four axes, none of them empty but for the first",
             expected="arrays [batch, tokens, heads, head], heads after tokens",
             got=got,
             hint="reshape the projections; jnp.swapaxes(x, 1, 2) of what has heads first",
@@ -100,13 +100,11 @@ def check_causal(causal: Any, window: Any, num_queries: int, num_keys: int) -> N
 
 
 def check_scale(scale: Any) -> None:
-    """Raise where the scale is neither None nor a number, of Python, NumPy or a program, which may learn it.
+    """Raise where the scale is no number, of Python, NumPy or a program, which may learn it.
 
     Raises:
         ConfigError: for what is none.
     """
-    if scale is None:
-        return
     is_array = isinstance(scale, jax.Array | np.ndarray)
     if not (scale.shape == () if is_array else _is_number(scale)):
         raise ConfigError(
@@ -118,7 +116,9 @@ def check_scale(scale: Any) -> None:
     if isinstance(scale, jax.Array):
         is_taken = jnp.issubdtype(scale.dtype, jnp.floating)
     else:
-        is_taken = np.asarray(scale).dtype.kind in "iuf" and math.isfinite(scale)
+        dtype = np.asarray(scale).dtype
+        is_real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+        is_taken = is_real and math.isfinite(float(scale))
     if not is_taken:
         raise ConfigError(
             "attention: scale is a finite number, and in a program of a floating-point dtype",
@@ -136,14 +136,14 @@ def segments_of(segment_ids: Any) -> Any:
 
 def _check_sight(q: Array, k: Array, sight: Sight) -> None:
     told: Any = sight
-    if told.window is not None and not (_is_computed(told.window) or is_count(told.window, 1)):
+    if told.window is not None and not _is_place(told.window, 1):
         raise ConfigError(
             "attention: a window holds the query itself at least, and is the same for all rows",
             expected="an integer of at least 1, or an integer array without axes",
             got=_told(told.window),
             hint="leave window out for all keys; jax.vmap over rows whose windows differ",
         )
-    if not (_is_computed(told.start) or is_count(told.start, 0)):
+    if not _is_place(told.start, 0):
         raise ConfigError(
             "attention: start is the place of the first query among the keys, the same for all rows",
             expected="an integer of at least 0, or an integer array without axes",
@@ -157,7 +157,8 @@ def _check_sight(q: Array, k: Array, sight: Sight) -> None:
     both = told.segments if isinstance(told.segments, tuple) else (told.segments,)
     found: list[Any] = [(getattr(each, "shape", None), getattr(each, "dtype", None)) for each in both]
     wanted = [q.shape[:2], k.shape[:2]]
-    if [shape for shape, _ in found] != wanted or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in found):
+    fits = len(both) == 2 and all(shape in (each, (1, each[1])) for (shape, _), each in zip(found, wanted, strict=True))
+    if not fits or not all(jnp.issubdtype(dtype, jnp.integer) for _, dtype in found):
         raise ConfigError(
             "attention: segment_ids do not fit",
             expected=f"integers of shape {wanted[0]} for queries and {wanted[1]} for keys, in a tuple",
@@ -167,12 +168,7 @@ def _check_sight(q: Array, k: Array, sight: Sight) -> None:
 
 
 def _check_scores(heads: int, scores: Scores) -> None:
-    if not (_is_number(scores.scale) and math.isfinite(scores.scale)):
-        raise ConfigError(
-            "attention: scale is a finite number",
-            got=_told(scores.scale),
-            hint="multiply the queries by one that a program computes, and pass 1.0",
-        )
+    check_scale(scores.scale)
     if scores.soft_cap is not None and not (_is_number(scores.soft_cap) and 0 < scores.soft_cap < math.inf):
         raise ConfigError(
             "attention: soft_cap is a positive number of Python or NumPy, known when the program is traced",
@@ -193,9 +189,12 @@ def _is_number(value: Any) -> bool:
     return type(value) is not bool and isinstance(value, numbers.Real)
 
 
-def _is_computed(value: Any) -> bool:
-    """Whether a program computes an integer."""
-    return isinstance(value, jax.Array) and value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+def _is_place(value: Any, least: int) -> bool:
+    """Whether it is an integer of at least so much, one that a program computes, or a size that is not known yet."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        is_integer = value.shape == () and jnp.issubdtype(value.dtype, jnp.integer)
+        return is_integer and (isinstance(value, jax.Array) or int(value) >= least)
+    return is_count(value, least) or jax.export.is_symbolic_dim(value)
 
 
 def _told(value: Any) -> str:

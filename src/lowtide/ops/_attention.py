@@ -19,11 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ..core import ConfigError, traced_device
 from ..core._compat import has_cudnn
-from ._asked import check, check_arrays, check_causal, check_scale, segments_of
+from ._asked import check, check_arrays, check_causal, segments_of
 from ._blocks import attend_in_blocks
 from ._context import over_context
 from ._divided import wide_of
@@ -68,14 +69,14 @@ def attention(
         v: values.
         causal: whether a query sees no key after it; then T is S. Queries of a decoder with a cache: `attend`.
         segment_ids: documents of a packed row: a query sees keys of its own number alone. Of queries and keys, or one
-            array for both where T is S.
+            array for both where T is S; [1, T] where all rows share them.
         window: how many keys a causal query sees, itself included; None: all before it.
         soft_cap: squashes scores into this range with tanh, before anything is masked.
         sinks: for each query head a score of a key without a value.
         scale: what scores are multiplied by; None: ``H ** -0.5``.
         implementation: who computes it: ``"cudnn"``'s kernel or ``"splash"``, JAX's for TPUs; ``"blocks"`` of XLA's
             operations; ``"xla"`` with all scores at once, which alone has derivatives of forward mode (`jax.jvp`,
-            `jax.linearize`, `jax.hessian`; with the others JAX refuses them of 64 queries and more). None: on a
+            `jax.linearize`, `jax.hessian`): of the others JAX refuses them. None: on a
             GPU cuDNN's where it can, of rows of 16,384 tokens and more not with segments, which it takes as a mask; on
             a TPU splash where it can, of rows of 1,024 tokens and more; else blocks, and of fewer than 64 queries all
             scores. Of several TPUs each has the kernel where a mesh is known that divides rows and heads, of the
@@ -107,11 +108,8 @@ def attention(
     """
     check_arrays(q, k, v)
     check_causal(causal, window, q.shape[1], k.shape[1])
-    check_scale(scale)
     sight = Sight(causal=causal, window=window, segments=segments_of(segment_ids))
-    if isinstance(scale, jax.Array):  # it may be traced, or learned
-        q, scale = (q.astype(wide_of(q.dtype)) * scale).astype(q.dtype), 1.0
-    scores = Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), soft_cap, sinks)
+    scores = Scores(q.shape[-1] ** -0.5 if scale is None else scale, soft_cap, sinks)
     return attend(q, k, v, sight, scores, implementation)
 
 
@@ -140,8 +138,13 @@ def attend(
         (1, 2, 4, 8)
     """
     check(q, k, v, sight, scores)
-    scores = dataclasses.replace(
-        scores, scale=float(scores.scale), soft_cap=None if scores.soft_cap is None else float(scores.soft_cap)
+    scale: Any = scores.scale
+    soft_cap = None if scores.soft_cap is None else float(scores.soft_cap)
+    if isinstance(scale, jax.Array):  # it may be traced, or learned
+        q, scale = (q.astype(wide_of(q.dtype)) * scale).astype(q.dtype), 1.0
+    scores = dataclasses.replace(scores, scale=float(scale), soft_cap=soft_cap)
+    sight = dataclasses.replace(
+        sight, window=_static(sight.window), start=_static(sight.start), segments=_of_all_rows(q.shape[0], sight)
     )
     if implementation not in (None, *typing.get_args(Implementation)):
         raise ConfigError(
@@ -164,7 +167,22 @@ def attend(
             got=why,
             hint='leave implementation out, or take "blocks"',
         )
+    if not q.shape[0]:
+        return q
     return over_context(functools.partial(_attend_by, implementation), q, k, v, sight, scores)
+
+
+def _static(value: Any) -> Any:
+    """Make an integer of NumPy's one of Python."""
+    return int(value) if isinstance(value, np.ndarray | np.integer) else value
+
+
+def _of_all_rows(rows: int, sight: Sight) -> tuple[Array, Array] | None:
+    """Return the segments of each row, where all share those of one."""
+    if sight.segments is None or rows == 1 or all(each.shape[0] == rows for each in sight.segments):
+        return sight.segments
+    queries, keys = (jnp.broadcast_to(each, (rows, each.shape[1])) for each in sight.segments)
+    return (queries, queries) if sight.segments[0] is sight.segments[1] else (queries, keys)
 
 
 def _attend_by(

@@ -52,7 +52,7 @@ class Scores:
     """What becomes of the products of queries and keys."""
 
     scale: float
-    """What they are multiplied by."""
+    """What they are multiplied by; a program may compute it."""
     soft_cap: float | None = None
     """The range that tanh squashes them into."""
     sinks: Array | None = None

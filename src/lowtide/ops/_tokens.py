@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,8 +65,7 @@ def over_tokens(
     their products would make them for each tile.
 
     Args:
-        fn: of parameters and arrays [B or 1, t, ...], to arrays [B, t, ...], each token by itself; it closes over
-            nothing that is traced.
+        fn: of parameters and arrays [B or 1, t, ...], to arrays [B, t, ...], each token by itself.
         params: what it reads beside tokens. Random keys among them (of `jax.random.key`) are made others for each tile.
         x: of the tokens, arrays [B or 1, T, ...], of which the first is of activations [B, T, D].
         width: numbers of the widest array that it makes of a token.
@@ -79,7 +78,8 @@ def over_tokens(
 
     Raises:
         ConfigError: for a `size` that is no number of tokens, or on a mesh with explicit axes, for a `width` or `share`
-            that is none, for arrays without tokens, and for results without them.
+            that is none, for arrays without tokens, for results without them, and inside of a `jax.shard_map` for a
+            function that closes over what all devices have alike.
 
     Memory:
         Of several tiles for the backward pass `params` and `x`. Arrays of the full width of one tile, which has as many
@@ -103,13 +103,27 @@ def over_tokens(
         tile = max(1, size // divided_sizes(arrays[0].shape[0], 1)[0])
     if tile >= arrays[0].shape[1]:
         return _untiled(fn, params, x, arrays)
-    if Closed(lambda params, x: fn(params, _tile(x, 0, tile)), params, x).tracers:
-        raise ConfigError(
-            "over_tokens: the function closes over what a program computes, whose gradient would be lost",
-            hint="put it into params, or into x if each token has its own",
-        )
     leaves, arrays = varied_alike((tuple(leaves), tuple(arrays)))
-    return _over_tiles(_Static(fn, treedef, structure, tile), leaves, arrays)
+    static, captured = _closed(_Static(fn, treedef, structure, tile), leaves, arrays)
+    return _over_tiles(static, (*leaves, *captured), arrays)
+
+
+def _closed(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> tuple[_Static, list[Any]]:
+    """Make leaves of what the function closes over of a program, whose derivatives JAX would not find there."""
+    held = jax.eval_shape(lambda leaves, x: _held(static, leaves, x), list(leaves), list(x))
+    found, captured = dict[int, tuple[Closed, int]](), list[Any]()
+    for size in {static.size, x[0].shape[1] % static.size} - {0}:
+        tile = jax.eval_shape(lambda x, size=size: _tile(x, 0, size), list(x))
+        found[size] = Closed(static, list(leaves), held, jnp.int32(0), tile), len(leaves) + len(captured)
+        captured += found[size][0].tracers
+    (_, alike) = varied_alike((x[0], captured))
+    if any(jax.typeof(one) != jax.typeof(other) for one, other in zip(alike, captured, strict=True)):
+        raise ConfigError(
+            "over_tokens: the function closes over what all devices of a jax.shard_map have alike",
+            got=", ".join(map(str, map(jax.typeof, captured))),
+            hint="put it into params",
+        )
+    return (static._replace(closed=found), captured) if captured else (static, [])
 
 
 def _check(arrays: Sequence[Any], leaves: Sequence[Any], size: int | None) -> None:
@@ -164,15 +178,15 @@ def _check_width(width: Any, share: Any) -> None:
 
 def _untiled(fn: Callable[[Tree, Tree], Tree], params: Tree, x: Tree, arrays: Sequence[Any]) -> Tree:
     results = fn(params, x)
-    _check_results(jax.tree.leaves(results), arrays[0].shape[1])
+    _check_results(jax.tree.leaves(results), *2 * [arrays[0].shape[1]])
     return results
 
 
-def _check_results(results: Sequence[Any], length: int) -> None:
+def _check_results(results: Sequence[Any], length: int, whole: int) -> None:
     if any(len(getattr(each, "shape", ())) < 2 or each.shape[1] != length for each in results):
         raise ConfigError(
             "over_tokens: the function returns arrays of each token by itself",
-            expected=f"[B, {length}, ...]",
+            expected=f"[B, {length}, ...]" + f" of a tile of {length} of {whole} tokens" * (length < whole),
             got=", ".join(str(getattr(each, "shape", type(each).__name__)) for each in results),
             hint="add up over tokens outside of it",
         )
@@ -215,8 +229,20 @@ class _Static(NamedTuple):
     x: Any
     """How tokens are."""
     size: int
+    closed: Mapping[int, tuple[Closed, int]] = {}
+    """By the tokens of a tile all of it, where it closes over what is traced, and where that begins among leaves."""
+
+    @property
+    def num_params(self) -> int:
+        return self.params.num_leaves
 
     def __call__(self, leaves: Sequence[Any], held: list[Array], index: Any, tile: Sequence[Any]) -> Tree:
+        if self.closed:
+            closed, begin = self.closed[tile[0].shape[1]]
+            index = jnp.asarray(index, jnp.int32)
+            given = jax.tree.leaves((list(leaves[: self.num_params]), held, index, list(tile)))
+            results = closed(given, leaves[begin : begin + len(closed.tracers)])
+            return jax.tree.structure(closed.shapes).unflatten(results)
         params = _with_arrays(self.params.unflatten(leaves), held)
         return self.fn(_of_tile(params, index), self.x.unflatten(tile))
 
@@ -227,9 +253,14 @@ def _over_tiles(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) 
 
 
 def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> Tree:
-    shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, x), leaves, x)
-    _check_results(jax.tree.leaves(shapes), x[0].shape[1])
-    results = jax.tree.map(lambda like: like_type([*x, *leaves], like.shape, like.dtype), shapes)
+    length, size = x[0].shape[1], static.size
+    shapes = jax.eval_shape(lambda leaves, x: static(leaves, [], 0, _tile(x, 0, size)), list(leaves), list(x))
+    _check_results(jax.tree.leaves(shapes), size, length)
+
+    def whole(like: Any) -> Array:
+        return like_type([*x, *leaves], (like.shape[0], length, *like.shape[2:]), like.dtype)
+
+    results = jax.tree.map(whole, shapes)
     held = _held(static, leaves, x)
 
     def body(index: Any, start: Any, size: int, results: Tree) -> Tree:
@@ -292,7 +323,8 @@ def _held(static: _Static, leaves: Sequence[Any], x: Sequence[Array]) -> list[Ar
     """Make arrays of the weights in few bits, where there is a loop."""
     if x[0].shape[1] // static.size <= _MOST_UNROLLED:
         return []
-    nodes: list[Any] = jax.tree.leaves(static.params.unflatten(leaves), is_leaf=_is_in_few_bits)
+    own = leaves[: static.num_params]
+    nodes: list[Any] = jax.tree.leaves(static.params.unflatten(own), is_leaf=_is_in_few_bits)
     return [_laid_out(node.dense(x[0].dtype)) for node in nodes if _is_in_few_bits(node)]
 
 
