@@ -246,6 +246,8 @@ def test_functions_may_close_over_what_a_program_computes(length: int) -> None:
     compared(jax.value_and_grad(jax.jit(tiled), (0, 1, 2))(*args))
     compared(jax.value_and_grad(jax.checkpoint(tiled), (0, 1, 2))(*args))
     np.testing.assert_allclose(jax.jit(tiled)(*args), want[0], rtol=1e-4)
+    scaled = jax.grad(lambda scale: tiled(args[0], scale, *args[2:]))(0.7)  # a number of Python
+    np.testing.assert_allclose(scaled, want[1][1], rtol=1e-4)
     several = jax.vmap(tiled, (None, 0, None, None))(args[0], jnp.array([0.7, 0.1]), *args[2:])
     np.testing.assert_allclose(several[0], want[0], rtol=1e-4)
 

@@ -271,7 +271,12 @@ def _results(static: _Static, leaves: tuple[Any, ...], x: tuple[Array, ...]) -> 
 
 def _forward(static: _Static, leaves: Any, x: Any) -> tuple[Tree, Any]:
     wanted = tuple(leaf.perturbed for leaf in leaves)
-    leaves, x = (tuple(leaf.value for leaf in given) for given in (leaves, x))
+    # A number of Python is one of JAX's own here, which is no array.
+    arrays = (
+        [each.value if hasattr(each.value, "shape") else jnp.asarray(each.value) for each in given]
+        for given in (leaves, x)
+    )
+    leaves, x = map(tuple, arrays)
     return _results(static, leaves, x), (leaves, x, wanted)
 
 
