@@ -147,6 +147,7 @@ def test_a_ladder_that_failed_or_was_not_measured_is_told() -> None:
     assert state("ladder", {}, "LoRA 1b-4x2048, a technique more") == ("not measured", "")
 
 
+@pytest.mark.slow
 def test_rungs_train_the_same_in_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toys of the ladder: gradients of the adapters and the loss, with padding, against the first rung's."""
     config = dataclasses.replace(LLAMA_8B, **SIZES, num_layers=4, num_heads=4, num_kv_heads=2)
