@@ -141,6 +141,15 @@ def placed(found: lt.offload.Placement) -> dict[str, Any]:
     return {"placed": {key: getattr(found, key) for key in keys}}
 
 
+def verified(program: Any, num_bytes: int) -> dict[str, Any]:
+    """Whether so much, or half of it, is on the host, as `lowtide.offload.verify` says."""
+    try:
+        found = lt.offload.verify(program, {}, host_temp_bytes=num_bytes // 2)
+    except lt.LowtideError as error:
+        return {"verified": False, "verify_error": str(error)[:2000]}
+    return {"verified": True, **placed(found)}
+
+
 def step_peak_bytes(step: Callable[[], Any]) -> int | None:
     """The most that the allocator held while a step was taken, by asking it all the time: at least so much.
 

@@ -36,11 +36,11 @@ from _decoders import (
     host_peak_bytes,
     keep,
     memory_may_run_out,
-    placed,
     sampled,
     scratch,
     step_peak_bytes,
     toy,
+    verified,
 )
 from _gpu import main, peak_bytes, timed
 from _ladder import GROUPS, RANK, RUNGS, Rung
@@ -119,15 +119,6 @@ def measure(row: dict[str, Any], name: str, rung: Rung, config: Any, rehearsal: 
     row |= {"seconds_per_step": statistics.median(seconds), "step_seconds": seconds}
     row["tokens_per_second"] = row["tokens"] / row["seconds_per_step"]
     row["step_peak_bytes"] = step_peak_bytes(step)
-
-
-def verified(program: Any, num_bytes: int) -> dict[str, Any]:
-    """Whether so much, or half of it, is on the host, as `lowtide.offload.verify` says."""
-    try:
-        found = lt.offload.verify(program, {}, host_temp_bytes=num_bytes // 2)
-    except lt.LowtideError as error:
-        return {"verified": False, "verify_error": str(error)[:2000]}
-    return {"verified": True, **placed(found)}
 
 
 CASES: dict[str, Callable[[bool], dict[str, Any]]] = {

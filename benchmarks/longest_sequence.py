@@ -36,9 +36,9 @@ from _decoders import (
     compiled,
     host_peak_bytes,
     memory_may_run_out,
-    placed,
     scratch,
     toy,
+    verified,
 )
 from _gpu import gpu, main, peak_bytes
 from layerwise_time import host_bytes
@@ -171,15 +171,6 @@ def measure(row: dict[str, Any], config: Any, length: int) -> None:
         seconds.append(time.perf_counter() - started)
     row |= {"losses": losses, "step_seconds": seconds, "seconds_per_step": seconds[-1]}
     row["tokens_per_second"] = length / seconds[-1]
-
-
-def verified(program: Any, num_bytes: int) -> dict[str, Any]:
-    """Whether what enters the layers waits on the host, as `lowtide.offload.verify` says."""
-    try:
-        found = lt.offload.verify(program, {}, host_temp_bytes=num_bytes // 2)
-    except lt.LowtideError as error:
-        return {"verified": False, "verify_error": str(error)[:2000]}
-    return {"verified": True, **placed(found)}
 
 
 # --- what did not fit ----------------------------------------------------------------------------------------------
