@@ -53,24 +53,21 @@ def _kernel(row: Row) -> str:
 
 
 LADDER = "LoRA 1b-4x2048"
-FIRST = "scores"
-"""The rung whose losses those of the others are compared with."""
 
 
 def ladder(result: Result) -> list[Line]:
-    """A technique more in each line, with the peak of a step alone: making the model may take more."""
+    """A technique more in each line, with the peak of a step alone: making the model may take more.
+
+    Losses are compared with those of the first step that fits; in few bits the weights are others.
+    """
     rows, lines = result.rows, list[Line]()
+    base = next((row for row in rows.values() if words.speed(row) and row.get("method") == "lora"), {})
     for name, row in rows.items():
         found, why = words.speed_and_peak({**row, "peak_bytes": row.get("step_peak_bytes")}), ""
         if words.speed(row):
-            difference = row.get("loss_difference")
-            why = _amiss(row) or ("" if difference is None else words.apart(row, {}))
-            alone = name != FIRST and row.get("method") == "lora" and difference is None
-            found = why or words.joined(
-                found,
-                *[f"{words.gib(row['host_bytes'])} on the host"] * bool(row.get("host_bytes")),
-                *["losses not compared"] * alone,
-            )
+            why = _amiss(row) or (words.apart(row, base) if row.get("method") == "lora" else "")
+            on_host = [f"{words.gib(row['host_bytes'])} on the host"] * bool(row.get("host_bytes"))
+            found = why or words.joined(found, *on_host)
         figure = f"{LADDER}, {row.get('rung', name)}: tokens/s and peak"
         lines.append(Line(figure, "", found, False if why else None, failed=not found))
     return lines or [Line(f"{LADDER}, a technique more in each step: tokens/s and peak")]

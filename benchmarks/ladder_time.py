@@ -12,10 +12,9 @@ Llama 3.2 1B's shapes in bfloat16, LoRA of rank 16 on all projections, AdamW, 4 
     nf4     the base's projections in nf4
     groups  as `remat`, four layers at a time
 
-Each row has the bytes that XLA predicts and those at the allocator's peak, also while a step runs alone; how far losses
-are from those of `scores`, and sampled adapters on the mean (Adam moves a number by its gradient's sign, which rounding
-turns where it is small; `nf4` has other weights); and whether
-`lowtide.offload.verify` agrees where something is on the host. The decoder of a user does the first four by itself.
+Each row has the bytes that XLA predicts and those at the allocator's peak, also while a step runs alone; its losses,
+which are those of the first that fits (but for `nf4`, of other weights); and whether `lowtide.offload.verify` agrees
+where something is on the host. The decoder of a user does the first four by itself.
 """
 
 from __future__ import annotations
@@ -30,14 +29,10 @@ import optax
 from _decoders import (
     LLAMA_1B,
     batch_of,
-    compare,
     compiled,
     decoder,
     host_peak_bytes,
-    keep,
     memory_may_run_out,
-    sampled,
-    scratch,
     step_peak_bytes,
     toy,
     verified,
@@ -50,7 +45,6 @@ from lowtide.core._compat import called
 
 Tree = Any
 PART = "ladder"
-FIRST = next(iter(RUNGS))
 BATCH_SIZE, SEQ_LEN, LEARNING_RATE, STEPS = 4, 2048, 1e-3, 3
 REHEARSED = "scores", "remat", "nf4"
 """Toys of the other rungs are trained in the tests."""
@@ -82,14 +76,12 @@ def run(name: str, rung: Rung, rehearsal: bool) -> dict[str, Any]:
         "seq_len": length,
         "tokens": BATCH_SIZE * length,
     }
-    if name == FIRST:  # what an earlier call left is of other code, or of another card
-        (scratch(PART) / f"{FIRST}{'-toy' * rehearsal}.npz").unlink(missing_ok=True)
     with memory_may_run_out(row):
-        measure(row, f"{name}{'-toy' * rehearsal}", rung, config, rehearsal)
+        measure(row, rung, config, rehearsal)
     return {**row, "peak_bytes": peak_bytes(), "host_peak_bytes": host_peak_bytes()}
 
 
-def measure(row: dict[str, Any], name: str, rung: Rung, config: Any, rehearsal: bool) -> None:
+def measure(row: dict[str, Any], rung: Rung, config: Any, rehearsal: bool) -> None:
     """Fill a row."""
     model = rung.adapted(decoder(config, dtype="bfloat16"), jax.random.key(1))
     trainable, frozen = lt.partition(model, "**/lora_*")
@@ -109,12 +101,6 @@ def measure(row: dict[str, Any], name: str, rung: Rung, config: Any, rehearsal: 
         return loss
 
     row["losses"] = [float(step()) for _ in range(STEPS)]
-    first = f"{FIRST}{'-toy' * rehearsal}"
-    if name == first:
-        keep(PART, name, row["losses"], sampled(held[0]))
-    elif rung.base is None:
-        found = compare(PART, first, row["losses"], sampled(held[0]))
-        row |= {key: found.get(key) for key in ("compared_with", "loss_difference", "mean_difference")}
     seconds = timed(step, warmup=2, repeats=2 if rehearsal else 8)
     row |= {"seconds_per_step": statistics.median(seconds), "step_seconds": seconds}
     row["tokens_per_second"] = row["tokens"] / row["seconds_per_step"]

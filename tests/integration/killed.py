@@ -156,7 +156,8 @@ def cut_off(run: Callable[[Callable[[Any], None]], None], num_lines: int, delay:
 def killed(folder: Path, chance: random.Random) -> dict[str, Any]:
     """Kill a child: while it starts, or a moment after one of its steps."""
     before, begun = unfinished(folder), time.monotonic()
-    num_steps, delay = chance.randrange(-1, 8), chance.uniform(0, 0.15)
+    # Beyond twice the steps between checkpoints one is complete, however long writing takes: the next waited for it.
+    num_steps, delay = chance.randrange(-1, 2 * EVERY + 5), chance.uniform(0, 0.15)
     said = cut_off(lambda tell: train(folder, tell), num_steps + 1, delay if num_steps >= 0 else 6 * delay)
     return {
         "restored": said[0] if said else None,

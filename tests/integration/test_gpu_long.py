@@ -118,7 +118,8 @@ def test_the_longest_sequence_is_one_that_was_trained_on(rows: Any, said: tuple[
 
 
 RUNG = good(rung="+ loss in chunks", tokens_per_second=900.0, step_peak_bytes=2**31, host_bytes=0, method="lora")
-RUNG |= {"peak_bytes": 2**33, "loss_difference": 0.01}
+RUNG |= {"peak_bytes": 2**33}
+ABOVE = RUNG | {"losses": [loss + 0.01 for loss in RUNG["losses"]]}
 
 
 @pytest.mark.parametrize(
@@ -130,16 +131,16 @@ RUNG |= {"peak_bytes": 2**33, "loss_difference": 0.01}
             ("measured", "900 tokens/s, peak 2.00 GiB, 1.00 GiB on the host"),
         ),
         (RUNG | {"verified": False, "verify_error": "not there\n..."}, ("missed", "not verified: not there")),
-        (RUNG | {"loss_difference": 0.2}, ("missed", "losses apart by 0.2 nats")),
-        (RUNG | {"loss_difference": math.nan}, ("missed", "losses apart by nan nats")),
+        (RUNG | {"losses": [loss + 0.2 for loss in ABOVE["losses"]]}, ("missed", "losses apart by 0.2 nats")),
         (RUNG | {"losses": [math.nan]}, ("missed", "the loss is no number")),
-        (RUNG | {"loss_difference": None}, ("measured", "900 tokens/s, peak 2.00 GiB, losses not compared")),
-        (RUNG | {"loss_difference": None, "method": "qlora"}, ("measured", "900 tokens/s, peak 2.00 GiB")),
+        (RUNG | {"losses": []}, ("missed", "losses not compared")),
+        (RUNG | {"losses": [9.0], "method": "qlora"}, ("measured", "900 tokens/s, peak 2.00 GiB")),
         (good(rung="+ loss in chunks", out_of_memory=True), ("measured", "runs out of memory")),
     ],
 )
 def test_a_rung_is_told_unless_it_computes_something_else(row: Any, said: tuple[str, str]) -> None:
-    assert state("ladder", {"chunks": row}, "LoRA 1b-4x2048, + loss in chunks: tokens/s and peak") == said
+    rows = {"scores": good(out_of_memory=True), "kernel": ABOVE | {"rung": "above"}, "chunks": row}
+    assert state("ladder", rows, "LoRA 1b-4x2048, + loss in chunks: tokens/s and peak") == said
 
 
 def test_a_ladder_that_failed_or_was_not_measured_is_told() -> None:
