@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import _words as words
 from _lines import Line, Result, Row
 from _processes import reason
-from _summary_long import attention, ladder, longest
+from _summary_long import attention, copies, ladder, longest
 
 BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 SPEED_AIM, PEAK_AIM, OFFLOAD_AIM, ERROR_AIM, OVERHEAD_AIM = 1.3, 0.7, 1.10, 0.03, 0.02
@@ -307,6 +307,7 @@ PARTS: dict[str, tuple[Callable[[Result], list[Line]], str]] = {
     "ladder": (ladder, "ladder_time.py"),
     "longest": (longest, "longest_sequence.py"),
     "offload": (offload, "offload_time.py"),
+    "copies": (copies, "copies_time.py"),
     "optimizer": (optimizer, "optimizer_time.py"),
     "layerwise": (layerwise, "layerwise_time.py"),
     "trainer": (trainer, "trainer_time.py"),

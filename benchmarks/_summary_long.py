@@ -73,6 +73,30 @@ def ladder(result: Result) -> list[Line]:
     return lines or [Line(f"{LADDER}, a technique more in each step: tokens/s and peak")]
 
 
+COPIES = "layers' inputs on the host over the device"
+
+
+def copies(result: Result) -> list[Line]:
+    """What options and orders of a program do to copies beside kernels."""
+    rows, lines = result.rows, list[Line]()
+    base = rows.get("device", {})
+    for name, row in rows.items():
+        ratio, met = words.over(row, base), None
+        if name == "device" or not ("failed" in row or row.get("option_error") or ratio):
+            continue
+        found = ""
+        if row.get("option_error"):
+            found = "an option that is not known here"
+        elif ratio is not None and (found := words.apart(row, base)):
+            met = False
+        elif ratio is not None:
+            share = row.get("overlap", {}).get("hidden_share")
+            under = "" if share is None else f", {words.percent(share)} of the copies under kernels"
+            found = f"{ratio:.2f} × the time{under}{words.mixed(row, base)}"
+        lines.append(Line(f"{COPIES}, {name}", "", found, met, failed=not found))
+    return lines or [Line(f"{COPIES}, by options and order")]
+
+
 LONGEST = "QLoRA of Llama 3.1 8B's shapes on 80 GB"
 
 

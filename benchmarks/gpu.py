@@ -74,6 +74,7 @@ PARTS = (
     Part("ladder", "ladder_time.py", "one LoRA step on 1B, a technique that saves bytes more in each case", 4),
     Part("longest", "longest_sequence.py", "QLoRA on 8B shapes: the longest sequence in 80 GB", 12),
     Part("offload", "offload_time.py", "a step with offloaded activations beside the one on the device", 8),
+    Part("copies", "copies_time.py", "which options and orders of XLA let copies run beside kernels", 3),
     Part("optimizer", "optimizer_time.py", "AdamW's update with state in 8 and 4 bits beside float32", 5),
     Part("layerwise", "layerwise_time.py", "AdamW on all 8 B parameters inside the backward pass", 8),
     Part("trainer", "trainer_time.py", "what Trainer.fit adds to the bare step, LoRA on 1B", 6),

@@ -148,6 +148,25 @@ def test_a_ladder_that_failed_or_was_not_measured_is_told() -> None:
     assert state("ladder", {}, "LoRA 1b-4x2048, a technique more") == ("not measured", "")
 
 
+ON_DEVICE = good(seconds_per_step=1.0)
+AHEAD = good(seconds_per_step=1.25, overlap={"hidden_share": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (AHEAD, ("measured", "1.25 × the time, 50 % of the copies under kernels")),
+        (AHEAD | {"losses": [9.0, 9.0]}, ("missed", "losses apart by 4.5 nats")),
+        (good(option_error="No such option"), ("measured", "an option that is not known here")),
+        (FAILED, ("failed", "")),
+    ],
+)
+def test_copies_are_told_beside_the_step_on_the_device(row: Any, said: tuple[str, str]) -> None:
+    found = state("copies", {"device": ON_DEVICE, "ahead": row}, "layers' inputs on the host over the device, ahead")
+    assert found == said
+    assert state("copies", {}, "layers' inputs on the host over the device, by") == ("not measured", "")
+
+
 @pytest.mark.slow
 def test_rungs_train_the_same_in_their_own_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toys of the ladder: gradients of the adapters and the loss, with padding, against the first rung's."""

@@ -21,6 +21,7 @@ there, of roots here).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,10 @@ from jaxtyping import Array
 
 _MOST_FP8 = 448.0
 _LEAST_FP8 = 2.0**-9 / _MOST_FP8
+
+
+traced_once = functools.partial(jax.jit, static_argnums=1)
+"""Leaves and blocks of one shape share what JAX traces and lowers; XLA puts it where it is called."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,7 @@ _LEVELS = 7
 _POWERS = [10.0 ** (level - _LEVELS + 1) for level in range(_LEVELS)]
 
 
+@traced_once
 def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     most, size = jnp.minimum(jnp.abs(x), 1), 2 if is_positive else 1
     first, last = _middles(size)
@@ -70,6 +76,7 @@ def _encode_dynamic(x: Array, is_positive: bool) -> Array:
     return distance.astype(jnp.uint8)
 
 
+@traced_once
 def _decode_dynamic(codes: Array, is_positive: bool) -> Array:
     size = 2 if is_positive else 1
     signed = codes.astype(jnp.int32) - (0 if is_positive else (1 << _LEVELS) - 1)
@@ -110,12 +117,14 @@ def _by_level(level: Array, values: list[float]) -> Array:
     return found
 
 
+@traced_once
 def _encode_companded(x: Array, is_positive: bool) -> Array:
     if is_positive:
         return jnp.maximum(_nearest(255 * jnp.sqrt(jnp.clip(x, 0, 1))).astype(jnp.int32), _least(x)).astype(jnp.uint8)
     return (_nearest(127 * _companded(x, 1)).astype(jnp.int32) + 127).astype(jnp.uint8)
 
 
+@traced_once
 def _decode_companded(codes: Array, is_positive: bool) -> Array:
     if is_positive:
         return jnp.square(codes.astype(jnp.float32) / 255)
@@ -136,17 +145,20 @@ def _nearest(x: Array) -> Array:
     return jnp.floor(x + 0.5)  # kernels on GPUs know no jnp.round
 
 
+@traced_once
 def _encode_fp8(x: Array, is_positive: bool) -> Array:
     # Roots of second moments have fewer magnitudes.
     x = jnp.maximum(jnp.sqrt(jnp.clip(x, 0, 1)), _LEAST_FP8 * _least(x)) if is_positive else x
     return (x * _MOST_FP8).astype(jnp.float8_e4m3fn)
 
 
+@traced_once
 def _decode_fp8(codes: Array, is_positive: bool) -> Array:
     x = codes.astype(jnp.float32) / _MOST_FP8
     return jnp.square(x) if is_positive else x
 
 
+@traced_once
 def _encode_4bit(x: Array, is_positive: bool) -> Array:
     if is_positive:  # sixteenths of roots, without 0
         codes = jnp.clip(_nearest(16 * jnp.sqrt(jnp.clip(x, 0, 1))), 1, 16) - 9
@@ -155,6 +167,7 @@ def _encode_4bit(x: Array, is_positive: bool) -> Array:
     return codes.astype(jnp.int32).astype(jnp.int4)  # unsigned numbers of 4 bits cannot be stored in checkpoints
 
 
+@traced_once
 def _decode_4bit(codes: Array, is_positive: bool) -> Array:
     found = codes.astype(jnp.int32).astype(jnp.float32)
     return jnp.square((found + 9) / 16) if is_positive else _expanded(found / 7, 2)

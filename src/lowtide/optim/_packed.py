@@ -9,6 +9,7 @@ the same to all of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, UInt32
 
 from ..core import ConfigError
 from ..core._compat import no_derivative
-from ._formats import FORMATS
+from ._formats import FORMATS, traced_once
 
 BFLOAT16 = "bfloat16"
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
@@ -138,6 +139,7 @@ def row_of(shape: tuple[int, ...], format: str) -> tuple[int, ...]:
     return shape[at:]
 
 
+@traced_once
 def scales_of(x: Float[Array, "*axes n"], format: str) -> Float[Array, "*before blocks"]:
     """Return the number of each block that is farthest from 0, float32; NaN where one is not finite.
 
@@ -170,6 +172,7 @@ def is_packed(node: Any) -> bool:
     return isinstance(node, PackedArray)
 
 
+@jax.jit
 def random_bits(x: Float[Array, "*axes"], key: Array) -> UInt32[Array, "*axes"]:
     """Return random bits of float32 numbers and a key, a uint32; the same of the same number.
 
@@ -206,6 +209,7 @@ def _before(shape: tuple[int, ...], row: tuple[int, ...]) -> tuple[int, ...]:
     return shape[: len(shape) - len(row)]
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
 def _spread(scales: Array, block: int, row: tuple[int, ...]) -> Array:
     """Repeat each scale for the numbers of its block."""
     before = scales.shape[:-1]
