@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from _decoders import compare, compiled, keep, memory_may_run_out
 from _gpu import main, overlap, peak_bytes, timed
+from jax.ad_checkpoint import checkpoint_name
 
 Tree = Any
 PART = "copies"
@@ -52,7 +53,7 @@ def scanned(layers: Tree, x: Any, *, on_host: bool) -> Any:
     """The layers with what enters each kept by name."""
 
     def body(h: Any, layer: Tree) -> tuple[Any, None]:
-        return block(jax.ad_checkpoint.checkpoint_name(h, "input"), layer), None
+        return block(checkpoint_name(h, "input"), layer), None
 
     policies = jax.checkpoint_policies
     policy = policies.save_only_these_names("input")
