@@ -61,6 +61,7 @@ def test_an_adapter_that_was_trained_with_dropout_says_which_flag_goes_on(
     adapted(base, config(**going_on, lora_dropout=0.5))
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_path: Path) -> None:
     dropped = {"lora_dropout": 0.5, "lora_init": "pissa", "checkpoint_every": 2, "eval_every": 2}
     whole, tensors = ran(config(**dropped), tmp_path / "whole")
@@ -77,6 +78,7 @@ def test_dropout_goes_on_bit_for_bit_and_is_off_in_evaluation(config: Any, tmp_p
     assert plain[0] == whole[0] and plain[0][2] is not None  # before the first step, dropout or not
 
 
+@pytest.mark.slow
 def test_factors_b_learn_at_a_multiple_of_the_rate(config: Any, tmp_path: Path) -> None:
     model = lora.add(models.init(KINDS["qwen2"], key=jax.random.key(0)), lora.Config(rank=2), key=jax.random.key(1))
     trainable = jax.tree.map(jnp.ones_like, lora_part(model))
@@ -103,6 +105,7 @@ def test_factors_b_learn_at_a_multiple_of_the_rate(config: Any, tmp_path: Path) 
             np.testing.assert_allclose(once[1][name], once[0][name] * (16 if "lora_B" in name else 1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_eva_begins_with_the_first_batches(config: Any, tmp_path: Path) -> None:
     options = {"lora_init": "eva", "quantize": "int8", "lora_dropout": 0.1, "checkpoint_every": 1}
     _, tensors = ran(config(**options, num_steps=1), tmp_path / "run")  # of B alone: while it is zero A has no gradient

@@ -264,6 +264,7 @@ def test_a_larger_card_lends_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "36"  # 32 GiB enter the layers
 
 
+@pytest.mark.slow
 def test_a_drawn_model_is_the_one_that_is_quantised() -> None:
     config = dataclasses.replace(LLAMA_8B, **SIZES, num_layers=2, num_heads=4, num_kv_heads=2)
     model = longest_sequence.model_of(config)

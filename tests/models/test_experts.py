@@ -206,6 +206,7 @@ def test_a_step_computes_no_expert_that_no_token_chose() -> None:
     assert compiled.cost_analysis()["flops"] == pytest.approx(arithmetic, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu_aot
 def test_nor_does_a_gpu_which_computes_an_eighth_more_rows_and_a_step_of_what_is_left() -> None:
     step, args, arithmetic = _step_of_a_mixture()

@@ -154,6 +154,7 @@ def test_rows_are_what_they_are_alone_and_end_where_they_ended():
     assert tuple(models.stream(model, PROMPTS[0], 12, end_tokens=[end], **options)) == ended[0].tokens
 
 
+@pytest.mark.slow
 def test_layers_apart_write_the_same_and_are_refused_where_they_would_be_scanned():
     model = lt.quantize(_model(hidden_size=64), "layers/**/*_proj/weight", "nf4")
     model = lora.add(model, lora.Config(rank=2, targets="**/{q,up}_proj"), key=jax.random.key(2))

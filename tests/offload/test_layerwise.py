@@ -285,6 +285,7 @@ def four_layers() -> Any:
     return stack_report(HOST)
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_device_bytes_do_not_grow_with_the_layers() -> None:
     four, eight = four_layers(), stack_report(HOST, num_layers=8)

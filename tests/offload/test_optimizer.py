@@ -216,6 +216,7 @@ def test_leaf_by_leaf_holds_one_leaf_at_a_time_and_whole_holds_all(tpu_device: A
     assert leaf <= 5 * 16 * MIB < 4 * 32 * MIB <= whole
 
 
+@pytest.mark.slow
 @pytest.mark.tpu_aot
 def test_norms_of_all_leaves_are_folded_before_the_blocks(tpu_device: Any) -> None:
     """MultiSteps clips what it has accumulated on the host: that bound all leaves together."""

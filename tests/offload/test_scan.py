@@ -268,6 +268,7 @@ def test_no_layers_are_refused() -> None:
         scan(lambda h, x: (h, None), jnp.ones(8), to_host({"w": jnp.ones((0, 8, 8))}))
 
 
+@pytest.mark.slow
 def test_integers_may_be_closed_over_by_any_program_and_nothing_of_it_stays() -> None:
     xs = to_host({"w": jnp.full((4, 8, 8), 0.1)})
 

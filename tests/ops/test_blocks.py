@@ -154,6 +154,7 @@ def test_policies_keep_the_result_and_the_sums_of_exponentials(monkeypatch: pyte
     np.testing.assert_allclose(kept, jax.grad(block)(q, k, v), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_transformations_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of gradients, `vmap` over examples, and devices that divide rows by hand."""
     monkeypatch.setattr(_blocks, "block_size", lambda *_: 16)

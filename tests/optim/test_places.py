@@ -249,6 +249,7 @@ def test_an_optimizer_of_nnx_has_it(weights: Any) -> None:
     assert float(jnp.abs(model.kernel[...] - before.kernel[...]).max()) > 0.02
 
 
+@pytest.mark.slow
 def test_a_pipeline_divides_it_and_trains_as_without() -> None:
     config = lt.models.LlamaConfig(
         vocab_size=32, hidden_size=256, intermediate_size=256, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8

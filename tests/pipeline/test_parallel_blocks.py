@@ -218,8 +218,9 @@ def assert_nobody_gathers(text: str, experts: Any) -> None:
     assert "layout_constraint" not in text, "of divided arrays it gathers everything that waits"
 
 
-QUICK = [("expert", "zb-h1", True, False), ("ring", "zb-h1", True, True)]
+QUICK = [("ring", "zb-h1", True, True)]
 OTHERS = [
+    ("expert", "zb-h1", True, False),
     # Each kind with and without types, with and without recomputation; each way to place stages, and to split passes.
     ("expert", "1f1b", False, False),
     ("expert", "zb-v", False, True),

@@ -159,6 +159,7 @@ def adapted() -> Any:
     return lora.add(decoder(7), lora.Config(rank=2, targets=("**/q_proj", "**/up_proj")), key=jax.random.key(1))
 
 
+@pytest.mark.slow
 def test_adapters_over_a_frozen_base_go_on_without_a_pipeline(tmp_path: Path) -> None:
     options: Options = {"wrt": "**/lora_*"}
     first = pipelined("zb-v", 4, model=adapted(), fsdp=1, checkpoint_dir=tmp_path / "run", **options)
