@@ -214,7 +214,8 @@ def optimizer(result: Result) -> list[Line]:
     """Updates with state in few bits."""
     rows, lines = result.rows, list[Line]()
     for name, row in rows.items():
-        base = rows.get("host-float32" if name.startswith("host-") else "float32", {})
+        beside = "host-float32" if name.startswith("host-") else "float32"
+        base = rows.get(beside, {})
         if row is base or name == "float32":
             continue
         found, ratio = "", words.over(row, base)
@@ -225,7 +226,7 @@ def optimizer(result: Result) -> list[Line]:
         elif row.get("out_of_memory"):
             found = "runs out of memory"
         if found or "failed" in row:
-            lines.append(Line(f"AdamW's update of 1.07 B, {name} over float32", "", found, None, "failed" in row))
+            lines.append(Line(f"AdamW's update of 1.07 B, {name} over {beside}", "", found, None, "failed" in row))
     return lines or [Line("AdamW's update with state in 8 bits over float32")]
 
 

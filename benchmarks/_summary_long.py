@@ -82,11 +82,15 @@ def copies(result: Result) -> list[Line]:
     base = rows.get("device", {})
     for name, row in rows.items():
         ratio, met = words.over(row, base), None
-        if name == "device" or not ("failed" in row or row.get("option_error") or ratio):
+        if name == "device":
             continue
         found = ""
         if row.get("option_error"):
             found = "an option that is not known here"
+        elif row.get("out_of_memory"):
+            found = "runs out of memory"
+        elif ratio is None and words.seconds(row) and "failed" not in base:
+            found = "no step on the device to compare it with"
         elif ratio is not None and (found := words.apart(row, base)):
             met = False
         elif ratio is not None:

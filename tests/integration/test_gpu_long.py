@@ -158,12 +158,15 @@ AHEAD = good(seconds_per_step=1.25, overlap={"hidden_share": 0.5})
         (AHEAD, ("measured", "1.25 × the time, 50 % of the copies under kernels")),
         (AHEAD | {"losses": [9.0, 9.0]}, ("missed", "losses apart by 4.5 nats")),
         (good(option_error="No such option"), ("measured", "an option that is not known here")),
+        (good(out_of_memory=True), ("measured", "runs out of memory")),
         (FAILED, ("failed", "")),
     ],
 )
 def test_copies_are_told_beside_the_step_on_the_device(row: Any, said: tuple[str, str]) -> None:
     found = state("copies", {"device": ON_DEVICE, "ahead": row}, "layers' inputs on the host over the device, ahead")
     assert found == said
+    lost = {"device": FAILED, "ahead": AHEAD}
+    assert state("copies", lost, "layers' inputs on the host over the device, ahead") == ("failed", "")
     assert state("copies", {}, "layers' inputs on the host over the device, by") == ("not measured", "")
 
 
