@@ -4,10 +4,10 @@
 
 Sixteen layers of two products in bfloat16, run again in the backward pass: the seconds of loss and gradients of their
 weights, with what enters the layers on the device, and on the host. A layer's arithmetic takes about as long as its
-copy, so that copies that run beside it cost little, and others two thirds of the step.
+copy, so that by arithmetic copies beside it cost little, and others two thirds of the step.
 
     device       on the device
-    host         on the host by `jax.checkpoint`'s policy, as `lowtide.models.loss` and `LayerStack` have it
+    host         on the host by `jax.checkpoint`'s policy for names
     host-NAME    the same program, compiled with an option of XLA
     ahead        written by hand: a layer's input is copied while the next layer runs, and fetched while the one after
                  it does; of such a loop every copy begins where an iteration begins and ends where it ends
