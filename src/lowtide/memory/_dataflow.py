@@ -50,6 +50,7 @@ class Dataflow:
             for source, edge in sources:
                 self.users.setdefault(source, []).append((value, edge))
         self._scopes = {at: graph.scope(at) for at in graph.instructions}
+        self._names_after: dict[int, int | None] = {}
         self._copies = self._origins()
         self._named = self._named_passes()
         self.merged = set[Value]()
@@ -160,10 +161,19 @@ class Dataflow:
         # What a compiler makes of one operation ends in that operation, and its helpers hold no data before; what it
         # moves is what it comes from.
         start = maker or value
-        ways = [([start], self._sources), (self.graph.results(start[0]), self.users)]
+        ways = [lambda: self._nearest_scope([start], self._sources), lambda: self._named_after(start[0])]
         if maker is not None or self.is_constant(value):
             ways.reverse()
-        return next((at for border, step in ways if (at := self._nearest_scope(border, step)) is not None), None)
+        return next((at for way in ways if (at := way()) is not None), None)
+
+    def _named_after(self, at: int) -> int | None:
+        """Return the first instruction with a scope among those that an instruction's results go into, or None.
+
+        Looked for once, since a tuple may be of thousands of arguments.
+        """
+        if at not in self._names_after:
+            self._names_after[at] = self._nearest_scope(self.graph.results(at), self.users)
+        return self._names_after[at]
 
     def _nearest_scope(self, start: list[Value], step: Mapping[Value, Sequence[tuple[Value, Edge]]]) -> int | None:
         """Return the first instruction with a scope among those that a step leads to, or None."""
