@@ -26,10 +26,6 @@ os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KERAS_BACKEND", "jax")
-# Compiling for a TPU takes a third of the time so (the Makefile's choice, as below), and gives nearly the same bytes.
-# Tests of a figure that the documentation promises leave it out.
-if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
-    os.environ.setdefault("JAX_OPTIMIZATION_LEVEL", "O1")
 # Threads of NumPy and PyTorch wait for their next product by spinning, on the core of the other worker.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,7 +42,7 @@ if jax.__version_info__ >= (0, 11):
     UNFUSED = ""
 # What tests give processes of their own that compile for CPUs alone.
 os.environ["QUICK_CPU_FLAGS"] = f"--xla_backend_optimization_level=0 {UNFUSED}".strip()
-if "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
+if IS_UNOPTIMIZED := "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
     flags = os.environ["XLA_FLAGS"]
     os.environ["XLA_FLAGS"] = f"{flags} {UNFUSED}".strip()
     jax.devices("cpu")  # reads the flags, once
@@ -108,6 +104,19 @@ MANY_MAPS = 20_000
 def own_libtpu_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take back what a command has told libtpu: one that another test loads does as it is."""
     monkeypatch.setenv("LIBTPU_INIT_ARGS", os.environ.get("LIBTPU_INIT_ARGS", ""))
+
+
+@pytest.fixture
+def little_optimized() -> Iterator[None]:
+    """Compile for TPUs in a third of the time, where LLVM's optimisations are off, too.
+
+    For tests of what no scheduling of copies and no layout decides; temporaries are those of another schedule.
+    """
+    before = jax.config.jax_optimization_level
+    if IS_UNOPTIMIZED:
+        jax.config.update("jax_optimization_level", "O1")
+    yield
+    jax.config.update("jax_optimization_level", before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -276,6 +276,7 @@ def test_leaves_and_sizes_that_divide_nothing_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_activations_of_a_device_are_an_eighth(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled for one chip and for eight: sequences of 65,536 tokens, whose arrays do not fit into a chip's cache."""
     monkeypatch.undo()

@@ -209,6 +209,7 @@ def test_a_device_holds_its_part_of_the_state(tpu_device):
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_a_step_on_a_mesh_is_compiled_for_a_target_that_is_not_there():
     model = lt.models.init(config(), key=jax.random.key(0))
     rules = ShardingRules(mesh=mesh(), min_bytes=0)

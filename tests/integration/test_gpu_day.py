@@ -466,6 +466,7 @@ def test_a_rehearsal_that_stands_for_another_is_told_apart(stub: Stub) -> None:
 # --- the whole -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_part_can_be_rehearsed(tmp_path: Path) -> None:
     """But those of which test_gpu_peers.py rehearses both sides."""
     parts = [part.name for part in gpu.PARTS if part.name not in ("sft", "qlora", "generate")]

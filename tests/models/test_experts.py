@@ -200,6 +200,7 @@ def _step_of_a_mixture() -> tuple[Any, Any, float]:
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_a_step_computes_no_expert_that_no_token_chose() -> None:
     step, args, arithmetic = _step_of_a_mixture()
     compiled = lt.memory.compile(step, *args, target="v5e").compiled

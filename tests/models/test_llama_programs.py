@@ -105,6 +105,7 @@ def test_a_machine_with_a_gpu_compiles_its_own_attention_for_itself_only(monkeyp
 
 @pytest.mark.tpu_aot
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_optimized")
 def test_attention_over_a_long_sequence_holds_the_scores_of_one_block():
     config = dataclasses.replace(CONFIG, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=64)
     model = jax.eval_shape(lambda key: init(config, key=key), KEY)

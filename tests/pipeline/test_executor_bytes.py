@@ -88,11 +88,13 @@ def assert_flat(of_few: int, of_many: int) -> None:
         *(pytest.param(name, remat, marks=pytest.mark.slow) for name, remat in (("v-min", True), ("auto", False))),
     ],
 )
+@pytest.mark.usefixtures("little_optimized")
 def test_memory_is_flat_in_microbatches(name: str, remat: bool) -> None:
     assert_flat(temporaries(name, 16, remat=remat), temporaries(name, 64, remat=remat))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("little_optimized")
 def test_memory_is_flat_on_a_larger_topology_with_fsdp() -> None:
     few, many = (temporaries("zb-h1", m, topology="v5p:4x4x4", num_ranks=8) for m in (8, 64))
     assert_flat(few, many)
@@ -111,6 +113,7 @@ def test_schedules_stand_in_the_ratios_of_the_papers(name: str, ratio: float) ->
 
 
 @pytest.mark.slow  # values with offloading are in the tests of the executor
+@pytest.mark.usefixtures("little_optimized")
 def test_what_a_policy_offloads_waits_on_the_host() -> None:
     offload = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

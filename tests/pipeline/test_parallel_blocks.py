@@ -351,6 +351,7 @@ def on_a_pod(kind: str, number: int) -> Program:
 @pytest.mark.slow
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("kind", ["expert", "ring"])
+@pytest.mark.usefixtures("little_optimized")
 def test_memory_is_flat_in_microbatches(kind: str) -> None:
     few, many = (on_a_pod(kind, number).report().device.temp_bytes for number in (4, 16))
     assert many <= 1.02 * few

@@ -230,6 +230,7 @@ def test_a_limit_that_chooses_nothing_is_refused(name: str, said: Any, words: st
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_what_is_held_is_what_is_compiled_with_fsdp() -> None:
     """A program without it, of one stage a rank, that recomputes, is below."""
     _, _, report, memory = compiled(SMALL, "v-min", "v5p:2x2x2", num_ranks=4, length=512, remat=False)
@@ -291,6 +292,7 @@ def test_what_the_compiler_divides_by_itself_is_counted_in_part(is_tensor: bool)
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_what_is_held_is_what_is_compiled_where_each_device_is_a_stage_that_recomputes() -> None:
     """`benchmarks/pipeline_memory.py --large` compiles a model of 8 billion parameters: that takes minutes."""
     _, _, report, memory = compiled(SMALL, "zb-h1", "v5p:2x2x2", num_ranks=8, length=512, remat=True)

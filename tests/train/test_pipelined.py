@@ -395,6 +395,7 @@ def test_a_step_that_is_refused_says_what_each_rank_would_hold() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_the_step_compiles_for_a_pod_that_is_not_there() -> None:
     trainer = pipelined("zb-v", 8, tx=optax.adamw(1e-3))
     report = trainer.memory(batches(1)[0], target="v5p:2x2x2")

@@ -243,6 +243,7 @@ def test_a_layerwise_step_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_activations_take_half_the_bytes_on_a_tpu() -> None:
     width, depth, rows = 128, 5, 2**16
     params = {f"w{at}": jnp.zeros((width, width)) for at in range(depth)}

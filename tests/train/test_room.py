@@ -122,6 +122,7 @@ def test_stages_that_leave_nothing_have_one_schedule() -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_another_target_has_a_schedule_of_its_own() -> None:
     """What is compiled for it is what would run there."""
     batch = {"x": jax.ShapeDtypeStruct((8 * 2**13, WIDTH), jnp.float32)}
