@@ -30,7 +30,8 @@ test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW
 # Without LLVM's optimisations (and what tests/conftest.py leaves out with them) CPU programs compile in less time.
 UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 # With the slow ones, what computes numbers of its own and the programs of the documentation run as users compile them.
-AS_USERS := tests/core tests/losses tests/adapters/test_lora.py tests/models/test_llama.py tests/test_project.py
+AS_USERS := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
+	tests/models/test_llama.py tests/test_project.py
 MARKED := not peers and not gpu
 # No tests (5) is no failure: PYTEST_ARGS="-k units" may choose some of one of the two runs alone.
 OR_NONE := || [ $$? -eq 5 ]

@@ -163,6 +163,7 @@ def test_blocks_of_other_kinds(block: Any, shapes: dict[str, Any], h: Any) -> No
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("v5e", marks=[pytest.mark.tpu_aot, pytest.mark.slow])])
+@pytest.mark.usefixtures("little_optimized")
 def test_it_keeps_an_activation_of_each_group_and_of_the_layers_of_one_and_copies_no_parameters(target: str) -> None:
     stack = LayerStack(
         first=lambda outer, batch: batch,

@@ -52,7 +52,8 @@ def arrays(groups: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_all_scores(kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_blocks, "block_size", lambda *_: min(size, LENGTH))
-    for groups in (1, 2, 4):
+    # Of how many heads share keys no mask knows: the first kind and the one of all at once have every number of them.
+    for groups in (1, 2, 4) if kind in ("causal", "all of it") else (2,):
         given = (*arrays(groups), jnp.asarray(SINKS))
         (value, out), grads = loss_of(_blocks.attend_in_blocks, *KINDS[kind])(*given)
         (want, wanted_out), wanted = loss_of(of_all_scores, *KINDS[kind])(*given)
