@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test pytest quick lint format docs peers versions bench clean
+.PHONY: help finetune test pytest quick lint format docs peers compare ray versions bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
@@ -75,8 +75,12 @@ docs: $(VENV)/.installed-docs ## Build the documentation into site/; every warni
 # Ray by itself: its clusters find each other on a machine, and its patience does not grow with what runs beside it.
 RAY := tests/integration/test_ray.py
 
-peers: $(VENV)/.installed-peers ## Compare with torch, transformers and PEFT; train on Ray.
+peers: compare ray ## Compare with torch, transformers and PEFT; train on Ray.
+
+compare: $(VENV)/.installed-peers
 	$(UNOPTIMIZED) $(BIN)/python -m pytest -m peers $(PYTEST_ARGS) --ignore $(RAY)
+
+ray: $(VENV)/.installed-peers
 	$(BIN)/python -m pytest -m peers $(RAY)
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).

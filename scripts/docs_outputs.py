@@ -25,12 +25,14 @@ import contextlib
 import dataclasses
 import io
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +189,13 @@ def _wrapped(line: str) -> list[str]:
 _done: dict[str, tuple[list[Block], Done]] = {}
 
 
+def _timed_page(name: str, blocks: list[Block]) -> Done:
+    started = time.monotonic()
+    done = run_page(name, blocks)
+    logging.getLogger(f"mkdocs.hooks.{__name__}").info("%s ran in %.0f s", name, time.monotonic() - started)
+    return done
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Run every page that has something to run, one on each core at a time, and add the files they link to."""
     from mkdocs.exceptions import PluginError
@@ -196,7 +205,7 @@ def on_files(files: Any, config: Any) -> Any:
     blocks = {uri: found for uri in text if (found := [block for _, block in blocks_of(text[uri])])}
     changed = [uri for uri in blocks if uri not in _done or _done[uri][0] != blocks[uri]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {uri: pool.submit(run_page, uri, blocks[uri]) for uri in changed}
+        runs = {uri: pool.submit(_timed_page, uri, blocks[uri]) for uri in changed}
     for uri, run in runs.items():
         try:
             _done[uri] = blocks[uri], run.result()
