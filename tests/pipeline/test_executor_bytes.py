@@ -88,7 +88,6 @@ def assert_flat(of_few: int, of_many: int) -> None:
         *(pytest.param(name, remat, marks=pytest.mark.slow) for name, remat in (("v-min", True), ("auto", False))),
     ],
 )
-@pytest.mark.usefixtures("little_optimized")
 def test_memory_is_flat_in_microbatches(name: str, remat: bool) -> None:
     assert_flat(temporaries(name, 16, remat=remat), temporaries(name, 64, remat=remat))
 

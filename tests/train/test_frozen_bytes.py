@@ -53,7 +53,6 @@ def report(trainer, batch, target):
     return trainer.memory(batch, target=target)
 
 
-@pytest.mark.usefixtures("little_optimized")
 def test_no_output_and_no_temporary_has_the_size_of_the_frozen_tree(trainer, report, target):
     frozen_bytes, trainable_bytes = tree_bytes(trainer.frozen), tree_bytes(trainer.state.trainable)
     assert frozen_bytes > 20 * trainable_bytes
@@ -66,7 +65,6 @@ def test_no_output_and_no_temporary_has_the_size_of_the_frozen_tree(trainer, rep
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("little_optimized")
 def test_the_naive_step_pays_for_the_whole_model(trainer, report, batch, target):
     ours = report
     naive = analyze_naive(trainer.model, partial(loss, remat=True), optax.adamw(1e-4), WRT, batch, target=target)
