@@ -359,6 +359,7 @@ def test_memory_is_flat_in_microbatches(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_a_tpu_permutes_where_a_cpu_gathers() -> None:
     text = on_a_pod("ring", 4).compiled.as_text()
     assert '/all_gather"' not in text and re.search(r' collective-permute(-start)?\(.*shard_map/[^"]*ppermute"', text)
