@@ -29,7 +29,7 @@ test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW
 
 # Without LLVM's optimisations (and what tests/conftest.py leaves out with them) CPU programs compile in less time.
 UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
-# With the slow ones, what computes numbers of its own and the programs of the documentation run as users compile them.
+# With the slow ones, some of what computes numbers of its own and the examples of docstrings run as users compile them.
 AS_USERS := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
 	tests/models/test_llama.py tests/test_project.py
 MARKED := not peers and not gpu

@@ -107,14 +107,15 @@ def own_libtpu_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def little_optimized() -> Iterator[None]:
-    """Compile for TPUs in a third of the time, where LLVM's optimisations are off, too.
+def little_optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile for TPUs in a third of the time, where LLVM's optimisations are off, too; processes of the test as well.
 
     For tests of what no scheduling of copies and no layout decides; temporaries are those of another schedule.
     """
     before = jax.config.jax_optimization_level
     if IS_UNOPTIMIZED:
         jax.config.update("jax_optimization_level", "O1")
+        monkeypatch.setenv("JAX_OPTIMIZATION_LEVEL", "O1")
     yield
     jax.config.update("jax_optimization_level", before)
 

@@ -1,6 +1,6 @@
 """QLoRA of 8 billion parameters, compiled for one v5e chip: the promise of the documentation.
 
-`benchmarks/qlora.py` compiles the same as users do, in twice the time; its rows are what the documentation shows.
+`benchmarks/qlora.py` compiles the same as users do, in more than twice the time; its rows are what the documentation shows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ print(json.dumps(qlora.measure("rank 8", "nf4, embedding and head int8", "v5e:1x
 
 @pytest.mark.slow
 @pytest.mark.tpu_aot
+@pytest.mark.usefixtures("little_optimized")
 def test_eight_billion_parameters_train_in_seven_gib_of_a_v5e() -> None:
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"JAX_OPTIMIZATION_LEVEL": "O1"}
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=BENCHMARKS, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
