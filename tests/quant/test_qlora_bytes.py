@@ -1,6 +1,6 @@
 """QLoRA of 8 billion parameters, compiled for one v5e chip: the promise of the documentation.
 
-`benchmarks/qlora.py` compiles the same as users do, in more than twice the time; its rows are what the documentation shows.
+`benchmarks/qlora.py` compiles the same as users do, in more than twice the time: the rows of the documentation.
 """
 
 from __future__ import annotations
