@@ -34,15 +34,19 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# Without LLVM's optimisations (the Makefile's choice) MLIR's fusions are left out, too: compiling takes half the time.
-# Nor is one small program split among threads. Only the compiler for CPUs of JAX 0.10 knows the flags; that for TPUs,
-# which reads the same variable later, does not.
+from . import peers  # noqa: E402
+
+# Without LLVM's optimisations, and without MLIR's fusions, CPU programs compile in half the time. Nor is one small
+# program split among threads. `COMPILE_AS_USERS=1 pytest` compiles as users do. Only the CPU compiler of JAX 0.10 knows
+# the flags of UNFUSED; the TPU compiler, which reads the same variable later, does not.
 UNFUSED = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 if jax.__version_info__ >= (0, 11):
     UNFUSED = ""
-# What tests give processes of their own that compile for CPUs alone.
+# Flags for the processes that tests start and that compile for CPUs alone.
 os.environ["QUICK_CPU_FLAGS"] = f"--xla_backend_optimization_level=0 {UNFUSED}".strip()
-if IS_UNOPTIMIZED := "xla_backend_optimization_level=0" in os.environ["XLA_FLAGS"]:
+if IS_UNOPTIMIZED := "COMPILE_AS_USERS" not in os.environ and os.environ["JAX_PLATFORMS"] == "cpu":
+    if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += " --xla_backend_optimization_level=0"
     flags = os.environ["XLA_FLAGS"]
     os.environ["XLA_FLAGS"] = f"{flags} {UNFUSED}".strip()
     jax.devices("cpu")  # reads the flags, once
@@ -54,8 +58,24 @@ hypothesis.settings.register_profile("quick", max_examples=30, deadline=None)
 hypothesis.settings.register_profile("slow", max_examples=150, deadline=None)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Answers of torch, transformers and other peers come from recordings or from the peers; see tests/peers.py."""
+    parser.addoption("--peers", choices=peers.MODES, default=peers.MODES[0], help="where answers of peers come from")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark tests with recorded answers, so that `make peers` can select them."""
+    if "peer" in getattr(item, "fixturenames", ()):
+        item.add_marker("recorded")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Few examples where slow tests are left out; `--hypothesis-profile` chooses otherwise."""
+    config.addinivalue_line(
+        "markers", "recorded: compares with recorded answers of peers (added by the fixture `peer`)"
+    )
+    if config.getoption("--peers") != peers.MODES[0] and (reason := _reason_to_skip("peers")):
+        raise pytest.UsageError(f"--peers={config.getoption('--peers')} {reason}")
     if config.getoption("--hypothesis-profile", None) is None:
         hypothesis.settings.load_profile("quick" if "not slow" in config.option.markexpr else "slow")
 
@@ -94,6 +114,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in ("tpu_aot", "gpu_aot", "gpu", "peers"):
         if item.get_closest_marker(marker) and (reason := _reason_to_skip(marker)):
             pytest.skip(reason)
+
+
+@pytest.fixture
+def peer(request: pytest.FixtureRequest) -> Iterator[peers.Peer]:
+    """Answers of other software, recorded or live."""
+    with peers.peer_of(request) as answers:
+        yield answers
 
 
 MANY_MAPS = 20_000
