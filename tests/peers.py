@@ -20,6 +20,7 @@ our numbers differ by rounding between JAX versions and machines. The code of ``
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import fcntl
 import functools
@@ -151,7 +152,7 @@ class Peer:
             arrays = {**arrays, **self._arrays}
             answers = [answer for entry in entries.values() for answer in entry["answers"].values()]
             used = {digest for answer in answers for digest in answer["arrays"].values()}
-            header = {test: json.dumps(entries[test], sort_keys=True) for test in sorted(entries)}
+            header = {test: _pack(entries[test]) for test in sorted(entries)}
             write_tensors(self._file, {digest: arrays[digest] for digest in used}, header)
 
     def _recorded(self, name: str, sketch: Any) -> Any:
@@ -277,7 +278,16 @@ def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | No
 def read_recording(file: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Read the recorded arrays by their hashes, and the answers by tests."""
     arrays, metadata = read_tensors(file)
-    return arrays, {test: json.loads(text) for test, text in metadata.items()}
+    return arrays, {test: _unpack(text) for test, text in metadata.items()}
+
+
+def _pack(entry: Any) -> str:
+    """Compress JSON values: questions repeat names and shapes, so that a recording shrinks to a third."""
+    return base64.b64encode(zlib.compress(json.dumps(entry, sort_keys=True).encode(), 9)).decode()
+
+
+def _unpack(text: str) -> Any:
+    return json.loads(text if text.startswith("{") else zlib.decompress(base64.b64decode(text)))
 
 
 @functools.lru_cache(maxsize=2)
