@@ -2,10 +2,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
-# Arguments for pytest, for instance: make test PYTEST_ARGS="-k units"
-PYTEST_ARGS ?= -n 2 --dist worksteal
-# make test SLOW=1 runs the slow cases, too.
-SLOW ?=
+# Arguments for pytest, for instance: make pytest PYTEST_ARGS="-k units"
+PYTEST_ARGS ?=
+SHELL := bash
 
 BIN := $(VENV)/bin
 # The versions that fit the Python: JAX 0.11 and newer need Python 3.12.
@@ -17,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint $(CONSTRAINTS)
 
 .DEFAULT_GOAL := help
-.PHONY: help finetune test pytest quick lint format docs peers compare ray versions bench clean
+.PHONY: help finetune test test-all pytest pytest-all selected lint format docs peers versions bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
@@ -25,39 +24,54 @@ help: ## Show this list.
 finetune: $(VENV)/.installed-run ## Tune the embedded model with LoRA; ARGS="--steps 200" goes to `lowtide finetune`.
 	$(BIN)/lowtide finetune $(ARGS)
 
-test: lint pytest ## Lint, check types and room imports, and run the tests; SLOW=1 with the slow ones.
+test: lint pytest ## Lint, check types and layers, and run the fast tests: ten minutes at most.
 
-# Without LLVM's optimisations (and what tests/conftest.py leaves out with them) CPU programs compile in less time.
-UNOPTIMIZED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
-# With the slow ones, some of what computes numbers of its own and the examples of docstrings run as users compile them.
-AS_USERS := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
+# Every test that runs here; the others need other libraries, a GPU, or half an hour.
+LOCAL := not peers and not gpu and not rehearsal
+# A sentinel is a slow test, or one that compiles for an absent chip, that stands for others of its kind.
+FAST := $(LOCAL) and (sentinel or not (slow or tpu_aot or gpu_aot))
+# In `make test-all` some tests of numbers, and the examples of docstrings, run as users compile them.
+OPTIMIZED := tests/core/test_grad.py tests/core/test_accumulate.py tests/losses tests/adapters/test_lora.py \
 	tests/models/test_llama.py tests/test_project.py
-MARKED := not peers and not gpu
-# No tests (5) is no failure: PYTEST_ARGS="-k units" may choose some of one of the two runs alone.
-OR_NONE := || [ $$? -eq 5 ]
+LOGS := build/logs
+PYTEST := $(BIN)/python -m pytest --dist worksteal
 
-pytest: $(VENV)/.installed-dev ## Run the tests alone.
-ifdef SLOW
-	$(BIN)/python -m pytest -m "$(MARKED)" $(PYTEST_ARGS) $(AS_USERS) $(OR_NONE)
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED)" $(PYTEST_ARGS) $(addprefix --ignore=,$(AS_USERS)) $(OR_NONE)
-else
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED) and not slow" $(PYTEST_ARGS) $(OR_NONE)
-endif
+# Two lanes at the same time: tests that compute, and tests that mostly wait for processes of their own.
+# Status 5, no tests, is no failure: PYTEST_ARGS="-k units" may choose tests of one lane alone.
+# $(1): marker expression, $(2): more arguments, $(3): name of the logs
+define lanes
+	@mkdir -p $(LOGS); \
+	{ $(PYTEST) -n 4 -m "($(1)) and processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 ]; } >$(LOGS)/$(3)-processes.log 2>&1 & \
+	lane=$$!; trap 'kill $$lane 2>/dev/null' EXIT; set -o pipefail; status=0; \
+	{ $(PYTEST) -n 2 -m "($(1)) and not processes" $(2) $(PYTEST_ARGS) || [ $$? -eq 5 ]; } 2>&1 | tee $(LOGS)/$(3).log \
+		|| status=1; \
+	wait $$lane || status=1; echo "==> tests that start processes"; cat $(LOGS)/$(3)-processes.log; exit $$status
+endef
 
-# The dearest, which `make test` runs: pytest --durations=30 says which.
-DEAR := tests/integration tests/testing tests/ext tests/offload/test_layerwise.py tests/offload/test_contract.py \
-	tests/pipeline/test_executor.py tests/pipeline/test_blocks.py tests/pipeline/test_split.py \
-	tests/train/test_pipelined.py tests/train/test_failures.py tests/train/test_out_of_memory.py \
-	tests/train/test_live_bytes.py tests/train/test_frozen_bytes.py tests/train/test_guard.py \
-	tests/train/test_offload.py tests/train/test_alone.py tests/distributed tests/cli/test_finetune.py \
-	tests/cli/test_fits.py tests/cli/test_explain.py tests/memory/test_isolate.py tests/memory/test_owners.py \
-	tests/memory/test_remedies.py tests/adapters/test_lora_products.py tests/models/test_llama.py \
-	tests/models/test_llama_programs.py tests/offload/test_optax.py tests/offload/test_optimizer.py tests/offload/test_scan.py \
-	tests/train/test_weights.py tests/train/test_interrupts.py
+pytest: $(VENV)/.installed-dev ## Run the fast tests alone.
+	$(call lanes,$(FAST),,fast)
 
-quick: $(VENV)/.installed-dev ## Three minutes of the tests: none for absent chips, none of the dearest.
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -m "$(MARKED) and not tpu_aot and not gpu_aot and not slow" \
-		$(PYTEST_ARGS) $(addprefix --ignore=,$(DEAR)) $(OR_NONE)
+SELECTION ?= build/selection.txt
+
+# What .ci/run adds to `make test`; scripts/ci.py says how the tests are chosen.
+selected: $(VENV)/.installed-dev
+	@mkdir -p $(dir $(SELECTION))
+	$(BIN)/python scripts/ci.py select --output $(SELECTION)
+	$(call lanes,$(LOCAL),@$(SELECTION),selected)
+
+test-all: ## Run everything: all tests, peers, Ray and the documentation; writes .ci/verified when all of it passes.
+	rm -rf $(LOGS)
+	$(MAKE) lint
+	$(MAKE) pytest-all
+	$(MAKE) peers
+	$(MAKE) docs
+	$(BIN)/python scripts/ci.py verified $(LOGS)/*.log
+
+pytest-all: $(VENV)/.installed-dev
+	@mkdir -p $(LOGS)
+	set -o pipefail; COMPILE_AS_USERS=1 $(PYTEST) -n 2 -m "$(LOCAL)" --hypothesis-profile=slow $(OPTIMIZED) \
+		2>&1 | tee $(LOGS)/optimized.log
+	$(call lanes,not peers and not gpu,--hypothesis-profile=slow $(addprefix --ignore=,$(OPTIMIZED)),all)
 
 lint: $(VENV)/.installed-dev ## Ruff, pyright and import-linter.
 	$(BIN)/ruff check .
@@ -69,19 +83,18 @@ format: $(VENV)/.installed-dev ## Let ruff rewrite what it can.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed-docs ## Build the documentation into site/; every warning is an error.
+# Pages hold the outputs of their code. make docs runs stale pages, with ALL=1 every page, with CACHED=1 none.
+docs: $(VENV)/.installed-docs ## Run stale pages, build site/; ALL=1 runs all pages, CACHED=1 none.
+	$(BIN)/python scripts/docs_outputs.py $(if $(CACHED),--check,$(if $(ALL),--all))
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Ray by itself: its clusters find each other on a machine, and its patience does not grow with what runs beside it.
 RAY := tests/integration/test_ray.py
 
-peers: compare ray ## Compare with torch, transformers and PEFT; train on Ray.
-
-compare: $(VENV)/.installed-peers
-	$(UNOPTIMIZED) $(BIN)/python -m pytest -m peers $(PYTEST_ARGS) --ignore $(RAY)
-
-ray: $(VENV)/.installed-peers
-	$(BIN)/python -m pytest -m peers $(RAY)
+peers: $(VENV)/.installed-peers ## Ask torch, transformers and PEFT anew, compare with what is recorded; train on Ray.
+	@mkdir -p $(LOGS)
+	set -o pipefail; $(PYTEST) -n 2 -m peers $(PYTEST_ARGS) --ignore $(RAY) 2>&1 | tee $(LOGS)/peers.log
+	set -o pipefail; $(BIN)/python -m pytest -m peers $(RAY) 2>&1 | tee $(LOGS)/ray.log
 
 versions: $(VENV)/.installed-dev ## Run the tests with every Python that is here, oldest and newest JAX (nox).
 	$(BIN)/nox

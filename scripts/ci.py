@@ -1,0 +1,285 @@
+"""Choose what continuous integration runs after `make test`, and record what `make test-all` verified.
+
+    python scripts/ci.py select --output FILE    print the selection and why; write the test ids, one a line
+    python scripts/ci.py verified LOG ...        write .ci/verified from the logs of a complete run that passed
+
+The selection has three parts, out of the tests that `make test` leaves out:
+
+1. every test that compiles for a TPU or GPU ahead of time;
+2. the slow tests of each package that changed since the commit in `.ci/verified`, and of each package in a layer above
+   it. The layers are those of the import-linter contract in `pyproject.toml`, so a change cannot reach other packages;
+3. a quarter of the other slow tests. The commit chooses the quarter, so four commits in a row cover most of them.
+
+A change of what all tests share (`tests/conftest.py`, `pyproject.toml`, `constraints/`) selects every slow test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import fnmatch
+import hashlib
+import io
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+VERIFIED = ROOT / ".ci" / "verified"
+LIVE = {"peers", "gpu", "rehearsal"}
+"""Markers of tests that need other software, a GPU or half an hour: `make test-all` alone runs them."""
+AHEAD_OF_TIME = {"tpu_aot", "gpu_aot"}
+SHARED = (
+    "pyproject.toml",
+    "constraints/*",
+    "tests/conftest.py",
+    "tests/peers.py",
+    "Makefile",
+    ".ci/run",
+    "scripts/ci.py",
+)
+"""Patterns of files that can change the result of any test."""
+TOP = "above all layers"
+PACKAGES = {
+    "tests/integration/test_kills.py": "train",
+    "tests/integration/test_resume.py": "train",
+    "tests/integration/test_distributed.py": "train",
+    "tests/integration/test_damaged_files.py": "train",
+    "tests/integration/test_frozen_gradients.py": "train",
+    "tests/integration/test_full_parameters.py": "train",
+}
+"""Package that an integration test exercises; other tests outside of the packages' folders stand above all layers."""
+NUM_QUARTERS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A collected test: its id and the names of its markers."""
+
+    id: str
+    markers: frozenset[str]
+
+    @property
+    def path(self) -> str:
+        return self.id.partition("::")[0]
+
+    @property
+    def function(self) -> str:
+        """Id without parameters, so that cases which share a fixture stay together."""
+        return self.id.partition("[")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Packages and test files that a change can affect, and the reason in words."""
+
+    packages: frozenset[str]
+    test_files: frozenset[str]
+    reason: str
+    is_everything: bool = False
+
+
+# --- what changed ----------------------------------------------------------------------------------------------------
+
+
+def read_layers(pyproject: Path = ROOT / "pyproject.toml") -> list[frozenset[str]]:
+    """Packages by layer, the lowest first, from the contract of import-linter."""
+    contracts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    (contract,) = (contract for contract in contracts if contract["type"] == "layers")
+    return [frozenset(re.findall(r"\w+", layer)) for layer in reversed(contract["layers"])]
+
+
+def packages_above(package: str, layers: Sequence[frozenset[str]]) -> set[str]:
+    """The package itself and all packages of higher layers; a package outside of the layers is above them."""
+    level = next((index for index, layer in enumerate(layers) if package in layer), None)
+    higher = layers[level + 1 :] if level is not None else []
+    return {package, TOP}.union(*higher)
+
+
+def affected_by(files: Iterable[str], layers: Sequence[frozenset[str]]) -> Change:
+    """Packages and test files that these changed files can affect."""
+    packages, test_files, changed = set[str](), set[str](), set[str]()
+    for file in files:
+        if any(fnmatch.fnmatch(file, pattern) for pattern in SHARED):
+            return Change(frozenset(), frozenset(), f"{file} changed, which all tests share", is_everything=True)
+        parts = file.split("/")
+        if parts[:2] == ["src", "lowtide"] and len(parts) > 3:
+            changed.add(parts[2])
+        elif parts[0] == "src":  # the root module and the pytest plugin load every package
+            changed.add("core" if parts[-1].startswith("__init__") else "testing")
+        elif parts[0] == "tests":
+            is_test = parts[-1].startswith("test_") and parts[-1].endswith(".py")
+            # A helper or a recording can serve every test of its folder.
+            test_files.add(file if is_test else "/".join(parts[:-1]) + "/*")
+        elif parts[0] in ("benchmarks", "examples", "scripts"):
+            changed.add(TOP)
+    for package in changed:
+        packages |= packages_above(package, layers)
+    names = ", ".join(sorted(changed)) or "no package"
+    return Change(frozenset(packages), frozenset(test_files), f"changed packages: {names}")
+
+
+def changed_files(commit: str) -> list[str] | None:
+    """Files that differ between the commit and the working tree; None where the commit is not in this history."""
+    if _git("merge-base", "--is-ancestor", commit, "HEAD") is None:
+        return None
+    difference = _git("diff", "--name-only", commit) or ""
+    untracked = _git("ls-files", "--others", "--exclude-standard") or ""
+    return [line for line in [*difference.splitlines(), *untracked.splitlines()] if line != ".ci/verified"]
+
+
+def read_change() -> Change:
+    """The change since the commit in `.ci/verified`."""
+    layers = read_layers()
+    if not VERIFIED.exists():
+        return Change(frozenset(), frozenset(), ".ci/verified does not exist", is_everything=True)
+    commit = json.loads(VERIFIED.read_text(encoding="utf-8"))["commit"]
+    files = changed_files(commit)
+    if files is None:
+        reason = f"the verified commit {commit[:10]} is not in this history"
+        return Change(frozenset(), frozenset(), reason, is_everything=True)
+    change = affected_by(files, layers)
+    return dataclasses.replace(change, reason=f"since {commit[:10]} {change.reason}")
+
+
+# --- the selection ---------------------------------------------------------------------------------------------------
+
+
+def package_of(path: str) -> str:
+    """Package that the tests of a file exercise."""
+    folder = path.split("/")[1]
+    return PACKAGES.get(path, TOP if folder.endswith(".py") or folder in ("integration", "ext", "testing") else folder)
+
+
+def quarter_of(case: Case) -> int:
+    return hashlib.sha256(case.function.encode()).digest()[0] % NUM_QUARTERS
+
+
+def is_affected(case: Case, change: Change) -> bool:
+    if change.is_everything or package_of(case.path) in change.packages:
+        return True
+    return any(fnmatch.fnmatch(case.path, pattern) for pattern in change.test_files)
+
+
+def select(cases: Sequence[Case], change: Change, quarter: int) -> tuple[list[Case], list[str]]:
+    """The cases that run, in their order, and the lines of a report that says why the others do not."""
+    selected = list[Case]()
+    counts = dict.fromkeys(("make test", "ahead of time", "affected", "quarter"), 0)
+    left_out: dict[str, int] = {}
+    for case in cases:
+        if case.markers & LIVE:
+            continue
+        if "sentinel" in case.markers or not case.markers & (AHEAD_OF_TIME | {"slow"}):
+            counts["make test"] += 1
+        elif case.markers & AHEAD_OF_TIME:
+            counts["ahead of time"] += 1
+            selected.append(case)
+        elif is_affected(case, change):
+            counts["affected"] += 1
+            selected.append(case)
+        elif quarter_of(case) == quarter:
+            counts["quarter"] += 1
+            selected.append(case)
+        else:
+            left_out[package_of(case.path)] = left_out.get(package_of(case.path), 0) + 1
+    num_live = sum(bool(case.markers & LIVE) for case in cases)
+    affected = "every slow test" if change.is_everything else f"slow tests of {_listed(change.packages)}"
+    lines = [
+        f"selection: {change.reason}",
+        f"  {counts['make test']:5} run in `make test`",
+        f"  {counts['ahead of time']:5} selected: all that compile for absent TPUs and GPUs",
+        f"  {counts['affected']:5} selected: {affected}, and of changed test files",
+        f"  {counts['quarter']:5} selected: quarter {quarter + 1} of {NUM_QUARTERS} of the other slow tests",
+        f"  {sum(left_out.values()):5} left out: slow tests of unaffected packages: "
+        + (", ".join(f"{package} {count}" for package, count in sorted(left_out.items())) or "none"),
+        f"  {num_live:5} left out: they need other libraries, a GPU or the rehearsal; `make test-all` runs them",
+    ]
+    return selected, lines
+
+
+def _listed(packages: Iterable[str]) -> str:
+    return ", ".join(sorted(packages)) or "no package"
+
+
+def collect() -> list[Case]:
+    """All test cases of the project."""
+
+    class Collector:
+        cases: list[Case] = []
+
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
+            self.cases = [
+                Case(item.nodeid, frozenset(marker.name for marker in item.iter_markers())) for item in session.items
+            ]
+
+    collector, printed = Collector(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider"], plugins=[collector])
+    if status != pytest.ExitCode.OK:
+        sys.exit(f"{printed.getvalue()}\nerror: collecting the tests failed with status {int(status)}")
+    return collector.cases
+
+
+def current_quarter() -> int:
+    return int((_git("rev-parse", "HEAD") or "0")[:8], 16) % NUM_QUARTERS
+
+
+# --- what was verified -----------------------------------------------------------------------------------------------
+
+
+def read_counts(logs: Iterable[str]) -> dict[str, int]:
+    """Sums of the counts in the closing lines of pytest runs."""
+    counts: dict[str, int] = {}
+    for log in logs:
+        for line in re.findall(r"^=+ (.*\d+ passed.*) =+$", log, flags=re.MULTILINE):
+            for number, word in re.findall(r"(\d+) (passed|failed|skipped|errors?)\b", line):
+                counts[word] = counts.get(word, 0) + int(number)
+    return counts
+
+
+def write_verified(logs: Sequence[Path]) -> str:
+    """Write the commit, the date and the counts; a line that says what was done."""
+    counts = read_counts(log.read_text(encoding="utf-8", errors="replace") for log in logs)
+    if not counts.get("passed") or counts.keys() & {"failed", "error", "errors"}:
+        sys.exit(f"error: .ci/verified is not written: expected tests that passed and none that failed, got {counts}")
+    dirty = [line for line in (_git("status", "--porcelain") or "").splitlines() if line[3:] != ".ci/verified"]
+    if dirty:
+        sys.exit(f"error: .ci/verified is not written: the working tree differs from the commit: {dirty[0][3:]}")
+    commit = _git("rev-parse", "HEAD")
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    VERIFIED.write_text(json.dumps({"commit": commit, "date": date, **counts}, indent=2) + "\n", encoding="utf-8")
+    return f"wrote .ci/verified: {commit} with {counts}; commit that file"
+
+
+def _git(*arguments: str) -> str | None:
+    """Standard output of a git command without its last newline; None where the command fails."""
+    completed = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return completed.stdout.rstrip("\n") if completed.returncode == 0 else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    selecting = commands.add_parser("select", help="choose the tests of continuous integration")
+    selecting.add_argument("--output", type=Path, required=True, help="file for the ids of the selected tests")
+    recording = commands.add_parser("verified", help="write .ci/verified")
+    recording.add_argument("logs", type=Path, nargs="+", help="output of the pytest runs")
+    options = parser.parse_args(arguments)
+    if options.command == "verified":
+        print(write_verified(options.logs))
+        return
+    selected, report = select(collect(), read_change(), current_quarter())
+    print("\n".join(report))
+    options.output.write_text("".join(f"{case.id}\n" for case in selected), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
