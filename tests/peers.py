@@ -135,7 +135,9 @@ class Peer:
                 own |= {key: array for key, array in arrays.items() if draw(key, array.shape) is None}
                 drawn = {key: _drawn(draw, key, *tensors[file.name][key], arrays) for key in arrays}
                 write_tensors(file, drawn)
-            elif file.suffix != ".md":
+            elif file.suffix == ".md":
+                file.unlink()  # a model card; a recorded folder has none
+            else:
                 texts[file.name] = _read_text(file)
         self._collect(path.name, {"question": sketch, "values": {"texts": texts, "tensors": tensors}}, own)
         return path
