@@ -1,0 +1,116 @@
+"""The choice of tests that `.ci/run` adds to `make test`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "ci.py"
+spec = importlib.util.spec_from_file_location("lowtide_ci", SCRIPT)
+assert spec is not None and spec.loader is not None
+ci = importlib.util.module_from_spec(spec)
+sys.modules["lowtide_ci"] = ci
+spec.loader.exec_module(ci)
+
+LAYERS = ci.read_layers()
+
+
+@pytest.mark.parametrize(
+    ("files", "packages"),
+    [
+        (["src/lowtide/train/_loop.py"], {"train", "finetune", "cli"}),
+        (["src/lowtide/core/_paths.py"], set().union(*LAYERS)),
+        (["src/lowtide/optim/_packed.py", "docs/index.md"], {"optim", "train", "finetune", "cli"}),
+        (["src/lowtide/memory/advice/_saving.py"], set().union(*LAYERS[4:], {"memory"})),
+        (["src/lowtide/__init__.py"], set().union(*LAYERS)),
+        (["src/lowtide/ext/_nnx.py"], {"ext"}),
+        (["src/lowtide_pytest.py"], {"testing"}),
+        (["benchmarks/lora_step.py"], set()),
+    ],
+)
+def test_a_change_affects_its_packages_and_those_of_higher_layers(files, packages):
+    change = ci.affected_by(files, LAYERS)
+    assert change.packages == packages | {ci.TOP}
+    assert not change.is_everything
+
+
+def test_documentation_and_tests_alone_affect_no_package():
+    files = ["README.md", "tests/train/test_loop.py", "tests/golden/schedules/1f1b.txt", "tests/cli/conftest.py"]
+    change = ci.affected_by(files, LAYERS)
+    assert change.packages == set()
+    paths = [
+        "tests/train/test_loop.py",
+        "tests/golden/schedules/x",
+        "tests/cli/test_fits.py",
+        "tests/train/test_best.py",
+    ]
+    cases = [ci.Case(path, frozenset({"slow"})) for path in paths]
+    assert [ci.is_affected(case, change) for case in cases] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("file", ["pyproject.toml", "constraints/oldest.txt", "tests/conftest.py", "scripts/ci.py"])
+def test_a_file_that_all_tests_share_affects_everything(file):
+    change = ci.affected_by(["src/lowtide/train/_loop.py", file], LAYERS)
+    assert change.is_everything
+    assert file in change.reason
+
+
+def test_every_case_is_selected_or_counted_as_left_out():
+    slow, fast, aot = frozenset({"slow"}), frozenset[str](), frozenset({"tpu_aot"})
+    cases = [
+        ci.Case("tests/train/test_loop.py::test_fast", fast),
+        ci.Case("tests/core/test_grad.py::test_bytes", aot),
+        ci.Case("tests/core/test_grad.py::test_first_bytes", aot | {"sentinel"}),
+        ci.Case("tests/cli/test_fits.py::test_slow", slow),
+        ci.Case("tests/integration/test_kills.py::test_slow[a]", slow),
+        ci.Case("tests/models/test_live.py::test_peers", slow | {"peers"}),
+        *(ci.Case(f"tests/core/test_grad.py::test_{index}", slow) for index in range(40)),
+    ]
+    change = ci.affected_by(["src/lowtide/train/_loop.py"], LAYERS)
+    quarters = [ci.select(cases, change, quarter) for quarter in range(ci.NUM_QUARTERS)]
+    always = [case.id for case in (cases[1], cases[3], cases[4])]
+    for selected, report in quarters:
+        assert [case.id for case in selected][:3] == always
+        assert sum(int(line.split()[0]) for line in report[1:]) == len(cases)
+    rotating = [case.id for selected, _ in quarters for case in selected[3:]]
+    assert sorted(rotating) == sorted(case.id for case in cases[6:])  # four quarters are the whole
+
+
+def test_cases_of_one_function_are_in_one_quarter():
+    cases = [ci.Case(f"tests/core/test_grad.py::test_values[{index}]", frozenset({"slow"})) for index in range(9)]
+    assert len({ci.quarter_of(case) for case in cases}) == 1
+
+
+def test_a_commit_of_another_history_selects_everything(tmp_path, monkeypatch):
+    monkeypatch.setattr(ci, "VERIFIED", tmp_path / "verified")
+    assert ci.read_change().is_everything
+    ci.VERIFIED.write_text(json.dumps({"commit": "0" * 40}))
+    change = ci.read_change()
+    assert change.is_everything
+    assert "not in this history" in change.reason
+
+
+def test_only_a_complete_run_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr(ci, "VERIFIED", tmp_path / "verified")
+    log = tmp_path / "all.log"
+    answers = {"status": "", "rev-parse": "f" * 40}
+    monkeypatch.setattr(ci, "_git", lambda *arguments: answers[arguments[0]])
+    log.write_text("==== 2 failed, 5 passed in 3.00s ====\n")
+    with pytest.raises(SystemExit, match="not written: expected tests that passed"):
+        ci.write_verified([log])
+    log.write_text("==== 5 passed, 1 skipped in 3.00s ====\n=== 7 passed in 1s ===\n")
+    answers["status"] = " M src/lowtide/core/_paths.py"
+    with pytest.raises(SystemExit, match="the working tree differs from the commit: src/lowtide/core/_paths.py"):
+        ci.write_verified([log])
+    answers["status"] = "?? .ci/verified"
+    ci.write_verified([log])
+    verified = json.loads(ci.VERIFIED.read_text())
+    assert {key: verified[key] for key in ("commit", "passed", "skipped")} == {
+        "commit": "f" * 40,
+        "passed": 12,
+        "skipped": 1,
+    }
