@@ -293,7 +293,6 @@ KEY = jax.random.key(0)
 @pytest.mark.tpu_aot
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e:1x1", "v5p:1x1x1"])
-@pytest.mark.usefixtures("little_optimized")
 def test_a_layer_takes_fewer_bytes_than_with_blocks(target: str) -> None:
     def passes(implementation: Any) -> Any:
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
