@@ -135,9 +135,9 @@ def own_libtpu_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def little_optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile for TPUs in a third of the time, where LLVM's optimisations are off, too; processes of the test as well.
+    """Compile for TPUs at `O1`, in a third to a half of the time; processes of the test do so, too.
 
-    For tests of what no scheduling of copies and no layout decides; temporaries are those of another schedule.
+    Temporaries are those of another schedule. Not for a test that states a published figure.
     """
     before = jax.config.jax_optimization_level
     if IS_UNOPTIMIZED:
