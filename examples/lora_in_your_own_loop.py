@@ -3,6 +3,8 @@
 For your model: any pytree whose weights are used as `x @ w.T`, `w @ x`, `x @ w` or `lt.core.linear(x, w)`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,11 @@ import lowtide as lt
 
 rng = np.random.default_rng(0)
 model = {
-    f"layer_{at}": {
+    f"layer_{index}": {
         "up": jnp.asarray(rng.normal(size=(256, 64)) / 8),
         "down": jnp.asarray(rng.normal(size=(64, 256)) / 16),
     }
-    for at in range(4)
+    for index in range(4)
 }
 
 
@@ -36,8 +38,8 @@ optimizer = optax.adamw(1e-2)
 opt_state = optimizer.init(trainable)
 
 
-@jax.jit
-def step(trainable, frozen, opt_state, batch):
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def step(trainable, opt_state, frozen, batch):
     loss, grads = lt.value_and_grad(loss_fn, wrt="**/lora_*")(lt.combine(trainable, frozen), batch)
     updates, opt_state = optimizer.update(lt.partition(grads, "**/lora_*")[0], opt_state, trainable)
     return optax.apply_updates(trainable, updates), opt_state, loss
@@ -47,7 +49,7 @@ x = rng.normal(size=(512, 64)).astype(np.float32)
 batch = {"x": x, "y": np.tanh(x @ rng.normal(size=(64, 64)) / 8).astype(np.float32)}
 first = last = None
 for _ in range(100):
-    trainable, opt_state, last = step(trainable, frozen, opt_state, batch)
+    trainable, opt_state, last = step(trainable, opt_state, frozen, batch)
     first = last if first is None else first
 
 num_bytes = {"adapters": trainable, "their optimizer state": opt_state, "frozen base": frozen}

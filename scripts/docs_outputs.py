@@ -1,247 +1,454 @@
-"""Run the code of documentation pages while they are built, and insert what it prints: a hook of MkDocs.
+"""Run the code of documentation pages and write what it prints into the pages: a command, and a hook of MkDocs.
 
-A fenced block takes part when its header says so, after the language:
+The header of a fenced block says, after the language, what the command does with it:
 
-    ```python file="train.py"     is written to the page's working folder, and shown under its name
-    ```python run                 runs in the page's session; what it prints follows as a block of its own
-    ```console run                runs every line that starts with `$ `; its output follows the line
+    ```python file="train.py"         write the code to the page's working folder
+    ```python run                     run the code in the page's session; a block `text output` follows
+    ```console run                    run every line that starts with `$ `; the other lines are their output
+    ```yaml include="examples/x.yaml" copy this file of the repository into the block; `file` or `run` may follow
 
-More words of a header: `raises="Name"` (the block has to raise that, and the message is its output), `status="1"` (the
-exit status that a command has to end with), `first="12"` (the output is cut after so many lines), `hide` (the code is
-not shown). A block that fails otherwise, or a page whose folder lacks a file it links to, fails the build.
+Further words of a header:
 
-Each page is one process and one empty folder, on the CPU as eight devices and 100 columns wide, so pages cannot see
-each other. Files that the code leaves in the folder and the page links to, as `![...](PAGE/report.png)`, become part of
-the site.
+    raises="ValueError"  the block has to raise this error; its message is the output
+    status="1"           commands have to end with this exit status
+    first="12"           keep only the first 12 lines of the output
+    hide                 the site does not show the code
 
-Why not markdown-exec: it runs code inside MkDocs' own process, captures `print` but not what rich writes, cannot show
-an error that is meant, and names no source files, which reports of memory list. Known inefficiency: nothing is cached
-between builds; within `mkdocs serve` a page runs again only when its code changes.
+The command runs stale pages and rewrites their outputs and included files. A page is stale when its code changed, or
+when a Lowtide module changed that the page or one of its commands imported. `docs/outputs.json` holds digests of both.
+The hook runs no code: it renders what the pages hold.
+
+Each page runs in one process and one empty folder, on a CPU that shows eight devices, with a terminal of 100 columns.
+A page may link to a file that its code writes, as in `![...](PAGE/report.png)`. The command copies such files next to
+the page.
+
+Known gap: the renderer of chat templates runs in Python's isolated mode, so a change of its script is not noticed.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import dataclasses
-import io
+import functools
+import hashlib
 import json
-import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import textwrap
+import threading
 import time
-import traceback
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "scripts"
 WIDTH = 100
 """Columns of the terminal that programs see."""
-WIDEST = 120
-"""Columns after which a line of an output is broken."""
-LANGUAGES = ("python", "console")
+COMPILE_OPTIONS = ("XLA_FLAGS", "JAX_OPTIMIZATION_LEVEL")
+"""Variables that change figures: only dry runs pass them on."""
 _ONE_ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 """Of collectives, on all devices: see the limits of the guide to pipelines."""
 _FENCE = re.compile(r"^```(?P<language>\w+)(?P<words>[^\n`]*)\n(?P<code>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
+_OUTPUT = re.compile(r"\s*^```text output\n(?P<output>.*?)^```[ ]*$", re.DOTALL | re.MULTILINE)
 _WORD = re.compile(r'(\w+)(?:="([^"]*)")?')
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block that takes part."""
+    """A fenced block whose header has one of the words above."""
 
     language: str
+    header: str
     words: dict[str, str]
     code: str
+    """The text between the fences; of a console block with the outputs."""
+    output: str
+    """The output block that follows; of a console block the text between the fences."""
     line: int
+    span: tuple[int, int]
+    """Start and end of the block and its output in the page."""
 
     @property
-    def does_run(self) -> bool:
-        return "run" in self.words
+    def is_console(self) -> bool:
+        return self.language == "console" and "run" in self.words
+
+    @property
+    def is_executed(self) -> bool:
+        return bool({"run", "file"} & self.words.keys())
+
+    @property
+    def commands(self) -> list[str]:
+        return [line[2:] for line in self.code.splitlines() if line.startswith("$ ")] if self.is_console else []
+
+    @property
+    def request(self) -> dict[str, Any]:
+        """Fields that the process of the page needs."""
+        fields = {"language": self.language, "words": self.words, "commands": self.commands, "line": self.line}
+        return {**fields, "code": "" if self.is_console else self.code}
+
+
+def blocks_of(markdown: str) -> Iterator[Block]:
+    """The blocks of a page that run, or become files, or include one."""
+    for match in _FENCE.finditer(markdown):
+        words = dict(_WORD.findall(match["words"]))
+        if not {"run", "file", "include"} & words.keys():
+            continue
+        following = _OUTPUT.match(markdown, match.end()) if "run" in words and match["language"] != "console" else None
+        yield Block(
+            language=match["language"],
+            header=match["language"] + match["words"].rstrip(),
+            words=words,
+            code=match["code"],
+            output=following["output"] if following else match["code"] if match["language"] == "console" else "",
+            line=markdown.count("\n", 0, match.start()) + 1,
+            span=(match.start(), following.end() if following else match.end()),
+        )
+
+
+def rewritten(markdown: str, blocks: Iterable[Block], texts: Iterable[str]) -> str:
+    """The page with new texts in place of these blocks and their outputs."""
+    parts, end = list[str](), 0
+    for block, text in zip(blocks, texts, strict=True):
+        parts += [markdown[end : block.span[0]], text]
+        end = block.span[1]
+    return "".join([*parts, markdown[end:]])
+
+
+def with_includes(markdown: str, root: Path = ROOT) -> str:
+    """The page with the present text of the files that it includes."""
+
+    def refreshed(match: re.Match[str]) -> str:
+        words = dict(_WORD.findall(match["words"]))
+        if "include" not in words:
+            return match[0]
+        code = (root / words["include"]).read_text(encoding="utf-8").rstrip("\n")
+        if "\n```" in code:
+            raise ValueError(f"{words['include']} cannot be included, it holds a fence of its own")
+        return f"```{match['language']}{match['words']}\n{code}\n```"
+
+    return _FENCE.sub(refreshed, markdown)
+
+
+def with_outputs(markdown: str, outputs: Iterable[list[str]]) -> str:
+    """The page with new outputs; `outputs` has one text a block, or one a command."""
+    blocks = [block for block in blocks_of(markdown) if block.is_executed]
+    return rewritten(markdown, blocks, [_source(block, out) for block, out in zip(blocks, outputs, strict=True)])
+
+
+def _source(block: Block, outputs: list[str]) -> str:
+    if block.is_console:
+        pairs = zip(block.commands, outputs, strict=True)
+        code = "\n\n".join(f"$ {command}\n{output}".rstrip() for command, output in pairs)
+        return f"```{block.header}\n{code}\n```"
+    output = "".join(f"\n\n```text output\n{text}\n```" for text in outputs if text)
+    return f"```{block.header}\n{block.code}```{output}"
+
+
+# --- what makes a page stale ----------------------------------------------------------------------------------------
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def code_digest(markdown: str) -> str:
+    """Digest of everything that a page executes."""
+    requests = [block.request for block in blocks_of(markdown) if block.is_executed]
+    return _digest([{key: value for key, value in request.items() if key != "line"} for request in requests])
+
+
+def output_digest(markdown: str) -> str:
+    """Digest of the outputs in a page, with their number, so that a stray output is noticed."""
+    outputs = [block.output for block in blocks_of(markdown) if block.is_executed]
+    return _digest([outputs, markdown.count("\n```text output\n")])
+
+
+@functools.cache
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def module_files(name: str, root: Path = ROOT) -> list[Path]:
+    """The source of a module and its stub; nothing for a module that does not exist."""
+    path = root / "src" / name.replace(".", "/")
+    files = [path / "__init__.py", path / "__init__.pyi", path.with_suffix(".py")]
+    return [file for file in files if file.is_file()]
+
+
+def modules_digest(names: Iterable[str], root: Path = ROOT) -> str:
+    """Digest of the sources of these modules."""
+    return _digest([[name, [_file_digest(file) for file in module_files(name, root)]] for name in sorted(names)])
+
+
+def _grouped(names: Iterable[str]) -> dict[str, str]:
+    """Names of modules by their package, which keeps the cache small."""
+    groups = dict[str, list[str]]()
+    for name in sorted(names):
+        package, _, last = name.rpartition(".")
+        groups.setdefault(package, []).append(last)
+    return {package: " ".join(group) for package, group in groups.items()}
+
+
+def _ungrouped(groups: dict[str, str]) -> list[str]:
+    return [f"{package}.{name}".lstrip(".") for package, names in groups.items() for name in names.split()]
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
-    """A page that ran."""
+class Docs:
+    """A folder of pages, and the cache of their last runs."""
+
+    folder: Path = ROOT / "docs"
+    root: Path = ROOT
+    """The repository."""
+
+    @property
+    def cache_file(self) -> Path:
+        return self.folder / "outputs.json"
+
+    def pages(self) -> dict[str, str]:
+        """The text of each page that has such blocks, by its path below the folder."""
+        texts = {path: path.read_text(encoding="utf-8") for path in sorted(self.folder.rglob("*.md"))}
+        return {path.relative_to(self.folder).as_posix(): text for path, text in texts.items() if any(blocks_of(text))}
+
+    def cache(self) -> dict[str, Any]:
+        """Digests and imports of the last run of each page, by its path."""
+        return json.loads(self.cache_file.read_text()) if self.cache_file.is_file() else {}
+
+    def write_cache(self, cache: dict[str, Any]) -> None:
+        """Write one line a page, in sorted order; pages that are gone are left out."""
+        pages = self.pages()
+        lines = [f"{json.dumps(name)}: {json.dumps(cache[name])}" for name in sorted(cache) if name in pages]
+        self.cache_file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    def code_changes(self, name: str, text: str, cache: dict[str, Any]) -> str | None:
+        """The reason why the outputs in a page may be wrong, changes of modules aside, or None."""
+        if with_includes(text, self.root) != text:
+            return "an included file changed"
+        if not any(block.is_executed for block in blocks_of(text)):
+            return None
+        if name not in cache:
+            return "never ran"
+        if cache[name]["code"] != code_digest(text):
+            return "code changed"
+        return "outputs were edited" if cache[name]["outputs"] != output_digest(text) else None
+
+    def did_modules_change(self, name: str, cache: dict[str, Any]) -> bool:
+        """Whether the source of a module changed since the page imported it."""
+        if name not in cache:
+            return False
+        return cache[name]["modules"] != modules_digest(_ungrouped(cache[name]["imports"]), self.root)
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Results of a page's process."""
 
     outputs: list[list[str]]
     """One text a block, or one a command."""
-    folder: tempfile.TemporaryDirectory[str]
+    imports: list[str]
+    """Modules of Lowtide that the page and its commands imported."""
 
 
-def blocks_of(markdown: str) -> Iterator[tuple[re.Match[str], Block]]:
-    """The blocks of a page that take part."""
-    for match in _FENCE.finditer(markdown):
-        words = dict(_WORD.findall(match["words"]))
-        if match["language"] in LANGUAGES and ({"run", "file"} & words.keys()):
-            line = markdown.count("\n", 0, match.start()) + 1
-            yield match, Block(match["language"], words, match["code"], line)
+def run_page(name: str, text: str, folder: Path, compile_options: dict[str, str] | None = None) -> Run:
+    """Run the blocks of one page in a new process, in this folder.
 
-
-def run_page(name: str, blocks: list[Block]) -> Done:
-    """Run the blocks of one page in a process and a folder of their own.
+    Args:
+        name: the page's path below the folder of the documentation.
+        text: the page.
+        folder: an empty folder.
+        compile_options: values for `COMPILE_OPTIONS`; by default pages compile as users do.
 
     Raises:
         RuntimeError: when a block fails, with its line in the page and the traceback.
     """
-    folder = tempfile.TemporaryDirectory(prefix="docs-")
-    request = json.dumps([dataclasses.asdict(block) for block in blocks])
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {_ONE_ORDER}"
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": flags.strip(),
-        "COLUMNS": str(WIDTH),
-        "NO_COLOR": "1",
-        "TERM": "dumb",
-        "KERAS_BACKEND": "jax",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    with tempfile.NamedTemporaryFile("r", suffix=".json") as answer:
-        command = [sys.executable, str(Path(__file__).resolve()), answer.name]
+    request = json.dumps([block.request for block in blocks_of(text) if block.is_executed])
+    compile_options = compile_options or {}
+    flags = f"{compile_options.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {_ONE_ORDER}"
+    with tempfile.TemporaryDirectory(prefix="docs-own-") as own:
+        answer, imports = Path(own) / "answer.json", Path(own) / "imports.txt"
+        imports.touch()
+        environment = {
+            **{key: value for key, value in os.environ.items() if key not in COMPILE_OPTIONS},
+            **compile_options,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags.strip(),
+            "COLUMNS": str(WIDTH),
+            "NO_COLOR": "1",
+            "TERM": "dumb",
+            "KERAS_BACKEND": "jax",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(SCRIPTS / "docs_imports"),
+            "DOCS_IMPORTS": str(imports),
+            "LOWTIDE_CACHE": str(Path(own) / "cache"),
+        }
         child = subprocess.run(
-            command, input=request, cwd=folder.name, env=environment, text=True, capture_output=True, check=False
+            [sys.executable, str(SCRIPTS / "docs_session.py"), str(answer)],
+            input=request,
+            cwd=folder,
+            env=environment,
+            text=True,
+            capture_output=True,
+            check=False,
         )
         if child.returncode:
-            raise RuntimeError(f"{name}: {child.stderr[-6000:]}")
-        return Done(json.load(answer), folder)
+            failed = re.search(r"the block at line (\d+) failed\s*$", child.stderr)
+            raise RuntimeError(f"{name}:{failed[1] if failed else '?'}: a block failed\n{child.stderr[-6000:]}")
+        names = sorted({line for line in imports.read_text().split() if module_files(line)})
+        return Run(json.loads(answer.read_text()), names)
 
 
-# --- inside the page's process --------------------------------------------------------------------------------------
+def linked_files(name: str, text: str) -> list[str]:
+    """Files that the page links to in the folder of its name; its code writes them."""
+    return sorted(set(re.findall(rf"\]\({re.escape(Path(name).stem)}/([\w.-]+)\)", text)))
 
 
-def main(answer: str) -> None:
-    """Run the blocks that standard input holds as JSON, and write their outputs to a file."""
-    sys.path.insert(0, os.getcwd())
-    sys.dont_write_bytecode = True
-    session: dict[str, Any] = {"__name__": "__main__"}
-    outputs: list[list[str]] = []
-    for block in (Block(**row) for row in json.load(sys.stdin)):
+def copy_linked_files(docs: Path, name: str, text: str, source: Path) -> None:
+    """Copy the files that the page links to next to it."""
+    target = (docs / name).with_suffix("")
+    for file in linked_files(name, text):
+        if not (source / file).is_file():
+            raise RuntimeError(f"{name}: its code does not make {file}, which it links to")
+        target.mkdir(exist_ok=True)
+        if file.endswith(".png"):
+            _write_small_png(source / file, target / file)
+        else:
+            shutil.copyfile(source / file, target / file)
+
+
+def _write_small_png(source: Path, target: Path) -> None:
+    from PIL import Image
+
+    # Charts have few colours. A palette takes a third of the bytes and looks the same.
+    with Image.open(source) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
+def refresh(docs: Docs, name: str, text: str, run: Run, folder: Path) -> None:
+    """Write a page with its new outputs, the files that it links to, and its line of the cache."""
+    copy_linked_files(docs.folder, name, text, folder)
+    text = with_outputs(text, run.outputs)
+    entry = {
+        "code": code_digest(text),
+        "outputs": output_digest(text),
+        "modules": modules_digest(run.imports, docs.root),
+        "imports": _grouped(run.imports),
+    }
+    (docs.folder / name).write_text(text, encoding="utf-8")
+    docs.write_cache({**docs.cache(), name: entry})
+
+
+def execute(docs: Docs, names: list[str], jobs: int, is_dry: bool) -> int:
+    """Run several pages at a time and write each when it is done. Returns the number of pages that failed."""
+    pages, lock = docs.pages(), threading.Lock()
+    compile_options = {key: os.environ[key] for key in COMPILE_OPTIONS if is_dry and key in os.environ}
+
+    def update(name: str) -> None:
+        text = with_includes(pages[name], docs.root)
+        if not any(block.is_executed for block in blocks_of(text)):
+            if not is_dry:
+                (docs.folder / name).write_text(text, encoding="utf-8")
+            return
+        with tempfile.TemporaryDirectory(prefix="docs-", ignore_cleanup_errors=True) as folder:
+            run = run_page(name, text, Path(folder), compile_options)
+            with lock:
+                if (docs.folder / name).read_text(encoding="utf-8") != pages[name]:
+                    raise RuntimeError(f"{name}: the page was edited while it ran")
+                if not is_dry:
+                    refresh(docs, name, text, run, Path(folder))
+
+    def timed(name: str) -> tuple[str, float]:
+        started = time.monotonic()
         try:
-            outputs.append([_tidy(text, block.words) for text in _run(block, session)])
-        except Exception:
-            traceback.print_exc()
-            sys.exit(f"the block at line {block.line} failed")
-    Path(answer).write_text(json.dumps(outputs))
+            update(name)
+        except (RuntimeError, ValueError, OSError) as error:
+            return f"{name}: {error}" if name not in str(error) else str(error), 0
+        return "", time.monotonic() - started
+
+    num_failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        runs = {pool.submit(timed, name): name for name in names}
+        for number, future in enumerate(as_completed(runs), 1):
+            error, seconds = future.result()
+            num_failed += bool(error)
+            print(f"[{number}/{len(names)}] {error or f'{runs[future]}: {seconds:.0f} s'}", flush=True)
+    return num_failed
 
 
-def _run(block: Block, session: dict[str, Any]) -> list[str]:
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def is_in_quarter(name: str, quarter: int) -> bool:
+    """Whether a page belongs to a quarter of the pages, the same on every machine."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 4 == quarter
+
+
+def _chosen(pages: dict[str, str], names: list[str]) -> dict[str, str]:
+    keys = [f"{name.removeprefix('docs/').removesuffix('.md')}.md" for name in names]
+    if unknown := [key for key in keys if key not in pages]:
+        sys.exit(f"no page with something to run: {', '.join(unknown)}\nexpected: one of {', '.join(pages)}")
+    return {name: text for name, text in pages.items() if not keys or name in keys}
+
+
+def main(arguments: list[str] | None = None, docs: Docs | None = None) -> int:
+    """Run the command and return its exit status."""
+    parser = argparse.ArgumentParser(description="Run the code of documentation pages, and rewrite their outputs.")
+    parser.add_argument("pages", nargs="*", help="pages to look at, such as guides/data (default: all)")
+    parser.add_argument("--all", action="store_true", help="run every page, not only stale ones")
+    parser.add_argument("--check", action="store_true", help="run nothing; exit with 1 where code changed")
+    parser.add_argument("--strict", action="store_true", help="with --check: exit with 1 for changed modules, too")
+    parser.add_argument("--quarter", type=int, choices=range(4), help="of pages whose modules changed, run one quarter")
+    parser.add_argument("--dry-run", action="store_true", help="run, but write nothing; only here XLA_FLAGS count")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="pages at a time (default: one a core)")
+    options = parser.parse_args(arguments)
+    docs = docs or Docs()
+    pages, cache = _chosen(docs.pages(), options.pages), docs.cache()
+    changes = {name: docs.code_changes(name, text, cache) for name, text in pages.items()}
+    code = [name for name in pages if changes[name]]
+    modules = [name for name in pages if not changes[name] and docs.did_modules_change(name, cache)]
+    for name in code:
+        print(f"{name}: {changes[name]}")
+    for name in modules:
+        print(f"{name}: modules changed")
+    if options.check:
+        print(f"{len(pages)} pages, {len(code)} with changed code, {len(modules)} with changed modules")
+        return int(bool(code or (options.strict and modules)))
+    if options.quarter is not None:
+        modules = [name for name in modules if is_in_quarter(name, options.quarter)]
+    names = list(pages) if options.all else [*code, *modules]
+    num_failed = execute(docs, names, options.jobs, options.dry_run)
+    print(f"{len(names)} pages ran, {num_failed} failed")
+    return int(num_failed > 0)
+
+
+# --- the hook of MkDocs ---------------------------------------------------------------------------------------------
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Render blocks and outputs without the words that only the command reads."""
+    blocks = list(blocks_of(markdown))
+    return rewritten(markdown, blocks, [_shown(block) for block in blocks])
+
+
+def _shown(block: Block) -> str:
+    if block.is_console:
+        return f"```{{.console .output}}\n{block.code}```"
     if "file" in block.words:
-        Path(block.words["file"]).write_text(block.code)
-        return []
-    if block.language == "python":
-        return [_run_python(block, session)]
-    return [_run_command(line, int(block.words.get("status", "0"))) for line in commands_of(block.code)]
-
-
-def _run_python(block: Block, session: dict[str, Any]) -> str:
-    printed = io.StringIO()
-    error = None
-    with contextlib.redirect_stdout(printed):
-        try:
-            exec(compile("\n" * block.line + block.code, "session.py", "exec"), session)
-        except Exception as failure:
-            if type(failure).__name__ != block.words.get("raises"):
-                raise
-            error = failure
-    if "raises" in block.words:
-        if error is None:
-            raise AssertionError(f"nothing raised {block.words['raises']}")
-        printed.write("".join(traceback.format_exception_only(error)))
-    return printed.getvalue()
-
-
-def _run_command(line: str, status: int) -> str:
-    done = subprocess.run(line, shell=True, text=True, capture_output=True, check=False)
-    if done.returncode != status:
-        raise RuntimeError(f"$ {line}\nended with {done.returncode}, not {status}\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
-def commands_of(code: str) -> list[str]:
-    """The commands of a console block."""
-    return [line[2:] for line in code.splitlines() if line.startswith("$ ")]
-
-
-def _tidy(text: str, words: dict[str, str]) -> str:
-    # An editable install is not below site-packages, where lines of installed packages are cut.
-    text = text.replace(f"{ROOT}{os.sep}src{os.sep}", "").replace(os.getcwd() + os.sep, "")
-    lines = [part for line in text.rstrip().splitlines() for part in _wrapped(line.rstrip())]
-    if len(lines) > (limit := int(words.get("first", len(lines)))):
-        lines = [*lines[:limit], "…"]
-    return "\n".join(lines)
-
-
-def _wrapped(line: str) -> list[str]:
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    long_words = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.wrap(line, WIDEST, subsequent_indent=indent, drop_whitespace=True, **long_words) or [""]
-
-
-# --- inside MkDocs ---------------------------------------------------------------------------------------------------
-
-_done: dict[str, tuple[list[Block], Done]] = {}
-
-
-def _timed_page(name: str, blocks: list[Block]) -> Done:
-    started = time.monotonic()
-    done = run_page(name, blocks)
-    logging.getLogger(f"mkdocs.hooks.{__name__}").info("%s ran in %.0f s", name, time.monotonic() - started)
-    return done
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """Run every page that has something to run, one on each core at a time, and add the files they link to."""
-    from mkdocs.exceptions import PluginError
-    from mkdocs.structure.files import File
-
-    text = {page.src_uri: page.content_string for page in files.documentation_pages()}
-    blocks = {uri: found for uri in text if (found := [block for _, block in blocks_of(text[uri])])}
-    changed = [uri for uri in blocks if uri not in _done or _done[uri][0] != blocks[uri]]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = {uri: pool.submit(_timed_page, uri, blocks[uri]) for uri in changed}
-    for uri, run in runs.items():
-        try:
-            _done[uri] = blocks[uri], run.result()
-        except RuntimeError as error:
-            raise PluginError(str(error)) from error
-    for uri in blocks:
-        stem = Path(uri).with_suffix("")
-        for name in sorted(set(re.findall(rf"\]\({re.escape(stem.name)}/([\w.-]+)\)", text[uri]))):
-            made = Path(_done[uri][1].folder.name) / name
-            if made.is_file():  # else MkDocs reports the link
-                files.append(File.generated(config, f"{stem.as_posix()}/{name}", abs_src_path=str(made)))
-    return files
-
-
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the outputs after their blocks."""
-    if page.file.src_uri not in _done:
-        return markdown
-    outputs = iter(_done[page.file.src_uri][1].outputs)
-    parts, end = list[str](), 0
-    for match, block in blocks_of(markdown):
-        parts += [markdown[end : match.start()], _shown(block, next(outputs))]
-        end = match.end()
-    return "".join([*parts, markdown[end:]])
-
-
-def _shown(block: Block, outputs: list[str]) -> str:
-    if not block.does_run:
         return f'```{block.language} title="{block.words["file"]}"\n{block.code}```'
-    if block.language == "console":
-        pairs = zip(commands_of(block.code), outputs, strict=True)
-        text = "\n\n".join(f"$ {command}\n{output}".rstrip() for command, output in pairs)
-        return f"```{{.console .output}}\n{text}\n```"
-    code = "" if "hide" in block.words else f"```python\n{block.code}```\n\n"
-    return code + "".join(f"```{{.text .output}}\n{output}\n```" for output in outputs if output)
+    code = "" if "hide" in block.words else f"```{block.language}\n{block.code}```\n\n"
+    return code + (f"```{{.text .output}}\n{block.output}```" if block.output else "")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main())
