@@ -2,7 +2,7 @@
 
     python distributed_worker.py '{"out": ..., "num_steps": ..., ...}'
 
-It writes what it saw to ``<out>-<process>.json``.
+It writes its results to ``<out>-<process>.json``. A run of one process takes as many devices as its mesh has.
 """
 
 import json
@@ -19,9 +19,11 @@ import numpy as np
 import optax
 
 import lowtide as lt
+from lowtide.distributed import _processes
 from lowtide.train import Callback, JsonlLogger, ShardingRules, array_data, make_mesh
 
 ARGS = json.loads(sys.argv[1])
+_processes._SHARED_SECONDS = ARGS.get("patience", _processes._SHARED_SECONDS)
 if ARGS["count"] > 1:
     jax.distributed.initialize(
         f"localhost:{ARGS['port']}",
@@ -33,7 +35,7 @@ if ARGS["count"] > 1:
 
 
 class Misbehave(Callback):
-    """Dies, fails, stops or is told to end at a step, in one of the processes."""
+    """Callback that kills, fails, stops or terminates one process at a step."""
 
     def on_step_end(self, trainer, step):
         print(f"step {step}", flush=True)
@@ -50,7 +52,7 @@ class Misbehave(Callback):
 
 
 def restore_in_turn(trainer):
-    """The damage was done before anybody reads."""
+    """Restore, and print the warnings about damaged checkpoints."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         step = trainer.restore()
@@ -59,7 +61,7 @@ def restore_in_turn(trainer):
 
 
 def small(key):
-    """Two matrices, and the batches that they are to reproduce."""
+    """Return two matrices, and batches for them to reproduce."""
     one, other, rows = jax.random.split(key, 3)
     model = {"up_proj": jax.random.normal(one, (16, 32)), "down_proj": jax.random.normal(other, (32, 16))}
     return model, {"x": np.asarray(jax.random.normal(rows, (64, 16)))}
@@ -70,7 +72,7 @@ def small_loss(model, batch):
 
 
 def decoder(key):
-    """A decoder, and batches of tokens."""
+    """Return a decoder, and batches of tokens."""
     config = lt.models.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -104,24 +106,24 @@ def make_trainer(model, rules):
 def restored(trainer):
     step = trainer.restore() if "damaged" not in ARGS else restore_in_turn(trainer)
     if ARGS.get("adapters"):
-        trainer.step = step or 0  # a new array, which copies and checkpoints have to read, too
+        trainer.step = step or 0  # a new array: copies and checkpoints read it, too
     return step
 
 
 def budget(model, rules, batch):
-    """Of the bytes that a step needs by default a part, another one in each process."""
+    """Return a fraction of the bytes that a step needs by default; each process has another fraction."""
     if "room" not in ARGS:
         return None
     return int(make_trainer(model, rules).preflight(batch).device_bytes * ARGS["room"][ARGS["process"]])
 
 
 def end_late():
-    """A signal ends this process when the others have been gone for a while."""
-    at_once = signal.raise_signal
+    """Delay the signal that ends this process until the other one has exited."""
+    raise_signal = signal.raise_signal
 
     def later(number):
         time.sleep(2)
-        at_once(number)
+        raise_signal(number)
 
     signal.raise_signal = later
 
@@ -134,7 +136,12 @@ def main():
     if ARGS.get("odd") == "weights":
         model, _ = make(jax.random.key(ARGS["process"]))
     rules = ShardingRules(
-        mesh=make_mesh(stage=ARGS.get("stage"), fsdp=ARGS["fsdp"], tensor=ARGS["tensor"]),
+        mesh=make_mesh(
+            stage=ARGS.get("stage"),
+            fsdp=ARGS["fsdp"],
+            tensor=ARGS["tensor"],
+            devices=jax.devices()[: ARGS["fsdp"] * ARGS["tensor"]] if ARGS["count"] == 1 else None,
+        ),
         min_bytes=0,
         local_batches=ARGS.get("local", False),
         timeout_seconds=ARGS.get("timeout", 60),
