@@ -86,6 +86,34 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "chain(adamw, keep_params_nonnegative)": lambda: optax.chain(optax.adamw(1e-2), optax.keep_params_nonnegative()),
 }
 
+KINDS = (
+    "sgd (momentum)",  # one moment
+    "adamw",  # two moments
+    "amsgrad",  # a running maximum
+    "rmsprop (momentum, centered)",  # the difference of two moments
+    "adan",  # the previous gradient
+    "rprop",  # signs and step sizes
+    "novograd",  # a number per leaf
+    "adafactor (momentum)",  # sums of rows and columns
+    "sm3",  # maxima of rows and columns
+    "lbfgs",  # a history
+    "noisy_sgd",  # a random key
+    "polyak_sgd",  # an extra argument
+    "lamb",  # norms of a leaf
+    "contrib.prodigy",  # norms over all leaves
+    "contrib.schedule_free_adamw",  # a copy of the parameters
+    "contrib.ademamix",  # a slow mean
+    "contrib.cocob",  # rewards
+    "contrib.muon",  # another optimizer for each shape
+    "chain(clip_by_global_norm, adamw, ema)",
+    "MultiSteps(adamw)",
+    "apply_if_finite(adamw)",
+    "inject_hyperparams(adamw)",
+    "partition(adamw, set_to_zero)",
+    "masked(adamw)",
+)
+"""One optimizer for each kind of state: the tests run these, the table has all."""
+
 
 def extra_arguments(name: str) -> dict[str, Any]:
     """What an optimizer's update takes besides gradients, state and parameters."""
