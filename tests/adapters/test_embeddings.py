@@ -17,7 +17,9 @@ import lowtide as lt
 from lowtide import models
 from lowtide.adapters import lora
 from lowtide.core import ConfigError, ModelFileError, StructureError, map_with_paths, rows
+from tests.adapters import test_peft_kinds as kinds
 from tests.models.kinds import KINDS
+from tests.peers import Peer
 
 KEY = jax.random.key(0)
 TOKENS = np.random.default_rng(0).integers(1, 96, (2, 11))
@@ -129,25 +131,26 @@ def test_a_frozen_weight_in_the_file_has_to_be_the_model_s(dtype: str, tmp_path:
         lora.load(base(), tmp_path)
 
 
-@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
-@pytest.mark.parametrize(("family", "targets"), [("llama", ["embed_tokens", "lm_head", "q_proj"])])
-def test_embeddings_and_heads_that_peft_trained(family: str, targets: list[str], tmp_path: Path) -> None:
-    import peft
+def test_embeddings_and_heads_of_peft(peer: Peer, tmp_path: Path) -> None:
+    plain: Any = kinds.base("llama")
 
-    from tests.adapters import test_peft_kinds as kinds
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Draw adapters; PEFT also writes the frozen weights of embeddings and heads."""
+        if "base_layer" not in name:
+            return kinds.drawn(name, shape)
+        return np.asarray(plain.outer["lm_head" if "lm_head" in name else "embed"]["weight"])
 
-    options = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
-    model = kinds.trained_with(family, options, tmp_path / "base")
-    want = kinds.theirs_logits(model)
-    model.save_pretrained(tmp_path / "theirs")
-    assert f"{EMBED}.base_layer.weight" in load_file(tmp_path / "theirs" / WEIGHTS)
-    ours = lora.load(kinds.base(family), tmp_path / "theirs")
-    assert np.abs(want - kinds.ours_logits(kinds.base(family))).max() > 1e-2
-    np.testing.assert_allclose(kinds.ours_logits(ours), want, atol=1e-4)
-    np.testing.assert_allclose(kinds.ours_logits(lora.merge(ours)), want, atol=1e-4)
+    arguments = {"class": "LoraConfig", "r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"}
+    arguments["target_modules"] = ["embed_tokens", "lm_head", "q_proj"]
+    folder = kinds.written("llama", tmp_path / "base")
+    theirs = kinds.peft_adapter(peer, folder, arguments, tmp_path / "theirs", draw)
+    assert f"{EMBED}.base_layer.weight" in load_file(theirs / WEIGHTS)
+    ours = lora.load(plain, theirs)
     lora.save(ours, tmp_path / "ours")
-    again = peft.PeftModel.from_pretrained(kinds.their_base(family, tmp_path / "base"), tmp_path / "ours")
-    np.testing.assert_allclose(kinds.theirs_logits(again), want, atol=1e-4)
+    want = kinds.peft_logits(peer, folder, theirs, tmp_path / "ours")
+    assert np.abs(want - kinds.our_logits(plain)).max() > 1e-2
+    np.testing.assert_allclose(kinds.our_logits(ours), want, atol=1e-4)
+    np.testing.assert_allclose(kinds.our_logits(lora.merge(ours)), want, atol=1e-4)
