@@ -409,41 +409,54 @@ def test_help_and_usage(capsys):
     assert stop.value.code == 0
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(FinetuneConfig), ids=lambda field: field.name)
-def test_every_setting_is_a_flag_with_its_default_and_a_help(field):
-    """A field that was added, and not as a flag, would be one more thing to look up."""
-    sample = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
-    kind = type(field.default) if field.default is not None else None
-    words = {"targets": "**/{q,v}_proj", "offload": "optimizer,parameters", "clip_mode": "layer", "model": "m"}
-    words |= {
-        "method": "vera",
-        "quantize": "nf4",
-        "quantize_embeddings": "int8",
-        "modules_to_save": "outer/{norm,embed}",
-        "bias": "all",
-    }
-    words |= {"lora_init": "pissa", "attention": "blocks"}
-    words |= {"schedule": "linear", "num_epochs": "0.5", "warmup_ratio": "0.5", "track": "wandb,trackio"}
-    needs = {
-        "clip_mode": {"full": True},
-        "decay_fraction": {"schedule": "warmup_stable_decay"},
-        "early_stopping_threshold": {"early_stopping_patience": 1},
-    }
-    words |= {"columns": "prompt=q,completion=a", "loss_on": "all", "packing": "best-fit", "too_long": "split"}
-    value = words.get(field.name) or sample.get(kind) or ("0.5" if "rate" in field.name else "2")
+SAMPLES = {
+    "targets": "**/{q,v}_proj",
+    "offload": "optimizer,parameters",
+    "clip_mode": "layer",
+    "model": "m",
+    "method": "vera",
+    "quantize": "nf4",
+    "quantize_embeddings": "int8",
+    "modules_to_save": "outer/{norm,embed}",
+    "bias": "all",
+    "lora_init": "pissa",
+    "attention": "blocks",
+    "schedule": "linear",
+    "num_epochs": "0.5",
+    "warmup_ratio": "0.5",
+    "track": "wandb,trackio",
+    "columns": "prompt=q,completion=a",
+    "loss_on": "all",
+    "packing": "best-fit",
+    "too_long": "split",
+}
+"""Values of settings that take a word of a list."""
+OTHER_SETTINGS = {
+    "clip_mode": {"full": True},
+    "decay_fraction": {"schedule": "warmup_stable_decay"},
+    "early_stopping_threshold": {"early_stopping_patience": 1},
+}
+"""Settings that a setting depends on."""
+
+
+def test_every_setting_is_a_flag_with_its_default_and_a_help():
+    """A new field without a flag fails here."""
+    by_type = {str: "bfloat16", int: "2", float: "0.5", tuple: "optimizer,parameters"}
     parser = argparse.ArgumentParser()
     register(parser)
-    flag = flag_of(field.name)
-    said = [] if kind is bool else [value]
     assert given(parser.parse_args([])) == {}
-    found = given(parser.parse_args([flag, *said]))
-    assert list(found) == [field.name]
-    toml = config_from_dict({**needs.get(field.name, {}), **found}, "flags")
-    expected = {bool: True, int: 2, float: 0.5}.get(kind, value)
-    got = getattr(toml, field.name)
-    assert got == expected or str(got) in (value, str(tuple(value.split(","))))
-    (action,) = [action for action in parser._actions if action.dest == field.name]
-    assert len(action.help) > 10 and (field.default in (None, False) or f"(default: {field.default})" in action.help)
+    helps = {action.dest: action.help for action in parser._actions}
+    for field in dataclasses.fields(FinetuneConfig):
+        kind = type(field.default) if field.default is not None else None
+        value = SAMPLES.get(field.name) or by_type.get(kind) or ("0.5" if "rate" in field.name else "2")
+        settings = given(parser.parse_args([flag_of(field.name), *([] if kind is bool else [value])]))
+        assert list(settings) == [field.name]
+        config = config_from_dict({**OTHER_SETTINGS.get(field.name, {}), **settings}, "flags")
+        expected = {bool: True, int: 2, float: 0.5}.get(kind, value)
+        got = getattr(config, field.name)
+        assert got == expected or str(got) in (value, str(tuple(value.split(",")))), field.name
+        text = helps[field.name]
+        assert len(text) > 10 and (field.default in (None, False) or f"(default: {field.default})" in text), field.name
 
 
 def test_flags_that_say_no_and_say_it_twice_win_over_the_file(finetune, tmp_path):

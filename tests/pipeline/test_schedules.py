@@ -435,7 +435,9 @@ def test_in_lockstep_a_v_is_chosen_by_the_time_of_ticks() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("sizes", [(8, 10**6), (8, 10**12), (10**6, 8)])
-def test_schedules_that_would_never_be_made_are_refused(name: str, sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)more than one schedule can hold.*at most 131,072.*got: \d.*hint: have"):
-        schedule(name, num_stages=sizes[0], num_microbatches=sizes[1])
+def test_schedules_that_would_never_be_made_are_refused(name: str) -> None:
+    for sizes in ((8, 10**6), (8, 10**12), (10**6, 8)):
+        with pytest.raises(
+            ConfigError, match=r"(?s)more than one schedule can hold.*at most 131,072.*got: \d.*hint: have"
+        ):
+            schedule(name, num_stages=sizes[0], num_microbatches=sizes[1])
