@@ -54,7 +54,6 @@ PACKAGES = {
     "tests/integration/test_distributed.py": "train",
     "tests/integration/test_damaged_files.py": "train",
     "tests/integration/test_frozen_gradients.py": "train",
-    "tests/integration/test_full_parameters.py": "train",
 }
 """Package that an integration test exercises; other tests outside of the packages' folders stand above all layers."""
 NUM_QUARTERS = 4
