@@ -51,6 +51,11 @@ class Forked:
         """Output so far."""
         return self._log.read_text() if self._log.exists() else ""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has no exit status yet."""
+        return self._process.is_alive()
+
     def wait(self, timeout: float = 300) -> int:
         """Wait for the exit status; the negative number of a signal that ended the process."""
         self._process.join(timeout)

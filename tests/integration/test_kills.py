@@ -8,35 +8,31 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.processes
 
 NUM_KILLS, SEED = int(os.environ.get("LOWTIDE_KILLS", "40")), 5
 
 
-def printed(script: str, folder: Path, *arguments: Any) -> Any:
-    """What a script beside this file prints, of JSON."""
-    # One device, and programs that compile fast, and once: so many processes need them.
-    environment = {
-        **os.environ,
-        **{"JAX_PLATFORMS": "cpu", "XLA_FLAGS": os.environ["QUICK_CPU_FLAGS"]},
-        "JAX_COMPILATION_CACHE_DIR": str(folder.with_name("programs")),
-        **{"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"},
-    }
-    arguments = (folder, *arguments)
-    command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, f"seed {SEED}\n{done.stderr[-8000:]}"
-    return json.loads(done.stdout)
+@pytest.fixture
+def printed(fork: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a script beside this file; returns the JSON of its last line."""
+
+    def printed(script: str, *arguments: Any) -> Any:
+        process = fork(Path(__file__).with_name(script), *arguments)
+        assert process.wait(900) == 0, f"seed {SEED}\n{process.text[-8000:]}"
+        return json.loads(process.text.splitlines()[-1])
+
+    return printed
 
 
-def test_many_kills_leave_the_weights_of_an_uninterrupted_run(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_many_kills_leave_the_weights_of_an_uninterrupted_run(printed: Callable[..., Any], tmp_path: Path) -> None:
     said = printed("killed.py", tmp_path / "run", NUM_KILLS, SEED)
     kills, last = said["kills"], said["last"]
     reference = {step: digest for step, digest in said["reference"]}
@@ -69,8 +65,13 @@ def last_saved(end: int) -> list[int]:
     return [(end - 1) // 3 * 3, end]
 
 
-@pytest.mark.parametrize("kind", ["dataset", "loader", "iterable", "array"])
-def test_over_three_kills_each_example_is_seen_once_in_every_epoch(kind: str, tmp_path: Path) -> None:
+KINDS = ["array", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dataset", "loader", "iterable"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_three_kills_each_example_is_seen_once_in_every_epoch(
+    printed: Callable[..., Any], kind: str, tmp_path: Path
+) -> None:
     said = printed("killed_data.py", tmp_path / "run", SEED, kind)
     *killed, last = said["lives"]
     *whole, (end, weights) = said["whole"][1:]
