@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,22 +13,22 @@ import pytest
 from lowtide import models
 from lowtide.adapters import lora
 from lowtide.core import ModelFileError, linear
+from tests.adapters.test_peft_kinds import in_transformers, peft_adapter
+from tests.peers import Peer, read_tensors
 
-# PEFT's warnings stay errors: missing and unexpected keys are only warnings to it.
-pytestmark = [
-    pytest.mark.peers,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 uses it
-]
+# PEFT's other warnings stay errors: missing and unexpected keys are only warnings to it.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 KEY = jax.random.key(0)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 7))
+INPUTS = {width: np.random.default_rng(1).normal(size=(5, width)).astype(np.float32) for width in (16, 24)}
 CONFIG = models.LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4
 )
 
 
-def external(model):
-    """The base weights' names and layers: {hf module: (tree path's module, layer)}."""
+def external(model: models.Decoder) -> dict[str, tuple[Any, int]]:
+    """Return weights and layers by the names of transformers' modules."""
     short = {"attn": "self_attn", "mlp": "mlp"}
     return {
         f"model.layers.{layer}.{short[part]}.{proj}": (model.layers[part][proj]["weight"], layer)
@@ -35,63 +38,59 @@ def external(model):
     }
 
 
-@pytest.fixture
-def base():
+@pytest.fixture(scope="module")
+def base() -> models.Decoder:
     # Larger weights than `init` gives, so that logits differ by far more than the tolerance.
     return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 2 else leaf, models.init(CONFIG, key=KEY))
 
 
 @pytest.fixture
-def hf(base, tmp_path):
-    """The base model, written by us and loaded by transformers."""
-    import transformers
-
+def folder(base: models.Decoder, tmp_path: Path) -> Path:
     models.save(base, tmp_path / "base")
-    return transformers.LlamaForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
+    return tmp_path / "base"
 
 
-def tuned(base, *configs):
-    """Adapters that do something: B is drawn, too."""
-    model = base
-    for config in configs:
-        model = lora.add(model, config, key=KEY)
-
-    def fill(path, leaf):
-        fresh = path[-1] == jax.tree_util.GetAttrKey("lora_b")
-        return 0.3 * jax.random.normal(jax.random.key(len(str(path))), leaf.shape) if fresh else leaf
-
-    return jax.tree_util.tree_map_with_path(fill, model)
-
-
-def torch_logits(model):
+def torch_logits(model: Any) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        return model(torch.tensor(TOKENS)).logits.numpy()
+        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
 
 
-def our_logits(model):
+def our_logits(model: models.Decoder) -> np.ndarray:
     return np.asarray(jax.jit(models.logits)(model, jnp.asarray(TOKENS)))
 
 
-def adapters_of(peft_model):
-    """{hf module: PEFT's layer} for every adapted module."""
+def adapters_of(peft_model: Any) -> dict[str, Any]:
+    """Return PEFT's layers by the names of the adapted modules."""
     named = peft_model.get_base_model().named_modules()
     return {name: module for name, module in named if hasattr(module, "lora_A") and "default" in module.lora_A}
 
 
-def assert_same_adapters(model, peft_model):
+def read_by_peft(folder: Path, adapter: Path) -> tuple[Any, dict[str, float]]:
+    """Return PEFT's model of an adapter and its scalings by module; its tensors are exactly those of the file."""
+    from peft import PeftModel
+
+    peft_model = PeftModel.from_pretrained(in_transformers(folder), adapter).eval()
+    tensors, _ = read_tensors(adapter / "adapter_model.safetensors")
     layers = adapters_of(peft_model)
+    assert len(tensors) == 2 * len(layers)
+    for name, layer in layers.items():
+        for factor, parameters in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
+            values = parameters["default"].weight.detach().float().numpy()
+            np.testing.assert_array_equal(values, tensors[f"base_model.model.{name}.{factor}.weight"])
+    return peft_model, {name: layer.scaling["default"] for name, layer in layers.items()}
+
+
+def assert_same_tensors(model: models.Decoder, adapter: Path) -> dict[str, Any]:
+    """Check that adapters are exactly those of a file, and return them by module."""
     nodes = {name: site for name, site in external(model).items() if isinstance(site[0], lora.LoRAWeight)}
-    assert set(layers) == set(nodes)
+    tensors, _ = read_tensors(adapter / "adapter_model.safetensors")
+    assert len(tensors) == 2 * len(nodes)
     for name, (node, layer) in nodes.items():
-        np.testing.assert_array_equal(
-            layers[name].lora_A["default"].weight.detach().float().numpy(), node.lora_a[layer]
-        )
-        np.testing.assert_array_equal(
-            layers[name].lora_B["default"].weight.detach().float().numpy(), node.lora_b[layer]
-        )
-        assert layers[name].scaling["default"] == pytest.approx(node.scaling)
+        np.testing.assert_array_equal(tensors[f"base_model.model.{name}.lora_A.weight"], node.lora_a[layer])
+        np.testing.assert_array_equal(tensors[f"base_model.model.{name}.lora_B.weight"], node.lora_b[layer])
+    return nodes
 
 
 CONFIGS = {
@@ -105,54 +104,61 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-class TestPeftReadsOurs:
-    def test_tensors_and_single_layers(self, base, hf, tmp_path, case):
+def test_peft_reads_our_adapters(base: models.Decoder, folder: Path, peer: Peer, tmp_path: Path, case: str) -> None:
+    model = base
+    for config in CONFIGS[case]:
+        model = lora.add(model, config, key=KEY)
+
+    def fill(path: Any, leaf: Any) -> Any:
+        is_zero = path[-1] == jax.tree_util.GetAttrKey("lora_b")
+        return 0.3 * jax.random.normal(jax.random.key(len(str(path))), leaf.shape) if is_zero else leaf
+
+    model = jax.tree_util.tree_map_with_path(fill, model)
+    lora.save(model, tmp_path / "adapter", base_model_name_or_path="base")
+    merged = lora.merge(model)
+    models.save(merged, tmp_path / "merged")
+
+    def compute() -> dict[str, Any]:
         import torch
-        from peft import PeftModel
         from peft.utils import load_peft_weights, set_peft_model_state_dict
 
-        model = tuned(base, *CONFIGS[case])
-        lora.save(model, tmp_path / "adapter", base_model_name_or_path=str(tmp_path / "base"))
-        peft_model = PeftModel.from_pretrained(hf, tmp_path / "adapter").eval()
-        assert_same_adapters(model, peft_model)
+        peft_model, scalings = read_by_peft(folder, tmp_path / "adapter")
         result = set_peft_model_state_dict(peft_model, load_peft_weights(tmp_path / "adapter"))
         assert not result.unexpected_keys
         assert not [key for key in result.missing_keys if "lora_" in key]
-        for name, layer in adapters_of(peft_model).items():
-            node, index = external(model)[name]
-            x = np.random.default_rng(1).normal(size=(5, node.weight.shape[-1])).astype(np.float32)
-            with torch.no_grad():
-                want = layer(torch.tensor(x)).numpy()
-            got = linear(jnp.asarray(x), jax.tree.map(lambda leaf, i=index: leaf[i], node))
-            np.testing.assert_allclose(got, want, atol=1e-5, rtol=1e-5)
+        with torch.no_grad():
+            outputs = {
+                name: layer(torch.tensor(INPUTS[layer.in_features])).numpy()
+                for name, layer in adapters_of(peft_model).items()
+            }
+        return outputs | {
+            "scalings": scalings,
+            "plain": torch_logits(in_transformers(folder)),
+            "logits": torch_logits(peft_model),
+            "merged there": torch_logits(peft_model.merge_and_unload()),
+            "merged here": torch_logits(in_transformers(tmp_path / "merged")),
+        }
 
-    def test_logits_with_and_after_merging(self, base, hf, tmp_path, case):
-        import transformers
-        from peft import PeftModel
-
-        plain = torch_logits(hf)
-        np.testing.assert_allclose(our_logits(base), plain, atol=1e-4)
-        model = tuned(base, *CONFIGS[case])
-        lora.save(model, tmp_path / "adapter")
-        peft_model = PeftModel.from_pretrained(hf, tmp_path / "adapter").eval()
-        want = torch_logits(peft_model)
-        assert np.abs(want - plain).max() > 1e-2
-        np.testing.assert_allclose(our_logits(model), want, atol=1e-4)
-        merged = lora.merge(model)
-        np.testing.assert_allclose(our_logits(merged), want, atol=1e-4)
-        models.save(merged, tmp_path / "merged")
-        reloaded = transformers.LlamaForCausalLM.from_pretrained(
-            tmp_path / "merged", attn_implementation="eager"
-        ).eval()
-        np.testing.assert_allclose(torch_logits(reloaded), want, atol=1e-4)
-        np.testing.assert_allclose(torch_logits(peft_model.merge_and_unload()), our_logits(merged), atol=1e-4)
+    question = {"base": folder, "adapter": tmp_path / "adapter", "merged": tmp_path / "merged", "tokens": TOKENS}
+    want = peer.answer("reads", compute, question)
+    nodes = assert_same_tensors(model, tmp_path / "adapter")
+    assert want["scalings"] == pytest.approx({name: node.scaling for name, (node, _) in nodes.items()})
+    for name, (node, index) in nodes.items():
+        inputs = jnp.asarray(INPUTS[node.weight.shape[-1]])
+        outputs = linear(inputs, jax.tree.map(lambda leaf, i=index: leaf[i], node))
+        np.testing.assert_allclose(outputs, want[name], atol=1e-5, rtol=1e-5)
+    np.testing.assert_allclose(our_logits(base), want["plain"], atol=1e-4)
+    assert np.abs(want["logits"] - want["plain"]).max() > 1e-2
+    np.testing.assert_allclose(our_logits(model), want["logits"], atol=1e-4)
+    np.testing.assert_allclose(our_logits(merged), want["logits"], atol=1e-4)
+    np.testing.assert_allclose(want["merged here"], want["logits"], atol=1e-4)
+    np.testing.assert_allclose(want["merged there"], our_logits(merged), atol=1e-4)
 
 
-PEFT_OPTIONS = {
+PEFT_OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "all-linear": {"target_modules": "all-linear"},
     "regular expression": {"target_modules": r".*\.(q_proj|up_proj)"},
-    "rank-stabilised": {"use_rslora": True},
     "patterns": {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"self_attn\.q_proj": 6, "v_proj": 5}},
     "rank-stabilised patterns": {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 6}},
     "excluded": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["q_proj"]},
@@ -160,59 +166,49 @@ PEFT_OPTIONS = {
     "orthogonal": {"init_lora_weights": "orthogonal"},
     "rank above the smaller side": {"r": 40},
 }
+PLAIN = {
+    "class": "LoraConfig",
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
+    "task_type": "CAUSAL_LM",
+}
 
 
-def peft_adapter(hf, **options):
-    """A model of PEFT's with adapters that do something."""
-    import torch
-    from peft import LoraConfig, get_peft_model
+@pytest.mark.parametrize("options", PEFT_OPTIONS)
+def test_we_read_the_adapters_of_peft_and_write_them_again(
+    base: models.Decoder, folder: Path, peer: Peer, tmp_path: Path, options: str
+) -> None:
+    theirs = peft_adapter(peer, folder, PLAIN | PEFT_OPTIONS[options], tmp_path / "theirs")
+    model = lora.load(base, theirs)
+    lora.save(model, tmp_path / "ours")
 
-    defaults = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    torch.manual_seed(0)
-    peft_model = get_peft_model(hf, LoraConfig(**(defaults | options))).eval()
-    for layer in adapters_of(peft_model).values():
-        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
-    return peft_model
+    def compute() -> dict[str, Any]:
+        (first, scalings), (again, same) = (read_by_peft(folder, adapter) for adapter in (theirs, tmp_path / "ours"))
+        assert scalings == pytest.approx(same)
+        logits = torch_logits(first)
+        np.testing.assert_allclose(torch_logits(again), logits, atol=1e-4)
+        return {"scalings": scalings, "logits": logits}
+
+    want = peer.answer("reads", compute, {"base": folder, "theirs": theirs, "ours": tmp_path / "ours"})
+    nodes = assert_same_tensors(model, theirs)
+    assert_same_tensors(model, tmp_path / "ours")
+    assert want["scalings"] == pytest.approx({name: node.scaling for name, (node, _) in nodes.items()})
+    np.testing.assert_allclose(our_logits(model), want["logits"], atol=1e-4)
 
 
-class TestWeReadPefts:
-    @pytest.mark.parametrize("options", PEFT_OPTIONS)
-    def test_adapters_and_logits(self, base, hf, tmp_path, options):
-        peft_model = peft_adapter(hf, **PEFT_OPTIONS[options])
-        peft_model.save_pretrained(tmp_path / "adapter")
-        model = lora.load(base, tmp_path / "adapter")
-        assert_same_adapters(model, peft_model)
-        np.testing.assert_allclose(our_logits(model), torch_logits(peft_model), atol=1e-4)
+def test_we_read_bfloat16_adapters_of_peft(base: models.Decoder, folder: Path, peer: Peer, tmp_path: Path) -> None:
+    theirs = peft_adapter(peer, folder, PLAIN | {"dtype": "bfloat16"}, tmp_path / "theirs")
+    tensors, _ = read_tensors(theirs / "adapter_model.safetensors")
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"bfloat16"}
+    model = lora.load(base, theirs)
+    assert model.layers["attn"]["q_proj"]["weight"].lora_a.dtype == jnp.float32
+    assert_same_tensors(model, theirs)
 
-    def test_and_writes_back_what_it_read(self, base, hf, tmp_path):
-        from peft import PeftModel
 
-        options = PEFT_OPTIONS["rank-stabilised patterns"]
-        peft_model = peft_adapter(hf, **options)
-        peft_model.save_pretrained(tmp_path / "adapter")
-        want = torch_logits(peft_model)
-        model = lora.load(base, tmp_path / "adapter")
-        lora.save(model, tmp_path / "again")
-        again = PeftModel.from_pretrained(peft_model.unload(), tmp_path / "again").eval()
-        assert_same_adapters(model, again)
-        np.testing.assert_allclose(torch_logits(again), want, atol=1e-4)
-
-    def test_bfloat16_adapters(self, base, hf, tmp_path):
-        import torch
-
-        peft_model = peft_adapter(hf).to(torch.bfloat16)
-        peft_model.save_pretrained(tmp_path / "adapter")
-        model = lora.load(base, tmp_path / "adapter")
-        assert model.layers["attn"]["q_proj"]["weight"].lora_a.dtype == jnp.float32
-        assert_same_adapters(model, peft_model)
-
-    @pytest.mark.parametrize(
-        ("named", "value"),
-        [
-            ("init_lora_weights", "pissa_niter_4"),
-        ],
-    )
-    def test_what_it_cannot_read_is_refused_by_name(self, base, hf, tmp_path, named, value):
-        peft_adapter(hf, **{named: value}).save_pretrained(tmp_path / "adapter")
-        with pytest.raises(ModelFileError, match=rf"option '{named}' is not supported"):
-            lora.load(base, tmp_path / "adapter")
+def test_an_option_that_we_cannot_read_is_refused_by_name(
+    base: models.Decoder, folder: Path, peer: Peer, tmp_path: Path
+) -> None:
+    theirs = peft_adapter(peer, folder, PLAIN | {"init_lora_weights": "pissa_niter_4"}, tmp_path / "theirs")
+    with pytest.raises(ModelFileError, match="option 'init_lora_weights' is not supported"):
+        lora.load(base, theirs)

@@ -92,11 +92,13 @@ def in_transformers(folder: Path) -> Any:
 
 
 def in_peft(folder: Path, arguments: dict[str, Any]) -> Any:
-    """Return transformers' model of a folder with new adapters of PEFT."""
+    """Return transformers' model of a folder with new adapters of PEFT, of the ``class`` and ``dtype`` of arguments."""
     import peft
+    import torch
 
-    config = getattr(peft, arguments["class"])(**{key: arguments[key] for key in arguments if key != "class"})
-    return peft.get_peft_model(in_transformers(folder), config)
+    options = {key: value for key, value in arguments.items() if key not in ("class", "dtype")}
+    model = peft.get_peft_model(in_transformers(folder), getattr(peft, arguments["class"])(**options))
+    return model.to(getattr(torch, arguments.get("dtype", "float32")))
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
