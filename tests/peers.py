@@ -63,6 +63,10 @@ TOLERANCES = {"BF16": 2.0**-8, "F16": 2.0**-11, "F8_E4M3": 2.0**-4, "F8_E5M2": 2
 TOLERANCE = 1e-5
 LONGEST_TEXT = 4000
 """Longer texts of a question, such as a tokenizer, are recorded as a hash."""
+PARENT = "{parent}"
+"""Stands in a recording for the temporary folder that contains a peer's folder."""
+SET_KEYS = ("target_modules", "modules_to_save", "exclude_modules", "feedforward_modules", "target_parameters")
+"""PEFT writes these sets in any order."""
 VERSION_KEYS = ("transformers_version", "peft_version")
 
 Tensors = Mapping[str, np.ndarray]
@@ -121,7 +125,7 @@ class Peer:
             path.mkdir(parents=True, exist_ok=True)
             for name, text in entry["values"]["texts"].items():
                 content = text if isinstance(text, str) else json.dumps(text)
-                (path / name).write_text(content, encoding="utf-8")
+                (path / name).write_text(content.replace(PARENT, str(path.parent)), encoding="utf-8")
             for name, shapes in entry["values"]["tensors"].items():
                 own = {key: self._old_arrays[digest] for key, digest in entry["arrays"].items()}
                 write_tensors(path / name, {key: _drawn(draw, key, *shapes[key], own) for key in shapes})
@@ -131,14 +135,14 @@ class Peer:
         for file in sorted(path.iterdir()):
             if file.suffix == ".safetensors":
                 arrays, _ = read_tensors(file)
-                tensors[file.name] = {key: (_dtype_name(array), list(array.shape)) for key, array in arrays.items()}
+                tensors[file.name] = {key: [_dtype_name(array), list(array.shape)] for key, array in arrays.items()}
                 own |= {key: array for key, array in arrays.items() if draw(key, array.shape) is None}
                 drawn = {key: _drawn(draw, key, *tensors[file.name][key], arrays) for key in arrays}
                 write_tensors(file, drawn)
             elif file.suffix == ".md":
                 file.unlink()  # a model card; a recorded folder has none
             else:
-                texts[file.name] = _read_text(file)
+                texts[file.name] = _read_text(file, path.parent)
         self._collect(path.name, {"question": sketch, "values": {"texts": texts, "tensors": tensors}}, own)
         return path
 
@@ -218,8 +222,9 @@ def thin(array: Any, step: int = 7) -> np.ndarray:
 def describe(value: Any) -> Any:
     """Sketch a question as JSON values."""
     if isinstance(value, Path):
-        is_folder = value.is_dir()
-        return {file.name: describe(file) for file in sorted(value.iterdir())} if is_folder else _describe_file(value)
+        if not value.is_dir():
+            return _describe_file(value)
+        return {file.name: _describe_file(file, value.parent) for file in sorted(value.iterdir()) if file.is_file()}
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -239,6 +244,8 @@ def differences(recorded: Any, now: Any, path: str = "") -> list[str]:
             return [] if _same_sketch(recorded, now) else [f"{path}: {recorded} and {now}"]
         pairs = {key: (recorded.get(key, "absent"), now.get(key, "absent")) for key in {**recorded, **now}}
         pairs = {key: pair for key, pair in pairs.items() if key not in VERSION_KEYS}
+        for key in pairs.keys() & set(SET_KEYS):
+            pairs[key] = tuple(sorted(item) if isinstance(item, list) else item for item in pairs[key])
         return [line for key, pair in pairs.items() for line in differences(*pair, f"{path}/{key}")]
     if isinstance(recorded, list) and isinstance(now, list) and len(recorded) == len(now):
         return [
@@ -297,17 +304,18 @@ def _read_recording(file: Path, _changed: int) -> tuple[dict[str, np.ndarray], d
     return read_recording(file)
 
 
-def _describe_file(file: Path) -> Any:
+def _describe_file(file: Path, parent: Path | None = None) -> Any:
     if file.suffix == ".safetensors":
         arrays, _ = read_tensors(file)
         return {name: _sketch(arrays[name]) for name in sorted(arrays)}
     if file.stat().st_size > LONGEST_TEXT and "index" not in file.name:
         return {"sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-    return _read_text(file)
+    return _read_text(file, parent)
 
 
-def _read_text(file: Path) -> Any:
+def _read_text(file: Path, parent: Path | None = None) -> Any:
     text = file.read_text(encoding="utf-8")
+    text = text if parent is None else text.replace(str(parent), PARENT)
     return json.loads(text) if file.suffix == ".json" else text
 
 

@@ -1,6 +1,8 @@
-"""Greedy tokens beside those of `transformers`, for every family; merged directories beside PEFT."""
+"""Greedy tokens compared with `transformers` for every family; merged directories compared with PEFT."""
 
 import shutil
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -8,8 +10,9 @@ import pytest
 
 from lowtide import models
 from lowtide.finetune import write_merged
+from tests import peers
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 SIZES = {
     "vocab_size": 96,
@@ -26,7 +29,7 @@ SIZES = {
 MIXTURE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 GEMMA = {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 24}
 KINDS = {"layer_types": ["sliding_attention"] * 2 + ["full_attention", "sliding_attention"]}
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": 8, "head_dim": 8},
     "Qwen2": {},
@@ -42,62 +45,88 @@ FAMILIES = {
 PROMPTS = [[7, 5, 30, 9, 11], [*range(20, 39)]]  # one ends inside of the window, one beyond it
 
 
-def _theirs(family, folder):
-    import torch
-    import transformers
+def saved_by_transformers(family: str, peer: peers.Peer, path: Path) -> Path:
+    """Write a random model as transformers does, with attention that is far from even."""
+    options = {**SIZES, **FAMILIES[family]}
 
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family]})
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    # Larger, so that attention is not even and tokens change. The embedding of a Gemma is its head, too.
-    factor, left = (3, "embed") if family.startswith("Gemma") else (8, "nothing")
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1 and left not in name:
-            parameter.data *= factor
-    model.save_pretrained(folder)
-    return model
+    def make(path: Path) -> None:
+        import transformers
+
+        config = getattr(transformers, f"{family}Config")(**options)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+
+    def draw(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        # The embedding of a Gemma is its head, too: a large one would repeat the last token.
+        return peers.normal(name, shape, 0.02 if family.startswith("Gemma") and "embed" in name else 0.16)
+
+    return peer.folder(path, make, [family, options], draw)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_transformers(family, tmp_path):
-    import torch
+def test_greedy_tokens_equal_those_of_transformers(family: str, peer: peers.Peer, tmp_path: Path) -> None:
+    folder = saved_by_transformers(family, peer, tmp_path / "theirs")
 
-    theirs = _theirs(family, tmp_path)
-    width = max(map(len, PROMPTS))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
-    want = theirs.generate(input_ids=ids, attention_mask=mask, **options)[:, width:].tolist()
+    def compute() -> dict[str, Any]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+        width = max(map(len, PROMPTS))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in PROMPTS])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+        options = {"do_sample": False, "max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+        tokens = theirs.generate(input_ids=ids, attention_mask=mask, **options)
+        return {"tokens": tokens[:, width:].tolist()}
+
+    want = peer.answer("greedy", compute, [folder, PROMPTS])["tokens"]
+    ours = models.load(folder)
     sampling = models.Sampling(temperature=0)
-    ours = models.load(tmp_path)
     got = [[*c.tokens] for c in models.generate_batch(ours, PROMPTS, 20, key=jax.random.key(0), sampling=sampling)]
     assert got == want
     assert len({*got[0], *got[1]}) > 3
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3Moe"])
-def test_transformers_reads_a_merged_directory_as_peft_computes(family, tiny_model_dir, tmp_path):
-    import peft
-    import torch
-    from transformers import AutoModelForCausalLM
+def test_transformers_reads_a_merged_directory_as_peft_computes(
+    family: str, peer: peers.Peer, tiny_model_dir: str, tmp_path: Path
+) -> None:
+    base = saved_by_transformers(family, peer, tmp_path / "base")
 
-    base = _theirs(family, tmp_path / "base")
-    shutil.copy(f"{tiny_model_dir}/tokenizer.json", tmp_path / "base")
-    config = peft.LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(base, config).eval()
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(std=0.1)
-    adapted.save_pretrained(tmp_path / "adapter")
-    tokens = torch.tensor([PROMPTS[1]])
-    with torch.no_grad():
-        want = adapted(tokens).logits.numpy()
-    write_merged(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out", max_shard_bytes=40_000)
+    def make(path: Path) -> None:
+        import peft
+        from transformers import AutoModelForCausalLM
+
+        targets = ["q_proj", "v_proj", "o_proj"]
+        config = peft.LoraConfig(r=4, lora_alpha=9, target_modules=targets, task_type="CAUSAL_LM")
+        peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(path)
+
+    adapter = peer.folder(tmp_path / "adapter", make, family, lambda name, shape: peers.normal(name, shape, 0.1))
+
+    def compute_adapted() -> dict[str, Any]:
+        import peft
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+        with torch.no_grad():
+            logits = adapted(torch.tensor([PROMPTS[1]])).logits.numpy()
+            with adapted.disable_adapter():
+                plain = adapted(torch.tensor([PROMPTS[1]])).logits.numpy()
+        return {"adapted": logits, "plain": plain}
+
+    theirs = peer.answer("PEFT", compute_adapted, [base, adapter, PROMPTS[1]])
+    shutil.copy(f"{tiny_model_dir}/tokenizer.json", base)
+    write_merged(base, [adapter], tmp_path / "out", max_shard_bytes=40_000)
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
-    with torch.no_grad():
-        got = merged(tokens).logits.numpy()
-        with adapted.disable_adapter():
-            plain = adapted(tokens).logits.numpy()
-    assert np.abs(plain - got).max() > 1e-2
-    np.testing.assert_allclose(got, want, atol=1e-4)
+
+    def compute_merged() -> dict[str, Any]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+        with torch.no_grad():
+            return {"logits": merged(torch.tensor([PROMPTS[1]])).logits.numpy()}
+
+    got = peer.answer("merged", compute_merged, [tmp_path / "out", PROMPTS[1]])["logits"]
+    assert np.abs(theirs["plain"] - got).max() > 1e-2
+    np.testing.assert_allclose(got, theirs["adapted"], atol=1e-4)

@@ -1,10 +1,11 @@
-"""GGUF files beside transformers, which dequantises them and undoes their conversion in code of its own."""
+"""GGUF files compared with transformers, whose code dequantises them and undoes their conversion independently."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,22 @@ import pytest
 
 from lowtide import models
 from lowtide.models import Experts
+from tests import peers
 
 from .kinds import KINDS
 
 gguf = pytest.importorskip("gguf", reason="needs lowtide[gguf]")
 from gguf import GGMLQuantizationType as Kind  # noqa: E402
 
-from .gguf_files import write_gguf  # noqa: E402
+from .gguf_files import metadata, write_gguf  # noqa: E402
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "attention_scale": None}
 PLAIN = {"rope_scaling": None, "attention_bias": False, "mlp_bias": False}
 ALL = {"sliding_window": None, "sliding_layers": None}
+KEPT = np.s_[:, 2::3, :96]
+"""Positions and tokens whose logits are recorded."""
 CHANGES = {
     "llama": PLAIN,
     "mistral": {"sliding_window": 32},  # for it a Llama: the same, up to the window's length
@@ -41,21 +45,30 @@ CHANGES = {
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
 @pytest.mark.parametrize("name", CHANGES)
-def test_logits_are_those_of_transformers(name: str, kind: Kind, tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def test_logits_are_those_of_transformers(name: str, kind: Kind, peer: peers.Peer, tmp_path: Path) -> None:
     config = dataclasses.replace(KINDS[name], **{**WIDE, **CHANGES[name]}, bos_token_id=1, eos_token_id=2)
+
+    def fill(path: Any, leaf: Any) -> Any:
+        if leaf.dtype == jnp.int32:
+            return leaf
+        noise = peers.normal(jax.tree_util.keystr(path), leaf.shape, std=0.02)
+        is_matrix = leaf.ndim > 2 or path[-2].key in ("embed", "lm_head")
+        return jnp.asarray(noise if is_matrix else leaf + noise, "float32")
+
     model = models.init(config, key=jax.random.key(0), dtype="float32")
-    floating = functools.partial(jnp.issubdtype, arg2=jnp.floating)
-    layers = jax.tree.map(
-        lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape) if floating(x.dtype) else x, model.layers
-    )
-    models.save(dataclasses.replace(model, layers=layers), tmp_path / "hf")
-    write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+    models.save(jax.tree_util.tree_map_with_path(fill, model), tmp_path / "hf")
+    tensors = write_gguf(tmp_path / "model.gguf", tmp_path / "hf", kind)
+    values = metadata(json.loads((tmp_path / "hf" / "config.json").read_text()))
     tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
-    with torch.no_grad():
-        want = theirs(torch.tensor(tokens)).logits.numpy()
-    got = models.logits(models.load(tmp_path / "model.gguf", dtype="float32"), jnp.asarray(tokens, jnp.int32))
+
+    def compute() -> dict[str, np.ndarray]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32).eval()
+        with torch.no_grad():
+            return {"logits": theirs(torch.tensor(tokens)).logits.numpy()[KEPT]}
+
+    want = peer.answer("logits", compute, [kind.name, values, tensors, tokens])["logits"]
+    got = models.logits(models.load(tmp_path / "model.gguf", dtype="float32"), jnp.asarray(tokens, jnp.int32))[KEPT]
     np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-4)
