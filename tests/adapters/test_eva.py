@@ -1,4 +1,4 @@
-"""EVA: A begins as the first right-singular vectors of what its weight multiplies, wherever and however it does."""
+"""EVA starts A from the first right-singular vectors of the inputs of its weight, for every kind of product."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lowtide import models
 from lowtide.adapters import lora
 from lowtide.core import ConfigError, NonFiniteError, StructureError, linear
 from tests.models.kinds import KINDS
+from tests.peers import Peer
 
 KEY = jax.random.key(0)
 LAYERS, IN, RANK = 3, 40, 4
@@ -116,29 +117,40 @@ def test_what_eva_cannot_begin_with_is_an_error() -> None:
         lora.eva(experts, lora.Config(rank=2, targets="**/up"), models.loss, BATCHES, key=KEY)
 
 
-@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_of_a_decoder_the_inputs_are_those_that_transformers_has(tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
+def test_the_inputs_in_a_decoder_are_those_of_transformers(peer: Peer, tmp_path: Path) -> None:
     base = models.init(KINDS["llama"], key=KEY)
-    models.save(base, tmp_path)
+    models.save(base, tmp_path / "base")
     tokens = np.random.default_rng(0).integers(1, 96, (4, 32))
     names = {"self_attn.v_proj": "attn", "mlp.down_proj": "mlp"}
-    theirs: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
-    seen: dict[str, Any] = {}
-    for name, module in theirs.named_modules():
-        if name.endswith(tuple(names)):
-            module.register_forward_hook(lambda _, x, __, name=name: seen.update({name: x[0].detach().numpy()}))
-    theirs(torch.tensor(tokens))
+
+    def compute() -> dict[str, np.ndarray]:
+        """Return the products X^T X of every module's inputs: they hold the singular values and vectors of X."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        products: dict[str, np.ndarray] = {}
+
+        def record(name: str, inputs: Any) -> None:
+            rows = inputs.detach().double().numpy().reshape(-1, inputs.shape[-1])
+            products[name] = (rows.T @ rows).astype(np.float32)
+
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        for name, module in model.named_modules():
+            if name.endswith(tuple(names)):
+                module.register_forward_hook(lambda _, inputs, __, name=name: record(name, inputs[0]))
+        model(torch.tensor(tokens))
+        return products
+
+    products = peer.answer("products", compute, {"base": tmp_path / "base", "tokens": tokens})
     batch = {"tokens": tokens.astype(np.int32), "labels": np.roll(tokens, -1, 1).astype(np.int32)}
-    found = lora.Config(rank=RANK, targets=["**/v_proj", "**/down_proj"])
-    ours = lora.eva(base, found, models.loss, [batch], key=KEY, has_aux=True, num_passes=12)
+    targets = lora.Config(rank=RANK, targets=["**/v_proj", "**/down_proj"])
+    ours = lora.eva(base, targets, models.loss, [batch], key=KEY, has_aux=True, num_passes=12)
     for name, place in names.items():
-        lora_a = ours.layers[place][name.rpartition(".")[2]]["weight"].lora_a
+        lora_a = np.asarray(ours.layers[place][name.rpartition(".")[2]]["weight"].lora_a, np.float64)
         for layer in range(len(lora_a)):
-            inputs = seen[f"model.layers.{layer}.{name}"].reshape(-1, lora_a.shape[-1])
-            # Of random weights no direction stands out, so what all four hold together is compared.
-            held, most = (inputs @ np.asarray(lora_a[layer]).T) ** 2, np.linalg.svd(inputs)[1][:RANK] ** 2
-            np.testing.assert_allclose(held.sum(), most.sum(), rtol=1e-3)
+            product = np.asarray(products[f"model.layers.{layer}.{name}"], np.float64)
+            # No direction stands out where weights are random, so the sum over all four directions is compared.
+            held = np.trace(lora_a[layer] @ product @ lora_a[layer].T)
+            most = np.linalg.eigvalsh(product)[-RANK:].sum()
+            np.testing.assert_allclose(held, most, rtol=1e-3)

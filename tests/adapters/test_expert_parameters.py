@@ -15,7 +15,9 @@ import lowtide as lt
 from lowtide import models
 from lowtide.core import ModelFileError, map_with_paths
 from tests.adapters.test_experts import KEY, TARGETS, TOKENS, WEIGHTS, adapted, base
+from tests.adapters.test_peft_kinds import peft_adapter, peft_logits
 from tests.models.kinds import KINDS
+from tests.peers import Peer
 
 CONFIG = "adapter_config.json"
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -129,27 +131,11 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         lt.lora.load(models.init(KINDS["llama"], key=KEY), tmp_path)
 
 
-def in_peft(folder: Path, adapter: Path | None = None) -> Any:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    return model if adapter is None else PeftModel.from_pretrained(model, adapter)
-
-
-def theirs(model: Any) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        return model.eval()(torch.tensor(np.asarray(TOKENS)).long()).logits.numpy()
-
-
-def ours(model: Any) -> np.ndarray:
+def our_logits(model: Any) -> np.ndarray:
     return np.asarray(jax.jit(models.logits)(model, TOKENS))
 
 
-PEERS = [
-    pytest.mark.peers,
+PEFT_WARNINGS = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     # PEFT 0.21 looks for modules alone; for parameters it uses the patterns.
@@ -160,8 +146,12 @@ PEERS = [
 @pytest.mark.parametrize(
     ("family", "config"),
     [
-        pytest.param("mixtral", lt.lora.Config(rank=3, alpha=2.0, targets=["**/experts/**", "**/q_proj"]), marks=PEERS),
-        pytest.param("qwen3_moe", lt.lora.Config(rank=3, targets="**/experts/**", rslora=True), marks=PEERS),
+        pytest.param(
+            "qwen3_moe",
+            lt.lora.Config(rank=3, targets="**/experts/**", rslora=True),
+            id="qwen3_moe",
+            marks=PEFT_WARNINGS,
+        ),
         pytest.param(
             "mixtral",
             lt.lora.Config(
@@ -170,22 +160,28 @@ PEERS = [
                 rank_pattern={"**/experts/up": 2, "**/experts/down": 4},
                 alpha_pattern={"**/experts/up": 32 / 3 * 2},
             ),
-            marks=PEERS,
+            id="mixtral",
+            marks=PEFT_WARNINGS,
         ),
-        pytest.param("gpt_oss", lt.lora.Config(rank=3, targets=TARGETS["gpt_oss"], rslora=True), marks=PEERS),
+        pytest.param(
+            "gpt_oss",
+            lt.lora.Config(rank=3, alpha=2.0, targets=TARGETS["gpt_oss"]),
+            id="gpt_oss",
+            marks=PEFT_WARNINGS,
+        ),
     ],
 )
 def test_peft_loads_the_files_of_experts_and_has_our_logits(
-    family: str, config: lt.lora.Config, tmp_path: Path
+    family: str, config: lt.lora.Config, peer: Peer, tmp_path: Path
 ) -> None:
     draw = lambda path, leaf: 0.3 * jax.random.normal(KEY, leaf.shape) if "lora_" in path else leaf  # noqa: E731
     model = map_with_paths(draw, lt.lora.add(base(family), config, key=KEY))
-    lt.lora.save(model, tmp_path / "adapter")
+    lt.lora.save(model, tmp_path / "ours")
     models.save(base(family), tmp_path / "base")
-    want = theirs(in_peft(tmp_path / "base", tmp_path / "adapter"))
-    assert np.abs(want - ours(base(family))).max() > 1e-2
-    np.testing.assert_allclose(ours(model), want, atol=1e-4)
-    again = lt.lora.load(base(family), tmp_path / "adapter")
+    want = peft_logits(peer, tmp_path / "base", tmp_path / "ours", tokens=np.asarray(TOKENS))
+    assert np.abs(want - our_logits(base(family))).max() > 1e-2
+    np.testing.assert_allclose(our_logits(model), want, atol=1e-4)
+    again = lt.lora.load(base(family), tmp_path / "ours")
     assert jax.tree.structure(again) == jax.tree.structure(model)
     jax.tree.map(np.testing.assert_array_equal, again, model)
 
@@ -193,35 +189,32 @@ def test_peft_loads_the_files_of_experts_and_has_our_logits(
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        pytest.param("mixtral", {"target_modules": [], "rank_pattern": {"down_proj": 3}}, marks=PEERS),
+        pytest.param(
+            "mixtral", {"target_modules": [], "rank_pattern": {"down_proj": 3}}, id="mixtral", marks=PEFT_WARNINGS
+        ),
         # Names of modules that are no longer there: PEFT makes parameters of them, and a pattern for the sum of ranks.
-        pytest.param("qwen3_moe", {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]}, marks=PEERS),
-        pytest.param("gpt_oss", {"target_modules": ["q_proj"], "use_rslora": True}, marks=PEERS),
+        pytest.param(
+            "qwen3_moe",
+            {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+            id="qwen3_moe",
+            marks=PEFT_WARNINGS,
+        ),
+        pytest.param("gpt_oss", {"target_modules": ["q_proj"], "use_rslora": True}, id="gpt_oss", marks=PEFT_WARNINGS),
     ],
 )
-def test_what_peft_trained_of_experts_gives_its_logits_here_and_goes_back(
-    family: str, options: dict[str, Any], tmp_path: Path
+def test_experts_of_peft_give_its_logits_here_and_go_back(
+    family: str, options: dict[str, Any], peer: Peer, tmp_path: Path
 ) -> None:
-    import torch
-    from peft import LoraConfig, get_peft_model
-
     if "gate_proj" not in options["target_modules"]:
-        options = options | {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+        options = options | {"target_parameters": BOTH}
     models.save(base(family), tmp_path / "base")
-    torch.manual_seed(0)
-    model = get_peft_model(in_peft(tmp_path / "base"), LoraConfig(r=2, lora_alpha=4, **options)).train()
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], 0.05)
-    tokens = torch.tensor(np.asarray(TOKENS)).long()
-    for _ in range(3):
-        model(tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    want, plain = theirs(model), ours(base(family))
-    model.save_pretrained(tmp_path / "theirs")
-    loaded = lt.lora.load(base(family), tmp_path / "theirs")
-    assert np.abs(want - plain).max() > 1e-2
-    np.testing.assert_allclose(ours(loaded), want, atol=1e-4)
-    np.testing.assert_allclose(ours(lt.lora.merge(loaded)), want, atol=1e-4)
-    np.testing.assert_array_equal(ours(lt.lora.disable(loaded)), plain)
+    arguments = {"class": "LoraConfig", "r": 2, "lora_alpha": 4, **options}
+    theirs = peft_adapter(peer, tmp_path / "base", arguments, tmp_path / "theirs")
+    loaded = lt.lora.load(base(family), theirs)
     lt.lora.save(loaded, tmp_path / "ours")
-    np.testing.assert_allclose(theirs(in_peft(tmp_path / "base", tmp_path / "ours")), want, atol=1e-4)
+    want = peft_logits(peer, tmp_path / "base", theirs, tmp_path / "ours", tokens=np.asarray(TOKENS))
+    plain = our_logits(base(family))
+    assert np.abs(want - plain).max() > 1e-2
+    np.testing.assert_allclose(our_logits(loaded), want, atol=1e-4)
+    np.testing.assert_allclose(our_logits(lt.lora.merge(loaded)), want, atol=1e-4)
+    np.testing.assert_array_equal(our_logits(lt.lora.disable(loaded)), plain)

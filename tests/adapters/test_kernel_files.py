@@ -17,6 +17,7 @@ import lowtide as lt
 from lowtide import lora
 from lowtide.core import ModelFileError, StructureError, map_with_paths
 from lowtide.models import DecoderConfig, init
+from tests.peers import Peer, normal
 
 KEY = jax.random.key(0)
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 8, 8)), jnp.float32)
@@ -133,37 +134,48 @@ def test_a_model_with_names_elsewhere_has_no_place_for_kernels(tmp_path: Path) -
         lora.save(model, tmp_path)
 
 
-@pytest.mark.peers
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments:UserWarning")
 @pytest.mark.parametrize("dims", [1, 2])
-def test_convolutions_of_pytorch_are_pefts_both_ways(dims: int, tmp_path: Path) -> None:
-    import peft
-    import torch
-
-    kinds = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d}
+def test_convolutions_of_pytorch_are_pefts_both_ways(dims: int, peer: Peer, tmp_path: Path) -> None:
+    shapes = {"0.weight": (5, 3, *[3] * dims), "0.bias": (5,), "2.weight": (4, 5, *[2] * dims), "2.bias": (4,)}
+    values = {name: normal(name, shape).astype(np.float32) for name, shape in shapes.items()}
+    x = normal("x", (2, 3, *[9] * dims), std=1.0).astype(np.float32)
 
     def theirs() -> Any:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(kinds[dims](3, 5, 3), torch.nn.ReLU(), kinds[dims](5, 4, 2))
+        import torch
 
-    x = torch.randn(2, 3, *[9] * dims)
-    config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"])
-    model = peft.get_peft_model(theirs(), config)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter)
-    model.save_pretrained(tmp_path / "theirs")
-    weights = {n: {"weight": jnp.asarray(theirs()[int(n)].weight.detach().numpy())} for n in ("0", "2")}
-    biases = {n: theirs()[int(n)].bias.detach().numpy().reshape(1, -1, *[1] * dims) for n in ("0", "2")}
+        convolution = {1: torch.nn.Conv1d, 2: torch.nn.Conv2d}[dims]
+        model = torch.nn.Sequential(convolution(3, 5, 3), torch.nn.ReLU(), convolution(5, 4, 2))
+        model.load_state_dict({name: torch.tensor(value) for name, value in values.items()})
+        return model
+
+    def make(path: Path) -> None:
+        import peft
+
+        config = peft.LoraConfig(r=2, lora_alpha=3, target_modules=["0", "2"])
+        peft.get_peft_model(theirs(), config).save_pretrained(path)
+
+    def compute() -> dict[str, np.ndarray]:
+        import peft
+        import torch
+
+        adapters = (tmp_path / "theirs", tmp_path / "ours")
+        read = [peft.PeftModel.from_pretrained(theirs(), adapter).eval() for adapter in adapters]
+        first, again = (model(torch.tensor(x)).detach().numpy() for model in read)
+        np.testing.assert_allclose(again, first, atol=1e-4)
+        return {"y": first}
+
+    weights = {n: {"weight": jnp.asarray(values[f"{n}.weight"])} for n in ("0", "2")}
+    biases = {n: values[f"{n}.bias"].reshape(1, -1, *[1] * dims) for n in ("0", "2")}
 
     def ours(p: Any, x: Any) -> Any:
         conv = lambda x, n: jax.lax.conv_general_dilated(x, p[n]["weight"], (1,) * dims, "VALID")  # noqa: E731
         with jax.numpy_rank_promotion("allow"):
             return conv(jax.nn.relu(conv(x, "0") + biases["0"]), "2") + biases["2"]
 
-    loaded = lora.load(weights, tmp_path / "theirs")
-    want = model.eval()(x).detach().numpy()
-    np.testing.assert_allclose(lt.adapted(ours)(loaded, jnp.asarray(x.numpy())), want, atol=1e-4)
+    loaded = lora.load(weights, peer.folder(tmp_path / "theirs", make, values))
     lora.save(loaded, tmp_path / "ours", task_type=None)
-    again = peft.PeftModel.from_pretrained(theirs(), tmp_path / "ours").eval()
-    np.testing.assert_allclose(again(x).detach().numpy(), want, atol=1e-4)
+    question = {"x": x, "model": values, "theirs": tmp_path / "theirs", "ours": tmp_path / "ours"}
+    want = peer.answer("y", compute, question)["y"]
+    assert np.abs(want - ours(weights, jnp.asarray(x))).max() > 1e-2
+    np.testing.assert_allclose(lt.adapted(ours)(loaded, jnp.asarray(x)), want, atol=1e-4)

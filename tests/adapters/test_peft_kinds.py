@@ -118,27 +118,27 @@ def peft_adapter(peer: Peer, folder: Path, arguments: dict[str, Any], path: Path
     return peer.folder(path, make, {"base": folder, "options": arguments}, draw)
 
 
-def peft_logits(peer: Peer, folder: Path, *adapters: Path) -> np.ndarray:
+def peft_logits(peer: Peer, folder: Path, *adapters: Path, tokens: np.ndarray = TOKENS) -> np.ndarray:
     """Return PEFT's logits of an adapter; it has the same logits for the further adapters."""
 
     def compute() -> dict[str, np.ndarray]:
         import peft
 
         read = [peft.PeftModel.from_pretrained(in_transformers(folder), adapter) for adapter in adapters]
-        first, *others = map(torch_logits, read)
+        first, *others = [torch_logits(model, tokens) for model in read]
         for other in others:
             np.testing.assert_allclose(other, first, atol=1e-4)
         return {"logits": first}
 
-    question = {"base": folder, "tokens": TOKENS, "adapters": list(adapters)}
+    question = {"base": folder, "tokens": tokens, "adapters": list(adapters)}
     return peer.answer("logits", compute, question)["logits"]
 
 
-def torch_logits(model: Any) -> np.ndarray:
+def torch_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        return model.eval()(torch.tensor(TOKENS)).logits.numpy()
+        return model.eval()(torch.tensor(tokens).long()).logits.numpy()
 
 
 def our_logits(model: models.Decoder) -> np.ndarray:
