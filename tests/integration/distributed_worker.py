@@ -71,6 +71,27 @@ def small_loss(model, batch):
     return jnp.mean((jnp.tanh(batch["x"] @ model["up_proj"]) @ model["down_proj"] - batch["x"]) ** 2)
 
 
+STACK = lt.LayerStack(
+    first=lambda outer, batch: batch["x"] @ outer["in"],
+    block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
+    last=lambda outer, h, batch: (jnp.mean((h - batch["x"]) ** 2), {}),
+)
+
+
+def layers(key):
+    """Return two layers of `STACK`, and batches for them to reproduce."""
+    outer, inner, rows = jax.random.split(key, 3)
+    model = {
+        "outer": {"in": jax.random.normal(outer, (16, 16))},
+        "layers": {"w": jax.random.normal(inner, (2, 16, 16))},
+    }
+    return model, {"x": np.asarray(jax.random.normal(rows, (64, 16)))}
+
+
+def stack_loss(model, batch):
+    return STACK.apply(model["outer"], model["layers"], batch)
+
+
 def decoder(key):
     """Return a decoder, and batches of tokens."""
     config = lt.models.LlamaConfig(
@@ -88,13 +109,24 @@ def decoder(key):
     return lt.models.init(config, key=key), {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
+MAKE, LOSS = {
+    "decoder": (decoder, lt.models.loss),
+    "small": (small, small_loss),
+    "layers": (layers, stack_loss),
+}[ARGS["kind"]]
+
+
 def make_trainer(model, rules):
     how = {"num_microbatches": ARGS.get("microbatches", 1 + (ARGS.get("odd") == "settings") * ARGS["process"])}
+    loss = LOSS
     if "stage" in ARGS:
-        how = {"pipeline": lt.pipeline.schedule(ARGS["schedule"], num_stages=ARGS["stages"], num_microbatches=4)}
+        schedule = lt.pipeline.schedule(ARGS["schedule"], num_stages=ARGS["stages"], num_microbatches=4)
+        is_decoder = ARGS["kind"] == "decoder"
+        how = {"pipeline": schedule if is_decoder else lt.pipeline.value_and_grad(STACK, schedule, mesh=rules.mesh)}
+        loss = None
     return lt.Trainer(
         model,
-        small_loss if ARGS.get("small") else None if "stage" in ARGS else lt.models.loss,
+        loss,
         optax.adamw(1e-2),
         wrt="**/lora_*" if ARGS.get("adapters") else None,
         sharding=rules,
@@ -131,16 +163,17 @@ def end_late():
 def main():
     if ARGS.get("late") == ARGS["process"]:
         end_late()
-    make = small if ARGS.get("small") else decoder
-    model, arrays = make(jax.random.key(0))
+    model, arrays = MAKE(jax.random.key(0))
     if ARGS.get("odd") == "weights":
-        model, _ = make(jax.random.key(ARGS["process"]))
+        model, _ = MAKE(jax.random.key(ARGS["process"]))
     rules = ShardingRules(
         mesh=make_mesh(
             stage=ARGS.get("stage"),
             fsdp=ARGS["fsdp"],
             tensor=ARGS["tensor"],
-            devices=jax.devices()[: ARGS["fsdp"] * ARGS["tensor"]] if ARGS["count"] == 1 else None,
+            devices=jax.devices()[: ARGS.get("stage", 1) * ARGS["fsdp"] * ARGS["tensor"]]
+            if ARGS["count"] == 1
+            else None,
         ),
         min_bytes=0,
         local_batches=ARGS.get("local", False),
@@ -181,7 +214,7 @@ def main():
         callbacks=callbacks,
     )
     losses = [record["loss"] for record in records if "loss" in record]
-    if ARGS.get("small"):
+    if ARGS["kind"] != "decoder":
         Path(f"{ARGS['out']}-{ARGS['process']}.json").write_text(json.dumps({"resumed": resumed, "losses": losses}))
         return
     weight = trainer.model.layers["attn"]["q_proj"]["weight"]
